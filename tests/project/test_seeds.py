@@ -1,0 +1,242 @@
+"""docs/seeds.md is true: each row of the five projects is there once, and each of its commands
+runs, made small as the page says."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import hashlib
+import importlib
+import io
+import re
+import shlex
+import struct
+import tarfile
+import zipfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+import warm_python
+from fake_imagenet import make_fake, write_archives
+from processes import call, environment, jpeg, run, run_here
+from servers import WebServer
+
+from data_prep import animals10, cifar, mnist
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "seeds.md").read_text()
+ROWS = [
+    *(f"S{number}" for number in range(1, 10)),
+    *(f"L{number}" for number in range(1, 8)),
+    *(f"M{number}" for number in range(1, 9)),
+    *(f"A{number}" for number in range(1, 9)),
+    *(f"E{number}" for number in range(1, 9)),
+]
+HERE = {
+    row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
+    for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
+}
+"""Row -> (text in backticks or "", target of a link or ""), of its column "here"."""
+COMMANDS = {
+    row: [text for text, _ in found if text.startswith(("python ", "torchrun "))]
+    for row, found in HERE.items()
+}
+SMALL = re.search(r"to trainings `([^`]+)`", PAGE)[1].split()
+NEEDS = (
+    ("data/digits", "E1"),
+    ("configs/demo.yaml", "E1"),
+    ("runs/demo", "S2"),
+    ("configs/mnist.yaml", "S3"),
+    ("runs/mnist", "M6"),
+    ("animals10.zip", "A1"),
+    ("configs/animals10.yaml", "A1"),
+    ("data/animals10 ", "A1"),
+)
+"""What is in a command -> the row whose first command comes before it."""
+CHEAP = ("python -m vit.model vit_s16", "shapes vit_b16")
+"""What `make test` runs; all others are `full`."""
+
+
+# ---- the page ------------------------------------------------------------------------------------
+
+
+def test_each_row_is_there_once():
+    assert re.findall(r"^\| ([A-Z]\d) \|", PAGE, re.M) == ROWS
+    assert list(HERE) == ROWS
+    assert all(HERE.values()), "each row has a command, a file or a function"
+
+
+def test_files_and_functions_are_there():
+    for row, found in HERE.items():
+        for text, target in found:
+            if text and text not in COMMANDS[row] and ":" in text:
+                path, _, name = text.partition(":")
+                defined = [
+                    getattr(n, "name", "") for n in ast.parse((ROOT / path).read_text()).body
+                ]
+                assert name in defined, f"{row}: {text}"
+            assert not target or (ROOT / "docs" / target).exists(), f"{row}: {target}"
+
+
+# ---- its commands --------------------------------------------------------------------------------
+
+
+def packed(files: dict[str, bytes]) -> bytes:
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return content.getvalue()
+
+
+def image(label: int, number: int) -> bytes:
+    """A JPEG whose colour tells its class."""
+    rng = np.random.default_rng((label, number))
+    return jpeg(np.uint8(rng.integers(0, 60, (48, 40, 3)) + 15 * label))
+
+
+def digits_as_mnist() -> dict[str, bytes]:
+    """idx files of 40 and 20 images, compressed."""
+    files = {}
+    for part, count in (("train", 40), ("t10k", 20)):
+        pixels = np.random.default_rng(count).integers(0, 256, (count, 28, 28), np.uint8)
+        labels = (np.arange(count) % 10).astype(np.uint8)
+        images = struct.pack(">4I", 0x803, count, 28, 28) + pixels.tobytes()
+        files[f"{part}-images-idx3-ubyte"] = gzip.compress(images)
+        files[f"{part}-labels-idx1-ubyte"] = gzip.compress(
+            struct.pack(">2I", 0x801, count) + labels.tobytes()
+        )
+    return files
+
+
+def cifar_archive(kind: cifar.Kind) -> bytes:
+    """Each of its files with 20 records."""
+    content = io.BytesIO()
+    files = {kind.class_names: "\n".join(f"class{n}" for n in range(10)).encode()}
+    for name in kind.files:
+        records = np.random.default_rng(0).integers(0, 256, (20, 1 + cifar.PIXEL_BYTES), np.uint8)
+        records[:, 0] = np.arange(20) % 10
+        files[name] = records.tobytes()
+    with tarfile.open(fileobj=content, mode="w:gz") as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(f"{kind.folder}/{name}")
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+class Checkout:
+    """A folder in which commands of the page are typed, each once."""
+
+    def __init__(self, folder: Path, web: WebServer):
+        self.folder = folder
+        self.web = web
+        self.done = set[str]()
+
+    def run(self, command: str) -> None:
+        """Run it after those whose results it needs."""
+        for text, row in NEEDS:
+            first = COMMANDS[row][0]
+            if text in f"{command} " and first != command and first not in self.done:
+                self.run(first)
+        if command in self.done:
+            return
+        words = shlex.split(command.replace("https://HOST", self.web.url))
+        launcher = words.pop(0)
+        if launcher == "torchrun":
+            (ranks,) = re.findall(r"--nproc_per_node=(\d+)", words.pop(0))
+            done = run(words[0], *words[1:], *self.added(words), ranks=int(ranks), cwd=self.folder)
+            assert done.returncode == 0, done.stdout + done.stderr
+        elif words[0].startswith("launch/"):
+            run_here(words[0], *words[1:], *self.added(words))
+        elif words[1].startswith("data_prep."):
+            module = importlib.import_module(words[1])
+            assert module.main([*words[2:], *self.added(words), "--workers", "1"]) == 0
+        else:
+            env = environment()
+            line = [warm_python.python(env), *words]
+            if words[0] != "-m":
+                line[1] = str(ROOT / words[0])
+            done = call(line, env, ROOT)
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert done.stdout
+        self.done.add(command)
+
+    def added(self, words: Sequence[str]) -> list[str]:
+        """What makes a command small."""
+        if words[0] == "launch/train.py":
+            if "--print-config" in words:
+                return []
+            added = SMALL
+            if "init.freeze=backbone" in words:
+                added = [word for word in SMALL if not word.startswith("model.")]
+                added = [*added, "train.steps=1", "data.global_batch_size=4", "eval.batch_size=4"]
+            given = {word.partition("=")[0] for word in words}
+            return [word for word in added if word.partition("=")[0] not in given]
+        return {
+            "data_prep.digits": ["--renderings", "1", "--val-renderings", "1"],
+            "data_prep.mnist": ["--url", f"{self.web.url}/mnist"],
+            "data_prep.cifar": ["--url", f"{self.web.url}/cifar"],
+            "data_prep.imagenet": ["--partial"],
+        }.get(words[1], [])
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
+    """With configs, a photo, ImageNet's archives, and a server with everything else."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "configs").symlink_to(ROOT / "configs")
+    (folder / "photo.jpg").write_bytes(image(0, 0))
+    digits = digits_as_mnist()
+    small_cifar = cifar.KINDS[10]
+    small_cifar = small_cifar._replace(
+        files={name: (split, 20) for name, (split, _) in small_cifar.files.items()}
+    )
+    cifar_files = cifar_archive(small_cifar)
+    foods = {
+        f"food/{split}/{name}/{n}.jpg": image(label, n)
+        for split in ("train", "test")
+        for label, name in enumerate(("pizza", "steak", "sushi"))
+        for n in range(4)
+    }
+    animals = {
+        f"raw-img/{name}/{n}.jpeg": image(label, n)
+        for label, name in enumerate(animals10.ENGLISH)
+        for n in range(10)
+    }
+    served = {f"/mnist/{name}.gz": content for name, content in digits.items()}
+    served |= {f"/cifar/{small_cifar.archive}": cifar_files, "/food.zip": packed(foods)}
+    served |= {"/kaggle/animals10": packed(animals)}
+    with WebServer(served) as web, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("no_proxy", "127.0.0.1")
+        patch.setattr(mnist, "PARTS", {"train": ("train", 40), "val": ("t10k", 20)})
+        md5 = {name: hashlib.md5(content).hexdigest() for name, content in digits.items()}
+        patch.setitem(mnist.VARIANTS, "mnist", mnist.VARIANTS["mnist"]._replace(md5=md5))
+        md5 = hashlib.md5(cifar_files).hexdigest()
+        patch.setitem(cifar.KINDS, 10, small_cifar._replace(md5=md5))
+        patch.setattr(animals10, "URL", f"{web.url}/kaggle/animals10")
+        yield Checkout(folder, web)
+
+
+def runs() -> Iterator[object]:
+    for row, commands in COMMANDS.items():
+        for command in commands:
+            marks = [] if command.endswith(CHEAP) else [pytest.mark.full]
+            yield pytest.param(row, command, marks=marks, id=f"{row}: {command}")
+
+
+@pytest.mark.parametrize(("row", "command"), list(runs()))
+def test_a_command_runs(row, command, checkout):
+    if row == "A4":
+        model = torchvision.models.vit_b_16(weights=None)
+        torch.save(model.state_dict(), checkout.folder / "vit_b_16-c867db91.pth")
+    if row == "L5":
+        write_archives(make_fake(num_classes=10, train_per_class=4), Path("downloads/imagenet"))
+    checkout.run(command)
+    for path in re.findall(r"(?:--out|--separate|--sheet|run\.dir=)[ =]?(\S+)", command):
+        assert Path(path).exists(), "it has written what it names"
