@@ -12,12 +12,14 @@ whether the GPUs have the memory. Exit status: 0, or 2 after a mistake of the us
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import check_versions  # noqa: F401
+from rich.console import Console
 
 from vit.config.hints import setting_for
 from vit.config.io import load_config
@@ -43,7 +45,16 @@ def main() -> None:
         )
     num_gpus, gpu = parse_gpus(args.gpus)
     config, _ = load_config(args.config, args.overrides)
-    forecast = make_forecast(config, num_gpus, gpu)
+    # A line that goes away, where somebody waits for it.
+    with Console(stderr=True, quiet=not sys.stderr.isatty()).status("opening the data") as status:
+        forecast = make_forecast(
+            config,
+            num_gpus,
+            gpu,
+            on_count=lambda size: status.update(
+                f"counting the memory of a step in micro-batches of {size}"
+            ),
+        )
     if args.json:
         print(json.dumps(as_json(forecast, args.price), indent=1))
     else:

@@ -71,9 +71,9 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
     if gpu is None:
         return f"{lower}; or {otherwise}"
     usable_gib = usable_bytes(gpu) / GIB
-    needed_gib = step_memory(config, plan, num_classes).total / GIB
-    counted = f"launch/plan.py counts {needed_gib:.1f} of {usable_gib:.1f} GiB at {now}"
-    largest = largest_micro_batch(config, plan, num_classes, gpu)
+    needed = step_memory(config, plan, num_classes)
+    counted = f"launch/plan.py counts {needed.total / GIB:.1f} of {usable_gib:.1f} GiB at {now}"
+    largest = largest_micro_batch(config, plan, num_classes, gpu, needed)
     otherwise_fits = _with_less_kept(config, plan, num_classes, gpu)
     if largest >= now:
         return f"{lower}. {counted}, so something else may fill the GPU: see nvidia-smi"

@@ -9,7 +9,8 @@ a GPU, or else at a stated range of it.
 from __future__ import annotations
 
 import json
-from bisect import bisect_left
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -123,9 +124,20 @@ class Forecast:
         return self.speed.low * peak, self.speed.high * peak
 
 
-def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESULTS) -> Forecast:
+def _nobody_listens(size: int) -> None:
+    """Nobody is told what is counted."""
+
+
+def make_forecast(
+    config: Config,
+    num_gpus: int,
+    gpu: Gpu,
+    results: Path = RESULTS,
+    on_count: Callable[[int], object] = _nobody_listens,
+) -> Forecast:
     """Forecast the run of `config`; where its data cannot be opened, of one over ImageNet-1k.
 
+    on_count: is told each size of micro-batch before its memory is counted, which takes seconds.
     Raises ValueError as `vit.plan.make_plan`, for sizes that do not divide, and as `host_memory`.
     """
     data, plan = size_and_plan(config, num_gpus)
@@ -137,14 +149,18 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
     num_models = 1 if config.train.ema_decay is None else 2
     disk = disk_needs(config, plan, data.num_classes)
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
+    forward_flops = flops_per_image(model)
+    on_count(plan.micro_batch_size)
+    memory = step_memory(config, plan, data.num_classes)
+    largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory, on_count)
     return Forecast(
         gpu=gpu,
         num_gpus=num_gpus,
         precision=config.train.precision,
         plan=plan,
         data=data,
-        memory=step_memory(config, plan, data.num_classes),
-        largest_micro_batch_size=largest_micro_batch(config, plan, data.num_classes, gpu),
+        memory=memory,
+        largest_micro_batch_size=largest,
         host_memory=host_memory(
             config, plan, data.num_images, data.num_val_images, disk.checkpoint_bytes
         ),
@@ -152,8 +168,8 @@ def make_forecast(config: Config, num_gpus: int, gpu: Gpu, results: Path = RESUL
         speed=expected_speed(
             config.model.name, config.train.precision, trained_flops, gpu, results
         ),
-        forward_flops=flops_per_image(model),
-        train_flops=_train_flops(config, plan, model),
+        forward_flops=forward_flops,
+        train_flops=_train_flops(config, plan, model, forward_flops),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * data.num_val_images,
     )
@@ -164,19 +180,40 @@ def usable_bytes(gpu: Gpu) -> float:
     return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
 
 
-def largest_micro_batch(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> int:
+def largest_micro_batch(
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    gpu: Gpu,
+    planned: StepMemory | None = None,
+    on_count: Callable[[int], object] = _nobody_listens,
+) -> int:
     """Return the largest micro-batch that divides a rank's batch and fits into `gpu`, 0 for none.
 
-    Counted at each size that is tried: memory grows with it, so half of them need no count.
+    planned: what `plan` was counted to take, if it was. Activations grow with the micro-batch, so
+    its share for an image says about where the limit is; the two sizes beside it are counted.
     """
     rank_batch = plan.global_batch_size // plan.world_size
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
+    if planned is None:
+        planned = step_memory(config, plan, num_classes)
+    totals = {0: 0, plan.micro_batch_size: planned.total}
 
-    def is_too_large(size: int) -> bool:
-        memory = step_memory(config, replace(plan, micro_batch_size=size), num_classes)
-        return memory.total > usable_bytes(gpu)
+    def fits(size: int) -> bool:
+        if size not in totals:
+            on_count(size)
+            tried = replace(plan, micro_batch_size=size)
+            totals[size] = step_memory(config, tried, num_classes).total
+        return totals[size] <= usable_bytes(gpu)
 
-    return sizes[bisect_left(sizes, True, lo=1, key=is_too_large) - 1]
+    left = usable_bytes(gpu) - planned.total
+    about = plan.micro_batch_size * (1 + left / max(planned.activations, 1))
+    position = max(bisect_right(sizes, about) - 1, 0)
+    while position and not fits(sizes[position]):
+        position -= 1
+    while position + 1 < len(sizes) and fits(sizes[position + 1]):
+        position += 1
+    return sizes[position]
 
 
 def expected_speed(
@@ -203,11 +240,11 @@ def expected_speed(
     return Speed(low, high, "not measured on this GPU: published ViT training has 22 to 29 %")
 
 
-def _train_flops(config: Config, plan: Plan, model: nn.Module) -> int:
+def _train_flops(config: Config, plan: Plan, model: nn.Module, forward_flops: int) -> int:
     """Return the operations of one image in training; embedding and head count as blocks."""
     by_subset = config.model.drop_path_form == "subset"
     size = plan.micro_batch_size if by_subset else None
-    forward = flops_per_image(model, size)
+    forward = flops_per_image(model, size) if by_subset else forward_flops
     # Frozen parts have no backward pass, and nothing is computed for it again.
     backward = forward - frozen_flops_per_image(model, size)
     which = config.train.activation_checkpointing

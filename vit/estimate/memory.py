@@ -39,15 +39,21 @@ from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.step import TrainStep, checkpoint_activations
 
+_DEVICE_OF = torch.ops.prim.device.default
 BATCHES_ON_DEVICE = 3
 """A rank's batch in use, and the next one as it comes and as augmented, during the step."""
 
 
 class _OnlyFloats(Augment):
-    """Makes inputs and targets of images, and nothing else: tables have no values here."""
+    """Makes inputs and targets of images, and nothing else: tables have no values here.
+
+    All images at once, as on a GPU; a CPU takes them in parts, each of which would be counted.
+    """
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        return self.normalize(images), torch.zeros(len(labels), self.num_classes)
+        return torch.addcmul(self.shift, images, self.scale), torch.zeros(
+            len(labels), self.num_classes
+        )
 
 
 @dataclass(frozen=True)
@@ -187,6 +193,8 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
             return 1.0  # a count of updates that an optimizer reads: no size follows from it
+        if function is _DEVICE_OF:
+            return args[0].fake_device
         result = function(*args, **(kwargs or {}))
         for leaf in tree_iter(result):
             if isinstance(leaf, Tensor):
