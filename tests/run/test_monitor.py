@@ -12,6 +12,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+import warm_python
 from processes import TINY, Background, children, environment_of, last_step, metrics
 
 from vit.config.io import load_config
@@ -101,6 +102,11 @@ def test_garbage_is_collected_at_log_lines_only():
         assert gc.get_freeze_count() == set_aside, "once"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
+    gc.freeze()
+    with collect_garbage_at_log_lines():
+        _collect_garbage()
+    assert gc.get_freeze_count() > 0, "others have set that aside"
+    gc.unfreeze()
 
 
 def test_waits_of_all_ranks_are_summed_up():
@@ -152,10 +158,10 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
         "data.num_workers=1",
         "data.stall_timeout_s=28",  # a wait is reported after a quarter of it
     ]
-    background = Background(config, run_dir, *settings, ranks=3, cold=True)
+    background = Background(config, run_dir, *settings, ranks=3)
     background.wait_for_step(20)
     [rank] = [pid for pid in background.trainers() if environment_of(pid, "RANK") == "2"]
-    [worker] = children(rank)
+    [worker] = children(warm_python.fork_of(rank))
     os.kill(worker, signal.SIGSTOP)
     output = background.wait_for_output(f"(process {worker}, stopped)")
     standing = last_step(run_dir)

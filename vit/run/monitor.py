@@ -49,11 +49,14 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
     step, all wait. `Monitor` collects at each line of metrics instead.
     """
     was_enabled = gc.isenabled()
+    frozen_by_others = gc.get_freeze_count() > 0
     gc.disable()
     try:
         yield
     finally:
-        gc.unfreeze()
+        # What a program set aside before it forked would be copied by a collection: it stays aside.
+        if not frozen_by_others:
+            gc.unfreeze()
         if was_enabled:
             gc.enable()
 
