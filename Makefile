@@ -9,7 +9,8 @@ DOCS_INSTALLED := .venv/.installed_docs
 PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs notebooks slurm/README.md benchmarks/README.md benchmarks/results \
 	CITATION.cff $(wildcard vit/model.py vit/step.py vit/train.py)
 RANKS ?= 2
-TESTS_AT_ONCE ?= 2
+# One more than two cores: tests also wait for processes, signals and servers, a third of their time.
+TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-all lint check soak gpu-check docs clean

@@ -16,7 +16,7 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # no user's command, and run before a release
 BENCHMARKS = REPOSITORY / "benchmarks"
 OURS = "ours, restart markers, pip only"
 V1 = "torchvision v1"

@@ -65,12 +65,9 @@ def assert_equal_state(run_dir: Path, expected: dict[str, bytes]) -> None:
 
 
 def victims_of_ranks() -> list:
-    """One rank of two and all of three are enough to break it; the others are for all real
-    processes."""
+    """One rank of two and both are enough to break it; the others are for all real processes."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
-    marks = {
-        case: [pytest.mark.full] for case in cases if case not in (("one rank", 2), ("all", 3))
-    }
+    marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
         pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=marks.get(case, [])) for case in cases
     ]
@@ -101,6 +98,9 @@ def test_killed_and_resumed_equals_uninterrupted(
         "it started over instead of resuming"
     )
     assert_equal_state(tmp_path / "run", expected)
+    record = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    steps = [line["step"] for line in record if line["kind"] == "train"]
+    assert steps == list(range(1, STEPS + 1)), "each step once, although some were trained twice"
 
 
 @pytest.mark.slow
@@ -231,8 +231,9 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
     checksums = set()
     losses = []
     rows = []
-    config = write_config(tmp_path, shards, steps=STEPS)
-    for ranks in (0, 1, 2, 3):
+    steps = 12
+    config = write_config(tmp_path, shards, steps=steps)
+    for ranks in (0, 2, 3):
         train(
             config,
             tmp_path / f"run{ranks}",
@@ -252,12 +253,12 @@ def test_any_number_of_ranks_sees_the_same_batches_and_a_finished_run_stays_fini
         )
     for other in rows[1:]:
         assert np.allclose(other, rows[0], rtol=2e-3, atol=2e-3, equal_nan=True), "rounded to fp16"
-    before = final_state(tmp_path / "run2", STEPS)
+    before = final_state(tmp_path / "run2", steps)
     again = train(
         config, tmp_path / "run2", "model.drop_path_rate=0", "model.proj_drop_rate=0", ranks=2
     )
-    assert f"is finished: {STEPS} steps" in again.stderr
-    assert final_state(tmp_path / "run2", STEPS) == before
+    assert f"is finished: {steps} steps" in again.stderr
+    assert final_state(tmp_path / "run2", steps) == before
 
 
 def test_accumulation_and_workers_change_nothing_but_rounding(tmp_path, shards):
@@ -433,17 +434,3 @@ def test_finetuning_at_a_higher_resolution_starts_from_the_run(tmp_path, config)
     )
     assert "positions resampled from 2x2 to 4x3" in tuned.stderr
     assert metrics(tmp_path / "tuned", "eval")[-1]["num_images"] == 23
-
-
-def test_the_order_of_the_record_survives_a_restart(tmp_path, config):
-    background = Background(config, tmp_path / "run", ranks=1)
-    background.wait_for_step(5)
-    background.kill_all()
-    time.sleep(0.1)
-    train(config, tmp_path / "run", ranks=1)
-    steps = [
-        line["step"]
-        for line in read_metrics(tmp_path / "run" / "metrics.jsonl")
-        if line["kind"] == "train"
-    ]
-    assert steps == list(range(1, STEPS + 1)), "each step once, although some were trained twice"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 import pytest
-from processes import REPOSITORY, environment
+import warm_python
+from processes import call, environment
 from remote_shards import files_of, parts_asked
 from servers import WebServer
 
@@ -123,14 +123,7 @@ cached_tars.CachedTars.blocks = blocks
 runpy.run_module("vit.data.warm", run_name="__main__")
 """
     where = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
-    command = [sys.executable, "-c", code, *where]
-    done = subprocess.run(
-        command,
-        env={**environment(), "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = call([warm_python.python(environment()), "-c", code, *where])
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         f"error: {web.url}/set/train-00000.tar: it was replaced at its URL while it was in use"
@@ -147,8 +140,8 @@ cached_tars.BLOCK_BYTES = 16_000
 sys.exit(warm.main(sys.argv[1:]))
 """
     where = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
-    command = [sys.executable, "-c", code, *where, "--threads", "2"]
-    env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
+    env = environment()
+    command = [warm_python.python(env), "-c", code, *where, "--threads", "2"]
     processes = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]

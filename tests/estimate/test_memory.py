@@ -83,7 +83,7 @@ print(status("VmHWM") - before)
 @pytest.mark.parametrize(
     ("precision", "which", "fields"),
     [
-        ("fp32", "none", {}),
+        pytest.param("fp32", "none", {}, marks=pytest.mark.full),
         pytest.param("bf16", "none", {}, marks=pytest.mark.full),
         pytest.param(
             *("fp32", "block", {"drop_path_rate": 0.2, "proj_drop_rate": 0.1}),

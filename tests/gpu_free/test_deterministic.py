@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
+import warm_python
 from augmenting import POLICIES, mixed_table
 from fake_gpu import GPU, Launches, gpu_without_memory, move_to_fake_gpu
 from processes import environment, final_state, train
@@ -52,7 +52,7 @@ print(json.dumps([
 def settings(deterministic: bool, **variables: str) -> list[object]:
     code = SETTINGS.format(deterministic=deterministic)
     env = environment() | variables
-    line = [sys.executable, "-c", code]
+    line = [warm_python.python(environment()), "-c", code]
     done = subprocess.run(line, capture_output=True, text=True, env=env, check=True)
     return json.loads(done.stdout)
 

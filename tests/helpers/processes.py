@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import warm_python
-from families import Family, inherited
+from families import Family, bearing, inherited
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -203,14 +203,18 @@ def train(
 
 
 class Background:
-    """A training to be killed. Its ranks are warm under torchrun (they end with `trainers`, which
-    pass signals on to them), unless `cold`: real children of torchrun."""
+    """A training to be killed. torchrun and its ranks are warm (they end with `process` and
+    `trainers`, which pass signals on to them), unless `cold`: real children of torchrun."""
 
     def __init__(
         self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False
     ):
         self.run_dir = run_dir
         env = environment()
+        # Without torchrun the process itself is what tests stop, and whose children they look for.
+        self._warm = bool(ranks) and not cold
+        python = warm_python.python(env) if self._warm else sys.executable
+        env["PYTHON_EXEC"] = python
         line = command(
             "launch/train.py",
             "--config",
@@ -219,8 +223,8 @@ class Background:
             *TINY,
             *overrides,
             ranks=ranks,
+            python=python,
         )
-        env["PYTHON_EXEC"] = sys.executable if cold or not ranks else warm_python.python(env)
         self._family = Family(
             line,
             env=env,
@@ -262,11 +266,11 @@ class Background:
         return seen.decode()
 
     def trainers(self) -> list[int]:
-        """Process ids of the ranks: torchrun gives each a session of its own, so only the family
-        tree tells."""
-        return [
-            pid for pid in children(self.process.pid) if "launch/train.py" in _command_line(pid)
-        ]
+        """Process ids of the ranks, the first rank's first: torchrun gives each a session of its
+        own, so only the family tree tells, or, of warm ones, the mark."""
+        found = bearing(self._family.mark) if self._warm else children(self.process.pid)
+        lines = {pid: _command_line(pid) for pid in sorted(found) if pid != self.process.pid}
+        return [pid for pid, line in lines.items() if "launch/train.py" in line]
 
     def kill_all(self) -> None:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel

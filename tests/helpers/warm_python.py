@@ -2,12 +2,12 @@
 imported already.
 
 Most commands that tests start do a second's work after importing torch for three. `python()` is the
-path of a program that takes what `python [-u] SCRIPT ...` and `python -m MODULE ...` take. The
-script runs in a process of its own, with the caller's arguments, environment, folder and streams;
-exit status and signals pass through. What only a real start can tell takes `sys.executable`:
-versions, missing packages, limits of a process, who is whose parent. Where a variable that Python,
-torch or ours read while they are imported has another value than at the server's start, a real
-interpreter is started.
+path of a program that takes what `python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c
+CODE ...` take. It runs in a process of its own, with the caller's arguments, environment, folder
+and streams; exit status and signals pass through. What only a real start can tell takes
+`sys.executable`: versions, missing packages, limits of a process, who is whose parent. Where a
+variable that Python, torch or ours read while they are imported has another value than at the
+server's start, a real interpreter is started.
 
 The program sends its streams over a socket to the server, which forks; it stays until the fork
 ends, and the fork is killed if the program is.
@@ -64,14 +64,17 @@ def line(connection):
         text += piece
     return text.decode().strip()
 
+folder = os.path.dirname(os.path.abspath(__file__))
 server = socket.socket(socket.AF_UNIX)
-server.connect(os.path.join(os.path.dirname(os.path.abspath(__file__)), "socket"))
+server.connect(os.path.join(folder, "socket"))
 request = repr((sys.argv[1:], dict(os.environ), os.getcwd())).encode()
 socket.send_fds(server, [len(request).to_bytes(4, "big")], [0, 1, 2])
 server.sendall(request)
 answer = line(server)
 if answer == "cold":
     os.execv("{interpreter}", ["{interpreter}", *sys.argv[1:]])
+with open(os.path.join(folder, str(os.getpid())), "w") as file:
+    file.write(answer)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, lambda number, _: os.kill(int(answer), number))
 status = int(line(server))
@@ -108,6 +111,12 @@ def python(environment: dict[str, str]) -> str:
             assert server.stdout.readline() == "ready\n"
             _started.append((folder, server))
         return os.path.join(_started[0][0], "python")
+
+
+def fork_of(pid: int) -> int:
+    """The process that does the work of `pid`, which runs the program: its children are there."""
+    folder, _ = _started[0]
+    return int(Path(folder, str(pid)).read_text())
 
 
 def stop() -> None:
@@ -220,11 +229,17 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
             sys.modules.pop(arguments[1], None)  # or runpy warns of it
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = arguments
-            sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            main.__file__ = arguments[0]
-            exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), main.__dict__)
+            if arguments[0] == "-c":
+                sys.argv = ["-c", *arguments[2:]]
+                sys.path[0] = ""
+                code = compile(arguments[1], "<string>", "exec")
+            else:
+                sys.argv = arguments
+                sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+                main.__file__ = arguments[0]
+                code = compile(Path(arguments[0]).read_bytes(), arguments[0], "exec")
+            exec(code, main.__dict__)
         status = 0
     except SystemExit as stopped:
         status = stopped.code if isinstance(stopped.code, int) else int(stopped.code is not None)

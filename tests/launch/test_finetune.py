@@ -59,7 +59,7 @@ def finetune(base, folder, shards, *arguments, steps=6, ranks=0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [0, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(0, marks=pytest.mark.full), 2])
 def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(
     ranks, base, tmp_path, shards
 ):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import run
 
 ROOT = Path(__file__).parents[2]
 TOPICS = [
@@ -26,8 +26,7 @@ TOPICS = [
 
 
 def plan(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch" / "plan.py"), *words]
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    return run("launch/plan.py", *words)
 
 
 def test_every_question_has_a_line():

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import warm_python
 from error_rows import Row, pattern_of, rows
 from processes import COMMANDS, TINY, call, environment, write_config
 
@@ -112,8 +112,9 @@ class Place:
         starts = f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r})"
         runs = f"runpy.run_path({str(script)!r}, run_name='__main__')"
         code = f"{said}\n{starts}\n{runs}"
-        line = [sys.executable, "-c", code, *map(str, arguments)]
-        return call(line, {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables})
+        env = {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables}
+        line = [warm_python.python(environment()), "-c", code, *map(str, arguments)]
+        return call(line, env)
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
         """The lines for a GPU that has memory for a micro-batch of this size and no larger one.
@@ -137,13 +138,20 @@ def out_of_memory(place: Place, *gpu: float) -> subprocess.CompletedProcess:
 
 def nothing_to_check(place: Place) -> subprocess.CompletedProcess:
     script = COMMANDS / "launch" / "gpu_check.py"
-    return call([sys.executable, str(script)], environment() | {"CUDA_VISIBLE_DEVICES": ""})
+    env = environment()
+    return call([warm_python.python(env), str(script)], env | {"CUDA_VISIBLE_DEVICES": ""})
 
 
 def unknown_gpu(place: Place) -> subprocess.CompletedProcess:
     script = COMMANDS / "launch" / "plan.py"
-    line = [sys.executable, str(script), "--config", str(place.config), "--gpus", "H300"]
-    return call(line, environment())
+    env = environment()
+    line = [warm_python.python(env), str(script), "--config", str(place.config), "--gpus", "H300"]
+    return call(line, env)
+
+
+def a_gpu_without_bf16(place: Place) -> subprocess.CompletedProcess:
+    env = environment()
+    return call([warm_python.python(env), "-c", NO_BF16], env)
 
 
 ON_CUDA = "train.device=cuda"
@@ -167,9 +175,7 @@ SCENARIOS: dict[str, Callable[[Place], subprocess.CompletedProcess]] = {
     "a model that torch.compile fails on, though it works on this host": (
         lambda place: place.train(NOT_COMPILED, "train.device=cpu", "train.compile=true")
     ),
-    "a GPU without bf16: training goes on": lambda place: call(
-        [sys.executable, "-c", NO_BF16], environment()
-    ),
+    "a GPU without bf16: training goes on": a_gpu_without_bf16,
     "nothing that `launch/bench.py` may try fits": (
         lambda place: place.run("bench.py", FULL_ABOVE.format(rows=1))
     ),

@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 import timm
 import torch
+import warm_python
 from PIL import Image
-from processes import TINY, metrics, run, write_config
+from processes import TINY, call, environment, metrics, run, write_config
 from sklearn.datasets import load_digits
 
 import data_prep.command
@@ -228,11 +229,33 @@ def test_the_loop_of_the_docs_learns(tmp_path):
     assert float(re.fullmatch(r"top-1 ([\d.]+) % \(\d+ of 360; .*", accuracy)[1]) > 40
 
 
+COMMANDS_OF_USERS = sorted(
+    path.name for path in (ROOT / "launch").glob("*.py") if path.name != "check_versions.py"
+)
+
+
+@pytest.mark.parametrize("script", COMMANDS_OF_USERS)
+def test_a_command_starts_where_nothing_of_ours_is_imported(script):
+    """As where its users start it, but for libraries, which are there already."""
+    code = f"""
+import runpy, sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("vit", "data_prep"):
+        del sys.modules[name]
+sys.path.insert(0, {str(ROOT / "launch")!r})
+runpy.run_path({str(ROOT / "launch" / script)!r}, run_name="__main__")
+"""
+    done = call([warm_python.python(environment()), "-c", code, "--help"])
+    assert done.returncode == 0, done.stderr
+    assert "usage:" in done.stdout
+
+
 @pytest.mark.parametrize(
     "script",
-    sorted(
-        path.name for path in (ROOT / "launch").glob("*.py") if path.name != "check_versions.py"
-    ),
+    [
+        pytest.param(script, marks=[pytest.mark.full] * (script != "train.py"))
+        for script in COMMANDS_OF_USERS
+    ],
 )
 def test_a_command_starts_as_its_users_start_it(script):
     """In an interpreter that has imported nothing before."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 import base64
 import json
 import os
-import sys
 import urllib.parse
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import TINY, call, make_shards, run, write_config
+import warm_python
+from processes import TINY, call, environment, make_shards, run, write_config
 from servers import WebServer
 
 PASSWORD = "pass/w0rd+x"
@@ -278,4 +278,4 @@ def test_an_index_of_shards_at_an_address_with_a_login(web, place):
 
 
 def prepared(module: str, *words: object):
-    return call([sys.executable, "-m", module, *map(str, words)])
+    return call([warm_python.python(environment()), "-m", module, *map(str, words)])

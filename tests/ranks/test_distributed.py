@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import warm_python
 from processes import REPOSITORY, environment, run
 from ranks import together
 from torch import nn
@@ -198,7 +198,7 @@ def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
         ranks = []
         for rank in range(size):
             env = {**environment(), **address, "RANK": str(rank)}
-            line = [sys.executable, script]
+            line = [warm_python.python(environment()), script]
             ranks.append(subprocess.Popen(line, env=env, cwd=REPOSITORY, **pipes))
         try:
             for process in ranks:
