@@ -23,6 +23,7 @@ from vit.data.stream import NOT_EXACT
 from vit.freeze import create_trained_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
+from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.optim.schedule import lr_at, weight_decay_at
 from vit.system.files import ShardError
@@ -278,6 +279,13 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     state, gradients = training_bytes(model, config.optim, is_averaged)
     derived["classes"] = f"{num_classes}{classes_assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
+    groups = [group for group in parameter_groups(model, config.optim) if group["params"]]
+    slowest = min(group.get("lr_scale", 1.0) for group in groups)
+    derived["parameter_groups"] = f"{len(groups)}" + (
+        f", learning rates from {config.optim.lr * slowest:.3g} to {config.optim.lr:g} at the peak"
+        if slowest < 1
+        else ""
+    )
     derived["gflop_per_image"] = (
         f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
     )

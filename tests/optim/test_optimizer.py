@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 from collections import OrderedDict
 
 import pytest
@@ -195,6 +196,14 @@ def test_every_optimizer_of_the_config_is_tested_here():
 def test_an_optimizer_without_a_branch_of_its_own_is_an_error_and_not_sgd(use):
     with pytest.raises(AssertionError, match="UnknownConfig"):
         use(small_model(), UnknownConfig(name="sgd"))
+
+
+@pytest.mark.parametrize("name", ["lamb", "muon", "adafactorbv", "nadamw"])
+def test_without_timm_its_optimizers_are_refused(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    monkeypatch.delitem(sys.modules, "vit.optim.lamb", raising=False)
+    with pytest.raises(ValueError, match=rf"optim.name={name} needs timm 1.0.31 or newer"):
+        create_optimizer(small_model(), OF_LIBRARIES[name])
 
 
 def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error(monkeypatch):
