@@ -23,6 +23,7 @@ from vit.config.io import from_dict
 from vit.data.decode.views import decode_center
 from vit.model import create_model
 from vit.system.files import sha256_of
+from vit.trained import load
 from vit.weights.card import Origin, opening_code
 from vit.weights.export import export
 from vit.weights.files import load_weights, read_weights
@@ -281,6 +282,20 @@ def test_a_view_returns_from_transformers_as_it_went(model, tmp_path):
     loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
     again = View.from_config(from_dict(loaded.config, "test"))
     assert (again.cover, again.squash) == (subject.view.cover, True)
+
+
+def test_a_grid_that_is_not_square_returns_as_it_went(tmp_path):
+    """15 patches and a class token are 16 positions, as 4x4 are: the config says which."""
+    for program in ("timm", "huggingface"):
+        config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
+        subject = subject_of({"image_size": [24, 40]}, **config)
+        export(program, subject, ORIGIN, tmp_path / program)
+        trained = load(tmp_path / program)
+        images = torch.randn(2, 3, 24, 40)
+        assert trained.notes == ()
+        assert torch.equal(trained(images), subject.model(images))
+        resized = load(tmp_path / program, settings={"model.image_size": [48, 80]})
+        assert resized.notes == ("positions resampled from 3x5 to 6x10 (bicubic, antialiased)",)
 
 
 def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):

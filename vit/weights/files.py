@@ -346,11 +346,14 @@ def _read(path: Path) -> LoadedWeights:
     metadata = content.metadata
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
         layout = layout_of(content.tensors)
-        if layout is None:
-            return LoadedWeights(path, content.tensors, notes=tuple(content.notes))
-        weights, notes = to_ours(layout, content.tensors)
-        notes = [*content.notes, *notes]
-        return LoadedWeights(path, weights, layout=layout.name, notes=tuple(notes))
+        weights, notes = to_ours(layout, content.tensors) if layout else (content.tensors, [])
+        return LoadedWeights(
+            path,
+            weights,
+            grid_size=_stated_grid(path.with_name("config.json"), weights),
+            layout=layout.name if layout else "",
+            notes=(*content.notes, *notes),
+        )
     try:
         return _with_facts(
             LoadedWeights(path, content.tensors, averaged=bool(json.loads(metadata["averaged"]))),
@@ -364,6 +367,25 @@ def _read(path: Path) -> LoadedWeights:
         raise WeightsError(
             f"{path}: what it says about its model is damaged (the metadata): copy it again"
         ) from None
+
+
+def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int] | None:
+    """The grid of the positions by timm's or transformers' `config`; None if it does not say it.
+
+    Without it 49 positions are 7x7 of patches as well as 6x8 and a class token.
+    """
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+        size = (content.get("model_args") or {}).get("img_size") or content.get("image_size")
+        size = size or (content.get("pretrained_cfg") or content)["input_size"][1:]
+        sides = (size, size) if isinstance(size, int) else tuple(size)
+        patch = weights["patch_embed.proj.weight"].shape[2:]
+        grid = sides[0] // patch[0], sides[1] // patch[1]
+        length = weights["pos_embed"].shape[1]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # no such file, or another program's
+    prefix = 1 + (weights["reg_token"].shape[1] if "reg_token" in weights else 0)
+    return grid if math.prod(grid) in (length, length - prefix) else None
 
 
 def _with_facts(
