@@ -51,7 +51,7 @@ READ_EARLY = (
     "LD_",
     "MPL",
 )
-NOT_EARLY = ("VIT_TEST_ID", "PYTHON_EXEC", "TORCH_NCCL", "TORCH_CPP_LOG_LEVEL")
+NOT_EARLY = ("VIT_TEST_ID", "VIT_HTTP_HEADER", "PYTHON_EXEC", "TORCH_NCCL", "TORCH_CPP_LOG_LEVEL")
 PROGRAM = """#!{interpreter} -IS
 import os, signal, socket, sys
 
