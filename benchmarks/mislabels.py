@@ -116,7 +116,7 @@ def compare(
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    from vit.report.sample_curves import read_curves
+    from vit.report.training_images.curves import read_curves
 
     labels = open_split(root, "train").index["label"].astype(np.int64)
     curves = read_curves(ReportSource(run_dir, CPU))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -214,6 +215,12 @@ def measure_cell(
     }
     turns[LIMIT] = partial(gemm_images_per_s, images.device, precision, flops)
     unit = "images/CPU-s" if images.device.type == "cpu" else "images/s"
+    if mode == "compiled":
+        for name, contestant in contestants.items():
+            began_s = time.perf_counter()
+            images_per_s(contestant.model, images, work, precision, 1)
+            waited_s = time.perf_counter() - began_s
+            print(f"{work}, {precision}: compiled {name} in {waited_s:.0f} s", file=sys.stderr)
     peers = [name for name in contestants if name != OURS]
     return take_turns(f"{work}, {precision}, {mode}", unit, turns, args.rounds, [*peers, LIMIT])
 
@@ -291,7 +298,7 @@ def main() -> None:
                 cell = (mode, precision, work)
                 results.append(measure_cell(contestants, images, cell, args))
     packages = ["torch", *(package for peer, (package, _) in PEERS.items() if peer in contestants)]
-    depth = "" if args.depth is None else f" with {args.depth} blocks"
+    depth = "" if args.depth is None else f" with {args.depth} block{'s' * (args.depth > 1)}"
     data = (
         f"{args.model}{depth} at {args.image_size} px, {args.batch_size} images a step,"
         f" {args.steps} steps a turn."

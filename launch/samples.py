@@ -20,9 +20,10 @@ from vit.config.hints import setting_for
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
-from vit.report.sample_curves import find_duplicates, read_curves, write_keys, write_table
-from vit.report.samples_page import TABLE_FILE, write_samples_page
 from vit.report.source import ReportSource
+from vit.report.training_images.curves import read_curves, write_keys, write_table
+from vit.report.training_images.doubles import find_duplicates
+from vit.report.training_images.page import TABLE_FILE, write_samples_page
 from vit.run.folder import METRICS_FILE, newest_run
 from vit.run.sample_losses import epoch_files
 from vit.system.command_line import Parser, add_run_words, run_and_settings

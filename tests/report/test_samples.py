@@ -20,8 +20,9 @@ from data_prep import imagefolder
 from vit.config.io import load_config
 from vit.open_data import open_split, open_train_set
 from vit.report.replay import Replay
-from vit.report.sample_curves import find_duplicates, read_curves
 from vit.report.source import ReportSource
+from vit.report.training_images.curves import read_curves
+from vit.report.training_images.doubles import find_duplicates
 
 CPU = torch.device("cpu")
 STEPS = 15

@@ -24,8 +24,9 @@ from PIL import Image
 
 from vit.data.decode.images import decode
 from vit.report.page import page_template, write_html
-from vit.report.sample_curves import Duplicates, SampleCurves
 from vit.report.source import ReportSource, as_sentence
+from vit.report.training_images.curves import SampleCurves
+from vit.report.training_images.doubles import Duplicates
 from vit.run.folder import REPORT_FOLDER
 
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"

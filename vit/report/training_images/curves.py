@@ -1,4 +1,4 @@
-"""What a run's losses say about its training images: never learnt, forgotten, mislabelled, double.
+"""What a run's losses say about its training images: never learnt, forgotten, mislabelled.
 
 `samples/` has loss and margin of each row (vit.run.sample_losses); the order tells which image a
 row showed, and the draws of mixing how much of it was to be seen. Added up over the epochs:
@@ -6,7 +6,6 @@ row showed, and the draws of mixing how much of it was to be seen. Added up over
     mean margin     Pleiss et al. 2020 (AUM): an image that is taken for another class while its
                     class is learnt from others probably has a wrong label
     times forgotten Toneva et al. 2019: how often it was right and then wrong; some never get right
-    same bytes      of checksums in the index, compared byte by byte; also with what is evaluated on
 
 Where images mix, an observation weighs as much as its own image prevails, 2 lambda - 1, and nothing
 below a half; loss and margin are still those of the mixed input.
@@ -25,10 +24,8 @@ from numpy.typing import NDArray
 
 from vit.data.augment.draw import draw_mix, mixes
 from vit.data.augment.table import LAMBDA, table_layout
-from vit.data.shards.index_file import has_checksums
-from vit.data.shards.split import Split
-from vit.data.sources import Sources
 from vit.report.source import ReportSource
+from vit.report.training_images.doubles import Duplicates
 from vit.run.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
@@ -160,60 +157,6 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
     which = np.concatenate(ids)
     columns = np.concatenate(rows, axis=1)
     return np.stack([np.bincount(which, column, num_samples) for column in columns])
-
-
-# --- the same image twice -------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Duplicates:
-    """Images whose bytes are equal."""
-
-    groups: list[list[int]]
-    """Training samples, two or more in each; groups with different labels come first."""
-    also_evaluated: list[tuple[int, int]]
-    """Training sample and validation sample, one pair for each training sample."""
-
-
-def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
-    """Find equal images in training data, and between these and what is evaluated on.
-
-    Candidates have equal checksums and sizes in the index; their bytes are compared. Without
-    checksums, as in indexes of earlier versions, nothing is found. Raises ShardError.
-    """
-    if not all(has_checksums(each.index) for each in [*split.splits, val_split]):
-        return Duplicates([], [])
-    train = _names(split)
-    evaluated = _names(val_split)
-    labels = split.index["label"]
-    order = np.argsort(train, kind="stable")
-    groups = []
-    for members in np.split(order, np.flatnonzero(np.diff(train[order])) + 1):
-        if len(members) > 1:
-            by_bytes: dict[bytes, list[int]] = {}
-            for sample in members.tolist():
-                by_bytes.setdefault(split.read(sample), []).append(sample)
-            groups += [same for same in by_bytes.values() if len(same) > 1]
-    groups.sort(key=lambda same: (len(set(labels[same].tolist())) == 1, same))
-    val_order = np.argsort(evaluated, kind="stable")
-    places = np.searchsorted(evaluated[val_order], train)
-    found = val_order[np.minimum(places, len(evaluated) - 1)]
-    pairs = [
-        (sample, int(found[sample]))
-        for sample in np.flatnonzero(evaluated[found] == train).tolist()
-        if split.read(sample) == val_split.read(int(found[sample]))
-    ]
-    return Duplicates(groups, pairs)
-
-
-def _names(split: Split | Sources) -> NDArray[np.uint64]:
-    """Return checksum and size of each image as one number, (N,)."""
-    parts = [
-        each.index["crc32c"].astype(np.uint64) << np.uint64(32)
-        | each.index["size"].astype(np.uint64)
-        for each in split.splits
-    ]
-    return np.concatenate(parts)
 
 
 # --- files ----------------------------------------------------------------------------------------
