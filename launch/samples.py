@@ -1,6 +1,7 @@
 """Show which training images a run found hard: mislabelled, never learnt, forgotten, double.
 
     python launch/samples.py runs/demo              runs/demo/report/samples.html and samples.csv
+    python launch/samples.py runs/demo --near       also images that are nearly the same
     python launch/samples.py runs/demo --worst 100 --exclude suspects.txt
     torchrun ... launch/train.py --config configs/demo.yaml data.exclude=suspects.txt run.dir=...
 
@@ -10,8 +11,9 @@ works offline; look at it before leaving anything out. Exit status: 0 done, 2 a 
 
 from __future__ import annotations
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import check_versions  # noqa: F401
@@ -23,6 +25,7 @@ from vit.ranks.exit import run_command
 from vit.report.source import ReportSource
 from vit.report.training_images.curves import read_curves, write_keys, write_table
 from vit.report.training_images.doubles import find_duplicates
+from vit.report.training_images.near_doubles import THRESHOLD, find_near_doubles, pooled_features
 from vit.report.training_images.page import TABLE_FILE, write_samples_page
 from vit.run.folder import METRICS_FILE, newest_run
 from vit.run.sample_losses import epoch_files
@@ -39,6 +42,15 @@ def main() -> World:
     with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:
         curves = read_curves(source, lambda done, total: meter.update(done))
     duplicates = find_duplicates(source.train_set.split, source.val_split)
+    near = None
+    if args.near is not None:
+        num_images = len(source.train_set.split) + len(source.val_split)
+        with Meter("features", num_images, "images") as meter:
+            features = pooled_features(source, lambda done, _: meter.update(done))
+        with Meter("comparing", num_images, "images") as meter:
+            near = find_near_doubles(
+                source, features, duplicates, args.near, lambda done, _: meter.update(done)
+            )
     print(
         f"{int((curves.num_seen > 0).sum()):,} images, {len(curves.epochs)} epoch(s):"
         f" {int(curves.late_wrong.sum()):,} wrong to the end,"
@@ -47,8 +59,13 @@ def main() -> World:
         f" {sum(len(same) - 1 for same in duplicates.groups):,} double,"
         f" {len(duplicates.also_evaluated):,} also evaluated on"
     )
-    print(write_samples_page(source, curves, duplicates, args.images))
-    print(write_table(source, curves, duplicates, run_dir / TABLE_FILE))
+    if near is not None:
+        print(
+            f"nearly the same (cosine {args.near:g} or more): {len(near.pairs):,} pairs of training"
+            f" images, {len(near.also_evaluated):,} images that are evaluated on"
+        )
+    print(write_samples_page(source, curves, duplicates, near, args.images))
+    print(write_table(source, curves, duplicates, near, run_dir / TABLE_FILE))
     if args.exclude is not None:
         print(write_keys(source, curves.suspects[: args.worst].tolist(), args.exclude))
     return world
@@ -60,6 +77,15 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     add_run_words(parser)
     parser.add_argument(
         "--images", type=int, default=48, metavar="N", help="in each section (default: 48)"
+    )
+    parser.add_argument(
+        "--near",
+        type=_cosine,
+        nargs="?",
+        const=THRESHOLD,
+        metavar="COSINE",
+        help="also find images that are nearly the same, by features of the run's model whose"
+        f" cosine is at least this (default: {THRESHOLD})",
     )
     parser.add_argument(
         "--exclude", type=Path, metavar="FILE", help="write the keys of the worst images to FILE"
@@ -80,6 +106,16 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     if (args.exclude is None) != (args.worst is None) or (args.worst or 1) < 1:
         raise ValueError("--exclude FILE and --worst N go together: how many keys, and where to")
     return args
+
+
+def _cosine(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) <= 1:
+            return float(text)
+    raise ArgumentTypeError(
+        f"{text!r} is no cosine: give one above 0 and up to 1, such as 0.9, or none and the run"
+        " before --near"
+    )
 
 
 if __name__ == "__main__":

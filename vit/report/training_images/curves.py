@@ -26,6 +26,7 @@ from vit.data.augment.draw import draw_mix, mixes
 from vit.data.augment.table import LAMBDA, table_layout
 from vit.report.source import ReportSource
 from vit.report.training_images.doubles import Duplicates
+from vit.report.training_images.near_doubles import NearDoubles
 from vit.run.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
@@ -163,20 +164,37 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
 
 
 def write_table(
-    source: ReportSource, curves: SampleCurves, duplicates: Duplicates, path: Path
+    source: ReportSource,
+    curves: SampleCurves,
+    duplicates: Duplicates,
+    near: NearDoubles | None,
+    path: Path,
 ) -> Path:
-    """Write a line for each image that was seen, the most suspicious first, as CSV."""
+    """Write a line for each image that was seen, the most suspicious first, as CSV.
+
+    near: None if they were not looked for; the last three columns are then empty.
+    """
     split = source.train_set.split
     names = source.class_names
     labels = split.index["label"]
     twin_of = {other: same[0] for same in duplicates.groups for other in same[1:]}
+    near_to: dict[int, tuple[str, float, str]] = {}
+    if near is not None:
+        val = source.val_split
+        for sample, other, cosine in reversed(near.also_evaluated):
+            near_to[sample] = (val.key(other), cosine, val.name)
+        for first, second, cosine in reversed(near.pairs):
+            near_to[first] = (split.key(second), cosine, split.name)
+            near_to[second] = (split.key(first), cosine, split.name)
     columns = ("key", "shard", "label", "class_name", "mean_margin", "mean_loss", "epochs_seen")
     with told(path), replacing(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
-        writer.writerow([*columns, "first_right_epoch", "times_forgotten", "same_bytes_as"])
+        columns += ("first_right_epoch", "times_forgotten", "same_bytes_as")
+        writer.writerow([*columns, "near_to", "near_cosine", "near_split"])
         for sample in curves.suspects.tolist():
             twin = twin_of.get(sample)
+            near_key, cosine, near_split = near_to.get(sample, ("", 0.0, ""))
             writer.writerow(
                 [
                     split.key(sample),
@@ -189,6 +207,9 @@ def write_table(
                     int(curves.first_right[sample]) or "",
                     int(curves.times_forgotten[sample]),
                     "" if twin is None else split.key(twin),
+                    near_key,
+                    f"{cosine:.4f}" if near_key else "",
+                    near_split,
                 ]
             )
         text.flush()

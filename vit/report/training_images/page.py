@@ -23,10 +23,13 @@ from markupsafe import Markup
 from PIL import Image
 
 from vit.data.decode.images import decode
+from vit.data.shards.split import Split
+from vit.data.sources import Sources
 from vit.report.page import page_template, write_html
 from vit.report.source import ReportSource, as_sentence
 from vit.report.training_images.curves import SampleCurves
 from vit.report.training_images.doubles import Duplicates
+from vit.report.training_images.near_doubles import NearDoubles
 from vit.run.folder import REPORT_FOLDER
 
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
@@ -53,9 +56,15 @@ class Shown:
 
 
 def write_samples_page(
-    source: ReportSource, curves: SampleCurves, duplicates: Duplicates, num_images: int
+    source: ReportSource,
+    curves: SampleCurves,
+    duplicates: Duplicates,
+    near: NearDoubles | None,
+    num_images: int,
 ) -> Path:
     """Write the page with up to `num_images` in each section; returns its path.
+
+    near: None if they were not looked for.
 
     Raises ValueError if it cannot be written, ShardError if an image cannot be read.
     """
@@ -68,8 +77,18 @@ def write_samples_page(
     doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
     evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
     chosen = [*suspicious.tolist(), *never.tolist(), *often.tolist(), *chain(*doubles), *evaluated]
-    said, why_silent = _ask(source, list(dict.fromkeys(chosen)))
-    show = {sample: _shown(source, curves, sample, view) for sample, view in said.items()}
+    looked_for_near = near is not None
+    near = near or NearDoubles([], [])
+    pairs = near.pairs[:num_images]
+    val_pairs = near.also_evaluated[:num_images]
+    chosen += chain(*((first, second) for first, second, _ in pairs))
+    chosen += [train for train, _, _ in val_pairs]
+    train = source.train_set.split
+    said, why_silent = _ask(source, train, list(dict.fromkeys(chosen)))
+    show = {n: _shown(source, train, n, view, curves) for n, view in said.items()}
+    val = source.val_split
+    val_said, _ = _ask(source, val, [sample for _, sample, _ in val_pairs])
+    show_val = {n: _shown(source, val, n, view) for n, view in val_said.items()}
     content = page_template("samples.html.j2").render(
         name=source.run_dir.resolve().name,
         made_s=time.time(),
@@ -86,17 +105,23 @@ def write_samples_page(
         forgotten=[show[sample] for sample in often.tolist()],
         doubles=[[show[sample] for sample in same] for same in doubles],
         evaluated=[show[sample] for sample in evaluated],
+        looked_for_near=looked_for_near,
+        num_near=len(near.pairs),
+        num_near_evaluated=len(near.also_evaluated),
+        near=[([show[first], show[second]], cosine) for first, second, cosine in pairs],
+        near_evaluated=[([show[own], show_val[n]], cosine) for own, n, cosine in val_pairs],
         why_silent=why_silent,
     )
     return write_html(source.run_dir / PAGE_FILE, content)
 
 
 @torch.no_grad()
-def _ask(source: ReportSource, samples: list[int]) -> tuple[dict[int, tuple[int, float]], str]:
+def _ask(
+    source: ReportSource, split: Split | Sources, samples: list[int]
+) -> tuple[dict[int, tuple[int, float]], str]:
     """Return the class that the model takes each sample for and its probability, and why it says
     nothing, if it does not: the classes are then -1."""
     said = dict.fromkeys(samples, (-1, 0.0))
-    split = source.train_set.split
     try:
         for start in range(0, len(samples), AT_ONCE):
             some = samples[start : start + AT_ONCE]
@@ -111,34 +136,40 @@ def _ask(source: ReportSource, samples: list[int]) -> tuple[dict[int, tuple[int,
 
 
 def _shown(
-    source: ReportSource, curves: SampleCurves, sample: int, said: tuple[int, float]
+    source: ReportSource,
+    split: Split | Sources,
+    sample: int,
+    said: tuple[int, float],
+    curves: SampleCurves | None = None,
 ) -> Shown:
-    split = source.train_set.split
+    """curves: of the split's images, if they were trained on."""
     label = int(split.index[sample]["label"])
     notes = []
-    if curves.num_seen[sample]:
+    if curves is None:
+        notes.append(f"evaluated on, in {split.name!r}")
+    elif curves.num_seen[sample]:
         notes.append(f"mean margin {curves.mean_margin[sample]:.2f}")
         first = int(curves.first_right[sample])
         notes.append(f"right first in epoch {first}" if first else "never right")
-    if times := int(curves.times_forgotten[sample]):
+    if curves is not None and (times := int(curves.times_forgotten[sample])):
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
     name = source.class_names[label]
     taken_for, share = said
     return Shown(
         split.key(sample),
         name,
-        _picture(source, sample),
-        _curve(curves, sample),
+        _picture(split, sample),
+        Markup("") if curves is None else _curve(curves, sample),
         notes,
         f"{source.class_names[taken_for]}, {share:.0%}" if taken_for >= 0 else "",
         taken_for != label,
     )
 
 
-def _picture(source: ReportSource, sample: int) -> str:
+def _picture(split: Split | Sources, sample: int) -> str:
     """Return the stored image as a data URI, "" if it cannot be decoded."""
     try:
-        image = Image.fromarray(decode(source.train_set.split.read(sample)))
+        image = Image.fromarray(decode(split.read(sample)))
     except ValueError:
         return ""
     scale = PICTURE_PX / max(image.size)
