@@ -190,8 +190,8 @@ def write_table(
     with told(path), replacing(path) as file:
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
-        columns += ("first_right_epoch", "times_forgotten", "same_bytes_as")
-        writer.writerow([*columns, "near_to", "near_cosine", "near_split"])
+        more = ("first_right_epoch", "times_forgotten", "same_bytes_as")
+        writer.writerow([*columns, *more, "near_to", "near_cosine", "near_split"])
         for sample in curves.suspects.tolist():
             twin = twin_of.get(sample)
             near_key, cosine, near_split = near_to.get(sample, ("", 0.0, ""))
