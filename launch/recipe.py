@@ -21,18 +21,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import check_versions  # noqa: F401
+from rich.console import Console
 
+from vit.config.hints import setting_for
+from vit.ranks import distributed
+from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
+from vit.recipes.difference import in_words, read_recipe
 from vit.recipes.importing import PROGRAMS, import_recipe
+from vit.recipes.rates import IMAGENET
+from vit.recipes.show import draw_curves, groups_table, steps_line
 from vit.recipes.words import account, yaml_text
+from vit.report.contact_sheet import make_contact_sheet
+from vit.report.style import picture_format
 from vit.system.command_line import Parser
-from vit.system.files import replacing
+from vit.system.files import ShardError, replacing
 
 
-def main() -> None:
-    """Run the command line above."""
+def main() -> World | None:
+    """Run the command line above; return the world that was joined, if one was."""
     args = read_command_line()
-    COMMANDS[args.command](args)
+    return COMMANDS[args.command](args)
 
 
 def import_(args: Namespace) -> None:
@@ -53,7 +62,31 @@ def import_(args: Namespace) -> None:
     print(f"\n{args.out}")
 
 
-COMMANDS = {"import": import_}
+def diff(args: Namespace) -> None:
+    """Say in words what two recipes have different, and what each difference does."""
+    first, second = (read_recipe(path) for path in args.recipes)
+    print(in_words(first, second, (str(args.recipes[0]), str(args.recipes[1]))))
+
+
+def show(args: Namespace) -> World:
+    """Print the groups of parameters, draw the rates, and the augmentation if data are there."""
+    config = read_recipe(args.recipe, args.overrides)
+    world = distributed.join_world("cpu")
+    print(steps_line(config, args.images_per_epoch))
+    Console(width=None if sys.stdout.isatty() else 100).print(groups_table(config))
+    name = args.recipe.stem or args.recipe.name
+    out = args.out or Path(f"recipe_{name}.png")
+    print(draw_curves(config, args.images_per_epoch, f"Recipe {name}", out))
+    try:
+        sheet = out.with_stem(f"{out.stem}_augment")
+        print(make_contact_sheet(config, 6, 4, sheet, world.device))
+    except (ShardError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        print(f"no contact sheet of the augmentation: {reason}", file=sys.stderr)
+    return world
+
+
+COMMANDS = {"import": import_, "diff": diff, "show": show}
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
@@ -91,7 +124,53 @@ def _read_import(words: Sequence[str]) -> Namespace:
     return args
 
 
-_READ = {"import": _read_import}
+def _read_diff(words: Sequence[str]) -> Namespace:
+    parser = Parser("python launch/recipe.py diff", "Two recipes in words, by weight.")
+    parser.add_argument(
+        "recipes",
+        nargs=2,
+        type=Path,
+        metavar="RECIPE",
+        help="config (also by name: vit_b16), or run folder",
+    )
+    return parser.parse_args(words)
+
+
+def _read_show(words: Sequence[str]) -> Namespace:
+    parser = Parser(
+        "python launch/recipe.py show",
+        "Groups of parameters as text; rates and decay as a picture; where the data are there, the"
+        "\naugmentation's contact sheet beside it.",
+        setting_for,
+    )
+    parser.add_argument(
+        "recipe", type=Path, metavar="RECIPE", help="config (also by name: vit_b16), or run folder"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="picture to write, .png, .pdf or .svg (default: recipe_<name>.png)",
+    )
+    parser.add_argument(
+        "--images-per-epoch",
+        type=int,
+        default=IMAGENET,
+        metavar="N",
+        help="(default: ImageNet-1k's, 1,281,167)",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
+    )
+    args = parser.parse_intermixed_args(words)
+    if args.images_per_epoch < 1:
+        raise ValueError(f"--images-per-epoch {args.images_per_epoch}: give a number from 1 on")
+    if args.out is not None:
+        picture_format(args.out)
+    return args
+
+
+_READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
 
 
 if __name__ == "__main__":

@@ -47,6 +47,9 @@ SCENARIOS = {
     "a config without the files that it inherits from": import_("child.py"),
     "a config that does more than set": import_("runs.py"),
     "a file that is not there": import_("nowhere.yaml"),
+    "a folder to compare that is no run": lambda: run_here(
+        "launch/recipe.py", "diff", "empty", "vit_b16"
+    ),
 }
 
 
@@ -62,6 +65,7 @@ def test_the_row_is_what_happens(row: Row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "child.py").write_text("_base_ = '../base.py'\nmodel = dict()\n")
     (tmp_path / "runs.py").write_text("model = dict()\nopen('made', 'w')\n")
+    (tmp_path / "empty").mkdir()
     before = snapshot(tmp_path)
     with pytest.raises(ValueError) as raised:  # noqa: PT011 - its words are the row's
         SCENARIOS[row.what]()

@@ -125,25 +125,27 @@ def after_warmup(
 def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
     """The rate of a config with `settings` (dotted key -> value)."""
     total = _num_steps(settings, steps_per_epoch)
-    if "schedule.warmup_steps" in settings:
-        warmup = settings["schedule.warmup_steps"] or 0
-    else:
-        warmup = round((settings.get("schedule.warmup_epochs") or 0) * steps_per_epoch)
+
+    def steps(name: str) -> int:
+        given = settings.get(f"schedule.{name}_steps")
+        epochs = settings.get(f"schedule.{name}_epochs") or 0
+        return round(epochs * steps_per_epoch) if given is None else int(given)
 
     per_epoch = settings.get("schedule.interval") == "epoch"
-    cooldown = settings.get("schedule.cooldown_epochs") or 0
 
     def rate(time: float) -> float:
         return lr_at(
             min(int(time * steps_per_epoch), total - 1),
             peak_lr=settings["optim.lr"],
             total_steps=total,
-            warmup_steps=warmup,
+            warmup_steps=steps("warmup"),
             name=settings.get("schedule.name", "cosine"),
             min_lr=settings.get("schedule.min_lr", 0.0),
             warmup_lr=settings.get("schedule.warmup_lr"),
             warmup_prefix=settings.get("schedule.warmup_prefix", True),
-            cooldown_steps=round(cooldown * steps_per_epoch),
+            decay_steps=steps("decay"),
+            decay_form=settings.get("schedule.decay_form", "1-sqrt"),
+            cooldown_steps=steps("cooldown"),
             interval_steps=steps_per_epoch if per_epoch else 1,
         )
 

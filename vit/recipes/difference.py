@@ -1,0 +1,117 @@
+"""Two recipes side by side, in words: which settings differ, and what each difference does.
+
+Those that published ablations say something of come first, what is harmless last
+(`vit.recipes.effects`). Of two schedules the rates themselves are compared.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vit.config import io as config_io
+from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.recipes.effects import KINDS, effect_of
+from vit.recipes.rates import IMAGENET, distance, our_rate
+from vit.run.folder import CONFIG_FILE
+
+
+class Difference(NamedTuple):
+    """A setting that two recipes have different."""
+
+    key: str
+    first: Any
+    second: Any
+    kind: str
+    """One of `vit.recipes.effects.KINDS`."""
+    text: str
+    """What is known of its effect."""
+
+
+def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the config of a YAML file, of one of our recipes by name, or of a run folder."""
+    if path.is_dir():
+        file = path / CONFIG_FILE
+        if not file.is_file():
+            raise ValueError(f"{path}: no run folder ({CONFIG_FILE} is missing): name a config")
+        path = file
+    return load_config(path, overrides, used_here=False).config
+
+
+def compare(first: Config, second: Config) -> list[Difference]:
+    """Return what differs, by weight. The folder of a run is no difference."""
+    found = []
+    unlike = config_io.differences(config_io.to_dict(first), config_io.to_dict(second))
+    for key, (old, new) in unlike.items():
+        if key == "run.dir":
+            continue
+        effect = effect_of(key)
+        found.append(Difference(key, old, new, effect.kind, effect.text))
+    order = [kind for kind, _ in KINDS]
+    return sorted(found, key=lambda difference: order.index(difference.kind))
+
+
+def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
+    """Return all differences as lines for a terminal."""
+    found = compare(first, second)
+    lines = [f"A  {names[0]}", f"B  {names[1]}"]
+    if not found:
+        return "\n".join([*lines, "", "no setting differs"])
+    for kind, heading in KINDS:
+        of_kind = [d for d in found if d.kind == kind]
+        if of_kind:
+            lines += ["", f"{heading}: {len(of_kind)}"]
+        for difference in of_kind:
+            values = f"{_shown(difference.first)} -> {_shown(difference.second)}"
+            lines += _wrapped(f"{difference.key}: {values}", "  ")
+            lines += _wrapped(difference.text, "      ") * bool(difference.text)
+    if rates := _rates(first, second):
+        lines += ["", *_wrapped(rates, "")]
+    return "\n".join(lines)
+
+
+def _rates(first: Config, second: Config) -> str:
+    """How far the learning rates are apart over the share of the run that is done, or ""."""
+    rates = []
+    for config in (first, second):
+        values = config_io.to_dict(config)
+        settings = flat(values)
+        per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
+        epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
+        rates.append((our_rate(settings, per_epoch), epochs))
+    (a, epochs), (b, others) = rates
+    peak = max(first.optim.lr, second.optim.lr)
+    apart = distance(a, lambda time: b(time * others / epochs), peak, epochs)
+    if apart.largest < 0.005:
+        return ""
+    share = 100 * apart.at_epoch / epochs
+    return (
+        "learning rates, over the part of the run that is done: at most"
+        f" {100 * apart.largest:.2g} % of the larger peak apart ({share:.2g} % into the run),"
+        f" {100 * apart.mean:.2g} % on average"
+    )
+
+
+def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the sections of a config as dotted keys."""
+    return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "none"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

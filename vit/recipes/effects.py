@@ -1,0 +1,103 @@
+"""What a difference between two recipes does: its kind, and what is known of its effect.
+
+Numbers are published ones, each with its source; where none is known, nothing is said but the kind.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from vit.config.schema import Config
+from vit.run.resume import may_change
+
+_DEIT = "DeiT-B with all: 81.8, arXiv 2012.12877"
+_PLAIN = "ViT-S/16 with all: 76.5 in 90 epochs, arXiv 2205.01580, Table 1"
+KINDS = (
+    ("known", "changes accuracy, by published ablations"),
+    ("network", "another network"),
+    ("optimization", "other updates"),
+    ("images", "other training images"),
+    ("order", "the same images in another order, or other random numbers"),
+    ("evaluation", "the same training, evaluated in another way"),
+    ("start", "other weights to start from"),
+    ("harmless", "no effect on what is learnt"),
+)
+"""Kinds, those of most weight first, in words."""
+KNOWN = {
+    "data.aug_repeats": f"76.5 without repetitions ({_DEIT})",
+    "augment.mixup_alpha": f"78.7 without MixUp, 75.8 without it and CutMix ({_DEIT})",
+    "augment.cutmix_alpha": f"80.0 without CutMix ({_DEIT})",
+    "augment.randaugment_layers": f"79.6 without RandAugment ({_DEIT}); 73.6 without it and MixUp"
+    f" ({_PLAIN})",
+    "augment.randaugment_ops": "76.9 with torchvision's operations, 77.3 with big_vision's (S/16,"
+    " 90 epochs, EIFY/mup-vit@ee4c63c3)",
+    "augment.erasing_prob": f"training fails without erasing, 4.3 ({_DEIT}); less than the noise in"
+    " fine-tuning (facebookresearch/mae@efb2a806:FINETUNE.md)",
+    "model.drop_path_rate": f"training fails without drop path, 3.4 ({_DEIT})",
+    "model.proj_drop_rate": f"81.3 with dropout in addition ({_DEIT})",
+    "model.pos_embed": f"75.0 with learned positions, sine-cosine ones have 76.5 ({_PLAIN})",
+    "model.global_pool": f"75.0 with a class token, the mean of patches has 76.5 ({_PLAIN})",
+    "model.representation_size": f"76.7 with a linear head ({_PLAIN})",
+    "model.image_size": f"83.1 at 384 px ({_DEIT})",
+    "optim.name": f"74.5 with SGD ({_DEIT})",
+    "data.global_batch_size": "78.8 with a batch of 512 (DeiT-B, 81.8 with 1,024:"
+    f" facebookresearch/deit#63); 74.7 with 4,096 ({_PLAIN})",
+    "schedule.warmup_epochs": "79.2 with 10 epochs of warm-up (DeiT-B, 81.8 with 5:"
+    " facebookresearch/deit#63)",
+    "train.epochs": f"78.5 in 150 epochs, 80.0 in 300 ({_PLAIN})",
+    "train.ema_decay": "82.1 without the average, 82.3 with it; L 81.5 and 82.6, H 80.9 and 83.1"
+    " (MAE's supervised recipe, arXiv 2111.06377, A.2)",
+    "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
+}
+"""Setting -> what ablations say of it."""
+_SEED = "the noise of other random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
+_TEXTS = {
+    "train.seed": _SEED,
+    "train.precision": "rounding; fp16 may overflow, which skips updates",
+    "train.compile": "rounding",
+    "data.micro_batch_size": "the same batch, in other parts: rounding",
+    "data.mean": "another normalisation of images, which weights that exist must fit",
+    "data.std": "another normalisation of images, which weights that exist must fit",
+    "augment.mix_group_size": "how many images share a draw of MixUp and CutMix",
+}
+_ORDER = ("data.num_lanes", "data.block_samples", "data.window_blocks", "train.seed")
+_HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
+_IMAGES = ("data.mean", "data.std", "data.interpolation", "data.scaled_decode")
+
+
+class Effect(NamedTuple):
+    """What a difference does."""
+
+    kind: str
+    """A key of `KINDS`."""
+    text: str
+    """What is known of it; "" for nothing."""
+
+
+def effect_of(key: str) -> Effect:
+    """Return what another value of the setting `key` does."""
+    section = key.partition(".")[0]
+    assert section in Config.model_fields, f"there is no section {section}"
+    text = _TEXTS.get(key, "")
+    if key in KNOWN:
+        return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
+    if key in _ORDER:
+        return Effect("order", text)
+    if key in _HARMLESS or (may_change(key) and section not in ("eval", "data")):
+        return Effect("harmless", text)
+    if section == "data" and may_change(key) and key not in ("data.val_split", "data.root"):
+        return Effect("harmless", text)
+    kinds = {
+        "model": "network",
+        "optim": "optimization",
+        "schedule": "optimization",
+        "loss": "optimization",
+        "train": "optimization",
+        "augment": "images",
+        "data": "images",
+        "eval": "evaluation",
+        "init": "start",
+    }
+    if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
+        return Effect("harmless", "how often and how fast is evaluated")
+    return Effect("images" if key in _IMAGES else kinds.get(section, "harmless"), text)
