@@ -337,7 +337,7 @@ def test_what_recipes_say_of_deit_are_settings(tmp_path):
         key, _, value = words.partition(": ")
         section = key.partition(".")[0] if "." in key else section
         given[key if "." in key else f"{section}.{key}"] = value
-    assert len(given) == 13
+    assert len(given) == 16
     config = load_config(
         ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]
     ).config
