@@ -116,4 +116,9 @@ class Reading:
         assert not unknown, f"{self.table.program} has no {sorted(unknown)}"
         wrong = set(settings or {}) - self._known
         assert not wrong, f"there is no setting {sorted(wrong)}"
-        self.findings.append(Finding(verdict, theirs, dict(settings or {}), text))
+        # Products of their arguments, without the noise of the last digits.
+        rounded = {
+            key: float(f"{value:.12g}") if isinstance(value, float) else value
+            for key, value in (settings or {}).items()
+        }
+        self.findings.append(Finding(verdict, theirs, rounded, text))

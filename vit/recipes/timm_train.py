@@ -93,7 +93,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     if not args["model_ema_warmup"]:
         reading.same("model_ema_warmup")
     elif args["model_ema"]:
-        text = "the decay grows over (1 + t / 1)^(2 / 3) there, as (1 + t) / (10 + t) here"
+        text = "the decay grows as 1 - (1 + t)^(-2/3) there, as (1 + t) / (10 + t) here"
         reading.differs("model_ema_warmup", text, {"train.ema_warmup": True})
     else:
         reading.inert("model_ema_warmup", "no average is kept")

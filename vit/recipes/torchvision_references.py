@@ -262,7 +262,7 @@ def _say_schedule(reading: Reading) -> None:
 
 
 def _say_average(reading: Reading, batch: int) -> None:
-    """The average: a decay d each n steps is about d^(1/n) each step."""
+    """The average: it moves each so many steps, and is a copy of the weights in the warm-up."""
     args = reading.args
     reading.same("model_ema")
     if not args["model_ema"]:
@@ -270,12 +270,15 @@ def _say_average(reading: Reading, batch: int) -> None:
         return
     steps = args["model_ema_steps"]
     share = min(1.0, (1 - args["model_ema_decay"]) * batch * steps / args["epochs"])
-    each = (1 - share) ** (1 / steps)
-    text = (
-        f"there a decay of {1 - share:.5g} each {steps} steps, and a copy of the weights during the"
-        f" warm-up; here {each:.6f} each step, from the start"
-    )
-    reading.differs("model_ema_decay model_ema_steps", text, {"train.ema_decay": each})
+    if share == 1:
+        text = "an average that is a copy of the weights"
+        reading.cannot("model_ema_decay model_ema_steps", text)
+        return
+    settings = {"train.ema_decay": 1 - share, "train.ema_every_steps": steps}
+    if args["lr_warmup_epochs"]:
+        settings["train.ema_after_epochs"] = args["lr_warmup_epochs"]
+    how = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
+    reading.same("model_ema_decay model_ema_steps", settings, how)
 
 
 def _say_weights(reading: Reading) -> None:
