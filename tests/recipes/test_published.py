@@ -260,6 +260,12 @@ def test_repeated_augmentation_needs_a_launcher():
     assert value(more, "data.global_batch_size") == 1024
 
 
+@pytest.mark.parametrize("flags", ["--batch-size 0", "--epochs 0", "--lr 0"])
+def test_a_recipe_that_trains_nothing_is_refused(flags):
+    with pytest.raises(ValueError, match="expected more than 0"):
+        import_recipe(f"python main.py --model deit_small_patch16_224 {flags}")
+
+
 def test_counts_of_the_account_are_those_of_the_findings(imported):
     found = imported("deit3_b16_800ep")
     counts = count(found.reading)

@@ -280,7 +280,7 @@ def _say_optimizer(reading: _Config) -> None:
 
 def _say_schedule(reading: _Config, lr: float) -> None:
     known = reading.settings
-    per_epoch = IMAGENET // known["data.global_batch_size"]
+    per_epoch = max(IMAGENET // max(known["data.global_batch_size"], 1), 1)
     steps = known.get("train.steps") or round(known["train.epochs"] * per_epoch)
     warmup = reading.get("schedule.warmup_steps", 0)
     kind = reading.get("schedule.decay_type", "stair")

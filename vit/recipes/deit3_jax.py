@@ -206,7 +206,7 @@ def _say_optimizer(reading: Reading) -> None:
         reading.cannot("lr_decay", text)
     steps = args["training_steps"]
     reading.same("training_steps", {"train.steps": steps})
-    per_epoch = IMAGENET // args["train_batch_size"]
+    per_epoch = max(IMAGENET // max(args["train_batch_size"], 1), 1)
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_steps": args["warmup_steps"],

@@ -89,7 +89,7 @@ def torchvision_cosine(
         if t < warmup_epochs:
             share = t / warmup_epochs if linear else 0.0
             return lr * (warmup_factor + (1 - warmup_factor) * share)
-        progress = (t - warmup_epochs) / (epochs - warmup_epochs)
+        progress = (t - warmup_epochs) / max(epochs - warmup_epochs, 1)
         return min_lr + 0.5 * (lr - min_lr) * (1 + math.cos(math.pi * progress))
 
     return rate
@@ -115,7 +115,7 @@ def after_warmup(
         if time < warmup_epochs:
             return warmup_lr + (lr - warmup_lr) * time / warmup_epochs
         t = math.floor(time) if per_epoch else time
-        progress = (t - warmup_epochs) / (epochs - warmup_epochs)
+        progress = (t - warmup_epochs) / max(epochs - warmup_epochs, 1e-9)
         share = 1 - progress if linear else 0.5 * (1 + math.cos(math.pi * progress))
         return min_lr + (lr - min_lr) * share
 
@@ -193,6 +193,9 @@ def say_rate(
     """
     settings = with_effect(settings)
     known = {**reading.settings, **settings}
+    for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
+        if known.get(key, 1) <= 0:
+            raise ValueError(f"{key} follows as {known[key]:g}: expected more than 0")
     steps_per_epoch = max(IMAGENET // known["data.global_batch_size"], 1)
     epochs = _num_steps(known, steps_per_epoch) / steps_per_epoch
     found = distance(theirs, our_rate(known, steps_per_epoch), known["optim.lr"], epochs)
