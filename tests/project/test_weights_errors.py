@@ -4,7 +4,10 @@ provoked with the real command, which leaves nothing behind."""
 from __future__ import annotations
 
 import json
+import os
+import pickle
 import re
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -38,6 +41,45 @@ class Place(NamedTuple):
 def html(place):
     (place.folder / "page.pth").write_text("<!DOCTYPE html><title>Sign in</title>")
     return ["launch/eval.py", place.folder / "page.pth"]
+
+
+class Canary:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+def code(place):
+    torch.save({"a": Canary(place.folder / "canary")}, place.folder / "code.pth")
+    return ["launch/eval.py", place.folder / "code.pth"]
+
+
+def python_pickle(place):
+    (place.folder / "python.pth").write_bytes(pickle.dumps({"a": [1.0]}, protocol=4))
+    return ["launch/predict.py", "--checkpoint", place.folder / "python.pth", "photo.jpg"]
+
+
+def torchscript(place):
+    with zipfile.ZipFile(place.folder / "script.pt", "w") as file:
+        for name in ("data.pkl", "constants.pkl", "code/m.py"):
+            file.writestr(f"script/{name}", b"")
+    return place.export(place.folder / "script.pt", "timm")
+
+
+def photos(place):
+    with zipfile.ZipFile(place.folder / "photos.zip", "w") as file:
+        file.writestr("photo.jpg", b"")
+    return ["launch/predict.py", "--checkpoint", place.folder / "photos.zip", "photo.jpg"]
+
+
+def cut_safetensors(place):
+    whole = (place.finished / "weights" / "last.safetensors").read_bytes()
+    (place.folder / "cut.safetensors").write_bytes(whole[: len(whole) // 2])
+    return place.export(place.folder / "cut.safetensors", "timm")
 
 
 def objects(place):
@@ -102,6 +144,11 @@ def classes_that_it_does_not_know(place):
 
 SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an HTML page saved as `.pth`": html,
+    "a pickle that would run code, as `.pth`": code,
+    "a pickle that Python wrote": python_pickle,
+    "TorchScript": torchscript,
+    "a zip of photos": photos,
+    "safetensors that are cut off": cut_safetensors,
     "an array of objects in an `.npz`": objects,
     "weights in parts, one of which is missing": missing_part,
     "weights of another family": another_family,
