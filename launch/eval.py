@@ -2,6 +2,8 @@
 
     python launch/eval.py                                    the newest run under runs/
     python launch/eval.py runs/demo --image-size 48          positions interpolated, no training
+    python launch/eval.py runs/a runs/b                      compared image by image
+    python launch/eval.py runs/demo eval.sets.v2.root=data/v2 eval.sets.v2.split=train
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
@@ -12,11 +14,18 @@ settings of the fine-tuning, so --image-size is the size it trains at; it prints
 before, at both sizes, and after, and compares them image by image. The same command continues a
 fine-tuning that was stopped or killed.
 
+The sets of the run's `eval.sets` are evaluated too, unless --data or --split name other images, and
+those given as settings. Of several checkpoints one table shows how each differs from the first,
+image by image, on the sets of the first (docs/evaluation.md).
+
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
-percent, loss, top1_low and top1_high (the 95 % interval of top1), and `note` if the classes of the
-data are not those of the model; with --finetune also `before`, `before_resized` (objects of this
-form) and `difference` (see vit/metrics.py), or `stopped` and `run` after a signal. Exit status: 0
-done, or stopped and saved; 1 a bug, with its stack; 2 a mistake of the user; 130 interrupted.
+percent, loss, ece (calibration error in points), top1_low and top1_high (the 95 % interval of
+top1), `sets` (by name; with num_skipped, images without a label), and `note` if the classes of the
+data are not those of the model. Of several checkpoints: `checkpoints`, a list of such objects, and
+`difference`, a list of what each other one has to the first by set (see vit/metrics.py). With
+--finetune also `before`, `before_resized` (objects of this form) and `difference`, or `stopped` and
+`run` after a signal. Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a
+mistake of the user; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -26,16 +35,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO
 
 import check_versions  # noqa: F401
 
+from vit.compare import Result, compare, evaluate_weights
 from vit.config import io as config_io
+from vit.config.eval_section import VAL
 from vit.config.hints import setting_for
-from vit.evaluate import evaluate_weights
+from vit.config.schema import Config
 from vit.finetune import finetune
 from vit.one_reader import read_once
-from vit.open_data import open_split
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
@@ -55,20 +65,68 @@ def main() -> World:
     device = args.device or "auto"
     deterministic = False
     if args.finetune:  # read before anything starts, so that a mistake in it shows at once
-        given = {**settings, "init.checkpoint": args.checkpoint}
+        given = {**settings, "init.checkpoint": args.checkpoints[0]}
         overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides]).config
         device = tuned.train.device
         deterministic = tuned.train.deterministic
     setting = "--device " if args.device else "train.device="
     world = distributed.join_world(device, setting, deterministic=deterministic)
+    if tuned is not None:
+        found = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
+        finetune(found.loaded, found.config, found.problem, tuned, world, out, args.json)
+        return world
+
+    results: list[Result] = []
+    root = args.data
+    split = args.split or "val"
+    for path in args.checkpoints or [""]:
+        found = _read(path, args, root, split, world)
+        assert found.config is not None, "otherwise the problem was raised"
+        config = config_io.with_settings(found.config, settings)
+        if not results:  # the others are evaluated on the same images
+            root = config.data.root
+            split = config.data.val_split
+            sets = config.eval.model_dump(mode="json")["sets"]
+            settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
+            settings["eval.best_by"] = config.eval.best_by
+        results.append(evaluate_weights(found.loaded, config, world, out, args.select_classes))
+        if world.is_main and found.known is not None:
+            _print_published(found, config, results[-1], args.select_classes, out)
+    if world.is_main:
+        as_json = results[0].as_json
+        if len(results) > 1:
+            as_json = compare(args.checkpoints, results, out)
+        if args.json:
+            print(json.dumps(as_json))
+    return world
+
+
+class _Found(NamedTuple):
+    """Weights that were read, the same on all ranks."""
+
+    loaded: LoadedWeights
+    config: Config | None
+    known: KnownModel | None
+    """The published model that they are; on the main rank."""
+    problem: str
+    """Why they have no config, for a fine-tuning."""
+
+
+def _read(
+    path: str, args: argparse.Namespace, root: str | None, split: str, world: World
+) -> _Found:
+    """Read weights of a run, or of another program, which are evaluated on `split` of `root`.
+
+    path: "" for the newest run. Without --finetune what has no config is a ValueError.
+    """
     known: KnownModel | None = None
     problem = ""
 
     def read() -> LoadedWeights:
         nonlocal known, problem
         loaded = read_weights(
-            args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
+            path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
         )
         if loaded.config is not None:
             if args.model:
@@ -78,8 +136,6 @@ def main() -> World:
                 )
             return loaded
         try:
-            root = tuned.data.root if tuned else args.data
-            split = tuned.data.val_split if tuned else args.split or "val"
             loaded, known = with_published_config(loaded, args.model, root, split)
         except ValueError as error:
             if not args.finetune:
@@ -99,33 +155,34 @@ def main() -> World:
             if not args.finetune:
                 raise
             problem = str(error)
-    if tuned is not None:
-        finetune(loaded, config, problem, tuned, world, out, args.json)
-        return world
+    return _Found(loaded, config, known, problem)
 
-    assert config is not None, "otherwise the problem was raised"
-    config = config_io.with_settings(config, settings)
-    as_json = evaluate_weights(loaded, config, world, out, args.select_classes).as_json
-    if world.is_main and known is not None:
-        num_classes = open_split(config.data, config.data.val_split).num_classes
-        size = config.model.height_width()
-        head_classes = (0 if args.select_classes else loaded.num_classes) or num_classes
-        line = describe_published(known, as_json["num_images"], size, num_classes, head_classes)
-        print(f"  {line}", file=out)
-    if world.is_main and args.json:
-        print(json.dumps(as_json))
-    return world
+
+def _print_published(
+    found: _Found, config: Config, result: Result, is_selected: bool, out: TextIO
+) -> None:
+    """Print how the result compares with the published one."""
+    assert found.known is not None, "it is a published model"
+    num_classes = result.sets[VAL][0].split.num_classes
+    head_classes = (0 if is_selected else found.loaded.num_classes) or num_classes
+    line = describe_published(
+        *(found.known, result.as_json["num_images"], config.model.height_width()),
+        *(num_classes, head_classes),
+    )
+    print(f"  {line}", file=out)
 
 
 def _create_parser() -> Parser:
     parser = Parser("python launch/eval.py", __doc__, setting_for)
     parser.add_argument(
         "--checkpoint",
+        nargs="+",
+        default=[],
         metavar="RUN_OR_FILE",
         help=(
             "run folder (its last weights, averaged if there are such), checkpoint folder, or"
             " weights file, also from timm (default: the newest run); --checkpoint itself may be"
-            " omitted"
+            " omitted; of several each is compared with the first, image by image"
         ),
     )
     parser.add_argument(
@@ -160,33 +217,35 @@ def _create_parser() -> Parser:
         "words",
         nargs="*",
         metavar="RUN_OR_FILE | section.key=value",
-        help="with --finetune: settings that override its file",
+        help="settings of the evaluation, as eval.sets.v2.root=data/v2; with --finetune any",
     )
     return parser
 
 
 def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the flags, with the run or file in `checkpoint` and the settings in `overrides`.
+    """Return the flags, with runs and files in `checkpoints` and the settings in `overrides`.
 
     Raises ValueError for mistakes.
     """
     parser = _create_parser()
     args = parser.parse_intermixed_args(words)
+    words = [*args.words, *args.checkpoint]
     # A file whose name has a "=" is not a setting.
-    paths = [word for word in args.words if "=" not in word or Path(word).exists()]
-    args.overrides = [word for word in args.words if word not in paths]
-    if args.checkpoint:
-        paths.append(args.checkpoint)
-    if len(paths) > 1:
-        parser.error(f"{' and '.join(paths)}: give one run or file to evaluate")
-    args.checkpoint = paths[0] if paths else None
-    if args.overrides and not args.finetune:
-        parser.error(f"{' '.join(args.overrides)}: settings belong to --finetune")
+    args.checkpoints = [word for word in words if "=" not in word or Path(word).exists()]
+    args.overrides = [word for word in words if word not in args.checkpoints]
+    named = " and ".join(args.checkpoints)
+    if args.finetune and len(args.checkpoints) > 1:
+        parser.error(f"{named}: give one run or file to fine-tune")
+    if len({*args.checkpoints}) < len(args.checkpoints):
+        parser.error(f"{named}: one is given twice, which nothing would tell apart: leave it out")
+    others = [word for word in args.overrides if not word.startswith("eval.")]
+    if others and not args.finetune:
+        parser.error(f"{' '.join(others)}: settings belong to --finetune, all but those of eval")
     if problems := model_flag_problems(args):
         parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
         parser.error("--select-classes: with --finetune give init.select_classes=true")
-    if args.finetune and not args.checkpoint:
+    if args.finetune and not args.checkpoints:
         parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
     return args
 
@@ -201,7 +260,12 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "train.device": args.device,
         **model_settings(args),
     }
-    return {key: value for key, value in flags.items() if value is not None}
+    found = {key: value for key, value in flags.items() if value is not None}
+    if args.finetune:
+        return found
+    if args.data or args.split:  # the run's own sets may belong to its own data
+        found |= {"eval.sets": {}, "eval.best_by": VAL}
+    return found | config_io.read_overrides(args.overrides)
 
 
 if __name__ == "__main__":

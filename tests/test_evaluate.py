@@ -17,6 +17,7 @@ from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
+from vit.eval_sets import EvalSet
 from vit.evaluate import Evaluator
 from vit.model import create_model
 from vit.ranks.distributed import World
@@ -134,7 +135,7 @@ def test_one_crew_serves_all_evaluations_also_after_an_interruption(shards):
 
     def evaluator(num_workers: int) -> Evaluator:
         return Evaluator(
-            open_split(shards, "val"),
+            (EvalSet("val", open_split(shards, "val")),),
             ImageFormat.from_config(config.model, config.data),
             create_augment(config.augment, config.data, 3, world.device),
             world,
@@ -146,16 +147,16 @@ def test_one_crew_serves_all_evaluations_also_after_an_interruption(shards):
         if done == 2:
             raise KeyboardInterrupt
 
-    expected = evaluator(0).evaluate({"model": model})["model"]
+    expected = evaluator(0).evaluate({"model": model})["val"]["model"]
     with closing(evaluator(2)) as ours:
         assert ours.took is None
-        results = [ours.evaluate({"model": model})["model"]]
+        results = [ours.evaluate({"model": model})["val"]["model"]]
         crew = {process.pid for process in multiprocessing.active_children()}
         assert len(crew) == 2
         for _ in range(2):
             with pytest.raises(KeyboardInterrupt):
                 ours.evaluate({"model": model}, interrupt)
-            results.append(ours.evaluate({"model": model})["model"])
+            results.append(ours.evaluate({"model": model})["val"]["model"])
         assert {process.pid for process in multiprocessing.active_children()} == crew
         assert ours.took is not None
         assert 0 <= ours.took.data_wait_s <= ours.took.seconds
@@ -171,7 +172,7 @@ def test_models_are_in_training_mode_again_also_after_an_interruption(shards):
     model = create_model(config.model, num_classes=3).train()
     world = World(0, 1, torch.device("cpu"))
     evaluator = Evaluator(
-        open_split(shards, "val"),
+        (EvalSet("val", open_split(shards, "val")),),
         ImageFormat.from_config(config.model, config.data),
         create_augment(config.augment, config.data, 3, world.device),
         world,

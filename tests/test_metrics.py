@@ -121,8 +121,54 @@ def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad
     assert 0 <= result.correct_top1 - others.correct_top1 <= 1
 
 
+def test_calibration_is_guos_over_fifteen_bins_and_adds_up_in_any_order():
+    """Equation 3 of Guo et al. 2017, image by image."""
+    logits, labels = examples(400, num_classes=6)
+    confidence, predicted = logits.double().softmax(1).max(1)
+    error = 0.0
+    for low in range(15):
+        inside = [i for i in range(400) if low / 15 < confidence[i] <= (low + 1) / 15]
+        right = sum(int(predicted[i] == labels[i]) for i in inside)
+        error += abs(right - sum(confidence[i].item() for i in inside)) / 400
+    whole = counted((logits, labels))
+    assert whole.ece == pytest.approx(100 * error, abs=1e-4)
+    assert error > 0.05
+    parts = counted(*[(logits[i : i + 30], labels[i : i + 30]) for i in range(390, -1, -30)])
+    assert parts.ece == whole.ece
+    logits[3, 0] = math.nan
+    assert math.isnan(counted((logits, labels)).ece)
+
+
+def test_certain_and_right_is_calibrated_certain_and_wrong_is_not():
+    logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
+    assert counted((logits, torch.tensor([0, 0]))).ece == 0
+    assert counted((logits, torch.tensor([1, 1]))).ece == 100
+
+
+def test_any_of_several_right_classes_counts_and_padding_never():
+    logits, labels = examples(200, num_classes=12)
+    generator = torch.Generator().manual_seed(1)
+    accepted = torch.randint(-1, 12, (200, 3), generator=generator)
+    accepted[:, 0] = labels
+    counter = AccuracyCounter(CPU)
+    counter.add(logits, torch.zeros_like(labels), torch.ones(200), accepted)
+    found = counter.result(ALONE)
+    rows = [{label for label in row if label >= 0} for row in accepted.tolist()]
+    top5 = logits.topk(5).indices.tolist()
+    assert found.correct_top1 == sum(top[0] in row for top, row in zip(top5, rows, strict=True))
+    assert found.correct_top5 == sum(
+        bool({*top} & row) for top, row in zip(top5, rows, strict=True)
+    )
+    shares = logits.double().softmax(1)
+    loss = [-math.log(sum(share[c] for c in row)) for share, row in zip(shares, rows, strict=True)]
+    assert found.loss == pytest.approx(sum(loss) / 200, rel=1e-5)
+    single = AccuracyCounter(CPU)
+    single.add(logits, labels, torch.ones(200), labels[:, None])
+    assert single.result(ALONE).correct_top5 == counted((logits, labels)).correct_top5
+
+
 def test_no_image_is_no_division_by_zero():
-    assert counted() == Accuracy(0, 0, 0, 0.0, 0.0, 0.0)
+    assert counted() == Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
 
 
 def test_fewer_than_five_classes_are_allowed():
@@ -179,11 +225,11 @@ def test_the_interval_of_an_accuracy_is_wilsons(total, share):
 
 
 def test_few_images_are_shown_with_their_interval():
-    few, many = (Accuracy(n, n, n, 100.0, 100.0, 0.25) for n in (20, 5000))
+    few, many = (Accuracy(n, n, n, 100.0, 100.0, 0.25, 0.0) for n in (20, 5000))
     assert (
         str(few)
         == "top-1 100.00 % (20 of 20; 95 % interval 83.9 to 100.0), top-5 100.00 % (20), loss"
         " 0.2500"
     )
     assert str(many) == "top-1 100.00 % (5000), top-5 100.00 % (5000), loss 0.2500"
-    assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0))
+    assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0))

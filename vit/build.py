@@ -23,10 +23,10 @@ from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.order import rows_sha256
-from vit.data.shards.split import Split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import TrainSet, content_sha256
 from vit.data.stream import StreamBatches
+from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator
 from vit.freeze import create_trained_model
 from vit.loss import create_loss
@@ -60,7 +60,8 @@ class RunData:
     plan: Plan
     train_set: TrainSet
     batches: TrainBatches | StreamBatches
-    val_split: Split
+    sets: list[tuple[EvalSet, ...]]
+    """What to evaluate on: those of the same images together, first `data.val_split`."""
     image_format: ImageFormat
     num_classes: int
     """Outputs of the model's head."""
@@ -79,7 +80,8 @@ class Run:
     folder: Path
     plan: Plan
     batches: TrainBatches | StreamBatches
-    evaluator: Evaluator
+    evaluators: list[Evaluator]
+    """One for each split; the first for `data.val_split`."""
     train_step: TrainStep
     state: RunState
     record: Record
@@ -102,7 +104,8 @@ class Run:
                 with suppress(ValueError):  # a full disk: the first error is the one to report
                     self.record.write("end", self.state.step, outcome="error", reason=reason)
         finally:
-            self.evaluator.close()
+            for evaluator in self.evaluators:
+                evaluator.close()
             self.record.close()
             self.signals.restore()
 
@@ -153,11 +156,11 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
                 model, config.init, config.model, names, data.num_classes, world
             )
 
-        # 4. The training step and the evaluator.
+        # 4. The training step and the evaluators.
         train_step = create_train_step(
             _config_of_step(config, found, data.plan), data.plan, data.num_classes, model, world
         )
-        evaluator = _create_evaluator(config, data, train_step)
+        evaluators = _create_evaluators(config, data, train_step)
         times.end("model")
 
         # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
@@ -185,7 +188,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         folder=folder,
         plan=data.plan,
         batches=data.batches,
-        evaluator=evaluator,
+        evaluators=evaluators,
         train_step=train_step,
         state=state,
         record=record,
@@ -218,7 +221,11 @@ def open_data(config: Config, world: World) -> RunData:
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config.model, config.data, split, val_split)
+    namings = {"": split.class_names} if split.class_names else {}
+    sets = open_sets(config, val_split, ModelClasses(num_classes, namings), world)
+    with world.fail_together():
         image_format = ImageFormat.from_config(config.model, config.data)
+        place = {"rank": world.rank, "world_size": world.size}
         create: Callable[..., TrainBatches | StreamBatches]
         if config.data.reader == "index":
             create = partial(TrainBatches, num_batches=plan.total_steps)
@@ -229,21 +236,16 @@ def open_data(config: Config, world: World) -> RunData:
             order,
             config.augment,
             image_format,
-            rank=world.rank,
-            world_size=world.size,
+            **place,
             on_bad_image=config.data.on_bad_image,
         )
-        val_batches = EvalBatches(
-            val_split,
-            image_format,
-            config.eval,
-            config.eval.batch_size,
-            rank=world.rank,
-            world_size=world.size,
-        )
+        eval_batches = [
+            EvalBatches(group[0].split, image_format, config.eval, config.eval.batch_size, **place)
+            for group in sets
+        ]
         disk = disk_needs(config, plan, num_classes)
         checked = preflight(
-            config.data, world, plan, batches, val_batches, saved_bytes=disk.checkpoint_bytes
+            config.data, world, plan, batches, eval_batches, saved_bytes=disk.checkpoint_bytes
         )
     # What a resumed run must find unchanged. `check_same` compares across hosts, too.
     facts = {
@@ -255,9 +257,7 @@ def open_data(config: Config, world: World) -> RunData:
     world.check_same(lambda: train_set.identity, "chosen samples")
     if train_set.identity:
         facts["chosen"] = train_set.identity
-    return RunData(
-        plan, train_set, batches, val_split, image_format, num_classes, checked, disk, facts
-    )
+    return RunData(plan, train_set, batches, sets, image_format, num_classes, checked, disk, facts)
 
 
 def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan) -> Config:
@@ -334,18 +334,21 @@ def _load_checkpoint(
     return state
 
 
-def _create_evaluator(config: Config, data: RunData, train_step: TrainStep) -> Evaluator:
-    """Create what evaluates the model on all validation images."""
-    return Evaluator(
-        data.val_split,
-        data.image_format,
-        train_step.augment,
-        train_step.world,
-        config.eval,
-        precision=config.train.precision,
-        num_workers=config.data.num_workers,
-        stall_timeout_s=config.data.stall_timeout_s,
-    )
+def _create_evaluators(config: Config, data: RunData, train_step: TrainStep) -> list[Evaluator]:
+    """Create what evaluates the model on all images of each split."""
+    return [
+        Evaluator(
+            sets,
+            data.image_format,
+            train_step.augment,
+            train_step.world,
+            config.eval,
+            precision=config.train.precision,
+            num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+        for sets in data.sets
+    ]
 
 
 def _start_saver(

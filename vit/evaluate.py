@@ -1,53 +1,88 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
-Training hands its models to an `Evaluator`; `evaluate_weights` makes one for weights from a file.
+Training hands its models to an `Evaluator`, and so does `vit.compare` with weights from files.
+`vit.eval_sets` says what is right.
 
 All ranks go through the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows
 that only fill the last batches have weight 0. Counters add integers, and their total must equal the
-number of images in the split, or nothing is reported. The predicted class of each image is kept,
+number of images in the set, or nothing is reported. The predicted class of each image is kept,
 for confusion matrices and for comparing two models image by image.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.config.schema import Config, EvalConfig
-from vit.data.augment.apply import Augment, create_augment
+from vit.config.eval_section import EvalConfig
+from vit.data.augment.apply import Augment
 from vit.data.batches import Batch, EvalBatches, ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
 from vit.data.slots import EVAL_READY_BATCHES
-from vit.metrics import Accuracy, AccuracyCounter, interval95, predicted_classes
-from vit.model import create_model
-from vit.open_data import open_split
-from vit.precision import autocast, precision_note
+from vit.eval_sets import EvalSet
+from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
+from vit.precision import autocast
 from vit.ranks.distributed import World
 from vit.run.folder import PREDICTIONS_FILE
 from vit.system.files import replacing
-from vit.system.meter import Meter
-from vit.weights.class_names import class_mismatch, select_classes
-from vit.weights.files import LoadedWeights, load_weights
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one model on a split, the same on every rank."""
+    """The result of one model on a set, the same on every rank."""
 
     accuracy: Accuracy
     predictions: Tensor
-    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, -1
-    where the logits were not numbers."""
+    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, by
+    the set's own numbers; -1 where the logits were not numbers."""
+
+
+class _Count:
+    """What one model has got right in one set, on this rank."""
+
+    def __init__(self, scored: EvalSet, device: torch.device):
+        self.scored = scored
+        self.columns = None if scored.columns is None else scored.columns.to(device)
+        self.accepted = None if scored.accepted is None else scored.accepted.to(device)
+        self.counter = AccuracyCounter(device)
+        # Each rank fills in the samples it has seen and leaves 0 elsewhere: the sum over the ranks
+        # puts the predictions together.
+        self.predictions = torch.zeros(scored.split.num_samples, dtype=torch.int64, device=device)
+
+    def add(self, logits: Tensor, batch: Batch, ids: Tensor) -> None:
+        """Add a batch whose first rows are the samples `ids` (filled,); the others fill it up."""
+        if self.columns is not None:
+            logits = logits[:, self.columns]
+        weights = batch.weights
+        accepted = None
+        if self.accepted is not None:
+            accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
+            accepted[: len(ids)] = self.accepted[ids]
+            weights = weights * (accepted >= 0).any(1)
+        # Stays on the device: reading it here would wait for each batch.
+        self.counter.add(logits, batch.labels, weights, accepted)
+        # Indexed by sample and not appended, so that the order does not depend on the number of
+        # ranks or on the batch size.
+        self.predictions[ids] = predicted_classes(logits.float()[: len(ids)])
+
+    def result(self, world: World) -> Evaluation:
+        """Sum over the ranks."""
+        found = Evaluation(self.counter.result(world), world.sum_(self.predictions).cpu())
+        # An accuracy over most of the images would look like any other.
+        if found.accuracy.num_images != self.scored.num_scored:
+            raise RuntimeError(
+                f"evaluated {found.accuracy.num_images} images, {self.scored.name!r} has"
+                f" {self.scored.num_scored}: a bug in the loader, please report it"
+            )
+        return found
 
 
 class Took(NamedTuple):
@@ -66,7 +101,8 @@ class Evaluator:
     Close it, or drop it.
     """
 
-    split: Split
+    sets: tuple[EvalSet, ...]
+    """All of the same split, whose images are predicted once."""
     image_format: ImageFormat
     augment: Augment
     """Only its `normalize` is used."""
@@ -80,18 +116,22 @@ class Evaluator:
     """Of the last evaluation that was complete."""
     _loader: Loader | None = field(default=None, init=False, repr=False)
 
+    @property
+    def split(self) -> Split:
+        """The images."""
+        return self.sets[0].split
+
     @torch.no_grad()
     def evaluate(
         self, models: dict[str, nn.Module], on_batch: Callable[[int, int], None] | None = None
-    ) -> dict[str, Evaluation]:
-        """Evaluate all `models` in one pass over the split, and return an Evaluation by name.
+    ) -> dict[str, dict[str, Evaluation]]:
+        """Evaluate all `models` in one pass over the split; return set -> model -> Evaluation.
 
         on_batch: called with (batches done, all batches) of this rank after each batch. What it
         raises ends this evaluation; the next one begins with the first batch again.
         """
         began_s = time.perf_counter()
         device = self.world.device
-        num_samples = self.split.num_samples
         # As many batches on each rank: one with fewer would leave the others alone in the
         # collective by which `on_batch` asks all ranks whether to stop.
         batches = EvalBatches(
@@ -102,12 +142,7 @@ class Evaluator:
             rank=self.world.rank,
             world_size=self.world.size,
         )
-        counters = {name: AccuracyCounter(device) for name in models}
-        # Each rank fills in the samples it has seen and leaves 0 elsewhere: the sum over the ranks
-        # puts the predictions together.
-        predictions = {
-            name: torch.zeros(num_samples, dtype=torch.int64, device=device) for name in models
-        }
+        counts = {name: [_Count(each, device) for each in self.sets] for name in models}
         # `eval()` switches off dropout and drop path, and freezes the statistics of batch norms.
         was_training = {name: model.training for name, model in models.items()}
         for model in models.values():
@@ -116,7 +151,7 @@ class Evaluator:
         try:
             loader = self._from_first_batch(batches)
             for position, batch in enumerate(loader):
-                self._add(models, batch, batches.num_filled(position), counters, predictions)
+                self._add(models, batch, batches.num_filled(position), counts)
                 if on_batch is not None:
                     on_batch(position + 1, len(batches))
         finally:  # `on_batch` raises to interrupt an evaluation
@@ -124,18 +159,9 @@ class Evaluator:
                 model.train(was_training[name])
         # The first host-device sync since the loop began.
         results = {
-            name: Evaluation(
-                counters[name].result(self.world), self.world.sum_(predictions[name]).cpu()
-            )
-            for name in models
+            scored.name: {name: counts[name][number].result(self.world) for name in models}
+            for number, scored in enumerate(self.sets)
         }
-        for result in results.values():
-            # An accuracy over most of the images would look like any other.
-            if result.accuracy.num_images != num_samples:
-                raise RuntimeError(
-                    f"evaluated {result.accuracy.num_images} images, {self.split.name!r} has"
-                    f" {num_samples}: a bug in the loader, please report it"
-                )
         waited_s = torch.zeros(self.world.size, device=device)
         waited_s[self.world.rank].fill_(loader.stats.wait_s)
         slowest_s = float(self.world.sum_(waited_s).max())
@@ -169,23 +195,19 @@ class Evaluator:
         models: dict[str, nn.Module],
         batch: Batch,
         filled: int,
-        counters: dict[str, AccuracyCounter],
-        predictions: dict[str, Tensor],
+        counts: dict[str, list[_Count]],
     ) -> None:
-        """Queue `batch`, of which the first `filled` rows are samples, and what it adds to both."""
+        """Queue `batch`, of which the first `filled` rows are samples, and what it adds."""
         # The other rows only fill the batch: all ranks need batches of one shape, which a compiled
         # model would otherwise be compiled for again.
         ids = batch.ids[:filled].to(self.world.device, non_blocking=True)
-        # Once for all models: the weights and their average see the same images.
+        # Once for all models and sets: the weights and their average see the same images.
         inputs = self.augment.normalize(batch.images)
         for name, model in models.items():
             with autocast(self.precision, self.world.device):
                 logits = model(inputs)
-            # Stays on the device: reading it here would wait for each batch.
-            counters[name].add(logits, batch.labels, batch.weights)
-            # Indexed by sample and not appended, so that the order does not depend on the number of
-            # ranks or on the batch size.
-            predictions[name][ids] = predicted_classes(logits.float()[:filled])
+            for count in counts[name]:
+                count.add(logits, batch, ids)
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
@@ -208,83 +230,3 @@ def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int)
             f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: free some"
             " space or fix the permissions"
         ) from None
-
-
-# --- weights from a file --------------------------------------------------------------------------
-
-
-class Result(NamedTuple):
-    """The evaluation of weights, the same on every rank."""
-
-    evaluation: Evaluation
-    as_json: dict[str, Any]
-    """What `launch/eval.py --json` prints."""
-
-
-def evaluate_weights(
-    loaded: LoadedWeights, config: Config, world: World, out: TextIO, selected: bool = False
-) -> Result:
-    """Evaluate `loaded` on the validation split of `config` and print the result to `out`.
-
-    `config` may have a different image size than the weights were trained at: positions are
-    resampled. selected: of the head use the rows of the data's classes only, by name. Raises
-    ValueError if the data have more classes than the weights, or others where they are selected.
-    """
-    split = open_split(config.data, config.data.val_split, world)
-    # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
-    # classes; `class_mismatch` below compares the names.
-    with world.fail_together():
-        if selected:
-            loaded = select_classes(loaded, split.class_names)
-        assert loaded.num_classes is not None, "it came with its config"
-        if split.num_classes > loaded.num_classes:
-            raise ValueError(
-                f"{split.root}: has {split.num_classes} classes, {loaded.path} knows"
-                f" {loaded.num_classes}: use data with the same classes"
-            )
-        model = create_model(config.model, num_classes=loaded.num_classes)
-        notes = load_weights(model, loaded.weights, loaded.grid_size)
-    # Not wrapped by DDP: each rank evaluates its own share, and only the counters are added up.
-    model.to(world.device)
-    if world.is_main and (
-        slow := precision_note(config.train.precision, world.device, "--precision")
-    ):
-        print(f"note: {slow}", file=sys.stderr)
-
-    evaluator = Evaluator(
-        split,
-        ImageFormat.from_config(config.model, config.data),
-        create_augment(config.augment, config.data, loaded.num_classes, world.device),
-        world,
-        config.eval,
-        precision=config.train.precision,
-        num_workers=config.data.num_workers,
-        stall_timeout_s=config.data.stall_timeout_s,
-    )
-    size = config.model.size_text()
-    with (
-        closing(evaluator),
-        Meter(f"evaluating at {size}", split.num_samples, "images", shown=world.is_main) as meter,
-    ):
-        result = evaluator.evaluate(
-            {"model": model},
-            on_batch=lambda done, total: meter.update(split.num_samples * done // total),
-        )["model"]
-
-    accuracy = result.accuracy
-    low, high = interval95(accuracy.correct_top1, accuracy.num_images)
-    as_json: dict[str, Any] = {**accuracy.to_dict(), "top1_low": low, "top1_high": high}
-    if loaded.notes or loaded.class_names is None:  # weights of another program
-        notes = loaded.report(notes)
-    lines = [*notes, str(accuracy)]
-    # Labels are compared by number. Without this an accuracy on other classes would look valid.
-    if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
-        as_json["note"] = mismatch
-        lines.append(f"note: {mismatch}")
-    if world.is_main:
-        averaged = ", averaged weights" if loaded.averaged else ""
-        which = "" if loaded.step is None else f" (step {loaded.step}{averaged})"
-        heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
-        lines.insert(0, f"{heading}: {split.num_samples} images at {size}")
-        print("\n  ".join(lines), file=out)
-    return Result(result, as_json)

@@ -15,9 +15,10 @@ from typing import TextIO
 import torch
 
 from vit.build import build
+from vit.compare import Result, evaluate_weights
+from vit.config.eval_section import VAL
 from vit.config.io import with_settings
 from vit.config.schema import Config
-from vit.evaluate import Result, evaluate_weights
 from vit.metrics import paired_difference
 from vit.one_reader import read_once
 from vit.open_data import open_split
@@ -122,6 +123,9 @@ def _evaluate_before(
         "data.val_split": tuned.data.val_split,
         "data.num_workers": tuned.data.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
+        # Those of the base, on its own classes, are no part of this comparison.
+        "eval.sets": {},
+        "eval.best_by": VAL,
     }
     selected = tuned.init.select_classes
     before = {

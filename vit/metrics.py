@@ -1,4 +1,4 @@
-"""Exact top-1, top-5 and loss over a data set, and their intervals.
+"""Exact top-1, top-5, loss and calibration over a data set, and their intervals.
 
 Counts add up as integers on the device, and so does the loss, in fixed point: the sums do not
 depend on the order in which batches and ranks are added. The ranks are reduced once, at the end.
@@ -19,6 +19,8 @@ LOSS_UNIT = 2.0**-24
 """Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
 FEW_IMAGES = 5000
 """Below this an accuracy is shown with its interval, which is then wider than about a point."""
+ECE_BINS = 15
+"""As in Guo et al. 2017."""
 _Z95 = 1.959964
 
 
@@ -77,7 +79,10 @@ def format_interval(correct: int, total: int) -> str:
 class Accuracy:
     """Result of an exact evaluation.
 
-    `top1` and `top5` in percent; `loss`: mean cross-entropy, NaN if a logit was not finite.
+    `top1` and `top5` in percent; `loss`: mean cross-entropy, NaN if a logit was not finite; where
+    an image has several right classes, of the sum of their probabilities. `ece`: expected
+    calibration error (Guo et al. 2017, equation 3) in points, over `ECE_BINS` bins of equal width:
+    how far the probability of the predicted class is from how often it is right; NaN as the loss.
     """
 
     num_images: int
@@ -86,6 +91,7 @@ class Accuracy:
     top1: float
     top5: float
     loss: float
+    ece: float
 
     def __str__(self) -> str:
         interval = format_interval(self.correct_top1, self.num_images)
@@ -98,7 +104,7 @@ class Accuracy:
         )
 
     def to_dict(self) -> dict[str, float]:
-        """The six numbers by name."""
+        """The numbers by name."""
         return asdict(self)
 
 
@@ -108,30 +114,67 @@ class AccuracyCounter:
     def __init__(self, device: torch.device):
         # images, top-1, top-5, loss, rows whose loss is not finite
         self.sums = torch.zeros(5, dtype=torch.int64, device=device)
+        # of each bin of confidence: images, right ones, sum of confidences
+        self.bins = torch.zeros(3, ECE_BINS, dtype=torch.int64, device=device)
 
-    def add(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
+    def add(
+        self, logits: Tensor, labels: Tensor, weights: Tensor, accepted: Tensor | None = None
+    ) -> None:
         """Add a batch: `logits` (B, classes), `labels` (B,) int64, `weights` (B,).
 
-        Rows of weight 0, the padding of the last batch, are ignored.
+        Rows of weight 0, the padding of the last batch, are ignored. accepted: (B, most) int64, all
+        right classes of each row, filled up with -1, in place of `labels`.
         """
         logits = logits.float()
         valid = weights > 0
-        one_hot = torch.nn.functional.one_hot(labels, logits.shape[1]).float()
-        loss = cross_entropy(logits, one_hot)
+        columns = [labels] if accepted is None else list(accepted.unbind(1))
+        numbers = torch.arange(logits.shape[1], device=logits.device)
+        is_right = torch.zeros_like(logits, dtype=torch.bool)
+        top1 = torch.zeros_like(valid)
+        top5 = torch.zeros_like(valid)
+        for column in columns:
+            is_given = column >= 0
+            classes = column.clamp(min=0)
+            is_right |= column[:, None] == numbers
+            top1 |= correct_in_top_k(logits, classes, 1) & is_given
+            top5 |= correct_in_top_k(logits, classes, 5) & is_given
+        if accepted is None:
+            loss = cross_entropy(logits, is_right.float())
+        else:
+            among = logits.masked_fill(~is_right, -math.inf)
+            loss = logits.logsumexp(1) - among.logsumexp(1)
         finite = loss.isfinite()
-        fixed = torch.where(finite, loss, 0.0).double().div(LOSS_UNIT).round().long()
-        top1 = correct_in_top_k(logits, labels, 1)
-        top5 = correct_in_top_k(logits, labels, 5)
+        fixed = _fixed_point(loss, finite)
         self.sums += torch.stack(
             [(row.long() * valid).sum() for row in (valid, top1, top5, fixed, ~finite)]
         )
 
+        confidence = (logits.amax(1) - logits.logsumexp(1)).exp()
+        known = confidence.isfinite()
+        # The bins are (0, 1/15], (1/15, 2/15], ...
+        number = confidence.nan_to_num().double().mul(ECE_BINS).ceil().long().clamp(1, ECE_BINS)
+        in_bin = number[:, None] == torch.arange(1, ECE_BINS + 1, device=logits.device)
+        counted = in_bin.long() * (valid & known)[:, None]
+        parts = (torch.ones_like(number), top1.long(), _fixed_point(confidence, known))
+        # A comparison and a sum: adding by index may wait for the device or differ in its order.
+        self.bins += torch.stack([(counted * part[:, None]).sum(0) for part in parts])
+
     def result(self, world: World) -> Accuracy:
         """Totals over all ranks. Waits for the device: this is the evaluation's one sync."""
-        images, top1, top5, loss, not_finite = world.sum_(self.sums.clone()).tolist()
+        sums = world.sum_(torch.cat([self.sums, self.bins.flatten()])).tolist()
+        images, top1, top5, loss, not_finite = sums[:5]
         share = 100.0 / max(images, 1)
         mean = float("nan") if not_finite else loss * LOSS_UNIT / max(images, 1)
-        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean)
+        right = sums[5 + ECE_BINS : 5 + 2 * ECE_BINS]
+        confidences = sums[5 + 2 * ECE_BINS :]
+        gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
+        ece = float("nan") if not_finite else sum(gaps) * share
+        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean, ece)
+
+
+def _fixed_point(values: Tensor, is_known: Tensor) -> Tensor:
+    """(B,) floats as multiples of `LOSS_UNIT`, (B,) int64; 0 where they are not known."""
+    return torch.where(is_known, values, 0.0).double().div(LOSS_UNIT).round().long()
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from vit.build import Run
+from vit.config.eval_section import VAL
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
 from vit.estimate.fitting import naming_what_fits
-from vit.evaluate import save_predictions
+from vit.evaluate import Evaluation, save_predictions
 from vit.mfu import Utilization, find_peak, train_flops_per_image
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
@@ -146,45 +147,77 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
     """
     state = run.state
     record = run.record
-    split = run.evaluator.split
-    live_line = partial(record.progress, state.step) if record.is_live else None
-    is_main = run.world.is_main
-    meter = Meter("evaluating", split.num_samples, "images", shown=is_main, into=live_line)
-
-    def on_batch(done: int, total: int) -> None:
-        meter.update(split.num_samples * done // total)
-        if done % CHECK_STOP_EVERY_BATCHES == 0 and run.world.any_rank(bool(run.signals.received)):
-            raise _Interrupted
-
     try:
-        results = run.evaluator.evaluate(run.models(), on_batch)
+        results = _evaluate_all(run)
     except _Interrupted:
         monitor.stop = True
         return set()
 
+    num_images = sum(evaluator.split.num_samples for evaluator in run.evaluators)
+    times = [evaluator.took for evaluator in run.evaluators if evaluator.took is not None]
+    seconds = sum(took.seconds for took in times)
     values: dict[str, Any] = {}
-    parts = []
-    for name, result in results.items():
-        suffix = "" if name == "model" else f"_{name}"
-        values |= {key + suffix: value for key, value in result.accuracy.to_dict().items()}
-        parts.append(f"{'' if name == 'model' else name + ' '}{result.accuracy}")
-    took = run.evaluator.took
-    assert took is not None, "it is complete"
-    images_per_s = split.num_samples / took.seconds
-    record.write("eval", state.step, **values, images_per_s=images_per_s, **took._asdict())
-    record.say(
-        f"step {state.step}: {'; '.join(parts)} on {split.num_samples} images of {split.name!r}"
+    for set_name, by_model in results.items():
+        prefix = "" if set_name == VAL else f"{set_name}/"
+        for name, result in by_model.items():
+            suffix = "" if name == "model" else f"_{name}"
+            found = result.accuracy.to_dict()
+            values |= {prefix + key + suffix: value for key, value in found.items()}
+    record.write(
+        "eval",
+        state.step,
+        **values,
+        images_per_s=num_images / seconds,
+        seconds=seconds,
+        data_wait_s=sum(took.data_wait_s for took in times),
     )
+    for scored in [scored for evaluator in run.evaluators for scored in evaluator.sets]:
+        parts = [
+            f"{'' if name == 'model' else name + ' '}{result.accuracy}"
+            for name, result in results[scored.name].items()
+        ]
+        which = "" if scored.name == VAL else f"{scored.name}: "
+        record.say(f"step {state.step}: {which}{'; '.join(parts)} on {scored.where()}")
     state.evaluated_step = state.step
-    is_best = state.take_best(
-        *((result.accuracy.top1, result.accuracy.loss) for result in results.values())
-    )
+    best_by = run.config.eval.best_by
+    choosing = [result.accuracy for result in results[best_by].values()]
+    is_best = state.take_best(best_by, *((each.top1, each.loss) for each in choosing))
     with run.world.fail_together():
         if run.world.is_main:
             # The averaged weights, if there are any, are the ones meant to be used.
-            preferred = results.get("ema", results["model"])
+            preferred = results[VAL].get("ema", results[VAL]["model"])
+            split = run.evaluators[0].split
             save_predictions(run.folder, preferred, split, state.step)
     return {"last", "best"} if is_best else {"last"}
+
+
+def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
+    """Evaluate all models on all sets: set -> model -> result. Raises `_Interrupted`."""
+    record = run.record
+    live_line = partial(record.progress, run.state.step) if record.is_live else None
+    results: dict[str, dict[str, Evaluation]] = {}
+    for number, evaluator in enumerate(run.evaluators):
+        num_images = evaluator.split.num_samples
+        names = f" {', '.join(each.name for each in evaluator.sets)}" if number else ""
+        meter = Meter(
+            f"evaluating{names}", num_images, "images", shown=run.world.is_main, into=live_line
+        )
+
+        def on_batch(
+            done: int, total: int, meter: Meter = meter, num_images: int = num_images
+        ) -> None:
+            meter.update(num_images * done // total)
+            due = done % CHECK_STOP_EVERY_BATCHES == 0
+            if due and run.world.any_rank(bool(run.signals.received)):
+                raise _Interrupted
+
+        try:
+            results |= evaluator.evaluate(run.models(), on_batch)
+        finally:
+            # The workers of the first stay, at rest; those of all sets would fill the host.
+            if number:
+                evaluator.close()
+    return results
 
 
 def save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -> None:

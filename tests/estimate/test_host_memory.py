@@ -41,7 +41,10 @@ eval: {{batch_size: 5}}
     on_gpu = World(0, 1, torch.device("cuda", 0))
     batches = (
         data.batches,
-        EvalBatches(data.val_split, data.image_format, config.eval, config.eval.batch_size),
+        [
+            EvalBatches(sets[0].split, data.image_format, config.eval, config.eval.batch_size)
+            for sets in data.sets
+        ],
     )
     saved_bytes = data.disk.checkpoint_bytes
     found = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).numbers

@@ -26,7 +26,9 @@ from vit.config.optim_section import (
 from vit.data.augment.apply import create_augment
 from vit.data.batches import Batch, ImageFormat
 from vit.data.shards.data_set import open_split
-from vit.evaluate import Evaluator
+from vit.data.shards.split import Split
+from vit.eval_sets import EvalSet
+from vit.evaluate import Evaluator, _Count
 from vit.metrics import AccuracyCounter
 from vit.model import create_model
 from vit.optim.ema import Ema
@@ -113,6 +115,12 @@ def test_counting_waits_for_the_gpu_only_at_the_end():
             counter.result(World(0, 1, GPU))
 
 
+def also_scored(split: Split) -> list[EvalSet]:
+    """A set of two of its classes, and one with two right classes for each image."""
+    both = torch.zeros(split.num_samples, 2, dtype=torch.int64)
+    return [EvalSet("two", split, torch.tensor([2, 0])), EvalSet("real", split, None, both)]
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_no_batch_of_an_evaluation_waits_for_the_gpu(shards, precision):
     values = {"data": {"root": str(shards)}, "train": {"steps": 1}}
@@ -120,8 +128,9 @@ def test_no_batch_of_an_evaluation_waits_for_the_gpu(shards, precision):
     split = open_split(shards, "val")
     models = {name: create_model(config.model, num_classes=3).eval() for name in ("model", "ema")}
     with gpu_without_memory() as mode:
+        sets = (EvalSet("val", split), *also_scored(split))
         evaluator = Evaluator(
-            split,
+            sets,
             ImageFormat.from_config(config.model, config.data),
             create_augment(config.augment, config.data, 3, GPU),
             World(0, 1, GPU),
@@ -135,13 +144,10 @@ def test_no_batch_of_an_evaluation_waits_for_the_gpu(shards, precision):
             torch.empty(8, 0),
             torch.arange(8),
         )
-        counters = {name: AccuracyCounter(GPU) for name in models}
-        predictions = {
-            name: torch.zeros(split.num_samples, dtype=torch.int64, device=GPU) for name in models
-        }
+        counts = {name: [_Count(each, GPU) for each in sets] for name in models}
         for model in models.values():
             move_to_fake_gpu(model)
         mode.waits.clear()
         with torch.no_grad():
-            evaluator._add(models, batch, 5, counters, predictions)
+            evaluator._add(models, batch, 5, counts)
     assert mode.waits == []

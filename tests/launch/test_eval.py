@@ -54,6 +54,7 @@ def test_a_run_may_stand_without_its_flag(base, capfd):
         "top1",
         "top5",
         "loss",
+        "ece",
         "top1_low",
         "top1_high",
     }

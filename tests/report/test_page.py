@@ -604,16 +604,11 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
 
 
 def test_of_equal_accuracies_the_smaller_loss_is_the_best():
-    row = {
-        "epoch": 1.0,
-        "num_images": 20,
-        "correct_top1": 20,
-        "top5": 100.0,
-        "num_images_ema": None,
-    }
-    row |= {"top1_ema": None, "top5_ema": None, "correct_top1_ema": None, "loss_ema": None}
+    row = {"epoch": 1.0, "num_images": 20, "correct_top1": 20, "top5": 100.0, "ece": None}
+    names = ("num_images", "top1", "top5", "correct_top1", "loss", "ece", "by_top1", "by_loss")
+    row |= {f"{name}_ema": None for name in names}
     rows = [
-        row | {"step": step, "top1": top1, "loss": loss}
+        row | {"step": step, "top1": top1, "loss": loss, "by_top1": top1, "by_loss": loss}
         for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))
     ]
     assert facts.headline(rows)["best"]["step"] == 8

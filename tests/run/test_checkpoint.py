@@ -30,7 +30,7 @@ from vit.weights.files import read_weights
 )
 def test_of_equal_accuracies_the_smaller_loss_wins(before, found, expected):
     state = RunState(best_top1=before, best_loss=1.0)
-    assert state.take_best(*found) == expected
+    assert state.take_best("val", *found) == expected
 
 
 def test_progress_of_an_older_checkpoint_takes_part():
@@ -39,14 +39,14 @@ def test_progress_of_an_older_checkpoint_takes_part():
         key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
     }
     state = RunState(**older)
-    assert not state.take_best((99.0, 0.1))
-    assert state.take_best((100.0, 2.0))
+    assert not state.take_best("val", (99.0, 0.1))
+    assert state.take_best("val", (100.0, 2.0))
     assert (state.best_top1, state.best_loss) == (100.0, 2.0)
 
 
 def test_a_loss_that_is_not_a_number_can_be_stored():
     state = RunState()
-    assert state.take_best((10.0, math.nan))
+    assert state.take_best("val", (10.0, math.nan))
     assert (state.best_top1, state.best_loss) == (10.0, None)
 
 

@@ -183,7 +183,7 @@ def check(
     plan, order = make_plan(config, splits[0].num_samples, 1)
     val = EvalBatches(splits[1], image, config.eval, config.eval.batch_size)
     train = TrainBatches(splits[0], order, config.augment, image)
-    return preflight(config.data, world, plan, train, val, root, saved_bytes=saved_bytes)
+    return preflight(config.data, world, plan, train, [val], root, saved_bytes=saved_bytes)
 
 
 def test_the_copy_that_is_saved_needs_memory_where_rank_0_is(config, tmp_path):

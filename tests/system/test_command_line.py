@@ -80,18 +80,19 @@ def refusal(capsys):
         ),
         (
             "eval",
-            ["runs/demo", "runs/b16"],
-            "runs/demo and runs/b16: give one run or file to evaluate",
+            ["runs/demo", "runs/demo"],
+            "runs/demo and runs/demo: one is given twice, which nothing would tell apart: leave it"
+            " out",
         ),
         (
             "eval",
-            ["runs/demo", "--checkpoint", "runs/b16"],
-            "runs/demo and runs/b16: give one run or file to evaluate",
+            ["runs/demo", "--checkpoint", "runs/b16", "--finetune", "a.yaml"],
+            "runs/demo and runs/b16: give one run or file to fine-tune",
         ),
         (
             "eval",
-            ["runs/demo", "eval.batch_size=3"],
-            "eval.batch_size=3: settings belong to --finetune",
+            ["runs/demo", "data.root=a", "eval.batch_size=3"],
+            "data.root=a: settings belong to --finetune, all but those of eval",
         ),
         ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
         ("report", ["runs/demo", "more"], "unknown: more"),

@@ -23,6 +23,7 @@ from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
 from vit.data.shards.data_set import open_split
+from vit.eval_sets import EvalSet
 from vit.evaluate import Evaluator
 from vit.model import create_model
 from vit.ranks.distributed import World
@@ -330,14 +331,14 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
 
     split = open_split(photographs, "val")
     evaluator = Evaluator(
-        split,
+        (EvalSet("val", split),),
         ImageFormat.from_config(config.model, config.data),
         create_augment(config.augment, config.data, 1000, WORLD.device),
         WORLD,
         config.eval.model_copy(update={"batch_size": 4}),
         precision=config.train.precision,
     )
-    result = evaluator.evaluate({"model": ours})["model"]
+    result = evaluator.evaluate({"model": ours})["val"]["model"]
     best, second = expected.topk(2).values.unbind(1)
     assert len(expected.argmax(1).unique()) > 2, "one class for all images would prove little"
     assert (best - second).min() > 2 * rounding(theirs), "a tie"

@@ -9,14 +9,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vit.config.base import Section, Selection
+from vit.config.eval_section import VAL
 from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
 
 if TYPE_CHECKING:
+    from vit.config.eval_section import EvalConfig
     from vit.config.loss_section import LossConfig
     from vit.config.optim_section import OptimConfig
     from vit.config.schedule_section import ScheduleConfig
-    from vit.config.schema import AugmentConfig, Config, DataConfig, EvalConfig, ModelConfig
+    from vit.config.schema import AugmentConfig, Config, DataConfig, ModelConfig
 
 EXCLUSIVE = (
     ("train", "epochs", "steps"),
@@ -40,6 +42,7 @@ def find_problems(config: Config) -> list[str]:
     rules |= _drop_path_rules(config.model)
     rules |= _rope_rules(config.model)
     rules |= _view_rules(config.eval, config.model)
+    rules |= _eval_set_rules(config.eval)
     rules |= _channel_rules(config.data, config.model.in_chans)
     rules |= _reader_rules(config.data)
     rules |= _selection_rules(config.data, "data.")
@@ -209,6 +212,20 @@ def _view_rules(view: EvalConfig, model: ModelConfig) -> Rules:
         " eval.crop_pct": height != width,
         f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: the crop"
         " would not be filled": view.resize_px < max(height, width),
+    }
+
+
+def _eval_set_rules(config: EvalConfig) -> Rules:
+    names = ", ".join(dict.fromkeys([VAL, *config.sets]))
+    return {
+        f"eval.sets.{VAL}: this is the name of data.val_split: use another": VAL in config.sets,
+        f"eval.best_by={config.best_by}: no such set; there are: {names}": (
+            config.best_by not in (VAL, *config.sets)
+        ),
+    } | {
+        f"eval.sets.{name} is data.val_split itself, which is evaluated anyway: give root, split or"
+        " labels, or remove it": chosen == type(chosen)()
+        for name, chosen in config.sets.items()
     }
 
 

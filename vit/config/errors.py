@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vit.config.base import SourceConfig
+from vit.config.eval_section import EvalSetConfig
 from vit.config.hints import all_keys, nearest, sections, union_tags
 
 Key = tuple[str, ...]
@@ -76,9 +77,13 @@ def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
     dotted = ".".join(path)
-    if len(rest) > 1:  # in an item of data.sources
+    if len(rest) > 1 and dotted == "data.sources":
         known = ", ".join(SourceConfig.model_fields)
         return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; there are: {known}"
+    if path[:2] == ("eval", "sets"):
+        known = ", ".join(EvalSetConfig.model_fields)
+        name = ".".join(map(str, (*path, *rest)))
+        return f"unknown key {name!r}; a set of eval.sets has {known}"
     keys = all_keys()
     if dotted in keys:
         return f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
@@ -111,6 +116,8 @@ def _expected(item: Mapping[str, Any]) -> str:
         return f"at most {context['max_length']} values"
     if item["type"] == "union_tag_invalid":
         return str(context["expected_tags"]).replace(", ", " or ")
+    if item["type"] == "string_pattern_mismatch":
+        return "a name of letters, digits, _ and -"
     if item["type"] == "model_type":
         return "keys below it"
     return re.sub(r"^(Input should be )?(a )?(valid )?", "", item["msg"])

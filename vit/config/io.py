@@ -24,7 +24,10 @@ from vit.config.schema import Config, RunConfig
 from vit.system.redact import shown, shown_values
 from vit.system.urls import not_set, unset_variables
 
-RESOLVED: tuple[Key, ...] = (("data", "root"), ("data", "stream"), ("data", "sources"))
+RESOLVED: tuple[Key, ...] = (
+    *(("data", "root"), ("data", "stream"), ("data", "sources")),
+    ("eval", "sets"),
+)
 """Settings in which `${NAME}` means an environment variable, whose value is used, not recorded."""
 _ALTERNATIVE: dict[Key, Key] = {
     (section, key): (section, other)
@@ -230,11 +233,13 @@ def _flatten(tree: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any
 
 
 def _addresses(value: Any) -> Iterator[str]:
-    """The addresses in `value`: itself, or the `root` of each source."""
+    """The addresses in `value`: itself, or the `root` of each source or set."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
-        yield from _addresses(value.get("root"))
+        for key, inner in value.items():
+            if key == "root" or isinstance(inner, dict):
+                yield from _addresses(inner)
     elif isinstance(value, list):
         for inner in value:
             yield from _addresses(inner)
@@ -265,6 +270,15 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     for key, value in settings.items():
         _set(values, tuple(key.split(".")), value)
     return from_dict(values, "command line")
+
+
+def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
+    """`key=value` words as settings for `with_settings`. Raises ConfigError."""
+    tree: dict[str, Any] = {}
+    origins: dict[Key, str] = {}
+    if problems := _apply(list(overrides), tree, origins):
+        raise ConfigError("\n".join(problems))
+    return {".".join(key): _get(tree, key) for key in origins}
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

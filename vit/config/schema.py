@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from vit.config.base import MAY_CHANGE, Positive, Probability, Section, Selection, SourceConfig
 from vit.config.checks import find_problems
+from vit.config.eval_section import EvalConfig
 from vit.config.loss_section import LossConfig
 from vit.config.model_section import ModelConfig
 from vit.config.optim_section import AdamWConfig, OptimConfig
@@ -225,29 +226,6 @@ class TrainConfig(Section):
     update_after_step); `None`: it begins with the run."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
     """Stop after this many consecutive updates whose gradient was not finite."""
-
-
-class EvalConfig(Section):
-    """Evaluation on `data.val_split`, exact on any number of ranks."""
-
-    every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Epochs between evaluations; this, `every_steps`, or neither for the end only. The end is
-    evaluated too, unless the run is shorter than that."""
-    every_steps: Positive | None = None
-    """Steps between evaluations."""
-    batch_size: Positive = 64
-    """Images in one forward pass of one rank."""
-    crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
-    resize_px: Positive | None = None
-    """Shorter side of the resized image in pixels, in place of `crop_pct`, for recipes that are
-    published so."""
-    crop_mode: Literal["center", "squash"] = "center"
-    """`center` keeps the aspect of the image; `squash` does not (timm's crop_mode): with
-    `crop_pct: 1` it shows the entire image."""
-    resizer: Literal["torch", "pillow"] = "torch"
-    """Library that resizes: `torch`, or `pillow`, which is slower and with which most numbers
-    were published; one pixel in 200 differs by one level of 255."""
 
 
 class CheckpointConfig(Section):

@@ -178,8 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = _options(arguments)
         if not 0 < given.fraction <= 1 or given.threads < 1:
             raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
+        further: list[tuple[str, str]] = []
         if given.config is not None:
-            data = load_config(given.config, given.root).config.data
+            config = load_config(given.config, given.root).config
+            data = config.data
+            further = config.eval.further_places(data.root, data.val_split)
         elif len(given.root) == 1:
             data = DataConfig(root=given.root[0])
         else:
@@ -193,6 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 (source.root or data.root, source.split or data.train_split)
                 for source in data.sources or (SourceConfig(),)
             ]
+            wanted += further
         for root, split in dict.fromkeys(wanted):
             tars = open_split(
                 resolve(root),

@@ -56,6 +56,8 @@ class DataSize:
     num_classes: int
     num_val_images: int
     num_images: int
+    further_images: tuple[int, ...]
+    """Of each other split that `eval.sets` names."""
     assumed: str
     """Why the numbers are ImageNet-1k's; "" if they are those of the data."""
 
@@ -162,7 +164,8 @@ def make_forecast(
         memory=memory,
         largest_micro_batch_size=largest,
         host_memory=host_memory(
-            config, plan, data.num_images, data.num_val_images, disk.checkpoint_bytes
+            *(config, plan, data.num_images, data.num_val_images, disk.checkpoint_bytes),
+            further_images=data.further_images,
         ),
         disk=disk,
         speed=expected_speed(
@@ -171,7 +174,7 @@ def make_forecast(
         forward_flops=forward_flops,
         train_flops=_train_flops(config, plan, model, forward_flops),
         train_images=plan.total_steps * plan.global_batch_size,
-        eval_images=num_evaluations * num_models * data.num_val_images,
+        eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
     )
 
 
@@ -254,16 +257,20 @@ def _train_flops(config: Config, plan: Plan, model: nn.Module, forward_flops: in
 
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
     """Return the size of the data and the plan for them; both of ImageNet-1k without data."""
+    places = config.eval.further_places(config.data.root, config.data.val_split)
     at_once = config.data.model_copy(update={"patience_s": 0.0})
     try:
         val_split = open_split(at_once, config.data.val_split)
         splits = open_train_splits(at_once)
+        further = [open_split(at_once, split, root=root) for root, split in places]
     except ShardError as error:
         images = config.data.num_samples or IMAGENET_IMAGES
         plan, _ = make_plan(config, images, num_gpus)
         classes = config.model.num_classes or 1000
-        return DataSize(classes, IMAGENET_VAL_IMAGES, images, str(error)), plan
+        assumed = tuple(IMAGENET_VAL_IMAGES for _ in places)
+        return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
     train = choose_train_set(config.data, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
     classes = choose_num_classes(config.model, config.data, train.split, val_split)
-    return DataSize(classes, val_split.num_samples, order.num_samples, ""), plan
+    found = tuple(each.num_samples for each in further)
+    return DataSize(classes, val_split.num_samples, order.num_samples, found, ""), plan

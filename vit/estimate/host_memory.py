@@ -7,6 +7,7 @@ It is what `vit.run.preflight` asks of a host at the start, for the parts that a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vit.config.schema import Config
@@ -37,9 +38,17 @@ class HostMemory:
 
 
 def host_memory(
-    config: Config, plan: Plan, num_images: int, num_val_images: int, saved_bytes: int
+    config: Config,
+    plan: Plan,
+    num_images: int,
+    num_val_images: int,
+    saved_bytes: int,
+    further_images: Sequence[int] = (),
 ) -> HostMemory:
-    """Plan the rings of each GPU's batches; saved_bytes: of a checkpoint.
+    """Plan the rings of each GPU's batches.
+
+    saved_bytes: of a checkpoint. further_images: of each split that `eval.sets` names besides
+    `data.val_split`: one at a time has workers and batches next to those.
 
     Raises ValueError as `vit.data.slots.plan_ring`, for a `data.prefetch_gib` that is too little.
     """
@@ -57,14 +66,18 @@ def host_memory(
         on_gpu=True,
     )
     eval_rows = config.eval.batch_size
-    eval_ring = plan_ring(
-        BatchLayout(eval_rows, image_format, 0),
-        1,
-        -(-num_val_images // (eval_rows * plan.world_size)),
-        data.num_workers,
-        None,
-        on_gpu=True,
-        max_ready=EVAL_READY_BATCHES,
-    )
-    workers = 2 * data.num_workers * WORKER_BYTES
-    return HostMemory(ring.num_bytes, eval_ring.num_bytes, workers, saved_bytes)
+
+    def eval_bytes(num_samples: int) -> int:
+        return plan_ring(
+            BatchLayout(eval_rows, image_format, 0),
+            1,
+            -(-num_samples // (eval_rows * plan.world_size)),
+            data.num_workers,
+            None,
+            on_gpu=True,
+            max_ready=EVAL_READY_BATCHES,
+        ).num_bytes
+
+    evals = eval_bytes(num_val_images) + max(map(eval_bytes, further_images), default=0)
+    workers = (3 if further_images else 2) * data.num_workers * WORKER_BYTES
+    return HostMemory(ring.num_bytes, evals, workers, saved_bytes)

@@ -23,13 +23,20 @@ from numpy.typing import NDArray
 
 from vit.config.io import load_config
 from vit.data.augment.draw import mixes
-from vit.report.history import History, read_history
-from vit.report.style import BLUE, GREEN, GREY, ORANGE, SMALL_PT, drawing, report_style
+from vit.report.history import History, read_history, set_names
+from vit.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, drawing, report_style
 from vit.run.folder import CONFIG_FILE, METRICS_FILE
 from vit.run.sample_losses import epoch_files, read_epoch
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+SET_LINES = (
+    *((PURPLE, "^-."), (SKY, "v-."), (GREY, "D-.")),
+    *((PURPLE, "^:"), (SKY, "v:"), (GREY, "D:")),
+)
+"""Colour and style of each further set's accuracy; more of them begin again."""
 
 
 def _read_curves(metrics: Path) -> History:
@@ -136,6 +143,11 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     _line(axes, history.of_kind("train"), "top1", "-", BLUE, "training, augmented")
     _line(axes, evals, "top1", "o-", ORANGE, "validation")
     _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
+    for number, name in enumerate(set_names(history)):
+        # The weights that are meant to be used: one line for each set.
+        averaged = any(f"{name}/top1_ema" in line for line in evals)
+        color, style = SET_LINES[number % len(SET_LINES)]
+        _line(axes, evals, f"{name}/top1{'_ema' if averaged else ''}", style, color, name)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
@@ -149,7 +161,9 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     if values:
         axes.set(
             title=f"Top-1 accuracy: best {max(values):.2f} %",
-            ylabel=f"% of {evals[-1]['num_images']:,} images",
+            ylabel="% of images"
+            if set_names(history)
+            else f"% of {evals[-1]['num_images']:,} images",
         )
     else:
         axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))

@@ -15,18 +15,19 @@ from typing import Any
 import torch
 
 from vit.config import io as config_io
+from vit.config.eval_section import VAL
 from vit.config.schema import Config
 from vit.data.batches import ImageFormat
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
-from vit.report.history import Attempt, History, median
+from vit.report.history import Attempt, History, median, set_names
 from vit.report.source import ReportSource
 from vit.run.folder import CHECKPOINTS, STOPPED_FILE
 from vit.run.state import rank
 from vit.system.meter import duration
 from vit.system.redact import shown
 
-RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss")
+RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss", "ece")
 """Values of an evaluation, each also with `_ema` where there are averaged weights."""
 
 
@@ -113,14 +114,50 @@ def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
     return [("hardware", hardware), *([("config", file[1])] if file else [])]
 
 
-def evaluation_rows(history: History, plan: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each evaluation, with the values of weights and average (`..._ema`)."""
+def evaluation_rows(
+    history: History, plan: dict[str, Any], best_by: str = VAL
+) -> list[dict[str, Any]]:
+    """Return a row for each evaluation, with the values of weights and average (`..._ema`).
+
+    `by_top1` and `by_loss` are those on the set `best_by`, which chooses the best weights.
+    """
     names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
+    prefix = "" if best_by == VAL else f"{best_by}/"
     rows = []
     for line in history.of_kind("eval"):
         epoch = line["step"] / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
         values = {name: line.get(name) for name in names}
+        for name in ("top1", "top1_ema", "loss", "loss_ema"):
+            values[f"by_{name}"] = line.get(prefix + name)
         rows.append({**values, "step": line["step"], "epoch": epoch})
+    return rows
+
+
+def set_rows(history: History) -> list[dict[str, Any]]:
+    """Return a row for each further set and kind of weights, from its newest evaluation.
+
+    Each has the highest top-1 of all evaluations as `best` and its step as `best_step`.
+    """
+    rows = []
+    for name in set_names(history):
+        lines = [line for line in history.of_kind("eval") if f"{name}/num_images" in line]
+        for suffix in ("", "_ema"):
+            values = [(line, line.get(f"{name}/top1{suffix}")) for line in lines]
+            known = [(line, top1) for line, top1 in values if top1 is not None]
+            if not known:
+                continue
+            last, _ = known[-1]
+            best, top1 = max(known, key=lambda pair: pair[1])
+            found = {key: last.get(f"{name}/{key}{suffix}") for key in RESULT_NAMES}
+            rows.append(
+                {
+                    **found,
+                    "name": name,
+                    "averaged": bool(suffix),
+                    "best": top1,
+                    "best_step": best["step"],
+                }
+            )
     return rows
 
 
@@ -132,7 +169,7 @@ def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not evaluations:
         return None
     results = [result for row in evaluations for result in _results(row)]
-    best = max(results, key=lambda result: rank(result["top1"] or 0.0, result["loss"]))
+    best = max(results, key=lambda result: rank(result["by_top1"] or 0.0, result["by_loss"]))
     return {"last": _results(evaluations[-1])[0], "best": best}
 
 
@@ -141,7 +178,7 @@ def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
     suffixes = [""] if row["top1_ema"] is None else ["_ema", ""]
     return [
         {
-            **{name: row[name + suffix] for name in RESULT_NAMES},
+            **{name: row[name + suffix] for name in (*RESULT_NAMES, "by_top1", "by_loss")},
             "step": row["step"],
             "epoch": row["epoch"],
             "averaged": bool(suffix),

@@ -89,6 +89,12 @@ def median(lines: list[dict[str, Any]], name: str) -> float | None:
     return statistics.median(values) if values else None
 
 
+def set_names(history: History) -> list[str]:
+    """Return the names of the sets that were evaluated next to `data.val_split`."""
+    found = [key for line in history.of_kind("eval") for key in line if "/" in key]
+    return list(dict.fromkeys(key.partition("/")[0] for key in found))
+
+
 def read_history(path: Path, in_use: bool | None = None) -> History:
     """Read a record; `in_use` is whether a process is training there (None: not known)."""
     lines, num_unreadable = read_lines(path)

@@ -26,7 +26,8 @@ import jinja2
 import torch
 from markupsafe import Markup, escape
 
-from vit.metrics import format_interval
+from vit.config.eval_section import VAL
+from vit.metrics import format_interval, interval95
 from vit.report import facts
 from vit.report.curves import curve_panels
 from vit.report.history import History, read_history
@@ -114,6 +115,7 @@ def page_template(name: str) -> jinja2.Template:
         "short": lambda value: _number(value, ".4g"),
         "exact": _exact,
         "interval": lambda result: format_interval(result["correct_top1"], result["num_images"]),
+        "range95": _range95,
         "duration": lambda seconds: "–" if seconds is None else duration(seconds),
         "moment": _moment,
         "code": _code,
@@ -140,7 +142,8 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
     else:
         config_facts = facts.config_facts(source, config, history, plan)
         settings = facts.setting_rows(config)
-    evaluations = facts.evaluation_rows(history, plan)
+    best_by = config.eval.best_by if config else VAL
+    evaluations = facts.evaluation_rows(history, plan, best_by)
     classes = pictures.class_accuracies
     with_images = [row for row in classes if row.num_images]
     return {
@@ -155,6 +158,8 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "evaluations": evaluations,
         "averaged": any(row["top1_ema"] is not None for row in evaluations),
         "headline": facts.headline(evaluations),
+        "best_by": best_by,
+        "sets": facts.set_rows(history),
         "curves": _curves(run_dir),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
@@ -214,6 +219,13 @@ def _exact(value: float | None, digits: int = 2) -> Markup:
     return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
         value, f"{value:.{digits}f}"
     )
+
+
+def _range95(result: dict[str, Any]) -> str:
+    if result["correct_top1"] is None or not result["num_images"]:
+        return "–"
+    low, high = interval95(result["correct_top1"], result["num_images"])
+    return f"{low:.1f} to {high:.1f}"
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:

@@ -39,6 +39,8 @@ BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"
 GREY = "#666666"
+PURPLE = "#CC79A7"
+SKY = "#56B4E9"
 FONT = "DejaVu Sans"
 """It comes with matplotlib: the same letters everywhere."""
 STYLE: dict[str, Any] = {

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.data.shuffle_quality import ShuffleQuality
-from vit.data.slots import EVAL_READY_BATCHES, plan_ring
+from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
 from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
 from vit.data.storage.local_tars import LocalTars
 from vit.data.stream import NOT_EXACT, StreamBatches
@@ -80,14 +80,15 @@ def preflight(
     world: World,
     plan: Plan,
     train: TrainBatches | StreamBatches,
-    val: EvalBatches,
+    evals: Sequence[EvalBatches],
     root: Path = Path("/"),
     *,
     saved_bytes: int = 0,
 ) -> Preflight:
     """Check this host against the run; raise the limit of open files where that is needed.
 
-    root: where `proc` and `sys` are. saved_bytes: of the state, which rank 0 copies in memory to
+    evals: of each split to evaluate on, first `data.val_split`. root: where `proc` and `sys` are.
+    saved_bytes: of the state, which rank 0 copies in memory to
     save it. Raises ValueError if the run cannot work here.
     """
     workers = data.num_workers
@@ -96,15 +97,18 @@ def preflight(
     ring = plan_ring(
         train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
     )
-    # Evaluation's workers and buffers exist next to those of training.
-    eval_ring = plan_ring(
-        val.layout, val.row_unit, len(val), workers, None, on_gpu, EVAL_READY_BATCHES
-    )
-    batch_bytes = ring.num_bytes + eval_ring.num_bytes
+    # Evaluation's workers and buffers exist next to those of training, and those of one further
+    # split next to both.
+    val, *others = evals
+    eval_ring = _ring(val, workers, on_gpu)
+    other_bytes = max((_ring(each, workers, on_gpu).num_bytes for each in others), default=0)
+    batch_bytes = ring.num_bytes + eval_ring.num_bytes + other_bytes
     free_bytes = free_memory_bytes(root)
     worker_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
+    worker_bytes += [max(_worker_bytes(each, ranks * workers) for each in others)] if others else []
     copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
     needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
+    more = ", and eval.sets once more" if others else ""
     saving = f"; {copy_bytes / MIB:.1f} MiB to copy what is saved" if copy_bytes else ""
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
@@ -112,21 +116,22 @@ def preflight(
             f" of memory for batches on this host ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
-            f" per worker; evaluation starts as many again{saving}), {free_bytes / GIB:.2f} GiB are"
-            " free: lower data.num_workers, data.prefetch_gib or eval.batch_size, or give the job"
-            " more memory"
+            f" per worker; evaluation starts as many again{more}{saving}),"
+            f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
+            " eval.batch_size, or give the job more memory"
         )
 
     shm = Path("/dev/shm")
-    index_bytes = train.split.index.nbytes + val.split.index.nbytes
+    evaluated = [each.split for each in evals]
+    index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
     local = [
-        split for split in (*train.split.splits, val.split) if isinstance(split.tars, LocalTars)
+        split for split in (*train.split.splits, *evaluated) if isinstance(split.tars, LocalTars)
     ]
     # A reader leaves half of the limit to others.
     wanted_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
         "train_shards": len(train.split.filenames),
-        "val_shards": len(val.split.filenames),
+        "val_shards": sum(len(split.filenames) for split in evaluated),
         "batch_slots": ring.num_slots,
         "batch_gib": round(batch_bytes / GIB, 4),
         "save_copy_gib": round(copy_bytes / GIB, 4),
@@ -139,18 +144,27 @@ def preflight(
     }
     numbers["notes"] = notes = list(_notes(data, world, train, numbers, wanted_files))
     memory = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
-    data_line = (
-        f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards,"
-        f" {val.split.num_samples:,} in {len(val.split.filenames):,} to evaluate; index"
-        f" {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}"
-    )
     host_line = (
         f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
         f" each{memory}; batches take {batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of"
         f" {train.layout.num_rows} images, {eval_ring.num_slots} of {val.layout.num_rows} to"
         " evaluate), nothing in /dev/shm"
     )
-    return Preflight((data_line, host_line, *(f"note: {note}" for note in notes)), numbers)
+    lines = (_data_line(train, evals, index_bytes), host_line)
+    return Preflight((*lines, *(f"note: {note}" for note in notes)), numbers)
+
+
+def _data_line(
+    train: TrainBatches | StreamBatches, evals: Sequence[EvalBatches], index_bytes: int
+) -> str:
+    splits = [each.split for each in evals]
+    further = f" ({len(splits)} splits)" if len(splits) > 1 else ""
+    return (
+        f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards,"
+        f" {sum(split.num_samples for split in splits):,} in"
+        f" {sum(len(split.filenames) for split in splits):,} to evaluate{further}; index"
+        f" {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}"
+    )
 
 
 def _notes(
@@ -191,6 +205,12 @@ def _notes(
         )
     if native.UNAVAILABLE_REASON:
         yield f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
+
+
+def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
+    """Return the plan of the batches of an evaluation, on one rank."""
+    counts = (batches.layout, batches.row_unit, len(batches), workers, None, on_gpu)
+    return plan_ring(*counts, EVAL_READY_BATCHES)
 
 
 def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_processes: int) -> int:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from vit.config.eval_section import VAL
 from vit.plan import Plan
 
 
@@ -29,9 +30,11 @@ class RunState:
     evaluated_step: int = -1
     """The step of the newest evaluation."""
     best_top1: float = -1.0
-    """Best top-1 accuracy on the validation split so far, in percent."""
+    """Best top-1 accuracy so far, in percent."""
     best_loss: float | None = None
     """The loss with it; None where it was not finite, or before this was recorded."""
+    best_set: str = VAL
+    """The set that it was reached on: `eval.best_by`."""
     restarts: int = 0
     """How often the run was resumed."""
     elapsed_s: float = 0.0
@@ -51,11 +54,16 @@ class RunState:
         """Return whether nothing is left, or the run is to end before where it has come to."""
         return self.step > plan.total_steps or self.is_finished(plan)
 
-    def take_best(self, *results: tuple[float, float]) -> bool:
+    def take_best(self, best_set: str, *results: tuple[float, float]) -> bool:
         """Keep the best of `results`, pairs of top-1 and loss; return whether it is a new best.
 
         Of equal accuracies the smaller loss is better: few images give few different accuracies.
+        What was best on another set than `best_set` is not comparable, and does not count.
         """
+        if best_set != self.best_set:
+            self.best_set = best_set
+            self.best_top1 = -1.0
+            self.best_loss = None
         top1, loss = max(results, key=lambda pair: rank(*pair))
         if rank(top1, loss) <= rank(self.best_top1, self.best_loss):
             return False

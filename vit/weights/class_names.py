@@ -81,8 +81,11 @@ def imagenet_names() -> dict[str, list[str]]:
     }
 
 
-def _namings(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
-    """Return ways of naming the rows of the head: a remark about each -> the names."""
+def namings_of(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
+    """Return ways of naming the rows of the head: a remark about each -> the names.
+
+    Raises WeightsError if only timm would know them, and is not installed.
+    """
     own = loaded.class_names or class_names_in(loaded.path.with_name("config.json"), num_rows)
     found = {"": own} if own else {}
     if loaded.step is not None or num_rows != IMAGENET_CLASSES:  # ours say what they know
@@ -112,7 +115,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     weights = dict(loaded.weights)
     heads = [name for name in _HEADS if f"{name}.weight" in weights]
     num_rows = len(weights[f"{heads[0]}.weight"]) if heads else 0
-    namings = _namings(loaded, num_rows)
+    namings = namings_of(loaded, num_rows)
     if not namings or not names:
         whose = f"{loaded.path} has" if names else "the data have"
         raise WeightsError(f"{whose} no names of classes to select by: labels are only numbers")
