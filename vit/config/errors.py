@@ -33,7 +33,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         if kind == "value_error":  # of vit.config.checks, in dotted keys
             for line in str(item["ctx"]["error"]).splitlines():
                 keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
-                given_at = [origins[key] for key in keys if key in origins]
+                given_at = list(filter(None, (_origin(key, origins, "") for key in keys)))
                 lines.append(f"{(given_at or [where])[0]}: {line}")
         elif kind == "extra_forbidden":
             lines.append(f"{where}: {_unknown_key(path, rest)}")

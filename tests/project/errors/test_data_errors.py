@@ -27,6 +27,22 @@ def _(place):
     place.train(f"data.root={place.folder / 'photos'}")
 
 
+@scenario("labels to evaluate with that are of other images")
+def _(place):
+    path = place.folder / "real.json"
+    path.write_text("[[0], [1]]")
+    place.train(f"eval.sets.real.labels={path}")
+
+
+@scenario("a set to evaluate on with a class that the model does not have")
+def _(place):
+    root = shutil.copytree(place.shards, place.folder / "other")
+    info = json.loads((root / "_info.json").read_text())
+    names = [*info["class_names"][:-1], "lynx"]
+    (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
+    place.train(f"eval.sets.a.root={root}")
+
+
 @scenario("a dataset folder that may not be read")
 def _(place):
     (place.own_shards() / "_info.json").chmod(0)
