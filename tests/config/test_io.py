@@ -170,6 +170,16 @@ def test_a_missing_file_names_those_that_are_there(load):
         load_config("runs.yaml")
 
 
+def test_of_many_files_the_nearest_are_named(load, tmp_path):
+    load(BASE)
+    for number in range(9):
+        (tmp_path / f"recipe{number}.yaml").write_text(BASE)
+    with pytest.raises(
+        ConfigError, match=r"; of the 10 there, nearest: recipe5\.yaml, recipe\d\.yaml, "
+    ):
+        load_config("recipes5.yaml")
+
+
 def test_a_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):

@@ -8,6 +8,7 @@ Files do not inherit from each other.
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -34,6 +35,10 @@ _ALTERNATIVE: dict[Key, Key] = {
     for section, *pair in EXCLUSIVE
     for key, other in (pair, reversed(pair))
 }
+
+
+MOST_FILES = 8
+"""Of more files, an error names the nearest."""
 
 
 class ConfigError(ValueError):
@@ -139,6 +144,9 @@ def _read(path: Path) -> str:
         folder = path.parent if path.suffix and path.parent.is_dir() else recipes_folder()
         there = sorted(str(p) for p in folder.glob("*.yaml"))
         hint = f"; there are: {', '.join(there)}" if there else ""
+        if len(there) > MOST_FILES:
+            close = difflib.get_close_matches(str(path), there, n=3, cutoff=0)
+            hint = f"; of the {len(there)} there, nearest: {', '.join(close)}"
         raise ConfigError(f"{path}: cannot read the config file ({error.strerror}){hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file") from None

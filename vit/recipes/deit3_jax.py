@@ -166,7 +166,14 @@ def _say_images(reading: Reading) -> None:
             "all copies of an image are in one batch, as here, and an epoch of the shards takes"
             f" {repeats} times as many steps"
         )
-        reading.differs("augment_repeats", text, {"data.aug_repeats": repeats})
+        settings = {"data.aug_repeats": repeats}
+        if args["train_batch_size"] % repeats:
+            text += (
+                f"; {args['train_batch_size']} images are no whole sets of {repeats} copies: drawn"
+                " as DeiT's sampler does"
+            )
+            settings["data.aug_repeats_form"] = "sampler"
+        reading.differs("augment_repeats", text, settings)
     else:
         reading.same("augment_repeats")
 
