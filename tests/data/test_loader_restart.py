@@ -116,7 +116,7 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
 @ON_LINUX
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
-    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=0.6) as loader:
+    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:  # also to die
         list(loader)
         crew = crew_of(loader)
         for pid in crew:

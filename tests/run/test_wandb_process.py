@@ -235,7 +235,9 @@ def test_without_wandb_one_line_says_so(tmp_path, monkeypatch, capfd):
         " silence this)"
     )
     assert len(record_of(tmp_path / "run")) == 5
-    assert (tmp_path / "run" / "wandb" / "console.log").read_text() == "noise on stdout\n"
+    # The run's end does not wait for a process that has said that it does nothing.
+    console = tmp_path / "run" / "wandb" / "console.log"
+    wait_for(lambda: console.read_text() == "noise on stdout\n")
 
 
 # --- settings -------------------------------------------------------------------------------------
