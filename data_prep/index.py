@@ -62,6 +62,7 @@ from vit.data.shards import info_file
 from vit.data.shards.index_file import save_index
 from vit.data.shards.members import printable
 from vit.data.shards.tar import describe_ignored
+from vit.system.files import remove_leftovers
 from vit.system.urls import bare
 
 
@@ -134,8 +135,7 @@ def index(
             splits, sidecars, source="index", options=layout.options(), **classes, **extra
         )
         output.write_json("_info.json", info)
-    for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
-        output.remove(name)
+    _clean(output, tars, is_ours=output is not source)
     write_readme(output, info)
     num_classes = classes["num_classes"]
     unit = "class" if num_classes == 1 else "classes"
@@ -145,6 +145,14 @@ def index(
     is_local = output is source and output.local
     check = f"; check it with: python -m data_prep.verify {output}" if is_local else ""
     print(f"train on it with {_settings(output, list(splits))}{check}")
+
+
+def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
+    """Remove the rows of each shard, which the index has, and what a killed process left."""
+    for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
+        output.remove(name)
+    if output.local and is_ours:  # in a folder of somebody's tars other programs may write, too
+        remove_leftovers(output.local)
 
 
 def _print_notes(

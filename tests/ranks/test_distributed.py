@@ -231,14 +231,19 @@ def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
 def test_who_waits_notices_a_killed_rank_of_its_host(tmp_path):
     """As where rank 0 is killed while it saves: torchrun's SIGTERM ends nobody who is to save."""
     script = tmp_path / "wait.py"
-    first = "    world.main_first(lambda: time.sleep(3600))"
-    assert first in WAIT
-    others = """
-    StopSignals().remember_only()
+    waits = """
     with world.fail_together():
         time.sleep(3600 if world.rank == 1 else 0)
 """
-    script.write_text(WAIT.replace(first, others))
+    changes = {
+        "    StopSignals()": "    StopSignals().remember_only()",  # before it says that it waits
+        "    world.main_first(lambda: time.sleep(3600))": waits,
+    }
+    text = WAIT
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text)
     with by_hand(script, 3) as ranks:
         ranks[1].kill()
         ranks[1].wait()

@@ -377,6 +377,8 @@ def _leave(status: int) -> NoReturn:
     """End this process at once, also with threads of W&B that hang."""
     if tempfile.tempdir is not None:
         shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a full disk
+        sys.stdout.flush()  # what W&B printed: `os._exit` would drop it
     os._exit(status)
 
 
