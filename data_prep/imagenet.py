@@ -31,7 +31,7 @@ import numpy as np
 from data_prep import command
 from data_prep.errors import PrepError, some
 from data_prep.read.archives import read_zip_member
-from data_prep.read.download import md5_of
+from data_prep.read.download import checksum_of
 from data_prep.read.image_tree import read as read_file
 from data_prep.read.imagenet_labels import LABEL_FILES, read_all
 from data_prep.read.imagenet_layouts import (
@@ -275,7 +275,7 @@ def check_md5(paths: Sequence[Path]) -> None:
         print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
     wrong = []
     for path, expected in official.items():
-        if (md5 := md5_of(path)) != expected:
+        if (md5 := checksum_of(path, "md5")) != expected:
             wrong.append(
                 f"{path} ({path.stat().st_size:,} bytes) has md5 {md5}; expected {expected};"
                 " download it again"

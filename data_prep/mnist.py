@@ -26,7 +26,7 @@ import numpy as np
 
 from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError, readable
-from data_prep.read.download import md5_of
+from data_prep.read.download import checksum_of
 from data_prep.read.raw_images import (
     DAMAGE,
     add_download_arguments,
@@ -184,7 +184,7 @@ def source(folder: Path, variant: str = "mnist") -> Source:
 def _refuse_another_variant(files: Mapping[str, Path], variant: str) -> None:
     """The variants differ only in the md5 of their official compressed files."""
     for name, path in files.items():
-        md5 = md5_of(path) if path.suffix == ".gz" else ""
+        md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         for other, described in VARIANTS.items():
             if described.md5[name] == md5 and other != variant:
                 raise PrepError(

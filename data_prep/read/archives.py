@@ -88,11 +88,18 @@ def is_compressed_tar(path: Path) -> bool:
 def inflate_tar(path: Path) -> Path:
     """The tar in a .tar.gz, .tar.bz2 or .tar.xz, written beside it unless it is there already.
 
-    With progress on stderr. Raises PrepError for a damaged one.
+    With progress on stderr. Raises PrepError for a damaged one, and for a tar of another time.
     """
     stem = path.name.removesuffix(path.suffix)
     tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
+    # As gzip does; it tells the tar of this archive from one of an archive that was here before.
+    modified_ns = path.stat().st_mtime_ns
     if tar.exists():
+        if tar.stat().st_mtime_ns != modified_ns:
+            raise PrepError(
+                f"{tar}: has another time than {path.name}, so it may hold other images; remove it,"
+                " or name it in place of the compressed one"
+            )
         return tar
     opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
     total = path.stat().st_size // 1_000_000
@@ -106,6 +113,8 @@ def inflate_tar(path: Path) -> Path:
             with readable(path, DAMAGE, "damaged, or cut off"):  # not of writing: a full disk
                 data = inflated.read(1 << 22)
             if not data:
+                out.flush()
+                os.utime(out.fileno(), ns=(modified_ns, modified_ns))
                 return tar
             out.write(data)
             meter.update(file.tell() // 1_000_000)

@@ -182,11 +182,6 @@ def checksum_of(path: Path, kind: str) -> str:
     return digest.hexdigest()
 
 
-def md5_of(path: Path) -> str:
-    """The md5 of a file, in hex, with progress."""
-    return checksum_of(path, "md5")
-
-
 class WebShards(WebFolder):
     """The files at `<url>/<name>`, for functions that `run_jobs` runs; HTTP cannot list them."""
 

@@ -117,6 +117,19 @@ def test_a_compressed_tar_that_is_cut_off_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["food.tar.gz"]
 
 
+def test_a_tar_of_an_archive_that_has_been_replaced_is_not_taken_for_the_new_ones(tmp_path):
+    archive = as_tgz(tmp_path / "food.tar.gz", SPLIT)
+    tar = inflate_tar(archive)
+    first = tar.read_bytes()
+    assert inflate_tar(archive) == tar, "the same command again"
+    as_tgz(archive, dict(list(SPLIT.items())[1:]))
+    with pytest.raises(PrepError, match=r"food\.tar: has another time than food\.tar\.gz"):
+        inflate_tar(archive)
+    assert tar.read_bytes() == first, "it may be somebody's"
+    tar.unlink()
+    assert inflate_tar(archive).read_bytes() != first
+
+
 # ---- from a server -------------------------------------------------------------------------------
 
 
