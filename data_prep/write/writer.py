@@ -55,7 +55,7 @@ from data_prep.write.plan import (
 from data_prep.write.shard import ROWS, Work, load_rows, quarantine_holds, write_shard
 from vit.data.shards.index_file import save_index
 from vit.data.shards.info_file import make_info
-from vit.system.files import replacing
+from vit.system.files import remove_leftovers, replacing
 from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
@@ -94,6 +94,10 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
     finally:
         if output.local and not any(output.local.iterdir()):
             output.local.rmdir()  # nothing was written
+    if output.local:
+        # A worker whose command was killed cannot end while the disk takes its last bytes: on a
+        # slow one it may hold its file until after this command began.
+        remove_leftovers(output.local)
     if output.size("dataset.md") < 0:
         write_card(output)
         check = f"; check it with: python -m data_prep.verify {output}" if output.local else ""

@@ -2,6 +2,7 @@
 readable errors."""
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -209,6 +210,23 @@ def test_the_file_of_a_live_writer_is_left_alone(small, tmp_path):
         write(small, root, replace(FOUR, part="0-0"))
         assert Path(file.name).exists()
     assert elsewhere.exists()
+
+
+def test_the_file_of_a_writer_that_dies_later_than_its_command_goes_with_the_next(
+    small, written, tmp_path
+):
+    root = tmp_path / "root"
+    root.mkdir()
+    left = open(temporary_beside(root / "train-00000.tar"), "wb")  # noqa: SIM115
+    fcntl.flock(left, fcntl.LOCK_EX)
+
+    def fill(builder: Builder) -> None:
+        assert Path(left.name).exists(), "locked when the next command looked"
+        left.close()
+        small.fill(builder)
+
+    write(replace(small, fill=fill), root, FOUR)
+    assert digest(root) == digest(written)
 
 
 def refused_advice(*_: int) -> None:
