@@ -40,7 +40,8 @@ def test_every_setting_is_tried():
 
 def changes_colour(config: AugmentConfig) -> bool:
     """Whether grey images are refused (vit/config/checks.py)."""
-    return bool(config.three_augment or config.randaugment_layers or any(config.color_jitter))
+    policies = config.three_augment or config.randaugment_layers or config.auto_augment
+    return bool(policies or any(config.color_jitter))
 
 
 CASES = [

@@ -10,7 +10,7 @@ import torch
 from vit.config.schema import AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_mix, draw_table, sample_keys
-from vit.data.augment.table import FIRST_OP, FLIP
+from vit.data.augment.table import FIRST_OP, FLIP, table_layout
 
 CPU = torch.device("cpu")
 DEIT3 = AugmentConfig(crop="simple", three_augment=True, color_jitter=(0.3, 0.3, 0.3, 0.0))
@@ -25,6 +25,7 @@ POLICIES = {
         randaugment_layers=2, randaugment_ops="big_vision", mixup_alpha=0.2, mixup_mode="elem"
     ),
     "deit3": DEIT3.model_copy(update={"mixup_alpha": 0.8, "cutmix_alpha": 1.0}),
+    "auto_augment": AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5),
     "jitter": AugmentConfig(
         color_jitter=(0.4, 0.4, 0.4, 0.1),
         erasing_prob=0.5,
@@ -72,10 +73,12 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Whole levels of images after operation number `op` of a config with one layer, at a strength
+    """Whole levels of images after operation number `op` of a config's first layer, at a strength
     (and place) for all or for each."""
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
+    for op_column in table_layout(config).op_columns:
+        table[:, op_column.column] = -1
     table[:, FIRST_OP] = op
     for column, value in enumerate(values, FIRST_OP + 1):
         table[:, column] = value

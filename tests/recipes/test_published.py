@@ -146,8 +146,10 @@ STATED: dict[str, dict] = {
         "train.ema_every_steps": 32,
         "train.ema_after_epochs": 30,
     },
+    "torchvision_b32": {"augment.auto_augment": "imagenet", "augment.randaugment_layers": 0},
     "torchvision_l16": {
         "optim.name": "sgd",
+        "augment.auto_augment": "ta_wide",
         "optim.lr": 0.5,
         "data.global_batch_size": 1024,
         "eval.resize_px": 232,
@@ -182,6 +184,7 @@ STATED: dict[str, dict] = {
     },
     # MMPretrain's names: 64xb64
     "mm_b16": {
+        "augment.auto_augment": "imagenet",
         "data.global_batch_size": 4096,
         "model.representation_size": 3072,
         "model.proj_drop_rate": 0.1,

@@ -64,6 +64,27 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_stops_colours():
     assert finding(imported, "clip_grad").verdict == "cannot"
 
 
+@pytest.mark.parametrize(
+    ("policy", "verdict", "expected"),
+    [
+        ("rand-m9-mstd0.5-inc1", "differs", {"randaugment_layers": 2, "randaugment_magnitude": 9}),
+        ("rand-m9-mstd0.5", "differs", {"randaugment_ops": "timm_inc0"}),
+        ("rand-m9-inc0", "differs", {"randaugment_ops": "timm_inc0"}),
+        ("rand-m9-mmax30", "cannot", {"randaugment_layers": 2}),
+        ("original", "differs", {"auto_augment": "original"}),
+        ("v0r-mstd0.5", "differs", {"auto_augment": "v0r", "auto_augment_magnitude_std": 0.5}),
+        ("3a", "same", {"three_augment": True, "color_jitter": [0.4, 0.4, 0.4, 0]}),
+        ("augmix-m5", "cannot", {}),
+    ],
+)
+def test_a_policy_of_timm_is_ours(policy, verdict, expected):
+    imported = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --aa {policy}")
+    assert finding(imported, "aa").verdict == verdict
+    found = {key: imported.settings.get(f"augment.{key}") for key in expected}
+    assert found == expected
+    imported.config()
+
+
 def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):
     file = tmp_path / "train_hparams.yaml"
     arguments = {

@@ -90,12 +90,13 @@ def test_a_step_of_two_ranks_and_one_after_a_resume_on_another_number(tmp_path, 
     "choice",
     [
         ["data.fraction=0.8", "data.filter=label != 2", "data.aug_repeats=3", *ALL],
+        pytest.param(["augment.auto_augment=v0"], marks=pytest.mark.full),
         pytest.param(["augment.crop=simple", "augment.three_augment=true"], marks=pytest.mark.full),
         pytest.param(
             ["data.aug_repeats=2", "data.aug_repeats_form=sampler"], marks=pytest.mark.full
         ),
     ],
-    ids=["chosen and repeated", "simple", "sampler"],
+    ids=["chosen and repeated", "policy", "simple", "sampler"],
 )
 def test_steps_of_chosen_and_of_repeated_samples(choice, tmp_path, shards):
     given = train_here(write_config(tmp_path, shards, steps=6), tmp_path / "run", *choice)

@@ -31,7 +31,9 @@ _OF_INDEX = ("num_lanes", "block_samples", "window_blocks", "aug_repeats", "aug_
 """Settings of `data` that only `reader: index` reads, next to those that select samples."""
 _OF_STREAM = ("stream", "stream_image", "stream_label", "stream_keys_with_dots", "num_samples")
 """Settings of `data` that only `reader: webdataset` reads."""
-_LARGEST_MAGNITUDE = {"timm": 10, "torchvision": 30, "big_vision": 20}
+_LARGEST_MAGNITUDE = {"timm": 10, "timm_inc0": 10, "torchvision": 30, "big_vision": 20}
+_WITH_STD = ("original", "originalr", "v0", "v0r")
+"""AutoAugment's policies whose strengths may vary."""
 Rules = dict[str, bool]
 """What is wrong, in dotted keys and with a remedy -> whether it is."""
 
@@ -319,6 +321,7 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
         )
         rules[problem] = augment.crop == "simple" and _is_given(augment, key)
     ops = augment.randaugment_ops
+    auto = augment.auto_augment
     magnitude = augment.randaugment_magnitude
     largest = _LARGEST_MAGNITUDE[ops]
     return rules | {
@@ -327,7 +330,16 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
         f"augment.randaugment_magnitude={magnitude:g}: torchvision's scale has whole numbers only,"
         " 0 to 30": ops == "torchvision" and magnitude % 1 != 0,
         f"augment.randaugment_magnitude_std has no effect with augment.randaugment_ops={ops}:"
-        " remove it": ops != "timm" and augment.randaugment_magnitude_std is not None,
+        " remove it": (
+            not ops.startswith("timm") and augment.randaugment_magnitude_std is not None
+        ),
+        f"augment.auto_augment={auto} takes RandAugment's place: set augment.randaugment_layers to"
+        " 0, or remove auto_augment": auto is not None and augment.randaugment_layers > 0,
+        f"augment.auto_augment={auto} takes the place of augment.three_augment: keep one of"
+        " them": auto is not None and augment.three_augment,
+        "augment.auto_augment_magnitude_std has no effect with"
+        f" augment.auto_augment={auto or 'null'}: remove it, or use original, originalr, v0 or"
+        " v0r": augment.auto_augment_magnitude_std > 0 and auto not in _WITH_STD,
         "augment.three_augment takes RandAugment's place: set augment.randaugment_layers to 0, or"
         " three_augment to false": augment.three_augment and augment.randaugment_layers > 0,
         f"augment.mix_group_size={augment.mix_group_size} is odd, augment.mixup_mode=pair needs"
@@ -356,6 +368,9 @@ def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
     return {
         f"augment.randaugment_layers {needs_colour}: set it to 0": (
             is_grey and augment.randaugment_layers > 0
+        ),
+        f"augment.auto_augment {needs_colour}: set it to null": (
+            is_grey and augment.auto_augment is not None
         ),
         f"augment.three_augment {needs_colour}: set it to false": (
             is_grey and augment.three_augment

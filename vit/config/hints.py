@@ -59,7 +59,7 @@ OTHER_NAMES = {
     "augment.crop_scale": "scale",
     "augment.crop_ratio": "ratio",
     "augment.erasing_prob": "random_erase random_erasing reprob",
-    "augment.randaugment_layers": "aa auto_augment randaug randaugment",
+    "augment.randaugment_layers": "aa randaug randaugment",
     "loss.label_smoothing": "smoothing",
     "optim.name": "opt optimizer",
     "optim.lr": "learning_rate max_lr peak_lr",

@@ -135,9 +135,9 @@ class AugmentConfig(Section):
     """Probability of a horizontal flip."""
     randaugment_layers: Annotated[int, Field(ge=0)] = 0
     """RandAugment operations per image; 0: off."""
-    randaugment_ops: Literal["timm", "torchvision", "big_vision"] = "timm"
-    """Whose operations: timm's increasing ones, each applied with probability 0.5; torchvision's
-    14 or big_vision's 16, always applied. No effect, like the next two, with
+    randaugment_ops: Literal["timm", "timm_inc0", "torchvision", "big_vision"] = "timm"
+    """Whose operations: timm's, increasing (`inc1`) or not, each applied with probability 0.5;
+    torchvision's 14 or big_vision's 16, always applied. No effect, like the next two, with
     `randaugment_layers: 0`."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
     """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision integers
@@ -145,6 +145,14 @@ class AugmentConfig(Section):
     randaugment_magnitude_std: Annotated[float, Field(ge=0)] | None = None
     """Standard deviation of the strength from one operation to the next; `None`: 0.5 with timm's
     operations; the others have none."""
+    auto_augment: (
+        Literal["ta_wide", "imagenet", "cifar10", "svhn", "original", "originalr", "v0", "v0r"]
+        | None
+    ) = None
+    """In place of RandAugment: torchvision's TrivialAugment (`ta_wide`) or AutoAugment (`imagenet`,
+    `cifar10`, `svhn`); timm's AutoAugment (`original`, `originalr`, `v0`, `v0r`). `None`: off."""
+    auto_augment_magnitude_std: Annotated[float, Field(ge=0)] = 0.0
+    """Standard deviation of the strength of timm's AutoAugment (`original-mstd0.5`)."""
     three_augment: bool = False
     """3-Augment (DeiT III): one of grey, solarize and Gaussian blur for each image, in place of
     RandAugment."""

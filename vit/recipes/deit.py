@@ -21,8 +21,8 @@ from vit.recipes.timm_words import (
     say_initial_weights,
     say_mixing,
     say_optimizer,
+    say_policy,
     say_precision,
-    say_randaugment,
 )
 
 SOURCE = "facebookresearch/deit@7e160fe4:main.py"
@@ -334,8 +334,8 @@ def _say_images(reading: Reading, is_distributed: bool) -> None:
         else:
             reading.same("src")
         _say_interpolation(reading)
-        say_randaugment(reading, args["train_interpolation"])
-        say_color_jitter(reading, applies=not args["aa"] or args["aa"] == "None")
+        say_policy(reading, args["train_interpolation"])
+        say_color_jitter(reading, applies=args["aa"] in ("", None, "None", "3a"))
         say_erasing(reading)
     if args["repeated_aug"] and is_distributed:
         repeats = {"data.aug_repeats": 3, "data.aug_repeats_form": "sampler"}

@@ -15,8 +15,8 @@ from vit.recipes.reading import Reading
 from vit.recipes.timm_words import (
     say_initial_weights,
     say_optimizer_name,
+    say_policy,
     say_precision,
-    say_randaugment,
 )
 
 _RECIPE = """
@@ -149,7 +149,7 @@ def _say_images(reading: Reading) -> None:
         reading.same("auto_augment")
     else:
         args["aa"] = policy  # the name under which timm's programs have it
-        say_randaugment(reading, "bilinear or bicubic")
+        say_policy(reading, "bilinear or bicubic")
         reading.rename("aa", "auto_augment")
     strength = args["color_jitter"]
     jitter = {"augment.color_jitter": [strength, strength, strength, 0]} if strength else {}

@@ -20,8 +20,8 @@ from vit.recipes.timm_words import (
     say_initial_weights,
     say_layer_decay,
     say_mixing,
+    say_policy,
     say_precision,
-    say_randaugment,
 )
 
 _RECIPE = """
@@ -120,8 +120,8 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     reading.same("batch_size accum_iter", {"data.global_batch_size": batch}, how)
     reading.same("epochs", {"train.epochs": args["epochs"]})
     _say_model(reading)
-    say_randaugment(reading, "bicubic")
-    say_color_jitter(reading, applies=not args["aa"])
+    say_policy(reading, "bicubic")
+    say_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
     say_erasing(reading)
     say_mixing(reading, args["batch_size"])
     _say_optimizer(reading, batch)

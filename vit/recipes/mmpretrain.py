@@ -287,6 +287,12 @@ def _say_operation(reading: _Config, item: str) -> None:
         }
         text = "operations that warp are bilinear here, bicubic there: no known effect on accuracy"
         reading.differs(names, text, settings)
+    elif kind == "AutoAugment" and reading.get(f"{item}.policies") == "imagenet":
+        # Its `hparams`, colour and interpolation, do not reach the operations that it builds.
+        text = (
+            "warps take the nearest pixel and leave grey there, are bilinear and leave black here"
+        )
+        reading.differs(names, text, {"augment.auto_augment": "imagenet"})
     elif kind == "RandomErasing":
         low = reading.get(f"{item}.min_area_ratio", 0.02)
         high = reading.get(f"{item}.max_area_ratio", 0.4)

@@ -24,8 +24,8 @@ from vit.recipes.timm_words import (
     say_layer_decay,
     say_mixing,
     say_optimizer,
+    say_policy,
     say_precision,
-    say_randaugment,
 )
 from vit.system.spelling import did_you_mean
 
@@ -227,8 +227,8 @@ def _say_images(reading: Reading, is_distributed: bool) -> None:
     reading.same("ratio", {"augment.crop_ratio": list(args["ratio"])})
     reading.same("hflip", {"augment.hflip_prob": args["hflip"]})
     _say_interpolation(reading)
-    say_randaugment(reading, args["train_interpolation"])
-    jitters = not args["aa"]
+    say_policy(reading, args["train_interpolation"])
+    jitters = args["aa"] in ("", None, "3a")
     say_color_jitter(reading, applies=jitters)
     if args["color_jitter_prob"] is None or not (jitters and args["color_jitter"]):
         reading.inert("color_jitter_prob", "--color-jitter-prob is not given, or colours stay")

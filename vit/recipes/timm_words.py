@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from vit.config.hints import union_tags
+from vit.data.augment.table import AUTO_AUGMENT_SETS
 from vit.recipes.reading import Reading
 
 _OPTIMIZERS = {
@@ -19,58 +19,79 @@ _OPTIMIZERS = {
 _BILINEAR_WARPS = "operations that warp are bilinear here, {} there: no known effect on accuracy"
 
 
-def say_randaugment(reading: Reading, interpolation: str) -> None:
-    """`--aa`, where it applies: timm's RandAugment.
+def say_policy(reading: Reading, interpolation: str) -> None:
+    """`--aa`, where it applies: timm's RandAugment, AutoAugment and 3-Augment.
 
     interpolation: that of the warps there (huggingface/pytorch-image-models@aa4b5850:
-    timm/data/auto_augment.py, rand_augment_transform).
+    timm/data/auto_augment.py, rand_augment_transform, auto_augment_transform).
     """
     policy = reading.args["aa"]
     if not policy or policy == "None":
         reading.same("aa")
         return
     first, *parts = policy.split("-")
-    if first != "rand":
-        reading.cannot("aa", f"the policy {policy}: AutoAugment and AugMix are not available")
+    names = [part.rstrip("0123456789.") for part in parts]
+    words = [(name, part.removeprefix(name)) for name, part in zip(names, parts, strict=True)]
+    if first == "rand":
+        settings, problems = _randaugment(words)
+    elif first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto":
+        settings, problems = _autoaugment(first, words)
+    elif policy == "3a":
+        reading.same("aa", {"augment.three_augment": True})
         return
-    layers = 2
-    magnitude = 10.0
-    std = 0.0
-    increasing = False
-    problems = []
-    for part in parts:
-        name, number = re.fullmatch(r"([a-z]+)([\d.]*)", part).groups() if part else ("", "")  # type: ignore[union-attr]
-        if name == "m":
-            magnitude = float(number)
-        elif name == "n":
-            layers = int(number)
-        elif name == "mstd":
-            std = float(number)
-        elif name == "inc":
-            increasing = True  # also inc0: timm asks whether the text is empty
-        else:
-            problems.append(f"{part} of the policy")
-    if std > 100:
-        problems.append("a strength drawn evenly between 0 and its value (mstd above 100)")
-        std = 0.0
-    if not increasing:
-        problems.append("operations of which some are weaker at a larger strength (no inc1)")
-    settings = {
-        "augment.randaugment_layers": layers,
-        "augment.randaugment_magnitude": magnitude,
-        "augment.randaugment_magnitude_std": std,
-    }
+    else:
+        reading.cannot("aa", f"the policy {policy}: not available")
+        return
     if problems:
         reading.cannot("aa", f"{policy} has {' and '.join(problems)}", settings)
     else:
         reading.differs("aa", _BILINEAR_WARPS.format(interpolation), settings)
 
 
+def _randaugment(words: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
+    """Return settings and what they cannot say of `rand-...`; words: names with their numbers."""
+    settings: dict[str, Any] = {
+        "augment.randaugment_layers": 2,
+        "augment.randaugment_ops": "timm_inc0",
+        "augment.randaugment_magnitude": 10.0,
+        "augment.randaugment_magnitude_std": 0.0,
+    }
+    problems = []
+    for name, number in words:
+        if name == "m":
+            settings["augment.randaugment_magnitude"] = float(number)
+        elif name == "n":
+            settings["augment.randaugment_layers"] = int(number)
+        elif name == "mstd" and float(number) <= 100:
+            settings["augment.randaugment_magnitude_std"] = float(number)
+        elif name == "mstd":
+            problems.append("a strength drawn evenly between 0 and its value (mstd above 100)")
+        elif name == "inc":
+            settings["augment.randaugment_ops"] = "timm_inc0" if number in ("", "0") else "timm"
+        else:
+            problems.append(f"{name}{number} of the policy")
+    if settings["augment.randaugment_ops"] == "timm":  # the default
+        del settings["augment.randaugment_ops"]
+    return settings, problems
+
+
+def _autoaugment(policy: str, words: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
+    """Return settings and what they cannot say of `original-...` and others."""
+    settings: dict[str, Any] = {"augment.auto_augment": policy}
+    problems = []
+    for name, number in words:
+        if name == "mstd":
+            settings["augment.auto_augment_magnitude_std"] = float(number)
+        else:
+            problems.append(f"{name}{number} of the policy")
+    return settings, problems
+
+
 def say_color_jitter(reading: Reading, applies: bool) -> None:
-    """`--color-jitter`; `applies`: no policy of RandAugment replaces it (transforms_factory)."""
+    """`--color-jitter`; `applies`: no policy of `--aa` replaces it (transforms_factory)."""
     strength = reading.args["color_jitter"] or 0.0
     if strength and not applies:
-        reading.inert("color_jitter", "timm leaves it out where --aa gives RandAugment")
+        reading.inert("color_jitter", "timm leaves it out where --aa gives a policy, but for 3a")
     elif strength:
         reading.same("color_jitter", {"augment.color_jitter": [strength, strength, strength, 0]})
     else:

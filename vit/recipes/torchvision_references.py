@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from vit.data.augment.table import AUTO_AUGMENT_SETS
 from vit.recipes.arguments import Given, Table, make_table
 from vit.recipes.rates import say_rate, torchvision_cosine, with_effect
 from vit.recipes.reading import Reading
@@ -38,7 +39,7 @@ _RECIPE = """
 --lr-min                  float   0.0     schedule.min_lr
 --sync-bn                 on      -       of batch norm
 --pretrained              on      -       init.checkpoint, in old versions
---auto-augment            str     -       augment.randaugment_ops and its companions
+--auto-augment            str     -       augment.auto_augment, or augment.randaugment_ops
 --ra-magnitude            int     9       augment.randaugment_magnitude
 --augmix-severity         int     3       of AugMix
 --random-erase            float   0.0     augment.erasing_prob
@@ -166,11 +167,12 @@ def _say_policy(reading: Reading) -> None:
         reading.same("auto_augment ra_magnitude", settings)
         reading.inert("augmix_severity", "the policy is not AugMix")
         return
-    names = {"ta_wide": "TrivialAugment", "augmix": "AugMix"}
     if policy is None:
         reading.same("auto_augment")
+    elif policy in AUTO_AUGMENT_SETS:
+        reading.same("auto_augment", {"augment.auto_augment": policy})
     else:
-        reading.cannot("auto_augment", f"{names.get(policy, f'AutoAugment ({policy})')}")
+        reading.cannot("auto_augment", "AugMix" if policy == "augmix" else f"the policy {policy}")
     reading.inert("ra_magnitude augmix_severity", "the policy is another")
 
 

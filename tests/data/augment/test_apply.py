@@ -115,11 +115,11 @@ def test_the_simple_crop_is_a_view_of_the_reflected_image():
 # --- layers ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["timm", "torchvision", "big_vision", "jitter"])
+@pytest.mark.parametrize("name", ["timm", "torchvision", "big_vision", "auto_augment", "jitter"])
 def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
     config = AugmentConfig(
         **POLICIES[name].model_dump(
-            include={"randaugment_layers", "randaugment_ops", "color_jitter"}
+            include={"randaugment_layers", "randaugment_ops", "auto_augment", "color_jitter"}
         )
     )
     alone = config.model_copy(

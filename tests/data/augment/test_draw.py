@@ -1,7 +1,9 @@
 """What augmentation draws on the host: golden values, and the distributions of torchvision, timm
 and the papers."""
 
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +12,20 @@ import scipy.stats
 import torch
 from augmenting import table_of
 from pydantic import ValidationError
-from torchvision.transforms import ColorJitter
+from timm.data import auto_augment as timm_ops
+from torchvision.transforms import ColorJitter, autoaugment
 
 from vit.config.io import load_config
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, sample_keys
-from vit.data.augment.table import FIRST_OP, FLIP, OP_NAMES, describe, table_layout
+from vit.data.augment.table import (
+    AUTO_AUGMENT_SETS,
+    FIRST_OP,
+    FLIP,
+    OP_NAMES,
+    describe,
+    table_layout,
+)
 
 ROOT = Path(__file__).parents[3]
 
@@ -28,7 +38,8 @@ def test_a_recipe_draws_what_it_always_drew(name):
     If this fails, a seed no longer gives the run it gave: do not renew the file, give what is new a
     stream of its own."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
-    config = load_config(ROOT / "configs" / f"{name}.yaml").config
+    recipe, *settings = name.split()
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings).config
     ids = np.array([0, 1, 7, 1_000_000, 2**40, 5, 6, 3])
     widths, heights = (
         np.array([500, 375, 8, 900, 33, 400, 1000, 48]),
@@ -107,6 +118,73 @@ def test_the_other_sets_always_do_an_operation_at_the_strength_that_is_set():
         ), "cutout's place"
 
 
+def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
+    """How often a policy gives each two operations ("" for none) at their strengths, by its
+    source."""
+    if name in ("imagenet", "cifar10", "svhn"):
+        auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
+        pairs = auto.policies
+    else:
+        policy = timm_ops.auto_augment_policy(name)
+        pairs = [
+            [(op.name, op.prob, op.magnitude if op.level_fn else None) for op in pair]
+            for pair in policy
+        ]
+    shares: Counter[tuple[str, float, str, float]] = Counter()
+    for pair in pairs:
+        for does in itertools.product((True, False), repeat=2):
+            share = 1 / len(pairs)
+            found: list[str | float] = []
+            for (op, prob, strength), is_done in zip(pair, does, strict=True):
+                share *= prob if is_done else 1 - prob
+                found += [op.lower().removesuffix("rel"), strength or 0.0] if is_done else ["", 0.0]
+            shares[tuple(found)] += share
+    return {key: share for key, share in shares.items() if share > 0}
+
+
+@pytest.mark.parametrize("name", [name for name in AUTO_AUGMENT_SETS if name != "ta_wide"])
+def test_policies_are_drawn_as_often_as_their_source_does(name):
+    num = 20_000
+    config = AugmentConfig(auto_augment=name)
+    table = table_of(config, num)
+    names = OP_NAMES[table_layout(config).op_columns[0].op_set]
+    ours: Counter[tuple[str, float, str, float]] = Counter()
+    for first, one, second, two in table[:, FIRST_OP : FIRST_OP + 4].tolist():
+        words = [names[int(op)].replace("_", "") if op >= 0 else "" for op in (first, second)]
+        strengths = [abs(s) if op >= 0 else 0.0 for op, s in ((first, one), (second, two))]
+        ours[words[0], strengths[0], words[1], strengths[1]] += 1
+    theirs = expected_pairs(name)
+    assert set(ours) <= set(theirs)
+    counts = [ours[key] for key in theirs]
+    assert scipy.stats.chisquare(counts, np.array(list(theirs.values())) * num).pvalue > 1e-3
+    for column in (FIRST_OP + 1, FIRST_OP + 3):
+        moved = table[:, column][table[:, column] != 0]
+        assert abs((moved < 0).mean() - 0.5) < 0.02
+
+
+def test_strengths_of_timms_policies_vary_around_their_own():
+    exact = table_of(AugmentConfig(auto_augment="v0"), 20_000)
+    config = AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5)
+    varied = table_of(config, 20_000)
+    for column in (FIRST_OP, FIRST_OP + 2):
+        assert np.array_equal(exact[:, column], varied[:, column]), "the same operations"
+        own = np.abs(exact[:, column + 1])
+        off = np.abs(varied[:, column + 1]) - own
+        inside = (own > 2) & (own < 8)
+        assert scipy.stats.kstest(off[inside], scipy.stats.norm(0, 0.5).cdf).pvalue > 1e-3
+    assert np.abs(varied[:, FIRST_OP + 1]).max() == 10, "clipped to timm's scale"
+
+
+def test_trivial_augment_draws_one_operation_at_any_strength():
+    table = table_of(AugmentConfig(auto_augment="ta_wide"), 20_000)
+    assert table.shape[1] == FIRST_OP + 2
+    ops, strengths = table[:, FIRST_OP], table[:, FIRST_OP + 1]
+    for drawn, num in ((ops, 14), (np.abs(strengths), 31)):
+        assert scipy.stats.chisquare(np.bincount(drawn.astype(int), minlength=num)).pvalue > 1e-3
+    assert abs((strengths[strengths != 0] < 0).mean() - 0.5) < 0.015
+    assert abs(np.corrcoef(ops, strengths)[0, 1]) < 0.03
+
+
 def test_three_augment_draws_one_of_three_and_a_radius():
     table = table_of(AugmentConfig(three_augment=True), 20_000)
     assert table.shape[1] == FIRST_OP + 2
@@ -164,6 +242,26 @@ def test_what_is_not_jittered_takes_no_column():
             "augment.three_augment takes RandAugment's place: set ",
         ),
         (
+            {"randaugment_layers": 2, "auto_augment": "ta_wide"},
+            3,
+            "augment.auto_augment=ta_wide takes RandAugment's place: set augment.randaugment_",
+        ),
+        (
+            {"three_augment": True, "auto_augment": "v0"},
+            3,
+            "augment.auto_augment=v0 takes the place of augment.three_augment: keep one of them",
+        ),
+        (
+            {"auto_augment": "imagenet", "auto_augment_magnitude_std": 0.5},
+            3,
+            "augment.auto_augment_magnitude_std has no effect with augment.auto_augment=imagenet",
+        ),
+        (
+            {"auto_augment": "ta_wide"},
+            1,
+            "augment.auto_augment needs colour images (model.in_chans=3): set it to null",
+        ),
+        (
             {"randaugment_layers": 2},
             1,
             "augment.randaugment_layers needs colour images (model.in_chans=3): set it to 0",
@@ -215,6 +313,11 @@ def test_what_is_not_jittered_takes_no_column():
             {"randaugment_ops": "torchvision", "randaugment_magnitude": 9.5},
             3,
             "torchvision's scale has whole numbers only, 0 to 30",
+        ),
+        (
+            {"randaugment_ops": "timm_inc0", "randaugment_magnitude": 11.0},
+            3,
+            "augment.randaugment_ops=timm_inc0: 0 to 10",
         ),
         (
             {"randaugment_ops": "torchvision", "randaugment_magnitude_std": 0.5},

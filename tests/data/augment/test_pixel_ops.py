@@ -6,6 +6,7 @@ level off, where its exact result is near a whole number (float32, where Pillow 
 few pixels that come from exactly the border are content there and fill here.
 """
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -48,17 +49,12 @@ def assert_equal_levels(
     assert (difference > 0).mean() <= share, f"{(difference > 0).mean():.2%} of the levels differ"
 
 
-# --- RandAugment ----------------------------------------------------------------------------------
+# --- RandAugment, AutoAugment, TrivialAugment -----------------------------------------------------
 
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
-UNSIGNED = {
-    "AutoContrast",
-    "Equalize",
-    "Invert",
-    "PosterizeIncreasing",
-    "SolarizeIncreasing",
-    "SolarizeAdd",
-}
+UNSIGNED = ("AutoContrast", "Equalize", "Invert", "Posterize", "Solarize")
+ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
+"""Those that are not "increasing": from 0.1 to 1.9, without a sign."""
 
 
 def by_timm(
@@ -67,10 +63,11 @@ def by_timm(
     """timm's operation at a signed level: its own coin for the sign is taken out."""
     monkeypatch.setattr(timm_ops, "_randomly_negate", lambda level: level)
     to_argument = timm_ops.LEVEL_TO_ARG[name]
-    signed = abs(strength) if name in UNSIGNED else strength
+    is_signed = not name.startswith(UNSIGNED) and name not in ENHANCE
+    signed = strength if is_signed else abs(strength)
     arguments = to_argument(signed, {}) if to_argument else ()
     # no bit is left; Pillow 13 refuses what earlier ones made black
-    if name == "PosterizeIncreasing" and arguments == (0,):
+    if name.startswith("Posterize") and arguments == (0,):
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
     return levels(
@@ -83,22 +80,46 @@ def test_the_sets_are_their_sources_in_their_order():
     assert ours == [
         name.lower().removesuffix("increasing").removesuffix("rel") for name in TIMM_NAMES
     ]
-    theirs = autoaugment.RandAugment()._augmentation_space(31, (224, 224))
-    assert [name.replace("_", "") for name in OP_NAMES["torchvision"]] == [
-        name.lower() for name in theirs
+    assert [name.lower() for name in timm_ops._RAND_TRANSFORMS] == [
+        f"{name.replace('_', '')}{'rel' * name.startswith('translate')}"
+        for name in OP_NAMES["timm_inc0"]
     ]
+    for op_set, theirs in TORCHVISION_SPACES.items():
+        assert [name.replace("_", "") for name in OP_NAMES[op_set]] == [
+            name.lower() for name in theirs(SMALL)
+        ]
 
 
-@pytest.mark.parametrize("op", range(len(TIMM_NAMES)), ids=TIMM_NAMES)
-def test_operations_are_timms(op, monkeypatch):
+# By our set, the operations that it has beyond the sets before it.
+TIMM_OPS = [("timm", op, name) for op, name in enumerate(TIMM_NAMES)]
+TIMM_OPS += [
+    ("timm_inc0", op, name)
+    for op, name in enumerate(timm_ops._RAND_TRANSFORMS)
+    if name not in TIMM_NAMES
+]
+TIMM_OPS += [
+    ("timm_auto", OP_NAMES["timm_auto"].index(ours), name)
+    for ours, name in (
+        ("posterize", "Posterize"),
+        ("posterize_increasing", "PosterizeIncreasing"),
+        ("posterize_original", "PosterizeOriginal"),
+        ("contrast", "Contrast"),
+    )
+]
+TIMM_CONFIGS = {
+    "timm": AugmentConfig(randaugment_layers=1),
+    "timm_inc0": AugmentConfig(randaugment_layers=1, randaugment_ops="timm_inc0"),
+    "timm_auto": AugmentConfig(auto_augment="original"),
+}
+
+
+@pytest.mark.parametrize(("op_set", "op", "name"), TIMM_OPS)
+def test_operations_are_timms(op_set, op, name, monkeypatch):
     images = photographs()
-    name = TIMM_NAMES[op]
     strengths = (0.0, 2.5, 3.703125, 5.0, 9.0, 9.625, 10.0, -2.5, -9.0, -10.0)
-    is_warp = OP_NAMES["timm"][op] in WARPS
+    is_warp = OP_NAMES[op_set][op] in WARPS
     for strength, ours in zip(
-        strengths,
-        at_strengths(AugmentConfig(randaugment_layers=1), images, op, strengths),
-        strict=True,
+        strengths, at_strengths(TIMM_CONFIGS[op_set], images, op, strengths), strict=True
     ):
         assert_equal_levels(
             ours,
@@ -108,25 +129,48 @@ def test_operations_are_timms(op, monkeypatch):
         )
 
 
+SMALL = (40, 120)
+TORCHVISION_SPACES = {
+    "torchvision": partial(autoaugment.RandAugment()._augmentation_space, 31),
+    "torchvision_auto": partial(autoaugment.AutoAugment()._augmentation_space, 10),
+    "ta_wide": lambda size: autoaugment.TrivialAugmentWide()._augmentation_space(31),
+}
+
+
+def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
+    """torchvision's operation at a signed number of its magnitudes."""
+    name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
+    magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
+    signed = -magnitude if is_signed and strength < 0 else magnitude
+    options = {"interpolation": InterpolationMode.BILINEAR, "fill": None}
+    return levels(
+        [autoaugment._apply_op(picture, name, signed, **options) for picture in pictures(images)]
+    )
+
+
+@pytest.mark.parametrize("op", range(14))
+@pytest.mark.parametrize(("op_set", "largest"), [("torchvision_auto", 9), ("ta_wide", 30)])
+def test_operations_of_policies_are_torchvisions(op_set, largest, op):
+    """One of two images is noise, above one of seven: up to two sevenths of its levels are off."""
+    images = photographs()[[0, 4]]
+    is_warp = OP_NAMES[op_set][op] in WARPS
+    config = AugmentConfig(auto_augment="ta_wide" if op_set == "ta_wide" else "imagenet")
+    strengths = tuple(range(-largest, largest + 1))
+    for strength, ours in zip(strengths, at_strengths(config, images, op, strengths), strict=True):
+        theirs = by_torchvision(images, op_set, op, strength)
+        assert_equal_levels(
+            ours, theirs, largest=int(is_warp), share=0.14 * is_warp, on_border=6e-3 * is_warp
+        )
+
+
 @pytest.mark.parametrize("op", range(14), ids=OP_NAMES["torchvision"])
 def test_operations_are_torchvisions(op):
     images = photographs()
     is_warp = OP_NAMES["torchvision"][op] in WARPS
     config = AugmentConfig(randaugment_layers=1, randaugment_ops="torchvision")
     strengths = tuple(range(-30, 31))
-    name, (magnitudes, is_signed) = list(
-        autoaugment.RandAugment()._augmentation_space(31, images.shape[2:]).items()
-    )[op]
     for strength, ours in zip(strengths, at_strengths(config, images, op, strengths), strict=True):
-        magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
-        signed = -magnitude if is_signed and strength < 0 else magnitude
-        options = {"interpolation": InterpolationMode.BILINEAR, "fill": None}
-        theirs = levels(
-            [
-                autoaugment._apply_op(picture, name, signed, **options)
-                for picture in pictures(images)
-            ]
-        )
+        theirs = by_torchvision(images, "torchvision", op, strength)
         assert_equal_levels(
             ours, theirs, largest=int(is_warp), share=0.04 * is_warp, on_border=6e-3 * is_warp
         )

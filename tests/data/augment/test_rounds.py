@@ -12,7 +12,14 @@ from vit.data.augment import apply, pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import FLIP
 
-LAUNCHES = {"timm": 158, "torchvision": 120, "big_vision": 138, "deit3": 159, "jitter": 206}
+LAUNCHES = {
+    "timm": 158,
+    "torchvision": 120,
+    "big_vision": 138,
+    "deit3": 159,
+    "jitter": 206,
+    "auto_augment": 92,
+}
 """For 512 images of each of `POLICIES`. One operation of one set at a time took 800. Of timm's, 38
 are erasing, without which it is the policy of ViT-B/16's recipe: 120."""
 

@@ -82,6 +82,9 @@ ALONE = {
     "a variable of the environment that is not set": ["data.root=https://host/shards?${SAS}"],
     "more classes in the data than `model.num_classes`": ["model.num_classes=2"],
     "an image size that the patch does not divide": ["model.image_size=30"],
+    "two policies of augmentation": [
+        *("augment.auto_augment=ta_wide", "augment.randaugment_layers=2")
+    ],
     "augmentations that exclude each other": [
         *("augment.three_augment=true", "augment.randaugment_layers=2")
     ],

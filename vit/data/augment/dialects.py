@@ -1,10 +1,12 @@
-"""The operations of each set at a drawn strength: RandAugment in three dialects, 3-Augment, jitter.
+"""The operations of each set at a drawn strength: RandAugment in four dialects, AutoAugment in two,
+TrivialAugment, 3-Augment, colour jitter.
 
 The table has the number of an operation and its strength, on the set's own scale
 (`vit.data.augment.draw`). Here both become what the device needs: a `Kind`, and a table of levels
 or a few numbers, computed on the host as the set's source does.
 
-Sources: timm/data/auto_augment.py, "increasing" operations (`rand-m9-mstd0.5-inc1`), bilinear;
+Sources: timm/data/auto_augment.py, bilinear, of which "increasing" operations
+(`rand-m9-mstd0.5-inc1`) change an image more at a larger strength, and others at a smaller one;
 torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
 torchvision's references, on black; big_vision/pp/autoaugment.py of google-research/big_vision
 (nearest pixel, on grey), including the side effects of TensorFlow, which comments explain.
@@ -123,37 +125,99 @@ _TIMM: dict[str, Op] = {
     "translate_y": _warp(MEAN_COLOUR, lambda s, size: _moved(0.0, 0.045 * s * size[0])),
 }
 
-# --- torchvision: strengths -30..30 ---------------------------------------------------------------
 
-# The source's magnitudes are float32 numbers, whose last bits decide some levels.
-_TORCHVISION_MAGNITUDES = torch.linspace(0.0, 0.9, 31).double()
-
-
-def _torchvision_factor(strength: Tensor) -> Tensor:
-    return (1.0 + _TORCHVISION_MAGNITUDES[strength.abs().long()].copysign(strength)).float()
+def _timm_unsigned_factor(strength: Tensor) -> Tensor:
+    return (strength.abs().double() / 10.0 * 1.8 + 0.1).float()
 
 
-def _torchvision_pixels(strength: Tensor, side: int) -> Tensor:
-    """Return full pixels of `side`: up to 150 of 331; positive moves the content right or down."""
-    return (strength * (150.0 / 331.0 * side / 30.0)).trunc()
-
-
-_TORCHVISION: dict[str, Op] = {
-    "identity": NONE,
-    "shear_x": _warp(BLACK, lambda s, size: _sheared_x(0.01 * s, size)),
-    "shear_y": _warp(BLACK, lambda s, size: _sheared_y(0.01 * s, size)),
-    "translate_x": _warp(BLACK, lambda s, size: _moved(-_torchvision_pixels(s, size[1]), 0.0)),
-    "translate_y": _warp(BLACK, lambda s, size: _moved(0.0, -_torchvision_pixels(s, size[0]))),
-    "rotate": _warp(BLACK, lambda s, size: _turned(s)),
-    "brightness": _by_table(lambda x, s: x * _torchvision_factor(s)),
-    "color": _by_factor(Kind.SATURATION, _torchvision_factor),
-    "contrast": _by_factor(Kind.CONTRAST, _torchvision_factor),
-    "sharpness": _by_factor(Kind.SHARPNESS, _torchvision_factor),
-    "posterize": _by_table(lambda x, s: pixel_ops.posterize(x, 8.0 - (s.abs() / 7.5).round())),
-    "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, 255.0 - 8.5 * s.abs())),
-    "auto_contrast": AUTO_CONTRAST,
-    "equalize": EQUALIZE,
+_TIMM_INC0: dict[str, Op] = {
+    **_TIMM,
+    "posterize": _by_table(lambda x, s: pixel_ops.posterize(x, (0.4 * s.abs()).floor())),
+    "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, (25.6 * s.abs()).floor())),
+    "color": _by_factor(Kind.SATURATION, _timm_unsigned_factor),
+    "contrast": _by_factor(Kind.CONTRAST, _timm_unsigned_factor),
+    "brightness": _by_table(lambda x, s: x * _timm_unsigned_factor(s)),
+    "sharpness": _by_factor(Kind.SHARPNESS, _timm_unsigned_factor),
 }
+_TIMM_AUTO: dict[str, Op] = {
+    **_TIMM_INC0,
+    "posterize_increasing": _TIMM["posterize"],
+    "posterize_original": _by_table(
+        lambda x, s: pixel_ops.posterize(x, 4.0 + (0.4 * s.abs()).floor())
+    ),
+}
+
+# --- torchvision: strengths are numbers of magnitudes, -30..30, AutoAugment's -9..9 ---------------
+
+
+def _magnitude_of(strength: Tensor, largest: float, num: int) -> Tensor:
+    """Return the source's float32 magnitude, in double; its last bits decide some levels."""
+    magnitudes = torch.linspace(0.0, largest, num).double()
+    return magnitudes[strength.abs().long()].copysign(strength)
+
+
+def _torchvision(
+    shear: Callable[[Tensor], Tensor],
+    pixels: Callable[[Tensor, int], Tensor],
+    degrees: Callable[[Tensor], Tensor],
+    change: Callable[[Tensor], Tensor],
+    bits: Callable[[Tensor], Tensor],
+    threshold: Callable[[Tensor], Tensor],
+) -> dict[str, Op]:
+    """Return the operations, by what a strength means.
+
+    pixels: full ones, also of the side; positive moves the content right or down. change: of a
+    factor, from 1, in double.
+    """
+
+    def factor(strength: Tensor) -> Tensor:
+        return (1.0 + change(strength)).float()
+
+    return {
+        "identity": NONE,
+        "shear_x": _warp(BLACK, lambda s, size: _sheared_x(shear(s), size)),
+        "shear_y": _warp(BLACK, lambda s, size: _sheared_y(shear(s), size)),
+        "translate_x": _warp(BLACK, lambda s, size: _moved(-pixels(s, size[1]), 0.0)),
+        "translate_y": _warp(BLACK, lambda s, size: _moved(0.0, -pixels(s, size[0]))),
+        "rotate": _warp(BLACK, lambda s, size: _turned(degrees(s))),
+        "brightness": _by_table(lambda x, s: x * factor(s)),
+        "color": _by_factor(Kind.SATURATION, factor),
+        "contrast": _by_factor(Kind.CONTRAST, factor),
+        "sharpness": _by_factor(Kind.SHARPNESS, factor),
+        "posterize": _by_table(lambda x, s: pixel_ops.posterize(x, bits(s.abs()))),
+        "solarize": _by_table(lambda x, s: pixel_ops.solarize(x, threshold(s.abs()))),
+        "auto_contrast": AUTO_CONTRAST,
+        "equalize": EQUALIZE,
+        "invert": _TIMM["invert"],
+    }
+
+
+_LONGEST_MOVE = 150.0 / 331.0
+"""Of the side, in RandAugment and AutoAugment."""
+_TORCHVISION = _torchvision(
+    shear=lambda s: 0.01 * s,
+    pixels=lambda s, side: (s * (_LONGEST_MOVE * side / 30.0)).trunc(),
+    degrees=lambda s: s,
+    change=lambda s: _magnitude_of(s, 0.9, 31),
+    bits=lambda s: 8.0 - (s / 7.5).round(),
+    threshold=lambda s: 255.0 - 8.5 * s,
+)
+_TORCHVISION_AUTO = _torchvision(
+    shear=lambda s: _magnitude_of(s, 0.3, 10),
+    pixels=lambda s, side: _magnitude_of(s, _LONGEST_MOVE * side, 10).trunc(),
+    degrees=lambda s: _magnitude_of(s, 30.0, 10),
+    change=lambda s: _magnitude_of(s, 0.9, 10),
+    bits=lambda s: 8.0 - (s / 2.25).round(),
+    threshold=lambda s: torch.linspace(255.0, 0.0, 10)[s.long()],
+)
+_TA_WIDE = _torchvision(
+    shear=lambda s: _magnitude_of(s, 0.99, 31),
+    pixels=lambda s, side: _magnitude_of(s, 32.0, 31).trunc(),
+    degrees=lambda s: _magnitude_of(s, 135.0, 31),
+    change=lambda s: _magnitude_of(s, 0.99, 31),
+    bits=lambda s: 8.0 - (s / 5.0).round(),
+    threshold=lambda s: 255.0 - 8.5 * s,
+)
 
 # --- big_vision: strengths -20..20 ----------------------------------------------------------------
 
@@ -241,6 +305,10 @@ _COLOR_JITTER: dict[str, Op] = {
 
 _SETS = {
     "timm": _TIMM,
+    "timm_inc0": _TIMM_INC0,
+    "timm_auto": _TIMM_AUTO,
+    "torchvision_auto": _TORCHVISION_AUTO,
+    "ta_wide": _TA_WIDE,
     "torchvision": _TORCHVISION,
     "big_vision": _BIG_VISION,
     "three_augment": _THREE_AUGMENT,

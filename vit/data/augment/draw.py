@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vit.config.schema import AugmentConfig
+from vit.data.augment.policies import sub_policies
 from vit.data.augment.table import (
     BOTTOM,
     CUTMIX,
@@ -34,9 +35,12 @@ from vit.data.hashing import fold, uniform
 
 # What a hash is used for, as a part of its key. The numbers are part of the stream.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)
+_AUTO_AUGMENT = 9
 
 RANDAUGMENT_PROB = 0.5
 """timm applies each chosen operation with this probability; torchvision and big_vision: always."""
+TRIVIAL_AUGMENT_BINS = 31
+"""Strengths of TrivialAugment, each as likely (torchvision's `num_magnitude_bins`)."""
 SIMPLE_CROP_MARGIN = 4
 """Pixels of reflected margin around the resized image for the simple crop (DeiT III)."""
 BLUR_RADIUS = (0.1, 2.0)
@@ -177,6 +181,7 @@ def draw_table(
     table[:, FLIP] = uniform(keys, _FLIP) < config.hflip_prob
     table[:, LAMBDA] = 1.0
     drawn = [_draw_randaugment(config, keys, layer) for layer in range(config.randaugment_layers)]
+    drawn += _draw_auto_augment(config, keys)
     if config.three_augment:
         op = np.floor(uniform(keys, _THREE_AUGMENT, 0) * len(OP_NAMES["three_augment"]))
         drawn.append([op, _uniform_between(BLUR_RADIUS, keys, _THREE_AUGMENT, 1)])
@@ -200,7 +205,7 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     op = np.floor(chosen * len(OP_NAMES[config.randaugment_ops]))
     strength = np.full(len(keys), config.randaugment_magnitude)
     place: list[NDArray] = []
-    if config.randaugment_ops == "timm":
+    if config.randaugment_ops in ("timm", "timm_inc0"):
         std = config.randaugment_magnitude_std
         if std is None:
             std = 0.5
@@ -209,6 +214,33 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
     elif config.randaugment_ops == "big_vision":
         place = [uniform(keys, _RANDAUGMENT, layer, 5), uniform(keys, _RANDAUGMENT, layer, 6)]
     return [op, np.where(negated < 0.5, -strength, strength), *place]
+
+
+def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
+    """Draw AutoAugment (Cubuk et al. 2019) or TrivialAugment (Mueller and Hutter 2021).
+
+    Of each operation, those that follow each other: its number, signed strength on the set's own
+    scale. AutoAugment: one of the policy's pairs, each of its operations with its own probability;
+    TrivialAugment: one operation at any strength.
+    """
+    if config.auto_augment is None:
+        return []
+    chosen = uniform(keys, _AUTO_AUGMENT, 0)
+    if config.auto_augment == "ta_wide":
+        op = np.floor(chosen * len(OP_NAMES["ta_wide"]))
+        strength = np.floor(uniform(keys, _AUTO_AUGMENT, 1) * TRIVIAL_AUGMENT_BINS)
+        negated = uniform(keys, _AUTO_AUGMENT, 2)
+        return [[op, np.where(negated < 0.5, -strength, strength)]]
+    pairs = sub_policies(config.auto_augment)
+    pair = np.floor(chosen * len(pairs.ops)).astype(np.int64)
+    drawn: list[list[NDArray]] = []
+    for slot in range(2):
+        applied, negated, u1, u2 = (uniform(keys, _AUTO_AUGMENT, 3, slot, i) for i in range(4))
+        noise = config.auto_augment_magnitude_std * _normal(u1, u2)
+        strength = np.clip(pairs.strengths[pair, slot] + noise, 0.0, 10.0)
+        op = np.where(applied < pairs.probs[pair, slot], pairs.ops[pair, slot], -1)
+        drawn.append([op, np.where(negated < 0.5, -strength, strength)])
+    return drawn
 
 
 def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:

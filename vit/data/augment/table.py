@@ -17,40 +17,46 @@ from vit.config.schema import AugmentConfig
 # row's own image and label (MixUp), TOP to RIGHT the box that CutMix takes from its partner.
 FLIP, LAMBDA, CUTMIX, TOP, BOTTOM, LEFT, RIGHT, FIRST_OP = range(8)
 
+_TIMM = (
+    "auto_contrast",
+    "equalize",
+    "invert",
+    "rotate",
+    "posterize",
+    "solarize",
+    "solarize_add",
+    "color",
+    "contrast",
+    "brightness",
+    "sharpness",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+)
+_TORCHVISION = (
+    "identity",
+    "shear_x",
+    "shear_y",
+    "translate_x",
+    "translate_y",
+    "rotate",
+    "brightness",
+    "color",
+    "contrast",
+    "sharpness",
+    "posterize",
+    "solarize",
+    "auto_contrast",
+    "equalize",
+)
 OP_NAMES: dict[str, tuple[str, ...]] = {
-    "timm": (
-        "auto_contrast",
-        "equalize",
-        "invert",
-        "rotate",
-        "posterize",
-        "solarize",
-        "solarize_add",
-        "color",
-        "contrast",
-        "brightness",
-        "sharpness",
-        "shear_x",
-        "shear_y",
-        "translate_x",
-        "translate_y",
-    ),
-    "torchvision": (
-        "identity",
-        "shear_x",
-        "shear_y",
-        "translate_x",
-        "translate_y",
-        "rotate",
-        "brightness",
-        "color",
-        "contrast",
-        "sharpness",
-        "posterize",
-        "solarize",
-        "auto_contrast",
-        "equalize",
-    ),
+    "timm": _TIMM,
+    "timm_inc0": _TIMM,
+    "timm_auto": (*_TIMM, "posterize_increasing", "posterize_original"),
+    "torchvision": _TORCHVISION,
+    "torchvision_auto": (*_TORCHVISION[1:], "invert"),
+    "ta_wide": _TORCHVISION,
     "big_vision": (
         "auto_contrast",
         "equalize",
@@ -74,9 +80,15 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
 }
 """The sets of operations. Order and length are the source's, and part of the random stream, so none
 is added to:
-RandAugment's of timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`),
-torchvision/transforms/autoaugment.py and big_vision/pp/autoaugment.py; DeiT III's 3-Augment;
-torchvision's colour jitter."""
+RandAugment's of timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`, `_RAND_TRANSFORMS`),
+torchvision/transforms/autoaugment.py and big_vision/pp/autoaugment.py; AutoAugment's of both, and
+TrivialAugment's; DeiT III's 3-Augment; torchvision's colour jitter."""
+AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
+    "ta_wide": ("ta_wide",),
+    **dict.fromkeys(("imagenet", "cifar10", "svhn"), ("torchvision_auto",) * 2),
+    **dict.fromkeys(("original", "originalr", "v0", "v0r"), ("timm_auto",) * 2),
+}
+"""`augment.auto_augment` -> the sets of its operations, one after the other."""
 _WITHOUT_STRENGTH = {
     "three_augment": ("grayscale", "solarize"),
     "randaugment": ("identity", "auto_contrast", "equalize", "invert"),
@@ -100,7 +112,8 @@ class TableLayout:
     """The columns that depend on the config; None: not drawn."""
 
     op_columns: tuple[OpColumn, ...]
-    """In the order in which they are applied: RandAugment's, 3-Augment's, colour jitter's."""
+    """In the order in which they are applied: RandAugment's or AutoAugment's, 3-Augment's, colour
+    jitter's."""
     shift: int | None
     """Two columns: pixels by which the view is beyond the image's left (negative) or right border,
     and beyond its upper (negative) or lower one."""
@@ -116,6 +129,8 @@ class TableLayout:
 def table_layout(config: AugmentConfig) -> TableLayout:
     """Return the columns that `draw_table` writes and `vit.data.augment.apply.Augment` reads."""
     op_sets: list[str] = [config.randaugment_ops] * config.randaugment_layers
+    if config.auto_augment is not None:
+        op_sets += AUTO_AUGMENT_SETS[config.auto_augment]
     if config.three_augment:
         op_sets.append("three_augment")
     op_sets += ["color_jitter" for amount in config.color_jitter if amount > 0]
@@ -150,7 +165,7 @@ def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
             continue
         name = OP_NAMES[op_column.op_set][int(op)]
         without = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
-        found.append(name if name in without else f"{name} {strength:.2g}")
+        found.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # no -0
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
         found.append("erase")
     return found
