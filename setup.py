@@ -28,7 +28,8 @@ class BuildWithCommands(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for folder, pattern in (("launch", "*.py"), ("configs", "*.yaml")):
+            added = (("launch", "*.py"), ("configs", "*.yaml"), ("configs/reference", "*.csv"))
+            for folder, pattern in added:
                 target = Path(self.build_lib, "vit", folder)
                 target.mkdir(parents=True, exist_ok=True)
                 for path in Path(folder).glob(pattern):

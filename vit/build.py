@@ -43,6 +43,7 @@ from vit.run.checkpoint import CheckpointError
 from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
 from vit.run.record import Record, provenance
+from vit.run.reference import Comparison, create_comparison
 from vit.run.resume import find_checkpoint, restart_best
 from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
@@ -62,6 +63,7 @@ class RunData:
     batches: TrainBatches | StreamBatches
     sets: list[tuple[EvalSet, ...]]
     """What to evaluate on: those of the same images together, first `data.val_split`."""
+    comparison: Comparison | None
     image_format: ImageFormat
     num_classes: int
     """Outputs of the model's head."""
@@ -82,6 +84,8 @@ class Run:
     batches: TrainBatches | StreamBatches
     evaluators: list[Evaluator]
     """One for each split; the first for `data.val_split`."""
+    comparison: Comparison | None
+    """With `eval.reference`."""
     train_step: TrainStep
     state: RunState
     record: Record
@@ -189,6 +193,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         plan=data.plan,
         batches=data.batches,
         evaluators=evaluators,
+        comparison=data.comparison,
         train_step=train_step,
         state=state,
         record=record,
@@ -221,6 +226,7 @@ def open_data(config: Config, world: World) -> RunData:
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config.model, config.data, split, val_split)
+        comparison = create_comparison(config, plan, val_split)
     namings = {"": split.class_names} if split.class_names else {}
     sets = open_sets(config, val_split, ModelClasses(num_classes, namings), world)
     with world.fail_together():
@@ -257,7 +263,8 @@ def open_data(config: Config, world: World) -> RunData:
     world.check_same(lambda: train_set.identity, "chosen samples")
     if train_set.identity:
         facts["chosen"] = train_set.identity
-    return RunData(plan, train_set, batches, sets, image_format, num_classes, checked, disk, facts)
+    found = (plan, train_set, batches, sets, comparison, image_format, num_classes)
+    return RunData(*found, checked, disk, facts)
 
 
 def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan) -> Config:

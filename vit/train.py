@@ -18,6 +18,7 @@ from vit.data.loader import Loader
 from vit.estimate.fitting import naming_what_fits
 from vit.evaluate import Evaluation, save_predictions
 from vit.mfu import Utilization, find_peak, train_flops_per_image
+from vit.recipes.difference import deviations
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
 from vit.run.folder import STOPPED_FILE, mark_stopped
@@ -55,6 +56,7 @@ def train(run: Run) -> str:
         collect_garbage_at_log_lines(),
     ):
         monitor = _create_monitor(run, loader)
+        _tell_reference(run)
         order = run.batches.order if isinstance(run.batches, TrainBatches) else None
         order_check = OrderCheck(run.world, order, plan, run.record, first_step)
         if run.world.is_main:
@@ -131,6 +133,50 @@ def _create_monitor(run: Run, loader: Loader) -> Monitor:
     )
 
 
+def _tell_reference(run: Run) -> None:
+    """Record and say which published curve the run is held against, and what is other than in its
+    recipe; a run that is finished already says nothing again."""
+    comparison = run.comparison
+    if comparison is None or not run.world.is_main or run.state.is_finished(run.plan):
+        return
+    header = comparison.reference.header
+    name = comparison.reference.name
+    unlike: list[str] = []
+    if not comparison.refusal:
+        unlike = deviations(run.config, header.recipe, header.settings)
+        num_images = run.plan.steps_per_epoch * run.plan.global_batch_size
+        num_images += run.plan.dropped_per_epoch
+        if header.train_images not in (None, num_images):
+            unlike.append(f"images to train on {header.train_images:,} -> {num_images:,}")
+    run.record.write(
+        "reference",
+        run.state.step,
+        name=name,
+        title=header.title,
+        source=header.source,
+        note=header.note,
+        weights=header.weights,
+        refused=comparison.refusal,
+        length=comparison.length_note,
+        recipe=header.recipe,
+        unlike=unlike,
+        curves=comparison.curves(),
+    )
+    say = run.record.say
+    if comparison.refusal:
+        say(f"reference: {name} is not compared: {comparison.refusal}")
+        return
+    what = "the averaged weights" if header.weights == "ema" else "the weights"
+    say(f"reference: {header.title}: top-1 of {what} ({header.source})")
+    if comparison.length_note:
+        say(f"reference: {comparison.length_note}")
+    if unlike:
+        say(
+            f"reference: other than its recipe: {'; '.join(unlike)} (python"
+            f" launch/recipe.py diff {header.recipe} {run.folder} says what they do)"
+        )
+
+
 # --- evaluate, save, finish -----------------------------------------------------------------------
 
 
@@ -163,6 +209,10 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
             suffix = "" if name == "model" else f"_{name}"
             found = result.accuracy.to_dict()
             values |= {prefix + key + suffix: value for key, value in found.items()}
+    beside = ""
+    if run.comparison is not None:
+        beside = run.comparison.line(state.step, values)
+        values |= run.comparison.values(state.step, values)
     record.write(
         "eval",
         state.step,
@@ -178,6 +228,8 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
         ]
         which = "" if scored.name == VAL else f"{scored.name}: "
         record.say(f"step {state.step}: {which}{'; '.join(parts)} on {scored.where()}")
+        if beside and scored.name == VAL:
+            record.say(beside)
     state.evaluated_step = state.step
     best_by = run.config.eval.best_by
     choosing = [result.accuracy for result in results[best_by].values()]

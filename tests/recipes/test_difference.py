@@ -45,6 +45,7 @@ def test_every_setting_has_a_kind_and_known_effects_are_settings_with_a_source()
         ("init.checkpoint=x.pth", "start"),
         ("data.num_workers=2", "harmless"),
         ("log.wandb=off", "harmless"),
+        ("eval.reference=demo", "harmless"),
         ("train.compile=false", "harmless"),
         ("checkpoint.every_steps=7", "harmless"),
     ],

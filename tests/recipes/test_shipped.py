@@ -34,6 +34,7 @@ PLACES = {
     "eval.every_epochs",
     "eval.every_steps",
     "eval.batch_size",
+    "eval.reference",
     "init.checkpoint",
     "run.dir",
 }

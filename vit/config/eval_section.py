@@ -57,6 +57,10 @@ class EvalConfig(Section):
     """The set whose accuracy chooses the `best` weights: one of `sets`, or `val`, which is
     `data.val_split`."""
 
+    reference: str | None = None
+    """Published curve that evaluations of `data.val_split` are shown beside: the name of one of
+    `configs/reference`, or a CSV file of that form (docs/evaluation.md); `None`: none."""
+
     def further_places(self, root: str, split: str) -> list[tuple[str, str]]:
         """Root and split of what `sets` name besides `split` of `root`, `data.val_split`."""
         places = [(each.root or root, each.split or split) for each in self.sets.values()]

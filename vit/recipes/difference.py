@@ -6,8 +6,9 @@ Those that published ablations say something of come first, what is harmless las
 
 from __future__ import annotations
 
+import json
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,13 @@ from vit.config.schema import Config
 from vit.recipes.effects import KINDS, effect_of
 from vit.recipes.rates import IMAGENET, distance, our_rate
 from vit.run.folder import CONFIG_FILE
+
+_ELSEWHERE = (
+    *("data.root", "data.train_split", "data.val_split", "init.checkpoint"),
+    *("train.ema_decay", "train.ema_warmup", "train.ema_every_steps", "train.ema_after_epochs"),
+    *("eval.sets", "eval.best_by"),
+)
+"""Settings that change neither what the weights learn nor how they are scored."""
 
 
 class Difference(NamedTuple):
@@ -52,6 +60,21 @@ def compare(first: Config, second: Config) -> list[Difference]:
         found.append(Difference(key, old, new, effect.kind, effect.text))
     order = [kind for kind, _ in KINDS]
     return sorted(found, key=lambda difference: order.index(difference.kind))
+
+
+def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
+    """Return what can make `config` learn or score otherwise than our config `recipe`, in words.
+
+    settings: that the run to compare with had otherwise than `recipe`. Where data and first
+    weights lie, the average of the weights and what else is evaluated are left out.
+    """
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    theirs = read_recipe(Path(recipe), overrides)
+    return [
+        f"{found.key} {_shown(found.first)} -> {_shown(found.second)}"
+        for found in compare(theirs, config)
+        if found.kind not in ("order", "harmless") and found.key not in _ELSEWHERE
+    ]
 
 
 def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:

@@ -99,6 +99,8 @@ def effect_of(key: str) -> Effect:
         "eval": "evaluation",
         "init": "start",
     }
+    if key == "eval.reference":
+        return Effect("harmless", "what evaluations are shown beside")
     if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
         return Effect("harmless", "how often and how fast is evaluated")
     return Effect("images" if key in _IMAGES else kinds.get(section, "harmless"), text)

@@ -20,6 +20,7 @@ from vit.optim.schedule import weight_decay_at
 from vit.recipes.difference import flat
 from vit.recipes.rates import IMAGENET, our_rate
 from vit.report.style import BLUE, GREY, ORANGE, add_title, drawing
+from vit.run.reference import read_reference
 
 POINTS = 1000
 """Of each curve."""
@@ -58,9 +59,9 @@ def groups_table(config: Config) -> Table:
 
 
 def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> Path:
-    """Draw learning rate and weight decay over the epochs. Returns `picture`.
+    """Draw learning rate, weight decay and the curve of `eval.reference` over the epochs.
 
-    num_images: of an epoch.
+    num_images: of an epoch. Returns `picture`. Raises ValueError as `read_reference`.
     """
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
@@ -71,9 +72,11 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
     first = config.optim.weight_decay
     final = config.schedule.final_weight_decay
     last = first if final is None else final
+    name = config.eval.reference
+    reference = None if name is None else read_reference(name)
     with drawing(picture, 4.4, layout="constrained") as figure:
         add_title(figure, title)
-        left, right = figure.subplots(1, 2)
+        left, right, *others = figure.subplots(1, 2 if reference is None else 3)
         left.plot(times, [rate(time) for time in times], color=BLUE)
         left.set(title="Learning rate", xlabel="epoch", ylim=(0, None))
         decays = [
@@ -86,6 +89,13 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
         if end is not None:
             left.axvline(end, color=GREY, linestyle=":")
             left.annotate("mixing ends", (end, 0), rotation=90, color=GREY, ha="right")
+        for axes in others:
+            assert reference is not None, "it has the third panel"
+            for run in reference.runs:
+                axes.plot(epochs * run["share"], run["top1"], color=GREY, linewidth=1)
+            axes.set(
+                title="Reference, top-1 %", xlabel="epoch", xlim=left.get_xlim(), ylim=(0, 100)
+            )
     return picture
 
 

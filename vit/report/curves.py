@@ -119,8 +119,24 @@ def _line(
         axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
 
 
+def _draw_reference(axes: Axes, history: History, name: str) -> None:
+    """Draw the published curve of `name` behind the run's own, as far as the run has come."""
+    last_step = max(line["step"] for line in history.lines)
+    label: str | None = "reference"
+    for line in history.of_kind("reference")[-1:]:
+        for curve in line["curves"]:
+            steps = np.array(curve["step"])
+            reached = steps <= last_step
+            if name not in curve or not reached.any():
+                continue
+            values = np.array(curve[name])[reached]
+            axes.plot(steps[reached], values, "-", color=GREY, alpha=0.4, linewidth=4, label=label)
+            label = None
+
+
 def _draw_loss(axes: Axes, history: History) -> None:
     evals = history.of_kind("eval")
+    _draw_reference(axes, history, "loss")
     steps = [line["step"] for line in history.of_kind("fault")]
     _line(axes, history.of_kind("train"), "loss", "-", BLUE, "training, augmented")
     _line(axes, evals, "loss", "o-", ORANGE, "validation")
@@ -140,6 +156,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
 
 def _draw_accuracy(axes: Axes, history: History) -> None:
     evals = history.of_kind("eval")
+    _draw_reference(axes, history, "top1")
     _line(axes, history.of_kind("train"), "top1", "-", BLUE, "training, augmented")
     _line(axes, evals, "top1", "o-", ORANGE, "validation")
     _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")

@@ -129,8 +129,26 @@ def evaluation_rows(
         values = {name: line.get(name) for name in names}
         for name in ("top1", "top1_ema", "loss", "loss_ema"):
             values[f"by_{name}"] = line.get(prefix + name)
-        rows.append({**values, "step": line["step"], "epoch": epoch})
+        beside = {key: line.get(key) for key in ("top1_reference", "top1_minus_reference")}
+        rows.append({**values, **beside, "step": line["step"], "epoch": epoch})
     return rows
+
+
+def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the line of the record about the published curve, and the evaluations beside it.
+
+    None for a run that is held against none.
+    """
+    lines = history.of_kind("reference")
+    if not lines:
+        return None
+    suffix = "_ema" if lines[-1]["weights"] == "ema" else ""
+    rows = [
+        {**row, "here": row[f"top1{suffix}"]}
+        for row in evaluations
+        if row["top1_reference"] is not None
+    ]
+    return {**lines[-1], "rows": rows}
 
 
 def set_rows(history: History) -> list[dict[str, Any]]:

@@ -159,6 +159,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "averaged": any(row["top1_ema"] is not None for row in evaluations),
         "headline": facts.headline(evaluations),
         "best_by": best_by,
+        "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),
         "curves": _curves(run_dir),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},

@@ -133,7 +133,8 @@ class Record:
             self._said_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line of `kind` start, ready, train, eval, epoch, checkpoint, fault or end.
+        """Append one line of `kind` start, reference, ready, train, eval, epoch,
+        checkpoint, fault or end.
 
         Raises ValueError if it cannot be written.
         """

@@ -75,6 +75,7 @@ ALONE = {
     "no such dataset folder": ["data.root=data/nowhere"],
     "a set to evaluate on with the name of the validation split": ["eval.sets.val.split=train"],
     "the best weights chosen by a set that is not there": ["eval.best_by=v2"],
+    "a published curve that is not there": ["eval.reference=vit_b16_deit3"],
     "labels to evaluate with that are not there": ["eval.sets.real.labels=real.json"],
     "an unknown split": ["data.train_split=trian"],
     "a filter with a column that is not there": ["data.filter=widht >= 64"],
