@@ -1,0 +1,174 @@
+"""The same small ViT trained by this project and by a plain loop of timm's parts.
+
+    python -m data_prep.digits --out data/digits
+    python benchmarks/convergence.py --data data/digits --work build/convergence
+
+Both read the same shards with the same settings: `configs/demo.yaml` with RandAugment, MixUp
+and drop path (`SETTINGS`), overridden by what is given on the command line. Everything
+random is each program's own: order, crops, mixing. The plain loop (`timm_loop.py`) has timm's
+model, transforms, Mixup, loss, optimizer and schedule, and torch's DataLoader; it begins with the
+weights that ours begins with, and once more with timm's own, so that what differs by the start is
+seen by itself.
+
+Each training is a process of its own with one thread and no workers; the two take turns, seed by
+seed. Images per second of processor time count whole trainings with their evaluations, without
+imports. The same command again continues where it was.
+
+FILE.json gets all figures, FILE.md the tables, FILE.png the curves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from measure import as_result, default_out, keep, machine, rows_of
+from timm_loop import check_known, timm_loop
+from trainings import Difference, Outcome, Training, difference, originals, ours, rights, trained
+
+from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.report.style import BLUE, GREEN, GREY, ORANGE, drawing
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "demo.yaml"
+SETTINGS = (
+    *("model.embed_dim=64", "model.depth=3", "model.num_heads=2", "model.drop_path_rate=0.1"),
+    # At magnitude 9 timm may posterize to 0 bits, which newer Pillows refuse.
+    *("augment.randaugment_layers=1", "augment.randaugment_magnitude=7"),
+    *("augment.mixup_alpha=0.2", "augment.mix_group_size=64", "optim.lr=2e-3"),
+    *("schedule.warmup_lr=1e-6", "schedule.warmup_epochs=1"),
+    *("train.epochs=6", "eval.every_epochs=1"),
+)
+SAME_START = "timm, our start"
+CONTESTANTS: dict[str, Callable[[Config], Outcome]] = {
+    "ours": ours,
+    SAME_START: partial(timm_loop, our_start=True),
+    "timm": timm_loop,
+}
+LINES = {"ours": (BLUE, "-"), SAME_START: (GREEN, "--"), "timm": (ORANGE, ":")}
+
+
+def main() -> None:
+    """Run the command line above."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    if args.seeds < 2:
+        parser.error(f"--seeds {args.seeds}: at least 2, for an interval over seeds")
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]
+    try:
+        config, _ = load_config(CONFIG, settings)
+        check_known(config)  # before the first minute of training, not behind it
+    except ValueError as error:
+        parser.error(str(error))
+    done: dict[str, list[Training]] = {name: [] for name in CONTESTANTS}
+    for seed in range(args.seeds):
+        for name, contestant in CONTESTANTS.items():
+            folder = args.work / f"{name.replace(', ', '_').replace(' ', '_')}_seed{seed}"
+            found = trained(CONFIG, [*settings, f"train.seed={seed}"], folder, contestant)
+            done[name].append(found)
+            cpu_s = found.found.cpu_s
+            print(f"{name}, seed {seed}: {found.found.top1:.2f} % in {cpu_s:.0f} s", flush=True)
+    groups = originals(args.data, config.data.val_split)
+    gaps = {
+        name: difference(rights(done[name]), rights(done["ours"]), groups)
+        for name in (SAME_START, "timm")
+    }
+    report = {
+        "machine": machine(args.work, ["torch", "torchvision", "timm", "pillow"]),
+        "data": f"{args.data.name}: {' '.join([*SETTINGS, *args.overrides])} over"
+        f" configs/demo.yaml; one thread, no workers, trainings in turn, seed by seed.",
+        "rounds": args.seeds,
+        "load": load,
+        "trainings": {name: [asdict(each.found) for each in all_] for name, all_ in done.items()},
+        "ours minus": {name: asdict(gap) for name, gap in gaps.items()},
+    }
+    out = args.out or default_out("convergence", report["machine"]["cpu"])
+    draw(done, gaps, out.with_suffix(".png"))
+    keep(out, "convergence", report, tables(done, gaps, images_trained(config, args.data)))
+
+
+def images_trained(config: Config, data: Path) -> int:
+    """Return how many images a training sees: full batches only, in both."""
+    from vit.data.shards.data_set import open_split
+
+    batch = config.data.global_batch_size
+    epochs = round(config.train.epochs or 0)
+    return open_split(data, config.data.train_split).num_samples // batch * batch * epochs
+
+
+def tables(
+    done: Mapping[str, Sequence[Training]], gaps: Mapping[str, Difference], num_images: int
+) -> dict[str, list[list[str]]]:
+    """Return accuracy by seed, and images per processor second, each with its head."""
+    seeds = range(len(done["ours"]))
+    accuracy = [["top-1 at the end, %", *(f"seed {seed}" for seed in seeds), "mean, 95 %"]]
+    for name, trainings in done.items():
+        found = [each.found.top1 for each in trainings]
+        accuracy.append([name, *(f"{top1:.2f}" for top1 in found), f"{statistics.mean(found):.2f}"])
+    for name, gap in gaps.items():
+        by_seed = [f"{each:+.2f}" for each in gap.by_seed]
+        accuracy.append([f"ours minus {name}, points", *by_seed, str(gap)])
+    found_tables = {"Accuracy": accuracy}
+    whole = [
+        [each.found for each in pair]
+        for pair in zip(*(done[name] for name in done), strict=True)
+        if not any(each.found.was_cut for each in pair)
+    ]
+    if not whole:
+        print("no pair of trainings was left undisturbed: no figures of speed", file=sys.stderr)
+        return found_tables
+    rates = {name: [num_images / pair[i].cpu_s for pair in whole] for i, name in enumerate(done)}
+    speed = as_result("Speed", "images/CPU-s", rates, ["timm"])
+    return {**found_tables, "Images per second of processor time": rows_of(speed)}
+
+
+def draw(
+    done: Mapping[str, Sequence[Training]], gaps: Mapping[str, Difference], picture: Path
+) -> None:
+    """Draw all curves, and beside them the differences at the end: seeds as dots, mean, 95 %."""
+    with drawing(picture, 3.4, layout="constrained") as figure:
+        curves, beside = figure.subplots(1, 2, width_ratios=[3, 2])
+        for name, trainings in done.items():
+            colour, style = LINES[name]
+            for number, each in enumerate(trainings):
+                label = name if number == 0 else None
+                line = np.array(each.found.curve).T
+                curves.plot(*line, style, color=colour, label=label, linewidth=1.4)
+        curves.set_title("Top-1 after each epoch, %")
+        curves.set_xlabel(f"epoch; a line for each of {len(done['ours'])} seeds")
+        curves.grid(True)
+        curves.legend(loc="lower right")
+        beside.axvline(0, color=GREY, linewidth=1)
+        for row, (name, gap) in enumerate(gaps.items()):
+            colour, _ = LINES[name]
+            beside.plot(gap.by_seed, [row + 0.15] * len(gap.by_seed), ".", color=GREY)
+            beside.plot([gap.low, gap.high], [row, row], color=colour, linewidth=2.5)
+            beside.plot([gap.points], [row], "D", color=colour)
+        beside.set_yticks(range(len(gaps)), [f"minus\n{name}" for name in gaps])
+        beside.set_ylim(len(gaps) - 0.5, -0.5)
+        beside.set_title("Ours at the end, points")
+        beside.set_xlabel("95 % interval over seeds and digits")
+        beside.grid(True, axis="x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Techniques compared in pairs, over seeds and images, each side with a tuned learning rate.
+
+    python -m data_prep.digits --out data/digits
+    python benchmarks/pairs.py --data data/digits --work build/pairs
+
+Both sides of a pair are the same small ViT (`configs/demo.yaml` with `SETTINGS`) but for what the
+pair is about (`ARMS`). Learning rates are tuned by the same budget for all: each rate of an arm's
+grid once, by the accuracy on a fifth of the *training* originals that this training has not seen
+(`TUNING_SEED`). The comparison then trains on all training images, with other seeds, and looks at
+the images to evaluate on at the end only. Drop path and averaging take the rate of the arm that
+they change.
+
+The interval is over seeds and originals, both random (`trainings.difference`). The same command
+again continues where it was.
+
+FILE.json gets all figures, FILE.md the tables, FILE.png the differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from measure import default_out, keep, machine
+from trainings import Difference, Training, difference, originals, rights, trained
+
+from vit.config.io import load_config
+from vit.data.shards.data_set import open_split
+from vit.report.style import BLUE, GREY, drawing
+
+ROOT = Path(__file__).parents[1]
+CONFIG = ROOT / "configs" / "demo.yaml"
+SETTINGS = (
+    *("model.embed_dim=64", "model.depth=2", "model.num_heads=2", "model.drop_path_rate=0.2"),
+    *("train.epochs=3", "schedule.warmup_epochs=0.5", "eval.every_epochs=null"),
+    *("train.ema_decay=0.98", "train.device=cpu"),
+)
+TUNING_SEED = 1000
+"""Far from those of the comparison, which count from 0."""
+TUNING_PART = 5
+"""One of so many originals of the training split is held out to choose rates by."""
+
+
+class Arm(NamedTuple):
+    """One side of a comparison."""
+
+    settings: tuple[str, ...]
+    lrs: tuple[float, ...] = ()
+    """The grid; without one it has the rate of `like`."""
+    like: str = ""
+
+
+class Pair(NamedTuple):
+    """What is compared: of each side an arm, and which of its weights."""
+
+    name: str
+    first: tuple[str, str]
+    second: tuple[str, str]
+
+
+ARMS = {
+    "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3)),
+    "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3)),
+    "LAMB + BCE": Arm(("optim.name=lamb", "loss.name=bce"), (5e-3, 1e-2, 2e-2)),
+    "constant drop path": Arm(
+        ("model.drop_path_rate=0.1", "model.drop_path_schedule=constant"), like="AdamW"
+    ),
+}
+PAIRS = (
+    Pair("Muon - AdamW", ("AdamW", "model"), ("Muon", "model")),
+    Pair("LAMB + BCE - AdamW + CE", ("AdamW", "model"), ("LAMB + BCE", "model")),
+    Pair(
+        "drop path constant .1 - linear to .2", ("AdamW", "model"), ("constant drop path", "model")
+    ),
+    Pair("average of weights (EMA) - last weights", ("AdamW", "model"), ("AdamW", "ema")),
+)
+
+
+class Bench:
+    """Where the data are, and the trainings."""
+
+    def __init__(self, data: Path, work: Path, overrides: Sequence[str]):
+        self.data = data
+        self.work = work
+        self.settings = (*SETTINGS, f"data.root={data}", *overrides)
+
+    def train(self, arm: str, lr: float, seed: int, *further: str) -> Training:
+        """Train, unless it is done, and say so."""
+        settings = [*self.settings, *ARMS[arm].settings, f"optim.lr={lr:g}", f"train.seed={seed}"]
+        name = "".join(letter if letter.isalnum() else "_" for letter in arm)
+        folder = self.work / f"{name}_lr{lr:g}_seed{seed}"
+        done = trained(CONFIG, [*settings, *further], folder)
+        print(
+            f"{arm}, lr {lr:g}, seed {seed}: {done.found.top1:.2f} %, {done.found.cpu_s:.0f} s",
+            flush=True,
+        )
+        return done
+
+    def tune(self) -> dict[str, dict[float, float]]:
+        """Return arm -> learning rate -> top-1 on the originals held out of training."""
+        split = open_split(self.data, "train")
+        held_out = originals(self.data, "train") % TUNING_PART == 0
+        keys = [split.key(int(i)) for i in np.flatnonzero(held_out)]
+        self.work.mkdir(parents=True, exist_ok=True)
+        exclude = self.work / "held_out.txt"
+        exclude.write_text("\n".join(keys) + "\n")
+        further = (f"data.exclude={exclude}", "data.val_split=train")
+        found: dict[str, dict[float, float]] = {}
+        for name, arm in ARMS.items():
+            for lr in arm.lrs:
+                done = self.train(name, lr, TUNING_SEED, *further)
+                right = done.right["model"][held_out]
+                found.setdefault(name, {})[lr] = 100 * float(right.mean())
+        return found
+
+    def compare(
+        self, chosen: Mapping[str, float], num_seeds: int
+    ) -> tuple[dict[str, list[Training]], list[Difference]]:
+        """Return the trainings of each arm, and the difference of each pair."""
+        done: dict[str, list[Training]] = {name: [] for name in ARMS}
+        for seed in range(num_seeds):
+            for name in ARMS:
+                done[name].append(self.train(name, chosen[ARMS[name].like or name], seed))
+        groups = originals(self.data, "val")
+        gaps = [
+            difference(
+                rights(done[pair.first[0]], pair.first[1]),
+                rights(done[pair.second[0]], pair.second[1]),
+                groups,
+            )
+            for pair in PAIRS
+        ]
+        return done, gaps
+
+
+def main() -> None:
+    """Run the command line above."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    if args.seeds < 2:
+        parser.error(f"--seeds {args.seeds}: at least 2, for an interval over seeds")
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    bench = Bench(args.data, args.work, args.overrides)
+    try:
+        load_config(CONFIG, bench.settings)
+    except ValueError as error:
+        parser.error(str(error))
+    tuned = bench.tune()
+    chosen = {name: max(found, key=lambda lr: found[lr]) for name, found in tuned.items()}
+    done, gaps = bench.compare(chosen, args.seeds)
+    report: dict[str, Any] = {
+        "machine": machine(args.work, ["torch", "timm"]),
+        "data": f"{args.data.name}: {' '.join([*SETTINGS, *args.overrides])} over"
+        " configs/demo.yaml, one thread, no workers.",
+        "rounds": args.seeds,
+        "load": load,
+        "tuned": tuned,
+        "trainings": {name: [asdict(each.found) for each in all_] for name, all_ in done.items()},
+        "differences": {pair.name: asdict(gap) for pair, gap in zip(PAIRS, gaps, strict=True)},
+    }
+    out = args.out or default_out("pairs", report["machine"]["cpu"])
+    draw(gaps, out.with_suffix(".png"))
+    keep(out, "pairs", report, tables(tuned, chosen, done, gaps))
+
+
+def tables(
+    tuned: Mapping[str, Mapping[float, float]],
+    chosen: Mapping[str, float],
+    done: Mapping[str, Sequence[Training]],
+    gaps: Sequence[Difference],
+) -> dict[str, list[list[str]]]:
+    """Return the tables, each with its head: differences, arms, tuning."""
+    pairs = [["pair", "points, 95 %", *(f"seed {i}" for i in range(len(gaps[0].by_seed)))]]
+    for pair, gap in zip(PAIRS, gaps, strict=True):
+        pairs.append([pair.name, str(gap), *(f"{each:+.2f}" for each in gap.by_seed)])
+    arms = [["arm", "lr", "top-1, mean", "from", "to", "of the average", "CPU-s"]]
+    for name, trainings in done.items():
+        found = [100 * float(each.right["model"].mean()) for each in trainings]
+        averaged = [100 * float(each.right["ema"].mean()) for each in trainings]
+        seconds = [each.found.cpu_s for each in trainings if not each.found.was_cut]
+        arms.append(
+            [
+                name,
+                f"{chosen[ARMS[name].like or name]:g}",
+                *(f"{value:.2f}" for value in (statistics.mean(found), min(found), max(found))),
+                f"{statistics.mean(averaged):.2f}",
+                f"{statistics.median(seconds):.0f}" if seconds else "cut off",
+            ]
+        )
+    rates = [["tuning: top-1 on held-out training originals", "", "", ""]]
+    for name, found_by_lr in tuned.items():
+        rates.append([name, *(f"{lr:g}: {top1:.2f}" for lr, top1 in found_by_lr.items())])
+    return {"Differences": pairs, "Arms": arms, "Learning rates": rates}
+
+
+def draw(gaps: Sequence[Difference], picture: Path) -> None:
+    """Draw the difference of each pair: seeds as dots, mean and interval as a bar."""
+    with drawing(picture, 0.9 + 0.55 * len(gaps), layout="constrained") as figure:
+        axes = figure.subplots()
+        axes.axvline(0, color=GREY, linewidth=1)
+        for row, gap in enumerate(gaps):
+            axes.plot(gap.by_seed, [row + 0.18] * len(gap.by_seed), ".", color=GREY)
+            axes.plot([gap.low, gap.high], [row, row], color=BLUE, linewidth=2.5)
+            axes.plot([gap.points], [row], "D", color=BLUE)
+        axes.set_yticks(range(len(gaps)), [pair.name for pair in PAIRS])
+        axes.set_ylim(len(gaps) - 0.5, -0.5)
+        axes.set_title("Points of top-1, 95 % interval over seeds and digits; dots: seeds")
+        axes.grid(True, axis="x")
+
+
+if __name__ == "__main__":
+    main()
