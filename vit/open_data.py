@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from vit.config.schema import DataConfig, ModelConfig
+from vit.data.part import Part, parse_name
 from vit.data.shards import data_set
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
@@ -24,21 +25,25 @@ def open_split(
 ) -> Split:
     """Open `split` of `root` (by default `data.root`) with the cache and the patience of `data`.
 
+    It may be a part, as `train[99%:]` (`vit.data.part`).
+
     Of several ranks the first asks a server about the shards and hands the answer to the others;
     one rank of each host checks all rows of the index. Raises ShardError.
     """
     opened: list[Split] = []
+    part = parse_name(split)
 
     def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
-        return data_set.open_split(
+        whole = data_set.open_split(
             resolve(root or data.root),
-            split,
+            part.split,
             data.cache_dir,
             data.cache_gib,
             RetryPolicy(data.patience_s),
             is_checked,
             versions,
         )
+        return whole if part.start is None else Part(whole, split)
 
     def open_first() -> list[Any] | None:
         opened.append(open_it())

@@ -18,6 +18,7 @@ from vit.config import io as config_io
 from vit.config.schema import AugmentConfig, Config, DataConfig, OptimConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
+from vit.data.part import part_size
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.stream import NOT_EXACT
 from vit.freeze import create_trained_model
@@ -260,7 +261,8 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
             )
         classes_assumed = "" if config.model.num_classes else " (assumed)"
         num_classes = config.model.num_classes or 1000
-        plan, order = make_plan(config, data.num_samples or IMAGENET_IMAGES, world_size)
+        assumed = part_size(data.train_split, IMAGENET_IMAGES)
+        plan, order = make_plan(config, data.num_samples or assumed, world_size)
     else:
         train = choose_train_set(data, splits, val_split, num_classes=config.model.num_classes)
         num_classes = choose_num_classes(config.model, data, train.split, val_split)

@@ -157,6 +157,7 @@ STATED: dict[str, dict] = {
     },
     # Better plain ViT: decay 0.1 as torch's AdamW has it, crops from 5 %, 10,000 steps
     "bv_s16_90ep": {
+        "data.train_split": "train[:99%]",
         "optim.weight_decay": pytest.approx(0.1),
         "train.epochs": 90,
         "model.pos_embed": "sincos2d",

@@ -19,7 +19,7 @@ class EvalSetConfig(Section):
     root: str | None = None
     """Folder or URL of its shards; `None`: `data.root`."""
     split: str | None = None
-    """`None`: `data.val_split`."""
+    """A split, or a part of one, as `train[99%:]`; `None`: `data.val_split`."""
     labels: str | None = None
     """JSON file with the right classes of each image, as ImageNet-ReaL's `real.json`: a list of
     lists in the order of the images' keys, or a list for each key. Any of them counts as right;

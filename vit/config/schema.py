@@ -30,7 +30,7 @@ class DataConfig(Selection):
     root: Annotated[str, MAY_CHANGE]
     """Folder of shards with its `_info.json`, or its URL (see docs/data.md)."""
     train_split: str = "train"
-    """Split to train on."""
+    """Split to train on, or a part of one: `train[:99%]` (docs/evaluation.md)."""
     val_split: Annotated[str, MAY_CHANGE] = "val"
     """Split to evaluate on."""
     sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE] = ()

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from vit.config.base import Selection
 from vit.data.hashing import fold
+from vit.data.part import Part
 from vit.data.row_filter import RowFilter
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
@@ -232,6 +233,10 @@ def _idx_names(split: Split) -> Iterator[str]:
     From `.idx` next to the tar where it fits the index, else from the tar's headers: a read per
     sample.
     """
+    if isinstance(split, Part):
+        names = list(_idx_names(split.whole))
+        yield from (names[number] for number in split.numbers)
+        return
     folder = split.tars.folder if isinstance(split.tars, CachedTars) else None
     firsts = first_samples(split.lengths)
     for filename, (first, stop) in zip(split.filenames, pairwise(firsts), strict=True):

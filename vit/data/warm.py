@@ -25,6 +25,7 @@ from vit.config.base import SourceConfig
 from vit.config.io import load_config
 from vit.config.schema import DataConfig
 from vit.data.hashing import hash64
+from vit.data.part import parse_name
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched
 from vit.data.storage.cached_tars import CacheBlock, CachedTars
@@ -197,7 +198,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 for source in data.sources or (SourceConfig(),)
             ]
             wanted += further
-        for root, split in dict.fromkeys(wanted):
+        for root, split in dict.fromkeys((root, parse_name(name).split) for root, name in wanted):
             tars = open_split(
                 resolve(root),
                 split,

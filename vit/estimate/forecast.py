@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vit.config.schema import Config
+from vit.data.part import parse_name, part_size
 from vit.estimate.host_memory import HostMemory, host_memory
 from vit.estimate.memory import StepMemory, step_memory
 from vit.freeze import create_trained_model
@@ -264,10 +265,16 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
         splits = open_train_splits(at_once)
         further = [open_split(at_once, split, root=root) for root, split in places]
     except ShardError as error:
-        images = config.data.num_samples or IMAGENET_IMAGES
+        images = config.data.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
         plan, _ = make_plan(config, images, num_gpus)
         classes = config.model.num_classes or 1000
-        assumed = tuple(IMAGENET_VAL_IMAGES for _ in places)
+        trained = parse_name(config.data.train_split).split
+        assumed = tuple(
+            part_size(split, IMAGENET_IMAGES)
+            if parse_name(split).split == trained
+            else IMAGENET_VAL_IMAGES
+            for _, split in places
+        )
         return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
     train = choose_train_set(config.data, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)

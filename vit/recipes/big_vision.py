@@ -28,6 +28,7 @@ _PLACES = re.compile(
 )
 """Keys that say where things are, what is shown and how fast it runs."""
 _NAMES = {"Ti": "ti", "S": "s", "B": "b", "L": "l", "H": "h", "So400m": "so400m", "G": "G"}
+_PERCENT = re.compile(r"train\[(\d+%)?:(\d+%)?\]")
 _CROPS = ("inception_crop", "decode_jpeg_and_inception_crop")
 
 
@@ -115,6 +116,9 @@ def _say_length(reading: _Config) -> None:
     split = reading.get("input.data.split", "train")
     if split == "train":
         reading.same(reading.there("input.data.split"))
+    elif _PERCENT.fullmatch(split):
+        text = f"{split}: the samples by their order of storage there, by a hash here"
+        reading.differs("input.data.split", text, _parts(reading, split))
     else:
         text = f"training on {split}: give a split of that part as data.train_split"
         reading.cannot("input.data.split", text)
@@ -123,6 +127,18 @@ def _say_length(reading: _Config) -> None:
         text = f"order from a buffer of {size:,} there, an exact one over all data here"
         reading.differs("input.shuffle_buffer_size", text)
     reading.same(reading.there("seed"), {"train.seed": reading.get("seed", 0)})
+
+
+def _parts(reading: _Config, split: str) -> dict[str, Any]:
+    """Settings: what is trained on, and the part of the same split that evaluations are named for.
+
+    `evals.*` are no part of the recipe, but `minival` is what training leaves out.
+    """
+    settings: dict[str, Any] = {"data.train_split": split}
+    held_out = reading.get("evals.minival.data.split")
+    if held_out is not None and _PERCENT.fullmatch(held_out):
+        settings["eval.sets"] = {"minival": {"split": held_out}}
+    return settings
 
 
 def _say_model(reading: _Config) -> None:

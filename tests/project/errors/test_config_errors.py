@@ -77,6 +77,7 @@ ALONE = {
     "the best weights chosen by a set that is not there": ["eval.best_by=v2"],
     "a published curve that is not there": ["eval.reference=vit_b16_deit3"],
     "labels to evaluate with that are not there": ["eval.sets.real.labels=real.json"],
+    "a part of a split that is none": ["data.train_split=train[99%]"],
     "an unknown split": ["data.train_split=trian"],
     "a filter with a column that is not there": ["data.filter=widht >= 64"],
     "a URL of a misspelt kind": ["data.root=htps://example.org/shards"],

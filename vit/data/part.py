@@ -1,0 +1,131 @@
+"""A part of a split, as `train[:99%]` to train on and `train[99%:]` to evaluate on.
+
+The notation is that of TensorFlow Datasets and Hugging Face's. Samples are counted in the order of
+a hash of their numbers, not as they are stored: a hundredth of shards that are sorted by class is a
+hundredth of each class. Parts that meet at a percentage have no sample in common and leave none
+out. `Part` is a split like any other, with numbers of its own from 0.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.data.hashing import fold
+from vit.data.shards.split import Split
+from vit.system.files import ShardError
+
+# Apart from the hashes that `data.fraction` and others choose by (`vit.data.select`).
+_PART = 1
+_NAME = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]")
+
+
+class PartName(NamedTuple):
+    """The name of a part, or of a split."""
+
+    split: str
+    """In which it is."""
+    start: float | None
+    """Per cent of the samples, from 0 to 100; None: the whole split."""
+    stop: float
+
+
+def parse_name(name: str) -> PartName:
+    """Return what `train`, `train[:99%]` or `train[10%:20%]` names.
+
+    Raises ShardError for brackets with anything else.
+    """
+    if not name.endswith("]"):
+        return PartName(name, None, 100.0)
+    found = _NAME.fullmatch(name)
+    try:
+        assert found is not None
+        start = float((found["start"] or "0%")[:-1])
+        stop = float((found["stop"] or "100%")[:-1])
+        assert 0 <= start < stop <= 100
+    except (AssertionError, ValueError):
+        raise ShardError(
+            f"split {name!r}: expected a part as train[:99%], train[99%:] or train[10%:20%], from"
+            " less to more"
+        ) from None
+    return PartName(found["split"], start, stop)
+
+
+def part_size(name: str, total: int) -> int:
+    """Return how many of the `total` samples of its split `name` has."""
+    _, start, stop = parse_name(name)
+    first, end = _between(start or 0.0, stop, total)
+    return end - first
+
+
+def _between(start: float, stop: float, total: int) -> tuple[int, int]:
+    return round(total * start / 100), round(total * stop / 100)
+
+
+class Part(Split):
+    """The samples of a split between two percentages.
+
+    Its rows of the index are a copy, 40 bytes a sample in each process.
+    """
+
+    def __init__(self, whole: Split, name: str):
+        """name: as `parse_name` reads it, with percentages. Raises ShardError if it is empty."""
+        _, start, stop = parse_name(name)
+        assert start is not None, f"{name} is a whole split"
+        total = whole.num_samples
+        first, end = _between(start, stop, total)
+        by_hash = np.argsort(fold(_PART, np.arange(total)), kind="stable")
+        self.whole = whole
+        self.numbers: NDArray[np.integer] = np.sort(by_hash[first:end]).astype(
+            np.min_scalar_type(total)
+        )
+        """(num_samples,) their numbers in `whole`, ascending."""
+        if not len(self.numbers):
+            raise ShardError(f"{whole.root} {name!r}: of {total:,} samples, that is none")
+        super().__init__(
+            whole.root,
+            name,
+            whole.filenames,
+            whole.lengths,
+            whole.index[self.numbers],
+            whole.num_classes,
+            whole.class_names,
+            whole.tars,
+        )
+
+    def read(self, i: int) -> bytes:
+        """As `Split.read`."""
+        return self.whole.read(int(self.numbers[i]))
+
+    def where(self, i: int) -> str:
+        """As `Split.where`."""
+        return self.whole.where(int(self.numbers[i]))
+
+    def key(self, i: int) -> str:
+        """As `Split.key`."""
+        return self.whole.key(int(self.numbers[i]))
+
+    def key_in(self, name: str) -> str:
+        """As `Split.key_in`."""
+        return self.whole.key_in(name)
+
+    def prefetch(self, samples: NDArray[np.int64]) -> None:
+        """As `Split.prefetch`."""
+        self.whole.prefetch(self._in_whole(samples))
+
+    def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
+        """As `Split.divided`: the whole split, with its own numbers."""
+        return self.whole.divided(self._in_whole(samples))
+
+    def _in_whole(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self.numbers[samples].astype(np.int64)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "index": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.index = self.whole.index[self.numbers]
