@@ -23,6 +23,7 @@ from vit.loss import cross_entropy
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.groups import parameter_groups
+from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
 from vit.run.checkpoint import named_tensors
@@ -227,6 +228,7 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
             micro_batch_size=4,
             precision=precision,
             clip_grad_norm=1.0,
+            norms=Norms(model, 1, 9),
         )
         batch = make_batch()
         batch = replace(batch.to(gpu), table=torch.from_numpy(table), bad_keys=("a", "b"))
@@ -239,8 +241,8 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
         change = step.augment.change_batch
         step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may take constants along
         mode.waits.clear()
-        values, norm, rows = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
-    assert {tensor.device for tensor in (values, norm, *rows)} == {gpu}
+        values, norm, rows, norms = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
+    assert {tensor.device for tensor in (values, norm, *rows, norms.values)} == {gpu}
     assert mode.waits == []
 
 

@@ -34,6 +34,7 @@ from vit.mfu import find_peak
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import Ema
+from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan, make_plan, rates
 from vit.ranks.distributed import World, wrap
@@ -295,6 +296,7 @@ def create_train_step(
     with world.fail_together():
         loss = create_loss(config.loss, num_classes, world.device)
         checkpoint_activations(model, config.train.activation_checkpointing)
+        norms = create_norms(model, config.log, plan.total_steps)
     why_eager = ""
     if config.train.compile:
         # The average, too: it is evaluated as often as the model.
@@ -318,6 +320,7 @@ def create_train_step(
         loss=loss,
         clip_grad_norm=config.optim.clip_grad_norm,
         ema=ema,
+        norms=norms,
         seed=config.train.seed,
         why_eager=why_eager,
     )

@@ -27,17 +27,22 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
+from vit.data.augment.draw import mixes
 from vit.data.batches import Batch
 from vit.data.hashing import fold
+from vit.layers.attention_logits import largest_logits
 from vit.layers.blocks import Blocks
 from vit.loss import Loss, cross_entropy
 from vit.metrics import margins
 from vit.optim.ema import Ema
+from vit.optim.norms import Measured, Norms, NormsByName
 from vit.optim.optimizer import set_rates
 from vit.precision import LossScale, autocast
 from vit.ranks.distributed import World, no_sync
 
 _SEED_DROPOUT = 0x0D0
+IMAGES_OF_LOGITS = 8
+"""Of the global batch, the first ones: the largest attention logit is looked for in these."""
 
 
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
@@ -159,6 +164,8 @@ class StepValues(NamedTuple):
     smoothed; NaN for a row of weight 0."""
     margins: NDArray[np.float32]
     """(rows,) how far the logit of its own label is above all others (`vit.metrics.margins`)."""
+    norms: NormsByName | None
+    """At the steps of `log.norms_every_steps`."""
 
 
 class StepResult:
@@ -166,14 +173,22 @@ class StepResult:
 
     sums: (4 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
     grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, each
-    in as many pieces as there are micro-batches.
+    in as many pieces as there are micro-batches. norms: of a step at which they are measured.
     """
 
     def __init__(
-        self, sums: Tensor, grad_norm: Tensor, report_size: int = 1, rows: Sequence[Tensor] = ()
+        self,
+        sums: Tensor,
+        grad_norm: Tensor,
+        report_size: int = 1,
+        rows: Sequence[Tensor] = (),
+        norms: Measured | None = None,
     ):
         # One vector, so that the rows cost neither a launch nor a copy of their own.
-        values = torch.cat([sums, grad_norm[None], *rows])
+        ends = [] if norms is None else [norms.values]
+        values = torch.cat([sums, grad_norm[None], *rows, *ends])
+        self._norms = norms
+        self._num_rows_values = sum(map(len, rows))
         self._report_size = report_size
         self._num_shared = len(sums) + 1
         self._event: torch.cuda.Event | None = None
@@ -191,7 +206,8 @@ class StepResult:
         if self._event is not None:
             self._event.synchronize()  # the only wait for the device, one step late
         *sums, grad_norm = self._values[: self._num_shared].tolist()
-        losses, row_margins, weights = self._values[self._num_shared :].numpy().reshape(3, -1)
+        of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
+        losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
         reports = sums[Slot.RANK_REPORTS :]
         size = self._report_size
         return StepValues(
@@ -202,6 +218,7 @@ class StepResult:
             rank_reports=[tuple(reports[i : i + size]) for i in range(0, len(reports), size)],
             losses=np.where(weights > 0, losses, np.float32(np.nan)),
             margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
+            norms=None if self._norms is None else self._norms.named(of_norms.tolist()),
         )
 
 
@@ -232,6 +249,7 @@ class TrainStep:
         loss: Loss | None = None,
         clip_grad_norm: float | None = None,
         ema: Ema | None = None,
+        norms: Norms | None = None,
         seed: int = 0,
         why_eager: str = "",
     ):
@@ -247,6 +265,7 @@ class TrainStep:
         self.loss = loss or cross_entropy
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
+        self.norms = norms
         self.seed = seed
         self.why_eager = why_eager
         self.mark: Callable[[Part], object] = _unmarked
@@ -264,12 +283,12 @@ class TrainStep:
         batch: after `Augment.change_batch`, on any device. stop: whether this rank was asked to
         stop. report: numbers shared with all ranks; every rank must pass the same number of them.
         """
-        sums, grad_norm, rows = self._queue(batch, step, stop, report)
-        return StepResult(sums, grad_norm, len(report), rows)
+        sums, grad_norm, rows, norms = self._queue(batch, step, stop, report)
+        return StepResult(sums, grad_norm, len(report), rows, norms)
 
     def _queue(
         self, batch: Batch, step: int, stop: bool, report: tuple[float, ...]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor, list[Tensor], Measured | None]:
         """Queue everything on the device; return what `StepResult` takes."""
         # Dropout and drop path depend on (seed, rank, step) only, so a resumed run draws the same.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
@@ -305,10 +324,17 @@ class TrainStep:
             sums[position].fill_(number)
 
         self.mark(Part.UPDATE)
-        grad_norm = self._update(step)
+        norms = None
+        if self.norms is not None and self.norms.is_due(step):
+            logits = self._largest_logits(batch)
+            self.norms.begin(self.loss_scale.value)
+            grad_norm = self._update(step)
+            norms = self.norms.end(logits)
+        else:
+            grad_norm = self._update(step)
         self._clear_gradients(batch)
         pieces = [piece for kind in zip(*rows, strict=True) for piece in kind]
-        return self.world.sum_(sums), grad_norm, pieces
+        return self.world.sum_(sums), grad_norm, pieces, norms
 
     def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each row, (B,) float32, and the logits, (B, classes)."""
@@ -320,6 +346,24 @@ class TrainStep:
         with autocast(self.precision, self.world.device):
             logits = self.wrapped(inputs)
         return self.loss(logits, targets), logits
+
+    @torch.no_grad()
+    def _largest_logits(self, batch: Batch) -> Tensor:
+        """Return the largest attention logit of each block, (blocks,) float32; (0,) for none.
+
+        In the first images of the global batch, as the weights before the update see them.
+        """
+        config = self.augment.config
+        unit = config.mix_group_size if mixes(config) else 1
+        rows = batch.rows(0, -(-IMAGES_OF_LOGITS // unit) * unit).to(self.world.device)
+        # Eager: further graphs, for so few images, would cost seconds.
+        with torch.compiler.set_stance("force_eager"):
+            inputs, _ = self.augment.finish(rows.images, rows.labels, rows.table)
+            with autocast(self.precision, self.world.device):
+                found = largest_logits(self.model, inputs[:IMAGES_OF_LOGITS])
+        # The first ones are on the first ranks; the others compute as well, as shards would need.
+        found[:, max(IMAGES_OF_LOGITS - self.world.rank * len(batch.labels), 0) :] = -torch.inf
+        return self.world.max_(found.amax(1)) if len(found) else found.new_empty(0)
 
     @torch.no_grad()
     def _update(self, step: int) -> Tensor:

@@ -130,6 +130,7 @@ def _create_monitor(run: Run, loader: Loader) -> Monitor:
         step.lr_at,
         utilization,
         run.saver.samples,
+        step.weight_decay_at,
     )
 
 

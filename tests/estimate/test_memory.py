@@ -155,6 +155,16 @@ def test_gradients_count_only_where_they_exist_at_the_peak():
     assert alone.gradients < in_ddp.gradients == in_ddp.weights
 
 
+def test_the_copy_for_norms_counts_where_weights_are_more_than_activations():
+    model = {"name": "vit_s16", "depth": 2, "image_size": 16}
+    sections = {"model": model, "data": {"root": "none", "global_batch_size": 1}}
+    without, measured = (
+        count(config_of(**sections, log={"norms_every_steps": every}), 1000, 1, 1, 1)
+        for every in (None, 100)
+    )
+    assert 0.9 * without.weights < measured.total - without.total < 1.1 * without.weights
+
+
 def test_bf16_keeps_less_than_fp32():
     fp32, bf16 = (
         count(

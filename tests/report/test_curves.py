@@ -137,6 +137,16 @@ def test_the_axis_of_accuracy_ends_at_100(tmp_path):
     )
 
 
+def test_a_weight_decay_that_changes_is_drawn_beside_the_rate(tmp_path):
+    figure = Figure()
+    axes = figure.subplots()
+    lines = [train_line(step, weight_decay=step / 100) for step in (10, 20, 30)]
+    curves._draw_panel(axes, curves._read_curves(record(tmp_path, *lines)), "learning_rate")
+    _, decay = figure.axes
+    assert axes.get_title() == "Learning rate and weight decay"
+    assert decay.get_lines()[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2], [30, 0.3]]
+
+
 def test_panels_can_stand_in_one_page(tmp_path):
     panels = curves.curve_panels(troubled_run(tmp_path))
     assert list(panels) == ["loss", "accuracy", "learning_rate", "throughput"]

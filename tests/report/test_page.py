@@ -139,7 +139,8 @@ def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
     run_dir = folder / "a run <i>&amp; more"
     for _ in range(2):
         # far too high: there must be mistakes to show
-        train(config, run_dir, "optim.lr=0.5", ranks=0)
+        more = ("log.norms_every_steps=5", "schedule.final_weight_decay=0.4")
+        train(config, run_dir, "optim.lr=0.5", *more, ranks=0)
     return run_dir, report_of(run_dir)
 
 
@@ -169,6 +170,7 @@ def test_one_file_holds_everything(finished):
     assert {path.stem for path in (run_dir / "report").glob("*.png")} == set(PAINTERS)
     assert len(pictures) == len(PAINTERS) - 1  # the curves are drawn as SVG
     assert len(page.attributes("svg")) == 4
+    assert [line["step"] for line in metrics(run_dir, "norms")] == [5, 10, 12]
     ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert {attributes["href"][1:] for attributes in page.attributes("a")} <= set(ids)
@@ -294,7 +296,7 @@ def test_without_the_data_the_rest_is_there(finished, tmp_path):
     run_dir = copied(finished[0], tmp_path)
     set_key(run_dir, "root", "/nowhere/at/all")
     page = remade(run_dir)
-    assert len(check_self_contained(page)) == 3  # confusion, positions, filters
+    assert len(check_self_contained(page)) == 4  # norms, confusion, positions, filters
     assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
     assert HOSTILE[0] in page.text  # the weights know the names
 

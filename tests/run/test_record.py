@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
-from vit.run.record import Record, read_metrics
+from vit.run.record import Record, numbers_of, read_metrics
 
 ROOT = Path(__file__).parents[2]
 OFF = LogConfig(wandb="off")
@@ -49,10 +50,14 @@ def test_each_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
 def test_numbers_that_are_not_finite_become_null(tmp_path, value):
     record = record_in(tmp_path)
     record.write("train", 1, loss=value, lr=0.1)
+    record.write("norms", 1, grad_norm={"embed": value, "head": 2.0})
     record.close()
     text = (tmp_path / METRICS_FILE).read_text()
-    line = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    refuse = partial(json.loads, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    line, norms = map(refuse, text.splitlines())
     assert (line["loss"], line["lr"]) == (None, 0.1)
+    assert norms["grad_norm"] == {"embed": None, "head": 2.0}
+    assert numbers_of(norms) == {"norms/grad_norm/head": 2.0}
 
 
 @given(st.integers(0, 200))
@@ -166,6 +171,7 @@ def test_lines_for_people_go_to_stderr_as_they_are(tmp_path, capsys):
 
 HOLD = """
 import sys, time
+from functools import partial
 from pathlib import Path
 from vit.run.folder import RunLock
 lock = RunLock(Path(sys.argv[1]))

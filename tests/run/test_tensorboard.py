@@ -47,6 +47,10 @@ def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
             if is_shown and isinstance(value, int | float):
                 event = (line["step"], line["time"], float(np.float32(value)))
                 found[f"{line['kind']}/{key}"].append(event)
+            elif line["kind"] == "norms" and isinstance(value, dict):
+                for layer, norm in value.items():
+                    event = (line["step"], line["time"], float(np.float32(norm)))
+                    found[f"norms/{key}/{layer}"].append(event)
     return dict(found)
 
 
@@ -54,6 +58,7 @@ def test_numbers_and_pictures(tmp_path):
     record = started(tmp_path, 0)
     for step in (1, 2, 3):
         record.write("train", step, loss=0.1 * step, lr=1e-3, mfu=None, data_wait_host="vm")
+    record.write("norms", 3, grad_norm={"embed": 0.25, "blocks.0": 0.1})
     record.write("eval", 3, top1=71.5, num_images=23)
     record.write("fault", 3, reason="x", loss=7.0)
     pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
@@ -61,7 +66,9 @@ def test_numbers_and_pictures(tmp_path):
     record.log_pictures({"curves": tmp_path / "a.png"})
     record.close()
     assert shown(tmp_path) == recorded(tmp_path)
-    assert set(recorded(tmp_path)) == {"train/loss", "train/lr", "eval/top1", "eval/num_images"}
+    of_norms = {"norms/grad_norm/embed", "norms/grad_norm/blocks.0"}
+    of_lines = {"train/loss", "train/lr", "eval/top1", "eval/num_images"}
+    assert set(recorded(tmp_path)) == of_lines | of_norms
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
     (picture,) = read.Images("report/curves")

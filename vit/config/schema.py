@@ -275,6 +275,9 @@ class LogConfig(Section):
     every_steps: Positive | None = None
     """Steps between two lines of training metrics. `None`: 50, or a twentieth of a run of less
     than 1,000 steps."""
+    norms_every_steps: Positive | None = None
+    """Steps between two measurements of each layer's gradient, weights and update, and of its
+    largest attention logit, also made at the last step (docs/training.md); `None`: never."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """Weights & Biases: `auto` is online with a key and a network, else offline. The record is
     complete without it."""

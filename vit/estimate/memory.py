@@ -34,6 +34,7 @@ from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.freeze import freeze as freeze_parameters
 from vit.model import create_model
+from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
 from vit.ranks.distributed import World
@@ -87,7 +88,7 @@ class StepMemory:
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     """Count the bytes of one step of `plan` on each rank; without torch.compile, which needs less.
 
-    config: its sections model, init, optim, train and augment; batches are those of `plan`.
+    config: its sections model, init, optim, train, augment and log; batches are those of `plan`.
     """
     optim = config.optim
     train = config.train
@@ -125,6 +126,8 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             micro_batch_size=plan.micro_batch_size,
             precision=train.precision,
             clip_grad_norm=optim.clip_grad_norm,
+            # At the step that is counted, the first one of one.
+            norms=create_norms(model, config.log, 1),
         )
         before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))

@@ -13,7 +13,7 @@ or a network can make slow waits through torchrun's key-value store instead:
     fail_together         all for all, each may save or load meanwhile    LONGEST_WAIT
     check_same            broadcast_from_main, then fail_together
     barrier               fail_together, then a collective
-    sum_, any_rank, DDP   all for all, in a collective                    COLLECTIVE_TIMEOUT
+    sum_, max_, any_rank  all for all, in a collective, as DDP            COLLECTIVE_TIMEOUT
     broadcast_            all for rank 0, in a collective                 COLLECTIVE_TIMEOUT
 
 How a failure of one rank reaches the others:
@@ -116,6 +116,12 @@ class World:
         """Sum `tensor` over the ranks in place; queued on the device like any other operation."""
         if self.size > 1:
             dist.all_reduce(tensor)
+        return tensor
+
+    def max_(self, tensor: Tensor) -> Tensor:
+        """Take the largest of each element over the ranks, in place and queued as `sum_`."""
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:

@@ -7,12 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vit.layers.attention_logits import attention_modules, catching, logits_of
 from vit.weights.files import grid_size
-
-PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
-"""Modules whose class `Attention` is softmax(q k / sqrt(dim)) and nothing else: ours, and timm's,
-which has moved. Its other kinds add position biases, rotate queries and keys, or look at windows of
-the image."""
 
 
 def check_rollout(model: nn.Module) -> tuple[int, int]:
@@ -40,20 +36,6 @@ def _is_read(model: nn.Module) -> bool:
     return hasattr(pool, "project")
 
 
-def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the self-attention of each block; ValueError if one has another kind, or none."""
-    found = [
-        module
-        for module in model.modules()
-        if type(module).__name__ == "Attention" and type(module).__module__ in PLAIN_ATTENTION
-    ]
-    if not found or len(found) != len(getattr(model, "blocks", ())):
-        raise ValueError(
-            f"{type(model).__name__} has no plain self-attention in each of its blocks"
-        )
-    return found
-
-
 class AttentionMaps(NamedTuple):
     """What looks where in one forward pass of B images; rows of weights have the sum 1."""
 
@@ -76,23 +58,15 @@ def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
     """
     maps = list[Tensor]()
 
-    def catch(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        # The fused kernels never hold these weights, so they are computed again from the input.
-        q, k = _queries_and_keys(attention, *args, **options)
-        maps.append((q * q.shape[-1] ** -0.5 @ k.transpose(-2, -1)).softmax(-1))
+    def catch(queries: Tensor, keys: Tensor) -> None:
+        maps.append(logits_of(queries, keys).softmax(-1))
 
     attentions = attention_modules(model)
     pool = getattr(model, "attn_pool", None)
     if pool is not None and _is_read(model):
         attentions.append(pool)  # called last
-    handles = [
-        attention.register_forward_pre_hook(catch, with_kwargs=True) for attention in attentions
-    ]
-    try:
+    with catching(attentions, catch):
         logits = model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
     blocks = maps[: len(getattr(model, "blocks", ()))]
     return AttentionMaps(blocks, _reading(model, blocks, maps[len(blocks) :]), logits)
 
@@ -120,26 +94,6 @@ def even_reading(num_tokens: int, num_prefix_tokens: int, global_pool: str) -> T
     else:
         weights[..., num_prefix_tokens:] = 1.0 / (num_tokens - num_prefix_tokens)
     return weights
-
-
-def _queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
-    """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
-
-    Of a MAP head there is one query: (1, heads, 1, head_dim).
-    """
-    if hasattr(attention, "project"):  # ours: with all that its forward pass does to them
-        return [part.float() for part in attention.project(x, *args, **options)[:2]]
-    if hasattr(attention, "kv"):  # timm's MAP head
-        q = attention.q(attention.latent).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
-        kv = attention.kv(x).unflatten(2, (2, attention.num_heads, -1))
-        k = kv[:, :, 0].transpose(1, 2)
-        return [attention.q_norm(q).float(), attention.k_norm(k).float()]
-    qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
-    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    # timm's option; normalised queries are scaled as all others are
-    q = getattr(attention, "q_norm", nn.Identity())(q)
-    k = getattr(attention, "k_norm", nn.Identity())(k)
-    return [q, k]
 
 
 def output_attention(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int) -> Tensor:

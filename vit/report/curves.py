@@ -188,9 +188,15 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
 
 
 def _draw_learning_rate(axes: Axes, history: History) -> None:
-    _line(axes, history.of_kind("train"), "lr", "-", BLUE)
+    train = history.of_kind("train")
+    _line(axes, train, "lr", "-", BLUE)
     axes.set(title="Learning rate", ylim=(0, None))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if any("weight_decay" in line for line in train):  # it changes over the run
+        axes.set_title("Learning rate and weight decay")
+        decay = _right_axis(axes, "weight decay (dashed)")
+        _line(decay, train, "weight_decay", "--", ORANGE)
+        decay.set_ylim(0, None)
 
 
 def _draw_throughput(axes: Axes, history: History) -> None:
@@ -200,12 +206,19 @@ def _draw_throughput(axes: Axes, history: History) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     steps, percent = _points(train, "data_wait_percent")
     if len(steps):
-        share = axes.twinx()
+        share = _right_axis(axes, "% of time waiting for data")
         share.fill_between(steps, percent, color=ORANGE, alpha=0.4, linewidth=0)
-        share.set(ylim=(0, 100), ylabel="% of time waiting for data")
-        share.spines["right"].set_visible(True)
-        share.tick_params(axis="y", colors=ORANGE)
-        share.yaxis.label.set_color(ORANGE)
+        share.set_ylim(0, 100)
+
+
+def _right_axis(axes: Axes, label: str) -> Axes:
+    """Return axes of the same steps with an orange scale of their own at the right."""
+    right = axes.twinx()
+    right.set_ylabel(label)
+    right.spines["right"].set_visible(True)
+    right.tick_params(axis="y", colors=ORANGE)
+    right.yaxis.label.set_color(ORANGE)
+    return right
 
 
 PANELS: dict[str, Callable[[Axes, History], None]] = {

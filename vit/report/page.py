@@ -162,6 +162,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),
         "curves": _curves(run_dir),
+        "has_norms": bool(history.of_kind("norms")),
         "pictures": {name: _picture(pictures, name) for name in PAINTERS},
         "confused_pairs": pictures.confused_pairs,
         "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),

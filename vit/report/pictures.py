@@ -6,7 +6,7 @@ others.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
-      filters.png  distance.png  tokens.png
+      filters.png  distance.png  tokens.png  norms.png
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from vit.report import inside, model_plots
 from vit.report.attention import check_rollout, rollouts
 from vit.report.confusion import most_confused, plot_confusion, plot_most_confused
 from vit.report.curves import plot_curves
+from vit.report.history import read_history
+from vit.report.norms import plot_norms
 from vit.report.samples import pick_images
 from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
@@ -119,6 +121,14 @@ def draw_pictures(
 def _paint_curves(source: ReportSource, picture: Path) -> str:
     plot_curves(source.run_dir / METRICS_FILE, picture)
     return "The values of the record over the steps."
+
+
+def _paint_norms(source: ReportSource, picture: Path) -> str:
+    plot_norms(read_history(source.run_dir / METRICS_FILE).of_kind("norms"), picture)
+    return (
+        "Norms by depth over the steps; a column is one measurement. What grows without end in the"
+        " last panel ends in training that diverges: docs/training.md."
+    )
 
 
 def _paint_augmented(source: ReportSource, picture: Path) -> str:
@@ -244,6 +254,7 @@ def _some_images(source: ReportSource, num: int) -> tuple[list[int], Tensor]:
 
 PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "curves": _paint_curves,
+    "norms": _paint_norms,
     "attention": _paint_attention,
     "confusion": _paint_confusion,
     "confused": _paint_confused,

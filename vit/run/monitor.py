@@ -86,8 +86,10 @@ class Monitor:
         lr_at: Callable[[int], float],
         utilization: Utilization | None = None,
         samples: SampleLosses | None = None,
+        weight_decay_at: Callable[[int], float | None] = lambda step: None,
     ):
-        """utilization: None on ranks that write no record. samples: gets the losses of each row."""
+        """utilization: None on ranks that write no record. samples: gets the losses of each row.
+        lr_at, weight_decay_at: as `vit.step.TrainStep`."""
         self.settings = settings
         self.plan = plan
         self.world = world
@@ -95,6 +97,7 @@ class Monitor:
         self.record = record
         self.loader = loader
         self.lr_at = lr_at
+        self.weight_decay_at = weight_decay_at
         self.utilization = utilization
         self.samples = samples
         self.stop = False
@@ -190,6 +193,8 @@ class Monitor:
             reason = "gradient not finite, update skipped"
             self.record.write("fault", step + 1, reason=reason, loss=values.loss)
         self._log(step + 1, values, stats)
+        if values.norms is not None:
+            self.record.write("norms", step + 1, **values.norms)
         num_skipped = self.state.updates_skipped_in_a_row
         if num_skipped >= self.settings.max_skipped_steps:
             with self.world.fail_together():
@@ -221,6 +226,7 @@ class Monitor:
         mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size)
         loss = sum(self._losses) / len(self._losses)
         lr = self.lr_at(step - 1)
+        weight_decay = self.weight_decay_at(step - 1)
         epoch = step / plan.steps_per_epoch
         eta_s = (plan.total_steps - step) * batch_size / images_per_s
         slow_rank = ""
@@ -262,6 +268,7 @@ class Monitor:
             epoch=epoch,
             loss=loss,
             lr=lr,
+            **({} if weight_decay is None else {"weight_decay": weight_decay}),
             grad_norm=values.grad_norm,
             images_per_s=images_per_s,
             images_per_s_per_gpu=images_per_s / self.world.size,

@@ -34,6 +34,9 @@ SILENT_S = 60.0
 """A log file gets a line after this long without one: steps may take minutes each."""
 
 
+_OF_EACH_LINE = {"kind", "step", "time"}
+
+
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the readable lines of a `metrics.jsonl`, and the number of the others.
 
@@ -67,11 +70,21 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return what the views show of a line of the record, as `train/loss`; {} of other kinds."""
-    if line["kind"] not in ("train", "eval"):
+    """Return what the views show of a line of the record, as `train/loss`; {} of other kinds.
+
+    Of norms each layer's, as `norms/grad_norm/blocks.0`.
+    """
+    kind = line["kind"]
+    if kind == "norms":
+        line = {
+            f"{name}/{layer}": value
+            for name in line.keys() - _OF_EACH_LINE
+            for layer, value in line[name].items()
+        }
+    elif kind not in ("train", "eval"):
         return {}
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
-    return {f"{line['kind']}/{key}": numbers[key] for key in numbers.keys() - {"step", "time"}}
+    return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
 
 
 class Record:
@@ -133,17 +146,15 @@ class Record:
             self._said_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line of `kind` start, reference, ready, train, eval, epoch,
-        checkpoint, fault or end.
+        """Append one line of `kind` start, reference, ready, train, norms, eval, epoch, checkpoint,
+        fault or end.
 
         Raises ValueError if it cannot be written.
         """
         if not self.is_main:
             return
         for key, value in values.items():
-            # JSON has no infinity: readers in other languages would refuse the line.
-            is_finite = not isinstance(value, float) or math.isfinite(value)
-            values[key] = shown_values(value) if is_finite else None
+            values[key] = shown_values(_finite(value))
         line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
         self._append(json.dumps(line) + "\n")
         self._step = step
@@ -243,6 +254,17 @@ class Record:
         if self._wandb is not None:
             self._wandb.close(self._outcome == "error", self._outcome == "stopped")
             self._wandb = None
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with None in place of a number that is not finite, also inside of a dict.
+
+    JSON has no infinity: readers in other languages would refuse the line.
+    """
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else None
 
 
 def _open_to_append(path: Path) -> TextIO:

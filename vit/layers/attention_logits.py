@@ -1,0 +1,112 @@
+"""Queries and keys of a model's self-attention, and the largest logit that they give.
+
+The fused kernels never hold attention's logits, so they are computed again from what goes into each
+layer: the report makes attention maps of them (`vit/report/attention.py`), training looks at the
+largest (`log.norms_every_steps`).
+
+    model, images -> input of each `Attention` -> queries, keys -> q k^T / sqrt(head_dim)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
+"""Modules whose class `Attention` is softmax(q k / sqrt(dim)) and nothing else: ours, and timm's,
+which has moved. Its other kinds add position biases, rotate queries and keys, or look at windows of
+the image."""
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the self-attention of each block; ValueError if one has another kind, or none."""
+    found = [
+        module
+        for module in model.modules()
+        if type(module).__name__ == "Attention" and type(module).__module__ in PLAIN_ATTENTION
+    ]
+    if not found or len(found) != len(getattr(model, "blocks", ())):
+        raise ValueError(
+            f"{type(model).__name__} has no plain self-attention in each of its blocks"
+        )
+    return found
+
+
+@contextmanager
+def catching(
+    attentions: list[nn.Module], catch: Callable[[Tensor, Tensor], object]
+) -> Iterator[None]:
+    """Call `catch(queries, keys)`, of `queries_and_keys`, whenever one of `attentions` is called.
+
+    Of a model that is compiled, the calls in this context must be eager.
+    """
+
+    def hook(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        catch(*queries_and_keys(attention, *args, **options))
+
+    handles = [
+        attention.register_forward_pre_hook(hook, with_kwargs=True) for attention in attentions
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
+    """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
+
+    Of a MAP head there is one query: (1, heads, 1, head_dim).
+    """
+    if hasattr(attention, "project"):  # ours: with all that its forward pass does to them
+        return [part.float() for part in attention.project(x, *args, **options)[:2]]
+    if hasattr(attention, "kv"):  # timm's MAP head
+        q = attention.q(attention.latent).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
+        kv = attention.kv(x).unflatten(2, (2, attention.num_heads, -1))
+        k = kv[:, :, 0].transpose(1, 2)
+        return [attention.q_norm(q).float(), attention.k_norm(k).float()]
+    qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
+    q, k, _ = qkv.permute(2, 0, 3, 1, 4)
+    # timm's option; normalised queries are scaled as all others are
+    q = getattr(attention, "q_norm", nn.Identity())(q)
+    k = getattr(attention, "k_norm", nn.Identity())(k)
+    return [q, k]
+
+
+def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
+    """Return what softmax is given, (B, heads, N, N) float32: q k^T / sqrt(head_dim)."""
+    return queries * queries.shape[-1] ** -0.5 @ keys.transpose(-2, -1)
+
+
+@torch.no_grad()
+def largest_logits(model: nn.Module, images: Tensor) -> Tensor:
+    """Return the largest logit of each block for each image, (blocks, B) float32.
+
+    images: (B, C, H, W) float32, normalised. The largest over heads, queries and keys, behind
+    norms and rotation of both where the model has them, without dropout or drop path. Logits of one
+    image and one block are in memory at a time. (0, B) for blocks with another kind of attention.
+    """
+    largest = list[Tensor]()
+
+    def catch(queries: Tensor, keys: Tensor) -> None:
+        with torch.autocast(images.device.type, enabled=False):
+            each = zip(queries.split(1), keys.split(1), strict=True)
+            largest.append(torch.stack([logits_of(q, k).amax() for q, k in each]))
+
+    try:
+        attentions = attention_modules(model)
+    except ValueError:
+        return torch.empty(0, len(images), device=images.device)
+    was_training = model.training
+    model.eval()
+    try:
+        with catching(attentions, catch):
+            model(images)
+    finally:
+        model.train(was_training)
+    return torch.stack(largest)

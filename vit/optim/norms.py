@@ -1,0 +1,138 @@
+"""Norms of gradients, weights and updates of each layer, at some steps (`log.norms_every_steps`).
+
+Layers are those of layer-wise decay in BEiT's numbers (`vit.optim.groups`): what is before the
+blocks, each block, norm and head. Only what is trained counts.
+
+    gradients, unscaled and not clipped yet   \\
+    weights before the update  -> a copy       -> one vector on the device -> the record
+    weights behind it, and their change        /
+
+The copy lives during the update, when the activations are gone. Whatever makes the update, and also
+if it is skipped, the change is what the weights have moved by.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from vit.config.schema import LogConfig
+from vit.optim.groups import layer_numbers
+
+GRADIENT, WEIGHT, UPDATE = KINDS = ("grad_norm", "weight_norm", "update_norm")
+RATIO = "update_ratio"
+LARGEST_LOGIT = "max_attn_logit"
+NormsByName = dict[str, dict[str, float]]
+"""`KINDS`, `RATIO` or `LARGEST_LOGIT` -> layer -> value."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Norms of a step on their way to the host."""
+
+    values: Tensor
+    """(n,) float32 on the device: `KINDS` one after the other, then the attention logits."""
+    layers: tuple[str, ...]
+
+    def named(self, values: Sequence[float]) -> NormsByName:
+        """Return `values`, which are on the host now, by their names, and the ratio of update and
+        weights; a layer whose weights are all 0 has none."""
+        values = [float(f"{value:.6g}") for value in values]  # float32 has no more
+        size = len(self.layers)
+        found = {
+            kind: dict(zip(self.layers, values[n * size : (n + 1) * size], strict=True))
+            for n, kind in enumerate(KINDS)
+        }
+        weights = found[WEIGHT]
+        updates = found[UPDATE]
+        found[RATIO] = {name: updates[name] / weights[name] for name in updates if weights[name]}
+        logits = values[len(KINDS) * size :]
+        if len(logits):
+            found[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
+        return found
+
+
+def create_norms(model: nn.Module, config: LogConfig, total_steps: int) -> Norms | None:
+    """Return what measures the updates of `model`, if `config` asks for it. Raises as `Norms`."""
+    if config.norms_every_steps is None:
+        return None
+    return Norms(model, config.norms_every_steps, total_steps)
+
+
+class Norms:
+    """Measures the updates at each `every_steps`-th step, and at the last one of `total_steps`.
+
+    Norms are exact over all ranks, also where each has shards of the parameters (DTensor). Raises
+    ValueError for a model that does not say which layers it has.
+    """
+
+    def __init__(self, model: nn.Module, every_steps: int, total_steps: int):
+        self.every_steps = every_steps
+        self.total_steps = total_steps
+        names = _layer_names(model)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        # By depth, so that a layer's are together.
+        ordered = [name for name in names if name in trained]
+        self._parameters: list[Tensor] = [trained[name] for name in ordered]
+        sizes = Counter(names[name] for name in ordered)
+        self.layers = tuple(sizes)
+        self._sizes = list(sizes.values())
+        self._before: list[Tensor] = []
+        self._gradients: Tensor | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Whether the update at `step`, counted from 0, is measured."""
+        return (step + 1) % self.every_steps == 0 or step + 1 == self.total_steps
+
+    @torch.no_grad()
+    def begin(self, loss_scale: Tensor) -> None:
+        """Take the gradients, which contain `loss_scale`, and copy the weights: before an update.
+
+        A parameter without a gradient counts as one of 0.
+        """
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
+        self._gradients = self._by_layer(gradients) / loss_scale
+        self._before = [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def end(self, largest_logits: Tensor) -> Measured:
+        """Return what the update behind `begin` did, with the attention logits of (blocks,)."""
+        assert self._gradients is not None, "begin comes first"
+        weights = self._by_layer(self._before)
+        # In place: nothing else needs the copy.
+        torch._foreach_sub_(self._before, [parameter.detach() for parameter in self._parameters])
+        parts = (self._gradients, weights, self._by_layer(self._before), largest_logits)
+        self._before = []
+        self._gradients = None
+        return Measured(torch.cat(parts), self.layers)
+
+    def _by_layer(self, tensors: list[Tensor]) -> Tensor:
+        """Return the norm of each layer's part of `tensors`, (layers,) float32."""
+        norms = torch.stack(torch._foreach_norm(tensors))
+        if isinstance(norms, DTensor):
+            norms = norms.full_tensor()
+        # A norm of norms; a layer that is not finite leaves the others as they are.
+        return torch.stack(torch._foreach_norm(norms.split(self._sizes)))
+
+
+def _layer_names(model: nn.Module) -> dict[str, str]:
+    """Return the layer's name for each parameter's, in the order of depth."""
+    has_blocks = isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList)
+    try:
+        numbers = layer_numbers(model, "beit" if has_blocks else "timm")
+    except ValueError:
+        raise ValueError(
+            f"log.norms_every_steps: {type(model).__name__} does not say which layers it has:"
+            " remove it"
+        ) from None
+    last = max(numbers.values())
+    ends = {0: "embed", last: "head"} if has_blocks else {}
+    block = "blocks.{}" if has_blocks else "layers.{}"
+    shift = 1 if has_blocks else 0
+    named = sorted(numbers.items(), key=lambda pair: pair[1])
+    return {name: ends.get(number, block.format(number - shift)) for name, number in named}
