@@ -7,7 +7,6 @@ last, once everything else has succeeded.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -40,8 +39,7 @@ from vit.plan import Plan, make_plan, rates
 from vit.ranks.distributed import World, wrap
 from vit.ranks.exit import Interrupted, StopSignals
 from vit.run import checkpoint as checkpoints
-from vit.run.checkpoint import CheckpointError
-from vit.run.folder import CONFIG_FILE, RunLock, mark_stopped
+from vit.run.folder import CONFIG_FILE, RunLock
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
 from vit.run.record import Record, provenance
 from vit.run.reference import Comparison, create_comparison
@@ -185,7 +183,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     except BaseException as error:
         signals.restore()
         if isinstance(error, Interrupted):
-            _mark_interrupted(folder, error.number, lock, is_new)
+            checkpoints.mark_interrupted(folder, error.number, lock, is_new)
         raise
     return Run(
         config=config,
@@ -202,20 +200,6 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         signals=signals,
         start_times=times,
     )
-
-
-def _mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
-    """If this process owns the folder, mark the run as stopped, so that it is queued again."""
-    # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
-    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if part 6
-    # has created the folder and locked it.
-    is_ours = number == signal.SIGTERM if is_new else lock.is_held
-    if not is_ours:
-        return
-    with suppress(OSError, CheckpointError):  # the signal is what to report
-        folder.mkdir(parents=True, exist_ok=True)
-        newest = checkpoints.newest_checkpoint(folder)
-        mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)
 
 
 def open_data(config: Config, world: World) -> RunData:

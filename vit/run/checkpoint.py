@@ -23,8 +23,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.run.folder import CHECKPOINTS, INFO_FILE, LATEST_FILE, complete_checkpoints, weights_file
+from vit.run.folder import (
+    CHECKPOINTS,
+    INFO_FILE,
+    LATEST_FILE,
+    RunLock,
+    complete_checkpoints,
+    mark_stopped,
+    weights_file,
+)
 from vit.run.state import RunState
 from vit.step import TrainStep
 from vit.system.files import flush, remove_leftovers
@@ -334,3 +344,17 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
         raise CheckpointError(
             f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}"
         )
+
+
+def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
+    """If this process owns the folder, mark the run as stopped, so that it is queued again."""
+    # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
+    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if part 6
+    # has created the folder and locked it.
+    is_ours = number == signal.SIGTERM if is_new else lock.is_held
+    if not is_ours:
+        return
+    with suppress(OSError, CheckpointError):  # the signal is what to report
+        folder.mkdir(parents=True, exist_ok=True)
+        newest = newest_checkpoint(folder)
+        mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)
