@@ -19,6 +19,7 @@ from vit.model import create_model
 from vit.one_reader import load_initial_weights
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted
+from vit.run import start_record
 from vit.weights.files import WeightsError
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -32,7 +33,7 @@ def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatc
         os.kill(os.getpid(), number)
         return measure_shuffle(*arguments)
 
-    monkeypatch.setattr(vit.build, "measure_shuffle", interrupted)
+    monkeypatch.setattr(start_record, "measure_shuffle", interrupted)
     settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"]).config
     with pytest.raises(Interrupted):
         vit.build.build(settings, ALONE)

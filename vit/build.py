@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,12 @@ from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
-from vit.data.order import rows_sha256
-from vit.data.shuffle_quality import measure_shuffle
-from vit.data.sources import TrainSet, content_sha256
+from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator
 from vit.freeze import create_trained_model
 from vit.loss import create_loss
-from vit.mfu import find_peak
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import Ema
@@ -39,17 +36,17 @@ from vit.plan import Plan, make_plan, rates
 from vit.ranks.distributed import World, wrap
 from vit.ranks.exit import Interrupted, StopSignals
 from vit.run import checkpoint as checkpoints
-from vit.run.folder import CONFIG_FILE, RunLock
-from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight, start_lines
-from vit.run.record import Record, provenance
+from vit.run.folder import RunLock
+from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
+from vit.run.record import Record
 from vit.run.reference import Comparison, create_comparison
 from vit.run.resume import find_checkpoint, restart_best
 from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
+from vit.run.start_record import start_record
 from vit.run.start_times import StartTimes
 from vit.run.state import RunState
 from vit.step import TrainStep, checkpoint_activations, compile_where_it_works
-from vit.system.files import replacing
 from vit.weights.files import grid_size
 
 
@@ -174,7 +171,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 6. The record: main rank first, since it creates the folder.
         record = world.main_first(
-            lambda: _start_record(config, world, folder, lock, data, checked, state, train_step)
+            lambda: start_record(config, world, folder, lock, data, checked, state, train_step)
         )
         saver = _start_saver(config, folder, data, train_step, state, record)
         times.end("record")
@@ -366,72 +363,3 @@ def _start_saver(
     if not state.is_finished(data.plan):
         saver.prepare()
     return saver
-
-
-def _start_record(
-    config: Config,
-    world: World,
-    folder: Path,
-    lock: RunLock,
-    data: RunData,
-    checked: Preflight,
-    state: RunState,
-    train_step: TrainStep,
-) -> Record:
-    """Open the record, and write on the main rank what is known before the first step."""
-    if not world.is_main:
-        return Record(folder, config.log, False, total_steps=data.plan.total_steps)
-    values = config_io.to_dict(config)
-    made_by = provenance()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        record = Record(
-            folder,
-            config.log,
-            True,
-            total_steps=data.plan.total_steps,
-            first_step=state.step,
-            lock=lock,
-        )
-        header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
-        with replacing(folder / CONFIG_FILE) as file:
-            file.write((header + config_io.dump_yaml(values)).encode())
-    except OSError as error:
-        raise ValueError(
-            f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or"
-            " free some space"
-        ) from None
-
-    shuffle = None
-    trained_on = {}
-    if isinstance(data.batches, TrainBatches):
-        labels = data.batches.split.index["label"]
-        shuffle = measure_shuffle(data.batches.order, labels)
-        # By which `vit.report.replay` knows that it shows the same.
-        trained_on["content_sha256"] = content_sha256(data.batches.split)
-        trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
-    peak = find_peak(world.device, config.train.precision)
-    record.write(
-        "start",
-        state.step,
-        restarts=state.restarts,
-        world_size=world.size,
-        device=str(world.device),
-        compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
-        **made_by,
-        exact=isinstance(data.batches, TrainBatches),
-        plan=asdict(data.plan),
-        preflight=checked.numbers,
-        shuffle=None if shuffle is None else asdict(shuffle),
-        chosen=data.train_set.identity or None,
-        **trained_on,
-        **({} if peak is None else asdict(peak)),
-    )
-    for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):
-        record.say(line)
-    for line in start_lines(config, data.plan, train_step, data.batches, shuffle, state):
-        record.say(line)
-    if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
-        record.start_tensorboard()
-        record.start_wandb({**values, "provenance": made_by})
-    return record

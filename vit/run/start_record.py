@@ -1,0 +1,102 @@
+"""Open the record of a run, and write what is known before its first step.
+
+Config, plan, data and host of an attempt go into one `start` line, by which the report and
+`vit.report.replay` know later what was trained; `config.yaml` holds the settings; people see the
+plan. Then the views of the record begin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.data.batches import TrainBatches
+from vit.data.order import rows_sha256
+from vit.data.shuffle_quality import measure_shuffle
+from vit.data.sources import content_sha256
+from vit.mfu import find_peak
+from vit.ranks.distributed import World
+from vit.run.folder import CONFIG_FILE, RunLock
+from vit.run.preflight import Preflight, start_lines
+from vit.run.record import Record, provenance
+from vit.run.state import RunState
+from vit.step import TrainStep
+from vit.system.files import replacing
+
+if TYPE_CHECKING:
+    from vit.build import RunData
+
+
+def start_record(
+    config: Config,
+    world: World,
+    folder: Path,
+    lock: RunLock,
+    data: RunData,
+    checked: Preflight,
+    state: RunState,
+    train_step: TrainStep,
+) -> Record:
+    """Open the record, and write on the main rank what is known before the first step.
+
+    Raises ValueError if the folder cannot be written.
+    """
+    if not world.is_main:
+        return Record(folder, config.log, False, total_steps=data.plan.total_steps)
+    values = config_io.to_dict(config)
+    made_by = provenance()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        record = Record(
+            folder,
+            config.log,
+            True,
+            total_steps=data.plan.total_steps,
+            first_step=state.step,
+            lock=lock,
+        )
+        header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
+        with replacing(folder / CONFIG_FILE) as file:
+            file.write((header + config_io.dump_yaml(values)).encode())
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or"
+            " free some space"
+        ) from None
+
+    shuffle = None
+    trained_on = {}
+    if isinstance(data.batches, TrainBatches):
+        labels = data.batches.split.index["label"]
+        shuffle = measure_shuffle(data.batches.order, labels)
+        # By which `vit.report.replay` knows that it shows the same.
+        trained_on["content_sha256"] = content_sha256(data.batches.split)
+        trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
+    peak = find_peak(world.device, config.train.precision)
+    record.write(
+        "start",
+        state.step,
+        restarts=state.restarts,
+        world_size=world.size,
+        device=str(world.device),
+        compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
+        **made_by,
+        exact=isinstance(data.batches, TrainBatches),
+        plan=asdict(data.plan),
+        preflight=checked.numbers,
+        shuffle=None if shuffle is None else asdict(shuffle),
+        chosen=data.train_set.identity or None,
+        **trained_on,
+        **({} if peak is None else asdict(peak)),
+    )
+    for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):
+        record.say(line)
+    for line in start_lines(config, data.plan, train_step, data.batches, shuffle, state):
+        record.say(line)
+    if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
+        record.start_tensorboard()
+        record.start_wandb({**values, "provenance": made_by})
+    return record
