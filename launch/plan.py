@@ -108,6 +108,10 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
     }
     if forecast.data.assumed:
         lines["data"] += f" and all steps are ImageNet-1k's, assumed: {forecast.data.assumed}"
+    if forecast.teacher_flops:
+        lines["teacher"] = (
+            f"{forecast.teacher_flops / 1e9:.2f} GFLOP per image, counted in memory, speed and time"
+        )
     if price is not None:
         lines["cost"] = f"{_range([price * each for each in gpu_hours])} at {price:g} a GPU-hour"
     title = (
@@ -134,6 +138,7 @@ def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
         },
         "largest_micro_batch_size": forecast.largest_micro_batch_size,
         "gflop_per_image": forecast.forward_flops / 1e9,
+        "teacher_gflop_per_image": forecast.teacher_flops / 1e9,
         "mfu": [forecast.speed.low, forecast.speed.high],
         "mfu_source": forecast.speed.source,
         "images_per_s": forecast.images_per_s,

@@ -24,12 +24,12 @@ from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
-from vit.evaluate import Evaluator
+from vit.evaluate import Evaluator, create_evaluators
 from vit.freeze import create_trained_model
 from vit.loss import create_loss
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
-from vit.optim.ema import Ema
+from vit.optim.ema import create_average
 from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan, make_plan, rates
@@ -48,11 +48,12 @@ from vit.run.start_times import StartTimes
 from vit.run.state import RunState
 from vit.step import TrainStep, checkpoint_activations, compile_where_it_works
 from vit.weights.files import grid_size
+from vit.weights.teacher import Teacher, load_teacher
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and what follows from them."""
+    """The data and the teacher of a run, and what follows from them."""
 
     plan: Plan
     train_set: TrainSet
@@ -67,6 +68,7 @@ class RunData:
     disk: DiskNeeds
     facts: dict[str, Any]
     """What must be the same after a resume."""
+    teacher: Teacher | None
 
 
 @dataclass
@@ -157,10 +159,9 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             )
 
         # 4. The training step and the evaluators.
-        train_step = create_train_step(
-            _config_of_step(config, found, data.plan), data.plan, data.num_classes, model, world
-        )
-        evaluators = _create_evaluators(config, data, train_step)
+        its = _config_of_step(config, found, data.plan)
+        train_step = create_train_step(its, data.plan, data.num_classes, model, world, data.teacher)
+        evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
         times.end("model")
 
         # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
@@ -245,8 +246,11 @@ def open_data(config: Config, world: World) -> RunData:
     world.check_same(lambda: train_set.identity, "chosen samples")
     if train_set.identity:
         facts["chosen"] = train_set.identity
+    teacher = load_teacher(config, split.class_names, num_classes, world)
+    if teacher is not None:
+        facts["teacher_sha256"] = teacher.sha256
     found = (plan, train_set, batches, sets, comparison, image_format, num_classes)
-    return RunData(*found, checked, disk, facts)
+    return RunData(*found, checked, disk, facts, teacher)
 
 
 def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan) -> Config:
@@ -257,23 +261,19 @@ def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan)
 
 
 def create_train_step(
-    config: Config, plan: Plan, num_classes: int, model: nn.Module, world: World
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    model: nn.Module,
+    world: World,
+    teacher: Teacher | None = None,
 ) -> TrainStep:
     """Move `model` to its device, compile and wrap it, and create all that updates it."""
     model.to(world.device)
     # The order matters. The moving average copies the model before anything is compiled into it.
     # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
     # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
-    ema = None
-    if config.train.ema_decay is not None:
-        ema = Ema(
-            model,
-            config.train.ema_decay,
-            config.train.ema_warmup,
-            every_steps=config.train.ema_every_steps,
-            after_steps=round((config.train.ema_after_epochs or 0) * plan.steps_per_epoch),
-            steps_per_epoch=plan.steps_per_epoch,
-        )
+    ema = create_average(model, config.train, plan.steps_per_epoch)
     with world.fail_together():
         loss = create_loss(config.loss, num_classes, world.device)
         checkpoint_activations(model, config.train.activation_checkpointing)
@@ -282,6 +282,7 @@ def create_train_step(
     if config.train.compile:
         # The average, too: it is evaluated as often as the model.
         models = [model] if ema is None else [model, ema.module]
+        models += [] if teacher is None else [teacher.model]
         why_eager = compile_where_it_works(models, world)
     is_compiled = config.train.compile and not why_eager
     wrapped = wrap(model, world)
@@ -299,6 +300,7 @@ def create_train_step(
         micro_batch_size=plan.micro_batch_size,
         precision=config.train.precision,
         loss=loss,
+        teacher=teacher,
         clip_grad_norm=config.optim.clip_grad_norm,
         ema=ema,
         norms=norms,
@@ -323,23 +325,6 @@ def _load_checkpoint(
         restart_best(folder.parents[1], state, train_step.world)
     state.restarts += 1
     return state
-
-
-def _create_evaluators(config: Config, data: RunData, train_step: TrainStep) -> list[Evaluator]:
-    """Create what evaluates the model on all images of each split."""
-    return [
-        Evaluator(
-            sets,
-            data.image_format,
-            train_step.augment,
-            train_step.world,
-            config.eval,
-            precision=config.train.precision,
-            num_workers=config.data.num_workers,
-            stall_timeout_s=config.data.stall_timeout_s,
-        )
-        for sets in data.sets
-    ]
 
 
 def _start_saver(

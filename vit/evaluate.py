@@ -12,7 +12,7 @@ for confusion matrices and for comparing two models image by image.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.config.eval_section import EvalConfig
+from vit.config.schema import Config
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch, EvalBatches, ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
@@ -32,6 +33,7 @@ from vit.metrics import Accuracy, AccuracyCounter, predicted_classes
 from vit.precision import autocast
 from vit.ranks.distributed import World
 from vit.run.folder import PREDICTIONS_FILE
+from vit.step import TrainStep
 from vit.system.files import replacing
 
 
@@ -91,6 +93,28 @@ class Took(NamedTuple):
     seconds: float
     data_wait_s: float
     """Of the rank that waited longest for its batches."""
+
+
+def create_evaluators(
+    config: Config,
+    sets: Sequence[tuple[EvalSet, ...]],
+    image_format: ImageFormat,
+    train_step: TrainStep,
+) -> list[Evaluator]:
+    """Create what evaluates the model of `train_step` on all images of each split."""
+    return [
+        Evaluator(
+            of_split,
+            image_format,
+            train_step.augment,
+            train_step.world,
+            config.eval,
+            precision=config.train.precision,
+            num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+        for of_split in sets
+    ]
 
 
 @dataclass

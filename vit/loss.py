@@ -1,7 +1,8 @@
 """Losses of soft targets: cross-entropy, and binary cross-entropy of each class by itself.
 
 Logits come from the model, soft targets from `vit.data.augment.apply` (one-hot rows, mixed by MixUp
-and CutMix). Label smoothing is added here; the step weights and sums the loss of each row.
+and CutMix). Label smoothing is added here; the step weights and sums the loss of each row. Those of
+distillation have a teacher's logits in place of targets (`vit.weights.teacher`).
 """
 
 from __future__ import annotations
@@ -84,3 +85,25 @@ def binary_cross_entropy(
         logits.float(), targets, class_weights, reduction="none"
     )
     return losses.sum(-1) if sum_classes else losses.mean(-1)
+
+
+def hard_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Cross-entropy (B,) of `logits` (B, classes) with the class that the teacher finds likeliest.
+
+    Touvron et al. 2021 (DeiT), equation 3; facebookresearch/deit:losses.py,
+    timm:timm/task/token_distillation.py. Of a mixture that is one class, too.
+    """
+    return F.cross_entropy(logits.float(), teacher_logits.argmax(-1), reduction="none")
+
+
+def soft_distillation(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """Kullback-Leibler divergence (B,) of softmax(`logits` / T) from the teacher's, times T**2.
+
+    Hinton et al. 2015 (arXiv 1503.02531), section 2: the factor keeps gradients as large at any
+    temperature T. The sum over classes, as timm:timm/task/distillation.py;
+    facebookresearch/deit:losses.py divides it by the number of classes.
+    """
+    log_probabilities = (logits.float() / temperature).log_softmax(-1)
+    of_teacher = (teacher_logits.float() / temperature).log_softmax(-1)
+    divergence = F.kl_div(log_probabilities, of_teacher, reduction="none", log_target=True)
+    return divergence.sum(-1) * temperature**2

@@ -28,6 +28,7 @@ from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.optim.schedule import lr_at, weight_decay_at
 from vit.system.files import ShardError
+from vit.weights.teacher import describe_teacher
 
 
 @dataclass(frozen=True)
@@ -291,6 +292,8 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     derived["gflop_per_image"] = (
         f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
     )
+    if config.distill.teacher is not None:
+        derived["teacher"] = describe_teacher(config, num_classes)
     held = "weights, optimizer" + (", average" if is_averaged else "")
     kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"

@@ -3,7 +3,7 @@
 1. A rank's batch, whose images `Augment.change_batch` has changed, is cut into micro-batches. Each
    becomes float32, is mixed, and goes through the model under autocast; its loss, divided by the
    rank's number of rows, adds to the gradients. Only the last backward pass lets DDP average them
-   over the ranks.
+   over the ranks. A teacher, if there is one, answers to the same inputs first.
 2. One gradient norm controls the update: gradients are clipped by it, and if it is not finite, the
    fused optimizer skips its update on the device, and the loss scale of fp16 is halved. The
    gradients are the same on all ranks, so all ranks skip together.
@@ -39,6 +39,7 @@ from vit.optim.norms import Measured, Norms, NormsByName
 from vit.optim.optimizer import set_rates
 from vit.precision import LossScale, autocast
 from vit.ranks.distributed import World, no_sync
+from vit.weights.teacher import Teacher
 
 _SEED_DROPOUT = 0x0D0
 IMAGES_OF_LOGITS = 8
@@ -139,6 +140,8 @@ class Part(StrEnum):
     """Augmentation of grey levels, ahead of the step."""
     FINISH = "finish"
     """Augmentation of float32 inputs, and targets."""
+    TEACHER = "teacher"
+    """Its forward pass (`distill`)."""
     FORWARD = "forward"
     """With the loss."""
     BACKWARD = "backward"
@@ -232,6 +235,7 @@ class TrainStep:
     `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
     step to its learning rate, `weight_decay_at` to its decay, None if that stays. `why_eager`: why
     it is not compiled although that was asked for. `loss`: cross-entropy, if none is given.
+    `teacher`: a model that this one learns from besides.
     """
 
     def __init__(
@@ -247,6 +251,7 @@ class TrainStep:
         micro_batch_size: int,
         precision: str = "fp32",
         loss: Loss | None = None,
+        teacher: Teacher | None = None,
         clip_grad_norm: float | None = None,
         ema: Ema | None = None,
         norms: Norms | None = None,
@@ -263,6 +268,7 @@ class TrainStep:
         self.micro_batch_size = micro_batch_size
         self.precision = precision
         self.loss = loss or cross_entropy
+        self.teacher = teacher
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
         self.norms = norms
@@ -342,10 +348,18 @@ class TrainStep:
         inputs, targets = self.augment.finish(
             micro_batch.images, micro_batch.labels, micro_batch.table
         )
+        answers = None
+        if self.teacher is not None:
+            # First, so that its temporaries are gone when the student's activations come.
+            self.mark(Part.TEACHER)
+            answers = self.teacher(inputs)
         self.mark(Part.FORWARD)
         with autocast(self.precision, self.world.device):
             logits = self.wrapped(inputs)
-        return self.loss(logits, targets), logits
+        losses = self.loss(logits, targets)
+        if self.teacher is not None and answers is not None:
+            losses = self.teacher.blend(losses, logits, answers)
+        return losses, logits
 
     @torch.no_grad()
     def _largest_logits(self, batch: Batch) -> Tensor:

@@ -36,6 +36,7 @@ from vit.optim.optimizer import create_optimizer
 from vit.precision import LossScale
 from vit.ranks.distributed import World
 from vit.step import TrainStep
+from vit.weights.teacher import Teacher
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 OPTIMIZERS = {
@@ -91,6 +92,24 @@ def test_no_update_waits_for_the_gpu(name, precision, monkeypatch):
         norm = step._update(1)
     assert norm.device == step.loss_scale.value.device == GPU
     assert all(value.device == GPU for value in step.ema.module.state_dict().values())
+    assert mode.waits == []
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_no_teacher_is_waited_for(kind):
+    model = {"name": "vit_ti8", "image_size": 24, **FIELDS}
+    values = {"model": model, "data": {"root": "."}, "train": {"steps": 1}}
+    own = from_dict({**values, "data": {"root": ".", "mean": [0.5], "std": [0.5]}}, "teacher")
+    small = {**model, "image_size": 16}
+    student = {**values, "model": small, "distill": {"teacher": "x", "distill_type": kind}}
+    network = create_model(own.model, num_classes=5)
+    with gpu_without_memory() as mode:
+        teacher = Teacher(move_to_fake_gpu(network), own, from_dict(student, "student"))
+        mode.waits.clear()
+        answers = teacher(torch.empty(4, 3, 16, 16, device=GPU))
+        logits = torch.empty(4, 5, device=GPU)
+        losses = teacher.blend(torch.empty(4, device=GPU), logits, answers)
+    assert (losses.shape, losses.device) == ((4,), GPU)
     assert mode.waits == []
 
 

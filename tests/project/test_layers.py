@@ -29,10 +29,11 @@ BELOW = {
     "vit": ("vit.run", "vit.weights", "vit.features", *ENGINE),
     "vit.estimate": (
         *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),
+        "vit.weights.teacher",
     ),
     "vit.measure": (
         *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),
-        "vit.system",
+        *("vit.system", "vit.weights.teacher"),
     ),
     "data_prep": ("vit.data.shards", "vit.data.storage", "vit.data.decode", "vit.system"),
     "launch": ("vit",),

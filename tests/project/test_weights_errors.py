@@ -133,13 +133,34 @@ def frozen_beyond_the_depth(place):
     return place.train(f"init.checkpoint={place.finished}", "init.freeze=7")
 
 
-def classes_that_it_does_not_know(place):
+def of_other_classes(place):
     path = place.folder / "other.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     save_file(tensors, path, metadata | {"class_names": json.dumps(["a", "b", "c"])})
-    return ["launch/eval.py", path, "--select-classes"]
+    return path
+
+
+def classes_that_it_does_not_know(place):
+    return ["launch/eval.py", of_other_classes(place), "--select-classes"]
+
+
+def no_teacher(place):
+    return place.train(f"distill.teacher={place.folder / 'none.pth'}")
+
+
+def teacher_of_other_classes(place):
+    return place.train(f"distill.teacher={of_other_classes(place)}")
+
+
+def temperature_of_hard_labels(place):
+    return place.train(f"distill.teacher={place.finished}", "distill.temperature=3")
+
+
+def another_teacher(place):
+    teacher = f"distill.teacher={place.finished}"
+    return [*place.train(teacher), f"run.dir={place.finished}"]
 
 
 SCENARIOS: dict[str, Callable[[Place], list]] = {
@@ -158,6 +179,10 @@ SCENARIOS: dict[str, Callable[[Place], list]] = {
     "`init.freeze` without weights to keep": frozen_without_weights,
     "`init.freeze` of more blocks than there are": frozen_beyond_the_depth,
     "`--select-classes` with names that the model does not know": classes_that_it_does_not_know,
+    "a teacher that is not there": no_teacher,
+    "a teacher of other classes": teacher_of_other_classes,
+    "a temperature for hard labels": temperature_of_hard_labels,
+    "another teacher, or the first one, for a run that goes on": another_teacher,
 }
 
 

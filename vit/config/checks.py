@@ -14,6 +14,7 @@ from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
 
 if TYPE_CHECKING:
+    from vit.config.distill_section import DistillConfig
     from vit.config.eval_section import EvalConfig
     from vit.config.loss_section import LossConfig
     from vit.config.optim_section import OptimConfig
@@ -41,6 +42,7 @@ Rules = dict[str, bool]
 def find_problems(config: Config) -> list[str]:
     """All contradictions in `config`, one line each, in dotted keys."""
     rules = _training_rules(config)
+    rules |= _distill_rules(config.distill, config.loss)
     rules |= _drop_path_rules(config.model)
     rules |= _rope_rules(config.model)
     rules |= _view_rules(config.eval, config.model)
@@ -120,6 +122,29 @@ def _loss_rules(loss: LossConfig, num_classes: int | None) -> Rules:
         ),
         "loss.class_weights are all 0: nothing would be trained": weights is not None
         and not any(weights),
+    }
+
+
+def _distill_rules(distill: DistillConfig, loss: LossConfig) -> Rules:
+    rules = {
+        f"distill.{key} has no effect without distill.teacher: give one, or remove it": (
+            distill.teacher is None and _is_given(distill, key)
+        )
+        for key in type(distill).model_fields
+        if key != "teacher"
+    } | {
+        f"loss.{key} has no effect with distill.task_loss_weight=0: remove it": (
+            distill.task_loss_weight == 0 and _is_given(loss, key)
+        )
+        for key in type(loss).model_fields
+    }
+    return rules | {
+        "distill.temperature has no effect with distill.distill_type=hard: remove it, or set"
+        " soft": (
+            distill.teacher is not None
+            and distill.distill_type == "hard"
+            and _is_given(distill, "temperature")
+        )
     }
 
 

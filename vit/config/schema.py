@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from vit.config.base import MAY_CHANGE, Positive, Probability, Section, Selection, SourceConfig
 from vit.config.checks import find_problems
+from vit.config.distill_section import DistillConfig
 from vit.config.eval_section import EvalConfig
 from vit.config.loss_section import LossConfig
 from vit.config.model_section import ModelConfig
@@ -300,6 +301,7 @@ class Config(Section):
     data: DataConfig
     augment: AugmentConfig = AugmentConfig()
     loss: LossConfig = LossConfig()
+    distill: DistillConfig = DistillConfig()
     optim: OptimConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig

@@ -2,8 +2,8 @@
 
 Steps and batches are those of `vit.plan`, bytes those of `vit.estimate.memory`. Time follows from
 operations: three forward passes an image (one forward, two backward; without what drop path leaves
-out, and with what is computed again), at a share of the GPU's peak (MFU) that was measured on such
-a GPU, or else at a stated range of it.
+out, and with what is computed again), and one of a teacher's, at a share of the GPU's peak (MFU)
+that was measured on such a GPU, or else at a stated range of it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from vit.plan import IMAGENET_IMAGES, Plan, make_plan, micro_batch_sizes
 from vit.run.preflight import DiskNeeds, disk_needs
 from vit.system.files import ShardError
 from vit.system.gpus import Gpu
+from vit.weights.teacher import find_teacher
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 """Files `*-gpu-*.json` there hold measured shares of the peak; an installed package has none."""
@@ -92,6 +93,8 @@ class Forecast:
     """Operations of one image's forward pass in an evaluation."""
     train_flops: int
     """Operations of one image in training, forward and backward."""
+    teacher_flops: int
+    """Operations of one image in the teacher's forward pass, 0 without one."""
     train_images: int
     """Trained on from the first step to the last, each as often as it comes."""
     eval_images: int
@@ -106,12 +109,14 @@ class Forecast:
     def images_per_s(self) -> tuple[float, float]:
         """Training images per second, of all GPUs together."""
         slow, fast = self._flops_per_s
-        return slow / self.train_flops, fast / self.train_flops
+        flops = self.train_flops + self.teacher_flops
+        return slow / flops, fast / flops
 
     @property
     def hours(self) -> tuple[float, float]:
         """Hours of training with its evaluations."""
-        flops = self.train_flops * self.train_images + self.forward_flops * self.eval_images
+        of_image = self.train_flops + self.teacher_flops
+        flops = of_image * self.train_images + self.forward_flops * self.eval_images
         slow, fast = self._flops_per_s
         return flops / fast / 3600, flops / slow / 3600
 
@@ -146,6 +151,7 @@ def make_forecast(
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
         model = create_trained_model(config, data.num_classes)
+        taught = find_teacher(config, data.num_classes)
     num_evaluations = plan.total_steps // plan.eval_every_steps
     if plan.total_steps % plan.eval_every_steps:
         num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
@@ -174,6 +180,7 @@ def make_forecast(
         ),
         forward_flops=forward_flops,
         train_flops=_train_flops(config, plan, model, forward_flops),
+        teacher_flops=0 if taught is None else flops_per_image(taught[0]),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
     )

@@ -39,6 +39,7 @@ from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.step import TrainStep, checkpoint_activations
+from vit.weights.teacher import Teacher, find_teacher
 
 _DEVICE_OF = torch.ops.prim.device.default
 BATCHES_ON_DEVICE = 3
@@ -63,6 +64,8 @@ class StepMemory:
 
     weights: int
     """Parameters and buffers."""
+    teacher: int
+    """Those of the teacher (`distill`)."""
     gradients: int
     """Those that exist at the peak."""
     optimizer: int
@@ -88,7 +91,7 @@ class StepMemory:
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     """Count the bytes of one step of `plan` on each rank; without torch.compile, which needs less.
 
-    config: its sections model, init, optim, train, augment and log; batches are those of `plan`.
+    config: its sections model, init, distill, optim, train, augment, log; batches: those of `plan`.
     """
     optim = config.optim
     train = config.train
@@ -96,6 +99,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     device = torch.device("cpu")
     with torch.device("meta"):
         model: Any = create_model(config.model, num_classes=num_classes)
+        found = find_teacher(config, num_classes)
     freeze_parameters(model, config.init.freeze)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
@@ -103,8 +107,13 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         drop_memory(model, device)
         parameters = [p for p in model.parameters() if p.requires_grad]
         weights = live.now
+        teacher = None
+        if found is not None:
+            drop_memory(found[0], device)
+            teacher = Teacher(*found, config)
+        of_teacher = live.now - weights
         optimizer = create_optimizer(model, optim)
-        state = live.now - weights
+        state = live.now - weights - of_teacher
         average = 0
         if train.ema_decay is not None:
             # `Ema` copies a module, which fake tensors do not allow; its update is in place.
@@ -125,6 +134,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             lr_at=lambda step: optim.lr,
             micro_batch_size=plan.micro_batch_size,
             precision=train.precision,
+            teacher=teacher,
             clip_grad_norm=optim.clip_grad_norm,
             # At the step that is counted, the first one of one.
             norms=create_norms(model, config.log, 1),
@@ -138,6 +148,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         image_bytes = batch.images[0].nbytes
     return StepMemory(
         weights=weights,
+        teacher=of_teacher,
         gradients=live.gradients_at_peak,
         optimizer=state,
         average=average,

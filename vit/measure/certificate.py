@@ -24,6 +24,7 @@ Table = list[list[str]]
 PART_NAMES = {
     Part.CHANGE: "augmentation, grey levels",
     Part.FINISH: "augmentation, float32",
+    Part.TEACHER: "teacher",
     Part.FORWARD: "forward, loss",
     Part.BACKWARD: "backward",
     Part.UPDATE: "norm, optimizer, average",
@@ -65,7 +66,9 @@ def step_table(result: Mapping[str, Any]) -> Table:
         ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
     ]
     for part, name in PART_NAMES.items():
-        table.append([f"  {name}", *(_share(row, row["parts_s"][part]) for row in rows)])
+        if part == Part.TEACHER and not any(row["parts_s"].get(part) for row in rows):
+            continue  # few have one
+        table.append([f"  {name}", *(_share(row, row["parts_s"].get(part, 0.0)) for row in rows)])
     if all(reduced):
         table += [
             [

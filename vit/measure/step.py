@@ -33,6 +33,7 @@ from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.ranks.exit import out_of_memory
 from vit.step import Part, StepResult, TrainStep
+from vit.weights.teacher import Teacher, find_teacher
 
 WARM_UP_STEPS = 2
 """The first one allocates, loads kernels and compiles; the second one shows how long a step is."""
@@ -78,10 +79,15 @@ class AllReduce:
 
 
 def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> TrainStep:
-    """Create the training step of `config`, with fresh weights in training mode."""
+    """Create the training step of `config`, with fresh weights in training mode.
+
+    A teacher has fresh weights, too: what it answers costs no time.
+    """
     torch.manual_seed(config.train.seed)
     model = create_trained_model(config, num_classes)
-    step = create_train_step(config, plan, num_classes, model, world)
+    found = find_teacher(config, num_classes)
+    teacher = None if found is None else Teacher(found[0].to(world.device), found[1], config)
+    step = create_train_step(config, plan, num_classes, model, world, teacher)
     step.model.train()
     return step
 

@@ -12,6 +12,22 @@ import copy
 import torch
 from torch import Tensor, nn
 
+from vit.config.schema import TrainConfig
+
+
+def create_average(model: nn.Module, config: TrainConfig, steps_per_epoch: int) -> Ema | None:
+    """Create the average of `model`, which is not wrapped or compiled yet; None without one."""
+    if config.ema_decay is None:
+        return None
+    return Ema(
+        model,
+        config.ema_decay,
+        config.ema_warmup,
+        every_steps=config.ema_every_steps,
+        after_steps=round((config.ema_after_epochs or 0) * steps_per_epoch),
+        steps_per_epoch=steps_per_epoch,
+    )
+
 
 class Ema:
     """`module`, a copy of `model` in fp32, whose weights follow the model's.

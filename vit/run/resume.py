@@ -131,10 +131,17 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     here = {"chosen": "all samples", **facts}
     old_names = there.pop("class_names", [])
     new_names = here.pop("class_names", [])
-    lines = [
+    lines = []
+    if there.get("teacher_sha256") != here.get("teacher_sha256"):
+        teachers = [
+            f"weights {facts['teacher_sha256'][:12]}" if "teacher_sha256" in facts else "none"
+            for facts in (there, here)
+        ]
+        lines.append(f"  teacher: {teachers[0]} there, {teachers[1]} here")
+    lines += [
         f"  data: {key} {there[key]} there, {value} here"
         for key, value in here.items()
-        if there[key] != value
+        if key != "teacher_sha256" and there[key] != value
     ]
     # If the classes of one have no names, there is nothing to compare.
     pairs = zip(old_names, new_names, strict=False)

@@ -89,12 +89,14 @@ def start_record(
         preflight=checked.numbers,
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,
+        teacher=None if data.teacher is None else data.teacher.in_record(),
         **trained_on,
         **({} if peak is None else asdict(peak)),
     )
-    for line in [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines):
-        record.say(line)
-    for line in start_lines(config, data.plan, train_step, data.batches, shuffle, state):
+    lines = [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines)
+    lines += [] if data.teacher is None else data.teacher.lines()
+    lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
+    for line in lines:
         record.say(line)
     if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
         record.start_tensorboard()
