@@ -1,13 +1,27 @@
 """Losses against torch's and timm's own."""
 
+import numpy as np
 import pytest
 import timm.loss
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
+from sklearn.utils.class_weight import compute_class_weight
 from timm.data.mixup import mixup_target
 
 from vit.config.loss_section import LossConfig
-from vit.loss import binary_cross_entropy, create_loss, cross_entropy
+from vit.config.schema import Config
+from vit.data.order import Share
+from vit.data.shards.split import Split
+from vit.data.shards.tar import INDEX_DTYPE
+from vit.data.sources import TrainSet
+from vit.loss import (
+    binary_cross_entropy,
+    choose_class_weights,
+    create_loss,
+    cross_entropy,
+    describe_class_weights,
+)
 
 
 def soft_targets(num_rows: int, num_classes: int) -> torch.Tensor:
@@ -66,16 +80,59 @@ def test_classes_are_weighted_as_by_torch():
     targets = soft_targets(7, 4)
     weights = (0.5, 2.0, 0.0, 1.0)
     for fields in ({}, {"label_smoothing": 0.2}):
-        loss = create_loss(LossConfig(class_weights=weights, **fields), 4, logits.device)
+        loss = create_loss(LossConfig(**fields), weights, logits.device)
         expected = F.cross_entropy(
             logits, targets, torch.tensor(weights), reduction="none", **fields
         )
         torch.testing.assert_close(loss(logits, targets), expected)
-    binary = create_loss(LossConfig(name="bce", class_weights=weights), 4, logits.device)
+    binary = create_loss(LossConfig(name="bce"), weights, logits.device)
     expected = F.binary_cross_entropy_with_logits(logits, targets, torch.tensor(weights))
     torch.testing.assert_close(binary(logits, targets).mean(), expected)
-    with pytest.raises(ValueError, match=r"has 4 numbers, the model has 5 classes: give one for"):
-        create_loss(LossConfig(class_weights=weights), 5, logits.device)
+
+
+def train_set_of_labels(labels: np.ndarray, num_draws: int, *shares: Share) -> TrainSet:
+    index = np.zeros(len(labels), INDEX_DTYPE)
+    index["label"] = labels
+    split = Split("nowhere", "train", ["train-0.tar"], [len(labels)], index, 6, [*"abcdef"])
+    return TrainSet(split, num_draws, shares)
+
+
+def test_balanced_weights_are_those_of_scikit_learn_for_what_is_trained_on():
+    labels = np.random.default_rng(0).choice(6, 300, p=[0.3, 0.25, 0.2, 0.1, 0.1, 0.05])
+    chosen = np.flatnonzero(np.arange(300) % 3)
+    balanced = LossConfig(class_weights="balanced")
+    for numbers, shares in (
+        (np.arange(300), ()),
+        (chosen, (Share(len(chosen), len(chosen), 0, chosen),)),
+    ):
+        train_set = train_set_of_labels(labels, len(numbers), *shares)
+        ours = choose_class_weights(balanced, train_set, 6)
+        theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels[numbers])
+        assert ours == pytest.approx(theirs)
+    # The first 200 are a source of which an epoch has 400 draws, the others one with 50.
+    shares = (Share(400, 200, 0), Share(50, 50, 200, np.arange(50)))
+    drawn = np.concatenate([labels[:200], labels[:200], labels[200:250]])
+    ours = choose_class_weights(balanced, train_set_of_labels(labels, 450, *shares), 6)
+    theirs = compute_class_weight("balanced", classes=np.arange(6), y=drawn)
+    assert ours == pytest.approx(theirs)
+    [line] = describe_class_weights(ours, [*"abcdef"])
+    least, most = np.argmin(theirs), np.argmax(theirs)
+    assert line == (
+        f"class weights: {theirs[least]:.3g} ('{'abcdef'[least]}') to {theirs[most]:.3g}"
+        f" ('{'abcdef'[most]}')"
+    )
+
+
+def test_weights_that_fit_no_classes_are_one_line():
+    train_set = train_set_of_labels(np.array([0, 0, 2]), 3)
+    with pytest.raises(ValueError, match=r"has 2 numbers, the model has 3 classes: give one for"):
+        choose_class_weights(LossConfig(class_weights=(1.0, 2.0)), train_set, 3)
+    with pytest.raises(ValueError, match=r"no image of 1 of 3 classes is trained on \('b'\): give"):
+        choose_class_weights(LossConfig(class_weights="balanced"), train_set, 3)
+    assert choose_class_weights(LossConfig(), train_set, 3) is None
+    stream = {"reader": "webdataset", "stream": "pipe:cat a.tar", "num_samples": 9}
+    with pytest.raises(ValidationError, match=r"=balanced counts .* which a stream does not know"):
+        Config(data={"root": "a", **stream}, loss={"class_weights": "balanced"}, train={"steps": 1})
 
 
 @pytest.mark.parametrize("sum_classes", [False, True])
@@ -116,7 +173,7 @@ def test_deit_iii_has_each_class_of_a_mixture_in_full():
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     targets = soft_targets(6, 9)
-    loss = create_loss(LossConfig(name="bce", bce_target_thresh=0.0), 9, logits.device)
+    loss = create_loss(LossConfig(name="bce", bce_target_thresh=0.0), None, logits.device)
     expected = torch.nn.BCEWithLogitsLoss()(logits, targets.gt(0.0).type(targets.dtype))
     torch.testing.assert_close(loss(logits, targets).mean(), expected)
 
@@ -126,7 +183,7 @@ def test_a_sum_over_classes_is_big_visions_sigmoid_loss():
     torch.manual_seed(0)
     logits = torch.randn(6, 9, dtype=torch.float64)
     targets = soft_targets(6, 9).double()
-    loss = create_loss(LossConfig(name="bce", bce_sum=True), 9, logits.device)(logits, targets)
+    loss = create_loss(LossConfig(name="bce", bce_sum=True), None, logits.device)(logits, targets)
     p = logits.sigmoid()
     expected = -(targets * p.log() + (1 - targets) * (1 - p).log()).sum(-1)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)

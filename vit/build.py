@@ -26,7 +26,7 @@ from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator, create_evaluators
 from vit.freeze import create_trained_model
-from vit.loss import create_loss
+from vit.loss import choose_class_weights, create_loss
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.optim.ema import create_average
@@ -64,6 +64,8 @@ class RunData:
     image_format: ImageFormat
     num_classes: int
     """Outputs of the model's head."""
+    class_weights: tuple[float, ...] | None
+    """Of the loss."""
     checked: Preflight
     disk: DiskNeeds
     facts: dict[str, Any]
@@ -160,7 +162,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 4. The training step and the evaluators.
         its = _config_of_step(config, found, data.plan)
-        train_step = create_train_step(its, data.plan, data.num_classes, model, world, data.teacher)
+        known = (data.plan, data.num_classes, model, world, data.class_weights, data.teacher)
+        train_step = create_train_step(its, *known)
         evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
         times.end("model")
 
@@ -209,6 +212,7 @@ def open_data(config: Config, world: World) -> RunData:
     with world.fail_together():
         plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
         num_classes = choose_num_classes(config.model, config.data, split, val_split)
+        weights = choose_class_weights(config.loss, train_set, num_classes)
         comparison = create_comparison(config, plan, val_split)
     namings = {"": split.class_names} if split.class_names else {}
     sets = open_sets(config, val_split, ModelClasses(num_classes, namings), world)
@@ -249,7 +253,7 @@ def open_data(config: Config, world: World) -> RunData:
     teacher = load_teacher(config, split.class_names, num_classes, world)
     if teacher is not None:
         facts["teacher_sha256"] = teacher.sha256
-    found = (plan, train_set, batches, sets, comparison, image_format, num_classes)
+    found = (plan, train_set, batches, sets, comparison, image_format, num_classes, weights)
     return RunData(*found, checked, disk, facts, teacher)
 
 
@@ -266,6 +270,7 @@ def create_train_step(
     num_classes: int,
     model: nn.Module,
     world: World,
+    class_weights: tuple[float, ...] | None = None,
     teacher: Teacher | None = None,
 ) -> TrainStep:
     """Move `model` to its device, compile and wrap it, and create all that updates it."""
@@ -275,7 +280,7 @@ def create_train_step(
     # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
     ema = create_average(model, config.train, plan.steps_per_epoch)
     with world.fail_together():
-        loss = create_loss(config.loss, num_classes, world.device)
+        loss = create_loss(config.loss, class_weights, world.device)
         checkpoint_activations(model, config.train.activation_checkpointing)
         norms = create_norms(model, config.log, plan.total_steps)
     why_eager = ""

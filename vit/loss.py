@@ -7,29 +7,78 @@ distillation have a teacher's logits in place of targets (`vit.weights.teacher`)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from vit.config.loss_section import LossConfig
+from vit.data.sources import TrainSet, images_by_class
+
+MAX_NAMED = 3
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Logits (B, classes), soft targets (B, classes) -> (B,) float32."""
 
 
-def create_loss(config: LossConfig, num_classes: int, device: torch.device) -> Loss:
-    """Create the loss of `config`; ValueError if its weights are not one for each class."""
-    weights = None
-    if config.class_weights is not None:
-        if len(config.class_weights) != num_classes:
+def choose_class_weights(
+    config: LossConfig, train_set: TrainSet, num_classes: int
+) -> tuple[float, ...] | None:
+    """Return the weight of each class, counted where they are to be balanced; None for no weights.
+
+    Raises ValueError if they are not one for each class, or a class has no image to count.
+    """
+    given = config.class_weights
+    if given is None:
+        return None
+    if given != "balanced":
+        if len(given) != num_classes:
             raise ValueError(
-                f"loss.class_weights has {len(config.class_weights)} numbers, the model has"
-                f" {num_classes} classes: give one for each"
+                f"loss.class_weights has {len(given)} numbers, the model has {num_classes}"
+                " classes: give one for each"
             )
-        weights = torch.tensor(config.class_weights, device=device)
+        return given
+    counts = images_by_class(train_set, num_classes)
+    if not counts.all():
+        missing = np.flatnonzero(counts == 0).tolist()
+        names = train_set.split.class_names
+        shown = [repr(names[i]) if i < len(names) else str(i) for i in missing[:MAX_NAMED]]
+        more = ", ..." if len(missing) > MAX_NAMED else ""
+        raise ValueError(
+            f"loss.class_weights=balanced: no image of {len(missing):,} of {num_classes:,} classes"
+            f" is trained on ({', '.join(shown)}{more}): give the weights as numbers, or choose"
+            " images of all classes"
+        )
+    # sklearn/utils/class_weight.py, compute_class_weight.
+    balanced: list[float] = (counts.sum() / (num_classes * counts)).tolist()
+    return tuple(balanced)
+
+
+def describe_class_weights(
+    weights: Sequence[float] | None, class_names: Sequence[str]
+) -> list[str]:
+    """Return a line with the least and the largest weight, or none without weights."""
+    if weights is None:
+        return []
+
+    def told(number: int) -> str:
+        name = f"'{class_names[number]}'" if number < len(class_names) else f"class {number}"
+        return f"{weights[number]:.3g} ({name})"
+
+    by_weight = sorted(range(len(weights)), key=weights.__getitem__)
+    return [f"class weights: {told(by_weight[0])} to {told(by_weight[-1])}"]
+
+
+def create_loss(
+    config: LossConfig, class_weights: Sequence[float] | None, device: torch.device
+) -> Loss:
+    """Create the loss of `config`, with the weights of `choose_class_weights`."""
+    weights = None
+    if class_weights is not None:
+        weights = torch.tensor(class_weights, dtype=torch.float32, device=device)
     if config.name == "bce":
         return partial(
             binary_cross_entropy,

@@ -74,7 +74,7 @@ def _training_rules(config: Config) -> Rules:
     optim = config.optim
     return rules | {
         **_schedule_rules(schedule, optim),
-        **_loss_rules(config.loss, config.model.num_classes),
+        **_loss_rules(config.loss, config.model.num_classes, config.data.reader),
         "optim.nesterov needs optim.momentum above 0": (
             optim.name == "sgd" and optim.nesterov and optim.momentum == 0
         ),
@@ -105,7 +105,7 @@ def _training_rules(config: Config) -> Rules:
     }
 
 
-def _loss_rules(loss: LossConfig, num_classes: int | None) -> Rules:
+def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules:
     weights = loss.class_weights
     # Smoothing gives each class at least this much.
     least = loss.label_smoothing / (num_classes or 1000)
@@ -122,6 +122,10 @@ def _loss_rules(loss: LossConfig, num_classes: int | None) -> Rules:
         ),
         "loss.class_weights are all 0: nothing would be trained": weights is not None
         and not any(weights),
+        "loss.class_weights=balanced counts the images of each class, which a stream does not know:"
+        " give the weights as numbers, or use data.reader=index": (
+            weights == "balanced" and reader == "webdataset"
+        ),
     }
 
 

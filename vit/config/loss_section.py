@@ -23,6 +23,7 @@ class LossConfig(Section):
     bce_sum: bool = False
     """For `bce`: sum over the classes (big_vision; timm's --bce-sum) in place of their mean (timm,
     DeiT III)."""
-    class_weights: tuple[Annotated[float, Field(ge=0)], ...] | None = None
+    class_weights: Literal["balanced"] | tuple[Annotated[float, Field(ge=0)], ...] | None = None
     """Factor of each class's part of the loss, in the order of the classes, as torch's losses have
-    it; the mean over images is not divided by them. `None`: 1."""
+    it; the mean over images is not divided by them. `balanced`: images / (classes x images of the
+    class), of those trained on (scikit-learn). `None`: 1."""

@@ -98,6 +98,22 @@ def train_set_of_sources(
     return TrainSet(sources, sum(draws), tuple(shares), tuple(summary), "; ".join(identities))
 
 
+def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64]:
+    """Return how many images of each class an epoch has, (num_classes,).
+
+    Not whole numbers where sources have weights: what an epoch of them has on average.
+    """
+    labels = train_set.split.index["label"]
+    counts = np.zeros(num_classes)
+    for share in train_set.shares or (Share(train_set.num_draws, train_set.num_draws),):
+        numbers: range | NDArray[np.integer] = range(share.first, share.first + share.num_samples)
+        if share.chosen is not None:
+            numbers = share.first + share.chosen.astype(np.int64)
+        found = count_labels(labels, numbers, num_classes)
+        counts += found * (share.num_draws / share.num_samples)
+    return counts
+
+
 def content_sha256(split: Split | Sources) -> str:
     """Return a hash of all checksums and labels of the images; "" where one has no checksum."""
     digest = hashlib.sha256()

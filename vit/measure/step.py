@@ -87,7 +87,9 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
     model = create_trained_model(config, num_classes)
     found = find_teacher(config, num_classes)
     teacher = None if found is None else Teacher(found[0].to(world.device), found[1], config)
-    step = create_train_step(config, plan, num_classes, model, world, teacher)
+    # Which they are changes no time.
+    weights = None if config.loss.class_weights is None else (1.0,) * num_classes
+    step = create_train_step(config, plan, num_classes, model, world, weights, teacher)
     step.model.train()
     return step
 

@@ -349,8 +349,8 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
 def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
     """If this process owns the folder, mark the run as stopped, so that it is queued again."""
     # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
-    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if part 6
-    # has created the folder and locked it.
+    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if the
+    # record's start has created the folder and locked it.
     is_ours = number == signal.SIGTERM if is_new else lock.is_held
     if not is_ours:
         return

@@ -17,6 +17,7 @@ from vit.data.batches import TrainBatches
 from vit.data.order import rows_sha256
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import content_sha256
+from vit.loss import describe_class_weights
 from vit.mfu import find_peak
 from vit.ranks.distributed import World
 from vit.run.folder import CONFIG_FILE, RunLock
@@ -89,11 +90,14 @@ def start_record(
         preflight=checked.numbers,
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,
+        class_weights=data.class_weights,
         teacher=None if data.teacher is None else data.teacher.in_record(),
         **trained_on,
         **({} if peak is None else asdict(peak)),
     )
-    lines = [f"chosen: {line}" for line in data.train_set.summary] + list(checked.lines)
+    lines = [f"chosen: {line}" for line in data.train_set.summary]
+    lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
+    lines += checked.lines
     lines += [] if data.teacher is None else data.teacher.lines()
     lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
     for line in lines:

@@ -71,6 +71,10 @@ ALONE = {
         *("model.name=timm/dla34", *OF_GUEST, "train.activation_checkpointing=block")
     ],
     "a global batch that cannot be divided": ["data.global_batch_size=7"],
+    "weights of classes of another number": ["loss.class_weights=[1,2]"],
+    "balanced weights where a class has no image": [
+        *("loss.class_weights=balanced", "data.filter=label != 1")
+    ],
     "a batch larger than the data": ["data.global_batch_size=64"],
     "no such dataset folder": ["data.root=data/nowhere"],
     "a set to evaluate on with the name of the validation split": ["eval.sets.val.split=train"],
