@@ -166,7 +166,7 @@ def draw(
         beside.set_yticks(range(len(gaps)), [f"minus\n{name}" for name in gaps])
         beside.set_ylim(len(gaps) - 0.5, -0.5)
         beside.set_title("Ours at the end, points")
-        beside.set_xlabel("95 % interval over seeds and digits")
+        beside.set_xlabel("95 %, over seeds and digits")
         beside.grid(True, axis="x")
 
 

@@ -66,9 +66,9 @@ class Pair(NamedTuple):
 
 
 ARMS = {
-    "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3)),
-    "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3)),
-    "LAMB + BCE": Arm(("optim.name=lamb", "loss.name=bce"), (5e-3, 1e-2, 2e-2)),
+    "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
+    "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
+    "LAMB + BCE": Arm(("optim.name=lamb", "loss.name=bce"), (5e-3, 1e-2, 2e-2, 4e-2)),
     "constant drop path": Arm(
         ("model.drop_path_rate=0.1", "model.drop_path_schedule=constant"), like="AdamW"
     ),
@@ -203,7 +203,8 @@ def tables(
                 f"{statistics.median(seconds):.0f}" if seconds else "cut off",
             ]
         )
-    rates = [["tuning: top-1 on held-out training originals", "", "", ""]]
+    most = max(len(found_by_lr) for found_by_lr in tuned.values())
+    rates = [["rate: top-1 on held-out training originals", *([""] * most)]]
     for name, found_by_lr in tuned.items():
         rates.append([name, *(f"{lr:g}: {top1:.2f}" for lr, top1 in found_by_lr.items())])
     return {"Differences": pairs, "Arms": arms, "Learning rates": rates}

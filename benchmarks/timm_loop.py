@@ -46,7 +46,7 @@ KNOWN = {
     *("loss.label_smoothing", "optim.lr", "optim.weight_decay"),
     *("schedule.warmup_epochs", "schedule.warmup_lr"),
     *("train.epochs", "train.seed", "train.precision", "train.device"),
-    *("eval.every_epochs", "eval.batch_size", "eval.crop_pct"),
+    *("eval.every_epochs", "eval.batch_size", "eval.crop_pct", "eval.reference"),
     *("checkpoint.every_steps", "run.dir", "log.wandb", "log.report"),
 }
 """Settings that the loop reads, and those that say nothing about what is trained."""
