@@ -135,6 +135,16 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
             "augment.mixup_off_epoch=3 has no effect at train.epochs=3.0: give less, or remove it",
         ),
         ("loss: {class_weights: [0, 0]}", "loss.class_weights are all 0: nothing would be trained"),
+        (
+            "  ema_decay: 0.9\n  ema_warmup_power: 0.75",
+            "train.ema_warmup_power has no effect without train.ema_warmup=true: set it, or remove"
+            " the power",
+        ),
+        (
+            "  ema_decay: 0.9\n  ema_warmup: true\n  ema_warmup_gamma: 2",
+            "train.ema_warmup_gamma has no effect without train.ema_warmup_power: give one, or"
+            " remove it",
+        ),
     ],
 )
 def test_settings_of_schedule_and_loss_that_have_no_effect_are_refused(problems, section, problem):

@@ -154,3 +154,23 @@ def test_average_that_begins_later_is_timms():
         pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
         for averaged, expected in pairs:
             torch.testing.assert_close(averaged, expected)
+
+
+@pytest.mark.parametrize(
+    ("power", "gamma", "after"), [(2 / 3, 1.0, 0), (0.75, 2.5, 0), (1.0, 1.0, 7)]
+)
+def test_the_warm_up_with_a_power_is_timms(power, gamma, after):
+    model = model_with_buffers()
+    form = {"warmup_power": power, "warmup_gamma": gamma}
+    ours = Ema(model, 0.9, True, after_steps=after, **form)
+    theirs = ModelEmaV3(model, decay=0.9, update_after_step=after, use_warmup=True, **form)
+    decays = [ours.decay_at(step) for step in range(60)]
+    assert decays == pytest.approx([theirs.get_decay(step + 1) for step in range(60)])
+    assert decays[0] == 0 < decays[after + 1] < decays[59] == 0.9
+    for step in range(12):
+        train(model, step)
+        ours.update(step)
+        theirs.update(model, step + 1)
+    pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
+    for averaged, expected in pairs:
+        torch.testing.assert_close(averaged, expected)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import yaml
+from timm.utils import ModelEmaV3
+from torch import nn
 
 from vit.config.io import to_dict
+from vit.optim.ema import create_average
 from vit.recipes.importing import import_recipe
 from vit.recipes.words import account, yaml_text
 
@@ -83,6 +86,16 @@ def test_a_policy_of_timm_is_ours(policy, verdict, expected):
     found = {key: imported.settings.get(f"augment.{key}") for key in expected}
     assert found == expected
     imported.config()
+
+
+def test_the_warm_up_of_an_average_is_timms():
+    flags = "--opt adamw --lr 1e-3 --model-ema --model-ema-decay 0.999 --model-ema-warmup"
+    imported = import_recipe(f"python train.py {VIT} {flags}")
+    assert finding(imported, "model_ema_warmup").verdict == "same"
+    ours = create_average(nn.Linear(2, 2), imported.config().train, 100)
+    theirs = ModelEmaV3(nn.Linear(2, 2), decay=0.999, use_warmup=True)
+    for step in (0, 1, 100, 31_000, 40_000):
+        assert ours.decay_at(step) == pytest.approx(theirs.get_decay(step + 1))
 
 
 def test_a_file_of_arguments_is_read_and_another_programs_is_refused(tmp_path):

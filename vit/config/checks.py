@@ -85,6 +85,11 @@ def _training_rules(config: Config) -> Rules:
             )
             for key in ("ema_warmup", "ema_every_steps", "ema_after_epochs")
         },
+        "train.ema_warmup_power has no effect without train.ema_warmup=true: set it, or remove the"
+        " power": config.train.ema_warmup_power is not None and not config.train.ema_warmup,
+        "train.ema_warmup_gamma has no effect without train.ema_warmup_power: give one, or remove"
+        " it": _is_given(config.train, "ema_warmup_gamma")
+        and config.train.ema_warmup_power is None,
         "model.init_head_bias has no effect with the head of init.checkpoint: remove it, or set"
         " init.reset_head=true": config.model.init_head_bias is not None
         and config.init.checkpoint is not None

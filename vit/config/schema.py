@@ -227,6 +227,11 @@ class TrainConfig(Section):
     ema_warmup: bool = False
     """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `ema_decay`, so
     that the average of a short run is not mostly the initial weights; off: a constant decay."""
+    ema_warmup_power: Annotated[float, Field(gt=0)] | None = None
+    """With it the warm-up is 1 - (1 + t / `ema_warmup_gamma`)^-power (timm's ModelEmaV3; 2/3 for
+    its --model-ema-warmup, 3/4 for short runs)."""
+    ema_warmup_gamma: Annotated[float, Field(gt=0)] = 1.0
+    """Steps by which that warm-up counts; larger is slower."""
     ema_every_steps: Positive = 1
     """Steps between two updates of the average, counted in each epoch (torchvision's
     --model-ema-steps: 32); `ema_decay` is that of an update."""

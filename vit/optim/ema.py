@@ -23,6 +23,8 @@ def create_average(model: nn.Module, config: TrainConfig, steps_per_epoch: int) 
         model,
         config.ema_decay,
         config.ema_warmup,
+        warmup_power=config.ema_warmup_power,
+        warmup_gamma=config.ema_warmup_gamma,
         every_steps=config.ema_every_steps,
         after_steps=round((config.ema_after_epochs or 0) * steps_per_epoch),
         steps_per_epoch=steps_per_epoch,
@@ -33,8 +35,9 @@ class Ema:
     """`module`, a copy of `model` in fp32, whose weights follow the model's.
 
     `decay` is per update, as in DeiT and timm. With `warmup` it starts lower, as in TensorFlow's
-    ExponentialMovingAverage with `num_updates`: an average over the run so far. It is updated at
-    each `every_steps`-th step of an epoch, and is a copy of the weights until `after_steps`
+    ExponentialMovingAverage with `num_updates`, or, with a `warmup_power`, in timm's ModelEmaV3
+    (timm/utils/model_ema.py, get_decay): an average over the run so far. It is updated at each
+    `every_steps`-th step of an epoch, and is a copy of the weights until `after_steps`
     (pytorch/vision:references/classification/train.py; timm's update_after_step).
     """
 
@@ -44,12 +47,16 @@ class Ema:
         decay: float,
         warmup: bool = False,
         *,
+        warmup_power: float | None = None,
+        warmup_gamma: float = 1.0,
         every_steps: int = 1,
         after_steps: int = 0,
         steps_per_epoch: int = 1,
     ):
         self.decay = decay
         self.warmup = warmup
+        self.warmup_power = warmup_power
+        self.warmup_gamma = warmup_gamma
         self.every_steps = every_steps
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
@@ -71,13 +78,17 @@ class Ema:
     def decay_at(self, step: int) -> float:
         """Decay of the update at `step`; with warm-up min(decay, (1 + t) / (10 + t)), t = step + 1.
 
-        The warm-up is long: a decay of 0.9999 is reached after 89,989 steps.
+        The warm-up is long: a decay of 0.9999 is reached after 89,989 steps. With a power it is
+        timm's: min(decay, 1 - (1 + t / gamma)^-power), t = steps since `after_steps`.
         """
         # Also the first update behind it: what it would average with is older than `after_steps`.
         if self.after_steps and step - self.every_steps < self.after_steps:
             return 0.0
         if not self.warmup:
             return self.decay
+        if self.warmup_power is not None:
+            passed = step - self.after_steps
+            return min(self.decay, 1.0 - (1.0 + passed / self.warmup_gamma) ** -self.warmup_power)
         return min(self.decay, (2.0 + step) / (11.0 + step))
 
     @torch.no_grad()

@@ -22,6 +22,7 @@ from vit.run.folder import CONFIG_FILE
 _ELSEWHERE = (
     *("data.root", "data.train_split", "data.val_split", "init.checkpoint"),
     *("train.ema_decay", "train.ema_warmup", "train.ema_every_steps", "train.ema_after_epochs"),
+    *("train.ema_warmup_power", "train.ema_warmup_gamma"),
     *("eval.sets", "eval.best_by"),
 )
 """Settings that change neither what the weights learn nor how they are scored."""

@@ -93,8 +93,8 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     if not args["model_ema_warmup"]:
         reading.same("model_ema_warmup")
     elif args["model_ema"]:
-        text = "the decay grows as 1 - (1 + t)^(-2/3) there, as (1 + t) / (10 + t) here"
-        reading.differs("model_ema_warmup", text, {"train.ema_warmup": True})
+        warmup = {"train.ema_warmup": True, "train.ema_warmup_power": 2 / 3}
+        reading.same("model_ema_warmup", warmup)
     else:
         reading.inert("model_ema_warmup", "no average is kept")
     reading.same("seed", {"train.seed": args["seed"]})
