@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future
 
 import pytest
@@ -71,6 +72,12 @@ ALONE = {
         *("model.name=timm/dla34", *OF_GUEST, "train.activation_checkpointing=block")
     ],
     "a global batch that cannot be divided": ["data.global_batch_size=7"],
+    "parts of a schedule that are longer than the run": [
+        *("schedule.name=wsd", "schedule.decay_steps=20")
+    ],
+    "rates by depth of a network without blocks": [
+        *("model.name=timm/resnet10t", *OF_GUEST, "optim.layer_decay=0.7")
+    ],
     "weights of classes of another number": ["loss.class_weights=[1,2]"],
     "balanced weights where a class has no image": [
         *("loss.class_weights=balanced", "data.filter=label != 1")
@@ -98,6 +105,15 @@ ALONE = {
 """Settings that are the scenario."""
 for what, settings in ALONE.items():
     scenario.of[what] = lambda place, settings=settings: place.train(*settings)
+
+
+@scenario("an optimizer of timm's where it is not installed")
+def _(place):
+    folder = place.folder / "path"
+    folder.mkdir()
+    (folder / "timm.py").write_text("raise ImportError(\"No module named 'timm'\")\n")
+    path = f"{folder}{os.pathsep}{environment().get('PYTHONPATH', '')}"
+    place.train("optim.name=lamb", PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
 
 
 @scenario("a contact sheet of more images than there are")
