@@ -55,7 +55,9 @@ def table(replay: Replay) -> list[str]:
         f"step {replay.step:,} (epoch {replay.epoch}, {replay.world_size} rank(s)): {num_rows:,}"
         f" images of {replay.source.train_set.split.root}"
     ]
-    if not replay.has_losses:
+    if replay.is_passed_over:
+        lines.append("passed over: the run went back, and did not train on this batch")
+    elif not replay.has_losses:
         lines.append("the losses of this epoch were not kept (log.sample_losses)")
     shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
     cells = [("row", "key", "class", "loss", "what was done"), *map(_cells, shown)]

@@ -13,6 +13,7 @@ from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_
 from vit.model import create_model
 from vit.plan import make_plan
 from vit.ranks.distributed import World
+from vit.run.guard import Guard
 from vit.run.monitor import Monitor
 from vit.run.record import Record
 from vit.run.state import RunState
@@ -59,7 +60,7 @@ def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, c
     with Loader(Nothing(), 0, 3) as loader:
         state = RunState(facts={})
         monitor = Monitor(
-            settings.train,
+            Guard(settings, state, World(0, 3, CPU), record),
             plan,
             World(0, 3, CPU, hosts=("a", "b", "c")),
             state,
@@ -71,7 +72,9 @@ def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, c
         monitor.start_clock()
         for step in range(3):
             next(loader)
-            monitor.queue(step, StepResult(torch.ones(7), torch.tensor(1.0)))
+            monitor.queue(
+                step, StepResult(torch.tensor([1.0, 1, 1, 1, 0, 1, 1, 1]), torch.tensor(1.0))
+            )
         monitor.flush()
     record.close()
     lines = metrics(tmp_path, "train")

@@ -5,8 +5,9 @@
    rank's number of rows, adds to the gradients. Only the last backward pass lets DDP average them
    over the ranks. A teacher, if there is one, answers to the same inputs first.
 2. One gradient norm controls the update: gradients are clipped by it, and if it is not finite, the
-   fused optimizer skips its update on the device, and the loss scale of fp16 is halved. The
-   gradients are the same on all ranks, so all ranks skip together.
+   fused optimizer skips its update on the device, and the loss scale of fp16 is halved. So it does
+   where loss or norm are above the limits that `vit.run.guard` gives. What decides is summed over
+   the ranks before the update, so all ranks skip together.
 3. What happened goes into a small vector, summed over the ranks, which the host reads one step
    later, when the next step is queued; behind it travel loss and margin of each of the rank's rows.
    Queueing a step waits for nothing on the device.
@@ -128,9 +129,28 @@ class Slot(IntEnum):
     STOP = 2
     """Number of ranks that were asked to stop."""
     BAD_IMAGES = 3
-    RANK_REPORTS = 4
+    VERDICT = 4
+    """What became of the update: 0, or a sum of `NON_FINITE` and `SPIKE`. While it is summed, the
+    norm of the gradient: ranks of different hardware may differ in its last bit, and must not
+    differ in what they do."""
+    RANK_REPORTS = 5
     """First number of rank 0's report; the reports of the other ranks follow. Each rank adds to its
     own only, so the sum gathers them."""
+
+
+NON_FINITE = 1
+"""Of a verdict: the gradient was not finite."""
+SPIKE = 2
+"""Of a verdict: loss or gradient norm were above their limits."""
+
+
+class Limits(NamedTuple):
+    """Above either an update is skipped."""
+
+    loss: float
+    """Mean over the global batch."""
+    grad_norm: float
+    """Before clipping."""
 
 
 class Part(StrEnum):
@@ -160,6 +180,8 @@ class StepValues(NamedTuple):
     stop: float
     """Number of ranks that were asked to stop."""
     bad_images: int
+    verdict: int
+    """0 if the update was made; else a sum of `NON_FINITE` and `SPIKE`."""
     rank_reports: list[tuple[float, ...]]
     """The argument `report` of each rank's call."""
     losses: NDArray[np.float32]
@@ -174,7 +196,7 @@ class StepValues(NamedTuple):
 class StepResult:
     """What a step did, on its way to the host.
 
-    sums: (4 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
+    sums: (5 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
     grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, each
     in as many pieces as there are micro-batches. norms: of a step at which they are measured.
     """
@@ -218,6 +240,7 @@ class StepResult:
             grad_norm=grad_norm,
             stop=sums[Slot.STOP],
             bad_images=int(sums[Slot.BAD_IMAGES]),
+            verdict=int(sums[Slot.VERDICT]),
             rank_reports=[tuple(reports[i : i + size]) for i in range(0, len(reports), size)],
             losses=np.where(weights > 0, losses, np.float32(np.nan)),
             margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
@@ -282,18 +305,29 @@ class TrainStep:
         """When a copy of the state is complete that the device may still be making."""
 
     def __call__(
-        self, batch: Batch, step: int, stop: bool = False, report: tuple[float, ...] = (0.0,)
+        self,
+        batch: Batch,
+        step: int,
+        stop: bool = False,
+        report: tuple[float, ...] = (0.0,),
+        limits: Limits | None = None,
     ) -> StepResult:
         """Queue the update at `step` with this rank's rows of the global batch.
 
         batch: after `Augment.change_batch`, on any device. stop: whether this rank was asked to
         stop. report: numbers shared with all ranks; every rank must pass the same number of them.
+        limits: the same on all ranks; above them the update is skipped.
         """
-        sums, grad_norm, rows, norms = self._queue(batch, step, stop, report)
+        sums, grad_norm, rows, norms = self._queue(batch, step, stop, report, limits)
         return StepResult(sums, grad_norm, len(report), rows, norms)
 
     def _queue(
-        self, batch: Batch, step: int, stop: bool, report: tuple[float, ...]
+        self,
+        batch: Batch,
+        step: int,
+        stop: bool,
+        report: tuple[float, ...],
+        limits: Limits | None = None,
     ) -> tuple[Tensor, Tensor, list[Tensor], Measured | None]:
         """Queue everything on the device; return what `StepResult` takes."""
         # Dropout and drop path depend on (seed, rank, step) only, so a resumed run draws the same.
@@ -334,13 +368,13 @@ class TrainStep:
         if self.norms is not None and self.norms.is_due(step):
             logits = self._largest_logits(batch)
             self.norms.begin(self.loss_scale.value)
-            grad_norm = self._update(step)
+            grad_norm = self._update(step, sums, limits)
             norms = self.norms.end(logits)
         else:
-            grad_norm = self._update(step)
+            grad_norm = self._update(step, sums, limits)
         self._clear_gradients(batch)
         pieces = [piece for kind in zip(*rows, strict=True) for piece in kind]
-        return self.world.sum_(sums), grad_norm, pieces, norms
+        return sums, grad_norm, pieces, norms
 
     def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each row, (B,) float32, and the logits, (B, classes)."""
@@ -380,13 +414,16 @@ class TrainStep:
         return self.world.max_(found.amax(1)) if len(found) else found.new_empty(0)
 
     @torch.no_grad()
-    def _update(self, step: int) -> Tensor:
-        """Clip, update weights and EMA, and return the gradient norm before clipping."""
+    def _update(self, step: int, sums: Tensor, limits: Limits | None = None) -> Tensor:
+        """Sum `sums` over the ranks, clip, update weights and EMA if all is well; return the
+        gradient norm before clipping."""
         if self.copying is not None:
             self.copying.wait()  # the device waits, not the host
             self.copying = None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
+        sums[Slot.VERDICT].copy_(norm)
+        not_finite, is_skipped = self._judge(self.world.sum_(sums), limits)
 
         # Unscale and clip in one pass over the gradients.
         factor = 1.0 / self.loss_scale.value
@@ -397,17 +434,33 @@ class TrainStep:
 
         # torch.amp.GradScaler hands `found_inf` over in the same way. `vit.optim.optimizer` sees to
         # it that the update is skipped on the device.
-        found_inf = (~norm.isfinite()).float()
         self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-        self.optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+        self.optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
         set_rates(self.optimizer, self.lr_at(step), self.weight_decay_at(step))
         self.optimizer.step()
-        self.loss_scale.update(found_inf)
+        self.loss_scale.update(not_finite)  # a spike is no overflow
         if self.ema is not None:
             # Also after a skipped update, of which the host does not know yet. The average then
             # moves towards unchanged weights.
             self.ema.update(step)
         return norm
+
+    def _judge(self, sums: Tensor, limits: Limits | None) -> tuple[Tensor, Tensor]:
+        """Return whether the gradient is not finite, and whether the update is skipped, 0 or 1.
+
+        Both follow from `sums`, which all ranks have alike, and which get the verdict.
+        """
+        norm_sum = sums[Slot.VERDICT]
+        not_finite = (~norm_sum.isfinite()).float()
+        if limits is None:
+            sums[Slot.VERDICT].copy_(not_finite)
+            return not_finite, not_finite
+        # The limits are numbers of the host, which travel with the kernels: nothing waits.
+        loss = sums[Slot.LOSS_SUM] / sums[Slot.ROW_WEIGHTS].clamp(min=1.0)
+        is_above = norm_sum > limits.grad_norm * self.world.size
+        is_above = is_above.logical_or_(loss > limits.loss).float()
+        sums[Slot.VERDICT].copy_(not_finite.add(is_above, alpha=SPIKE))
+        return not_finite, torch.maximum(not_finite, is_above)
 
     def _clear_gradients(self, batch: Batch) -> None:
         """Set gradients to None, or to zero where several passes over `batch` add up under DDP."""

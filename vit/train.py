@@ -8,6 +8,7 @@ while the next one is already queued: the device never waits for Python.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,13 @@ from vit.mfu import Utilization, find_peak, train_flops_per_image
 from vit.recipes.difference import deviations
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
-from vit.run.folder import STOPPED_FILE, mark_stopped
+from vit.run import checkpoint as checkpoints
+from vit.run.folder import CHECKPOINTS, STOPPED_FILE, mark_stopped
+from vit.run.guard import Guard, Rewind
 from vit.run.monitor import Monitor, collect_garbage_at_log_lines
 from vit.run.order_check import OrderCheck
+from vit.run.resume import restart_best
+from vit.run.state import RunState
 from vit.system.meter import Meter
 
 CHECK_STOP_EVERY_BATCHES = 8
@@ -36,27 +41,34 @@ def train(run: Run) -> str:
 
     Saves on every exit it controls. Raises ValueError if training diverges or a disk is full.
     """
+    num_classes = run.state.facts["num_classes"]
+    with (
+        run,
+        naming_what_fits(run.config, run.plan, num_classes, run.world.device),
+        collect_garbage_at_log_lines(),
+    ):
+        _tell_reference(run)
+        is_started = False
+        while True:
+            try:
+                return _train_on(run, is_started)
+            except Rewind as event:
+                go_back(run, event)
+                is_started = True
+
+
+def _train_on(run: Run, is_started: bool) -> str:
+    """Train from where `run.state` stands; raises `Rewind` where the guard asks for it.
+
+    is_started: whether this process has trained already.
+    """
     config = run.config
     plan = run.plan
     state = run.state
     first_step = state.step
-    with (
-        run,
-        naming_what_fits(config, plan, state.facts["num_classes"], run.world.device),
-        Loader(
-            run.batches,
-            first_step,
-            plan.total_steps,
-            num_workers=config.data.num_workers,
-            prefetch_gib=config.data.prefetch_gib,
-            device=run.world.device,
-            stall_timeout_s=config.data.stall_timeout_s,
-            on_device=run.train_step.augment.change_batch,
-        ) as loader,
-        collect_garbage_at_log_lines(),
-    ):
-        monitor = _create_monitor(run, loader)
-        _tell_reference(run)
+    with _open_loader(run) as loader:
+        guard = Guard(config, state, run.world, run.record, run.batches)
+        monitor = _create_monitor(run, loader, guard)
         order = run.batches.order if isinstance(run.batches, TrainBatches) else None
         order_check = OrderCheck(run.world, order, plan, run.record, first_step)
         if run.world.is_main:
@@ -72,7 +84,9 @@ def train(run: Run) -> str:
             evaluation_due = state.is_evaluation_due(plan)
             save_due = step % config.checkpoint.every_steps == 0 or step == plan.total_steps
             if step == first_step:
-                save_due = evaluation_due  # nothing else is new since the checkpoint
+                # Nothing else is new since the checkpoint. A start that a run may have to go back
+                # to is one, too.
+                save_due = evaluation_due or (config.guard.rewinds() and step == 0)
 
             # Nothing should be evaluated or saved after batches that differ from the planned order.
             if is_epoch_end:
@@ -91,20 +105,29 @@ def train(run: Run) -> str:
             if step == plan.total_steps or monitor.stop:
                 break
             monitor.resume()
+            if state.is_passed_over(step):
+                monitor.pass_over(step)
+                order_check.pass_over()
+                state.step += 1
+                continue
 
             batch = next(loader)
-            if step == first_step:
+            if not is_started:
+                is_started = True
                 # DDP fixes its bucket layout here, in every attempt: a resumed run needs the layout
                 # that the first attempt had. Waiting for the first batch counts as start-up, not as
                 # training.
                 run.train_step.fix_bucket_layout(batch)
                 run.start_times.end("workers and first batch")
                 run.start_times.tell(run.record, step)
+            if not monitor.is_started:
                 monitor.start_clock()
             # Forward, backward, update: vit/step.py. The stop flag travels with the sums that the
             # ranks exchange anyway, so all ranks stop at the same step.
             stop = bool(run.signals.received) or run.saver.has_failed
-            result = run.train_step(batch, step, stop=stop, report=monitor.rank_report(step))
+            result = run.train_step(
+                batch, step, stop, monitor.rank_report(step), guard.limits(step)
+            )
             monitor.queue(step, result, batch.bad_keys)  # reads the step before this one
             order_check.add(batch)
             run.saver.report()
@@ -112,16 +135,31 @@ def train(run: Run) -> str:
         return finish(run, monitor)
 
 
-def _create_monitor(run: Run, loader: Loader) -> Monitor:
+def _open_loader(run: Run) -> Loader:
+    """Open what gives the batches from `run.state` on."""
+    data = run.config.data
+    return Loader(
+        run.batches,
+        run.state.step,
+        run.plan.total_steps,
+        num_workers=data.num_workers,
+        prefetch_gib=data.prefetch_gib,
+        device=run.world.device,
+        stall_timeout_s=data.stall_timeout_s,
+        on_device=run.train_step.augment.change_batch,
+        passed_over=run.state.passed_over,
+    )
+
+
+def _create_monitor(run: Run, loader: Loader, guard: Guard) -> Monitor:
     """Create what reads, counts and logs the steps; the main rank also knows the device's peak."""
-    settings = run.config.train
     step = run.train_step
     utilization = None
     if run.world.is_main:
         flops = train_flops_per_image(step.model, step.micro_batch_size)
-        utilization = Utilization(flops, find_peak(run.world.device, settings.precision))
+        utilization = Utilization(flops, find_peak(run.world.device, step.precision))
     return Monitor(
-        settings,
+        guard,
         run.plan,
         run.world,
         run.state,
@@ -178,7 +216,41 @@ def _tell_reference(run: Run) -> None:
         )
 
 
-# --- evaluate, save, finish -----------------------------------------------------------------------
+# --- go back, evaluate, save, finish --------------------------------------------------------------
+
+
+def go_back(run: Run, event: Rewind) -> None:
+    """Bring `run` to its newest checkpoint, to pass over the batches around those of `event`."""
+    run.saver.finish()
+    if run.saver.samples is not None:
+        run.saver.samples.drop()
+    skip_steps = run.config.guard.rewind_skip_steps
+
+    def note() -> tuple[str, dict[str, Any]]:
+        found = checkpoints.newest_checkpoint(run.folder, verify=True)
+        assert found is not None, "a run that may go back saves its start"
+        folder, info = found
+        state = event.state_from(checkpoints.state_of(info), run.state, skip_steps)
+        # Before anything is done again: a kill from here on changes nothing.
+        checkpoints.update_info(folder, asdict(state))
+        return folder.name, asdict(state)
+
+    name, values = run.world.broadcast_from_main(note)
+    run.state = RunState(**values)
+    checkpoints.load_checkpoint(run.folder / CHECKPOINTS / name, run.train_step)
+    restart_best(run.folder, run.state, run.world)
+    first, stop = run.state.passed_over[-1]
+    stop = min(stop, run.plan.total_steps)
+    run.record.go_back(
+        run.state.step,
+        f"back at step {run.state.step} after {event} (rewind {run.state.rewinds} of"
+        f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be passed over",
+        at_step=event.step + 1,
+        first_passed_over=first + 1,
+        last_passed_over=stop,
+        rewinds=run.state.rewinds,
+        **event.found,
+    )
 
 
 class _Interrupted(Exception):

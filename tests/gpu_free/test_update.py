@@ -35,8 +35,8 @@ from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
 from vit.precision import LossScale
 from vit.ranks.distributed import World
-from vit.step import TrainStep
 from vit.weights.teacher import Teacher
+from vit.step import Limits, Slot, TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 OPTIMIZERS = {
@@ -87,9 +87,9 @@ def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> Tra
 def test_no_update_waits_for_the_gpu(name, precision, monkeypatch):
     with gpu_without_memory() as mode:
         step = make_step(OPTIMIZERS[name], precision, monkeypatch, warmup=True)
-        step._update(0)
+        step._update(0, torch.zeros(Slot.RANK_REPORTS, device=GPU))
         mode.waits.clear()
-        norm = step._update(1)
+        norm = step._update(1, torch.zeros(Slot.RANK_REPORTS, device=GPU), Limits(9.0, 1.0))
     assert norm.device == step.loss_scale.value.device == GPU
     assert all(value.device == GPU for value in step.ema.module.state_dict().values())
     assert mode.waits == []

@@ -21,6 +21,7 @@ from vit.data.loader import Loader
 from vit.data.stages import TALLIED
 from vit.plan import make_plan
 from vit.ranks.distributed import World
+from vit.run.guard import Guard
 from vit.run.monitor import Monitor, Waiting, _collect_garbage, collect_garbage_at_log_lines, sum_up
 from vit.run.record import Record
 from vit.run.state import RunState
@@ -51,7 +52,8 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     with Loader(Slow(), 0, 5) as loader:
         world = World(0, 1, torch.device("cpu"))
         state = RunState(facts={})
-        monitor = Monitor(settings.train, plan, world, state, record, loader, lambda step: 0.1)
+        guard = Guard(settings, state, world, record)
+        monitor = Monitor(guard, plan, world, state, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(5):
             waited_before_s = loader.stats.wait_s
@@ -59,7 +61,7 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
             waited_s = loader.stats.wait_s - waited_before_s
             if not is_told:  # a busy machine may have been longer about it
                 waited_s = PAUSE_S
-            sums = torch.tensor([1.0, ROWS, 0, 0, waited_s])
+            sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
             monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
         monitor.flush()
@@ -128,12 +130,13 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, 3) as loader:
         state = RunState(facts={})
-        monitor = Monitor(settings.train, plan, world, state, record, loader, lambda step: 0.1)
+        guard = Guard(settings, state, world, record)
+        monitor = Monitor(guard, plan, world, state, record, loader, lambda step: 0.1)
         monitor.start_clock()
         for step in range(3):
             next(loader)
             time.sleep(0.4)
-            sums = torch.tensor([1.0, ROWS, 0, 0, others_s, others_s, 0.3])
+            sums = torch.tensor([1.0, ROWS, 0, 0, 0, others_s, others_s, 0.3])
             monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
         monitor.flush()
     record.close()

@@ -16,6 +16,7 @@ from vit.data.shards.members import SETTINGS, SampleLayout
 if TYPE_CHECKING:
     from vit.config.distill_section import DistillConfig
     from vit.config.eval_section import EvalConfig
+    from vit.config.guard_section import GuardConfig
     from vit.config.loss_section import LossConfig
     from vit.config.optim_section import OptimConfig
     from vit.config.schedule_section import ScheduleConfig
@@ -43,6 +44,7 @@ def find_problems(config: Config) -> list[str]:
     """All contradictions in `config`, one line each, in dotted keys."""
     rules = _training_rules(config)
     rules |= _distill_rules(config.distill, config.loss)
+    rules |= _guard_rules(config.guard, config.data)
     rules |= _drop_path_rules(config.model)
     rules |= _rope_rules(config.model)
     rules |= _view_rules(config.eval, config.model)
@@ -208,6 +210,25 @@ def _optimizer_rules(optim: OptimConfig) -> Rules:
         "optim.adjust_lr_fn=original is of optim.algo=muon: use match_rms_adamw or rms_to_rms": (
             optim.name == "muon" and optim.algo == "adamuon" and optim.adjust_lr_fn == "original"
         ),
+    }
+
+
+def _guard_rules(guard: GuardConfig, data: DataConfig) -> Rules:
+    rules = {
+        f"guard.{key} has no effect with guard.on_spike=none: set skip, stop or rewind, or remove"
+        " it": guard.on_spike == "none" and _is_given(guard, key)
+        for key in ("spike_of", "spike_sigmas", "window_steps")
+    }
+    rules |= {
+        f"guard.{key} has no effect without a rewind: set guard.on_nonfinite=rewind or"
+        " guard.on_spike=rewind, or remove it": not guard.rewinds() and _is_given(guard, key)
+        for key in ("rewind_skip_steps", "max_rewinds")
+    }
+    return rules | {
+        f"guard.{key}=rewind needs data.reader=index: a stream cannot go back": (
+            getattr(guard, key) == "rewind" and data.reader != "index"
+        )
+        for key in ("on_nonfinite", "on_spike")
     }
 
 

@@ -19,6 +19,7 @@ from vit.config.base import MAY_CHANGE, Positive, Probability, Section, Selectio
 from vit.config.checks import find_problems
 from vit.config.distill_section import DistillConfig
 from vit.config.eval_section import EvalConfig
+from vit.config.guard_section import GuardConfig
 from vit.config.loss_section import LossConfig
 from vit.config.model_section import ModelConfig
 from vit.config.optim_section import AdamWConfig, OptimConfig
@@ -239,7 +240,8 @@ class TrainConfig(Section):
     """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
     update_after_step); `None`: it begins with the run."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
-    """Stop after this many consecutive updates whose gradient was not finite."""
+    """Stop after this many consecutive updates that were left out, because a gradient was not
+    finite or by `guard.on_spike`."""
 
 
 class CheckpointConfig(Section):
@@ -310,6 +312,7 @@ class Config(Section):
     optim: OptimConfig = AdamWConfig()
     schedule: ScheduleConfig = ScheduleConfig()
     train: TrainConfig
+    guard: Annotated[GuardConfig, MAY_CHANGE] = GuardConfig()
     eval: Annotated[EvalConfig, MAY_CHANGE] = EvalConfig()
     checkpoint: Annotated[CheckpointConfig, MAY_CHANGE] = CheckpointConfig()
     init: InitConfig = InitConfig()

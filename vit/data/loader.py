@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
@@ -50,6 +50,8 @@ class LoaderStats(NamedTuple):
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates over the batches at positions [start, stop), made by workers or by this process.
 
+    Without those from a to b for each (a, b) in `passed_over`.
+
     A long wait is reported, with what the workers are doing; a worker without progress for
     `stall_timeout_s` is replaced (None: never).
 
@@ -77,6 +79,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         device: torch.device | None = None,
         stall_timeout_s: float | None = STALL_TIMEOUT_S,
         on_device: Callable[[Batch], Batch] | None = None,
+        passed_over: Sequence[Sequence[int]] = (),
     ):
         on_gpu = device is not None and device.type == "cuda"
         self.num_workers = num_workers
@@ -91,7 +94,10 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
             on_gpu,
             max_ready,
         )
-        self._positions = range(start, stop)
+        self._positions: Sequence[int] = range(start, stop)
+        if passed_over:
+            left_out = set().union(*(range(*pair) for pair in passed_over))
+            self._positions = [each for each in self._positions if each not in left_out]
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
         # Before the workers: they inherit this memory and find their batches in it by number.
@@ -116,7 +122,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._start_batches()
 
     def __len__(self) -> int:
-        """Batches from `start` to `stop`, including those that were taken."""
+        """Batches that it gives, including those that were taken."""
         return len(self._positions)
 
     def __next__(self) -> Batch:

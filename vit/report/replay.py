@@ -120,7 +120,12 @@ class Replay:
         record = source.run_dir / METRICS_FILE
         lines = read_metrics(record)
         starts = [line for line in lines if line["kind"] == "start" and line["step"] < step]
-        last = max((line["step"] for line in lines), default=0)
+        last = max((line.get("at_step", line["step"]) for line in lines), default=0)
+        self.is_passed_over = any(
+            line["first_passed_over"] <= step <= line["last_passed_over"]
+            for line in lines
+            if line["kind"] == "rewind"
+        )
         if not last:
             raise ValueError(
                 f"{record}: no step is recorded there: name the folder of a run that has trained,"

@@ -124,7 +124,7 @@ def write_checkpoint(
         if folder.exists() and not (folder / INFO_FILE).is_file():
             _set_aside(folder)
         if folder.exists():
-            _update_info(folder, state)
+            update_info(folder, state)
         else:
             _write(folder, tensors, state, config, world_size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
@@ -158,7 +158,7 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _update_info(folder: Path, state: dict[str, Any]) -> None:
+def update_info(folder: Path, state: dict[str, Any]) -> None:
     """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
 
     That happens when a resumed run makes up for an evaluation.

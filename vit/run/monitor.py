@@ -10,19 +10,18 @@ time.
 from __future__ import annotations
 
 import gc
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from vit.config.schema import TrainConfig
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.mfu import Utilization
 from vit.plan import Plan
 from vit.ranks.distributed import World, local_world_size, peak_memory_gib
+from vit.run.guard import Guard
 from vit.run.record import Record
 from vit.run.sample_losses import SampleLosses
 from vit.run.state import RunState
@@ -77,7 +76,7 @@ class Monitor:
 
     def __init__(
         self,
-        settings: TrainConfig,
+        guard: Guard,
         plan: Plan,
         world: World,
         state: RunState,
@@ -90,7 +89,7 @@ class Monitor:
     ):
         """utilization: None on ranks that write no record. samples: gets the losses of each row.
         lr_at, weight_decay_at: as `vit.step.TrainStep`."""
-        self.settings = settings
+        self.guard = guard
         self.plan = plan
         self.world = world
         self.state = state
@@ -107,6 +106,8 @@ class Monitor:
         self._wait_before_s = loader.stats.wait_s
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
         self._is_paused = False
+        self.is_started = False
+        """Whether training time is counted: from the first batch on."""
         self._last_step_at: float
         self._run_began = time.perf_counter() - state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
@@ -120,6 +121,7 @@ class Monitor:
 
         The wait for that batch does not count either.
         """
+        self.is_started = True
         self._wait_before_s = self.loader.stats.wait_s
         self._new_interval(time.perf_counter(), self.loader.stats)
 
@@ -169,8 +171,8 @@ class Monitor:
     def flush(self, is_next_queued: bool = False) -> None:
         """Read the step that was kept; if no other is queued behind it, the device becomes idle.
 
-        Sets `stop` if a rank was asked to stop. Raises ValueError once too many updates in a row
-        were skipped.
+        Sets `stop` if a rank was asked to stop. Raises what the guard asks for: `Rewind`, or
+        ValueError.
         """
         if self._pending is None:
             return
@@ -185,24 +187,19 @@ class Monitor:
             self.samples.add(step, values.losses, values.margins)
         self._waits_s.append(tuple(report[0] for report in values.rank_reports))
         self.state.bad_images += values.bad_images
-        if math.isfinite(values.grad_norm):
-            self.state.updates_skipped_in_a_row = 0
-        else:
-            self.state.updates_skipped += 1
-            self.state.updates_skipped_in_a_row += 1
-            reason = "gradient not finite, update skipped"
-            self.record.write("fault", step + 1, reason=reason, loss=values.loss)
+        problem = self.guard.judge(step, values)
         self._log(step + 1, values, stats)
         if values.norms is not None:
             self.record.write("norms", step + 1, **values.norms)
-        num_skipped = self.state.updates_skipped_in_a_row
-        if num_skipped >= self.settings.max_skipped_steps:
-            with self.world.fail_together():
-                raise ValueError(
-                    f"step {step}: the gradient was not finite {num_skipped} times in a row (loss"
-                    f" {values.loss:.4g}): training has diverged. Lower optim.lr, lengthen the"
-                    " warm-up, or use train.precision=bf16; the last checkpoint is from before"
-                )
+        if problem is not None:
+            self.state.elapsed_s = self.elapsed_s()
+            self.guard.end(problem)
+
+    def pass_over(self, step: int) -> None:
+        """Go on behind `step` without its batch."""
+        self.flush()
+        if self.samples is not None:
+            self.samples.pass_over(step)
 
     def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
         self._began = began
@@ -282,6 +279,7 @@ class Monitor:
             elapsed_s=self.elapsed_s(),
             peak_memory_gib=peak_memory_gib(self.world.device),
             updates_skipped=self.state.updates_skipped,
+            batches_passed_over=self.state.num_passed_over(step),
             bad_images=self.state.bad_images,
             **self._loader_metrics(loaders, waiting),
         )

@@ -34,6 +34,7 @@ class OrderCheck:
         self._next = first_batch
         self._seen = 0
         self._planned = 0
+        self._num_passed_over = 0
 
     def add(self, batch: Batch) -> None:
         """Add this rank's rows of the next batch."""
@@ -45,6 +46,11 @@ class OrderCheck:
             planned = self._order.rows(self._next, first, first + num_rows)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
         self._next += 1
+
+    def pass_over(self) -> None:
+        """Leave out the next batch, which is not trained on."""
+        self._next += 1
+        self._num_passed_over += 1
 
     def compare(self, step: int) -> None:
         """Compare and record what was added since the last comparison; every rank calls it.
@@ -77,8 +83,10 @@ class OrderCheck:
             last_batch=last,
             exact=is_exact,
             sample_checksum=f"{seen:016x}",
+            batches_passed_over=self._num_passed_over,
             samples_dropped=self._plan.dropped_per_epoch if is_epoch_end else 0,
         )
         self._first = self._next
         self._seen = 0
         self._planned = 0
+        self._num_passed_over = 0

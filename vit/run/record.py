@@ -55,10 +55,10 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `lines` without those that a restart from an earlier checkpoint has replaced."""
+    """Return `lines` without those that a restart, or going back, has replaced."""
     kept: list[dict[str, Any]] = []
     for line in lines:
-        if line["kind"] == "start":
+        if line["kind"] in ("start", "rewind"):
             kept = [old for old in kept if old["kind"] == "start" or old["step"] <= line["step"]]
         kept.append(line)
     return kept
@@ -81,7 +81,7 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
             for name in line.keys() - _OF_EACH_LINE
             for layer, value in line[name].items()
         }
-    elif kind not in ("train", "eval"):
+    elif kind not in ("train", "eval", "fault", "rewind"):
         return {}
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
     return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
@@ -147,7 +147,7 @@ class Record:
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line of `kind` start, reference, ready, train, norms, eval, epoch, checkpoint,
-        fault or end.
+        fault, rewind or end.
 
         Raises ValueError if it cannot be written.
         """
@@ -222,6 +222,14 @@ class Record:
             lines = read_metrics(self._run_dir / METRICS_FILE)
             shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
             self._tensorboard = TensorboardView(self._run_dir, shown_lines, self.say)
+
+    def go_back(self, step: int, text: str, **values: Any) -> None:
+        """Show and write that the run goes back to `step`: later lines so far do not count."""
+        self.say(text)
+        self.write("rewind", step, **values)
+        if self._tensorboard is not None:  # the steps come again: it begins with those that count
+            self._tensorboard.close()
+            self.start_tensorboard()
 
     def log_pictures(self, pictures: dict[str, Path]) -> None:
         """Show PNG files on W&B and in TensorBoard as `report/<name>`."""

@@ -72,6 +72,16 @@ class SampleLosses:
                 pairs = np.stack([losses, margins], 1).astype(np.float16)
             self._steps.append((step, pairs.view(np.int32)[:, 0]))
 
+    def pass_over(self, step: int) -> None:
+        """Take a step that is not trained on: an attempt that was given up may have written it."""
+        rows = self._plan.global_batch_size // self._world.size
+        nothing = np.full(rows, np.nan, np.float32)
+        self.add(step, nothing, nothing)
+
+    def drop(self) -> None:
+        """Forget what was not collected: those steps are done again."""
+        self._steps = []
+
     def collect(self) -> list[Written]:
         """Return what all ranks have added since the last call, on the main rank.
 

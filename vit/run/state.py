@@ -22,9 +22,15 @@ class RunState:
     step: int = 0
     """Global batches attempted, which is also the position in the data."""
     updates_skipped: int = 0
-    """Updates whose gradient was not finite, over the complete run."""
+    """Updates that were left out, over the complete run."""
     updates_skipped_in_a_row: int = 0
     """The same, since the last good one."""
+    rewinds: int = 0
+    """How often the run went back to a checkpoint (`vit.run.guard`)."""
+    passed_over: list[list[int]] = field(default_factory=list)
+    """First step and the one behind the last, of each row of batches that are not trained on."""
+    recent: list[list[float]] = field(default_factory=list)
+    """Step, loss and gradient norm of the newest steps, where spikes are looked for."""
     bad_images: int = 0
     """Training images that could not be decoded and were ignored."""
     evaluated_step: int = -1
@@ -41,6 +47,15 @@ class RunState:
     """Time spent on the run over all restarts, evaluation and saving included."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What must be the same after a resume: the data's fingerprint, the model's classes."""
+
+    def is_passed_over(self, step: int) -> bool:
+        """Return whether the batch of `step` is not trained on."""
+        return any(first <= step < stop for first, stop in self.passed_over)
+
+    def num_passed_over(self, step: int) -> int:
+        """Return how many batches before `step` are not trained on."""
+        ranges = (range(first, min(stop, step)) for first, stop in self.passed_over)
+        return len(set().union(*ranges))
 
     def is_evaluation_due(self, plan: Plan) -> bool:
         """Return whether an evaluation at this step is planned and was not made yet."""

@@ -1,0 +1,158 @@
+"""A run whose labels are wrong in one batch: it is left out, ends the run, or is passed over."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from processes import (
+    TINY,
+    final_state,
+    last_checkpoint,
+    metrics,
+    run,
+    run_here,
+    train,
+    write_config,
+)
+from small_shards import write_tar
+
+from data_prep import index
+from vit.config.io import load_config
+from vit.plan import make_plan
+from vit.run.checkpoint import read_info
+from vit.run.record import read_metrics
+from vit.run.sample_losses import epoch_files, read_epoch
+
+STEPS = 24
+BAD_STEP = 16
+"""Counted from 0."""
+BATCH = 12
+SAVED_BEFORE = 12
+"""The newest checkpoint when the bad batch comes."""
+SETTINGS = (
+    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "model.drop_path_rate=0"),
+    *("optim.lr=0.003", "eval.every_steps=10", f"checkpoint.every_steps={SAVED_BEFORE // 2}"),
+    *("guard.window_steps=8", "guard.spike_sigmas=5", "guard.spike_of=loss"),
+    "checkpoint.keep_last=9",
+)
+REWIND = ("guard.on_spike=rewind", "guard.rewind_skip_steps=1")
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config for one epoch of shards whose class is the colour, but for the labels of the images
+    in one batch."""
+    folder = tmp_path_factory.mktemp("planted")
+    root = folder / "shards"
+    root.mkdir()
+    config = write_config(folder, root, steps=STEPS, batch=BATCH)
+    order = make_plan(load_config(config, TINY)[0], STEPS * BATCH, 1)[1]
+    wrong = set(order.rows(BAD_STEP, 0, BATCH).tolist())
+    rng = np.random.default_rng(0)
+    for split, total in (("train", STEPS * BATCH), ("val", 12)):
+        members = []
+        for number in range(total):
+            label = number % 3
+            pixels = np.clip(rng.normal(40 + 80 * label, 20, (20, 20, 3)), 0, 255).astype(np.uint8)
+            encoded = io.BytesIO()
+            Image.fromarray(pixels).save(encoded, "JPEG")
+            if split == "train" and number in wrong:
+                label = (label + 1) % 3
+            members += [(f"{number:04d}.jpg", encoded.getvalue())]
+            members += [(f"{number:04d}.cls", str(label).encode())]
+        write_tar(root / f"{split}-0000.tar", members)
+    assert index.main([str(root)]) == 0
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went back."""
+    folder = tmp_path_factory.mktemp("rewound") / "run"
+    train(planted, folder, *SETTINGS, *REWIND)
+    return folder
+
+
+def differing(one: dict[str, bytes], other: dict[str, bytes], prefix: str = "") -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if name.startswith(prefix) and one[name] != other[name]]
+
+
+def test_a_run_goes_back_and_passes_over_the_batches_around_the_spike(finished):
+    (line,) = metrics(finished, "rewind")
+    assert (line["step"], line["at_step"], line["rewinds"]) == (SAVED_BEFORE, BAD_STEP + 1, 1)
+    assert (line["first_passed_over"], line["last_passed_over"]) == (BAD_STEP, BAD_STEP + 2)
+    assert line["loss"] > line["loss_limit"]
+    assert len(line["samples"]) == 8
+    record = read_metrics(finished / "metrics.jsonl")
+    steps = [line["step"] for line in record if line["kind"] == "train"]
+    passed_over = range(BAD_STEP, BAD_STEP + 3)
+    assert steps == [step for step in range(1, STEPS + 1) if step not in passed_over]
+    assert metrics(finished, "train")[-1]["batches_passed_over"] == 3
+    (losses,) = (read_epoch(path, STEPS, BATCH) for path in epoch_files(finished).values())
+    missing = np.isnan(losses).all((1, 2))
+    assert missing.nonzero()[0].tolist() == [step - 1 for step in passed_over]
+    state = read_info(finished / "checkpoints" / f"step_{STEPS:08d}")
+    assert state["passed_over"] == [[BAD_STEP - 1, BAD_STEP + 2]]
+
+
+def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, capsys):
+    (line,) = metrics(finished, "rewind")
+    run_here("launch/replay.py", finished, "--step", line["at_step"], "--csv", finished / "b.csv")
+    assert "passed over" in capsys.readouterr().out
+    with (finished / "b.csv").open() as file:
+        keys = {row["key"] for row in csv.DictReader(file)}
+    named = {key for key, _ in line["samples"]}
+    assert named <= keys
+    losses = [loss for _, loss in line["samples"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("is_noted", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_killed_behind_the_rewind_or_before_it_is_noted_equals_uninterrupted(
+    is_noted, finished, planted, tmp_path
+):
+    """What a kill leaves: the checkpoint that the run went back to, and nothing newer."""
+    shutil.copytree(finished, tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > SAVED_BEFORE:
+            shutil.rmtree(folder)
+    info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
+    content = json.loads(info.read_text())
+    assert content["passed_over"], "before anything is done again"
+    if not is_noted:
+        info.write_text(json.dumps({**content, "passed_over": [], "rewinds": 0}))
+    train(planted, tmp_path / "run", *SETTINGS, *REWIND)
+    assert len(metrics(tmp_path / "run", "rewind")) == 1 + (not is_noted)
+    assert not differing(final_state(finished, STEPS), final_state(tmp_path / "run", STEPS))
+
+
+@pytest.mark.full
+def test_a_skipped_update_leaves_the_weights_that_passing_over_this_batch_leaves(planted, tmp_path):
+    train(planted, tmp_path / "skip", *SETTINGS, "guard.on_spike=skip")
+    train(planted, tmp_path / "back", *SETTINGS, REWIND[0], "guard.rewind_skip_steps=0")
+    (fault,) = metrics(tmp_path / "skip", "fault")
+    assert (fault["step"], fault["action"]) == (BAD_STEP + 1, "skip")
+    skipped = final_state(tmp_path / "skip", STEPS)
+    passed_over = final_state(tmp_path / "back", STEPS)
+    for prefix in ("model.", "optim."):
+        assert not differing(skipped, passed_over, prefix)
+    assert differing(skipped, passed_over, "ema."), "which moves towards unchanged weights"
+
+
+@pytest.mark.full
+def test_a_run_stops_before_the_update_and_goes_on_in_another_way(planted, tmp_path):
+    words = ("launch/train.py", "--config", planted, f"run.dir={tmp_path / 'run'}", *TINY)
+    done = run(*words, *SETTINGS, "guard.on_spike=stop")
+    assert done.returncode == 2
+    assert f"step {BAD_STEP + 1}: loss above the limit" in done.stderr
+    assert "guard.on_spike=stop" in done.stderr
+    assert last_checkpoint(tmp_path / "run") == SAVED_BEFORE
+    train(planted, tmp_path / "run", *SETTINGS, "guard.on_spike=skip")

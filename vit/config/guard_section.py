@@ -1,0 +1,40 @@
+"""What is done about an update that would harm: the section `guard` of a config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from vit.config.base import Positive, Section
+
+Action = Literal["skip", "stop", "rewind"]
+
+
+class GuardConfig(Section):
+    """What is done about a gradient that is not finite, and about a jump of loss or gradient
+    (docs/training.md)."""
+
+    on_nonfinite: Action = "skip"
+    """For a gradient that is not finite, which never reaches the weights: only leave out the
+    update; stop the run; or go back to the newest checkpoint and pass over the batches around this
+    one. What fp16's loss scale overflows is always only left out."""
+    on_spike: Literal["none"] | Action = "none"
+    """The same for an update whose loss or gradient norm is a spike; `none`: it is made."""
+    spike_of: Literal["loss", "grad_norm", "either"] = "either"
+    """What has to be above its limit. No effect, like the next two, with `on_spike: none`."""
+    spike_sigmas: Annotated[float, Field(gt=0)] = 6.0
+    """The limit: the median of the last `window_steps` steps, and so many of their standard
+    deviations (1.4826 times the median distance from the median)."""
+    window_steps: Annotated[int, Field(ge=8)] = 128
+    """Steps whose losses and gradient norms are compared with; before so many there is no
+    limit."""
+    rewind_skip_steps: Annotated[int, Field(ge=0)] = 100
+    """Batches passed over before and after the one in question; 0: this one alone. No effect, like
+    the next, without `rewind`."""
+    max_rewinds: Positive = 10
+    """A further one stops the run."""
+
+    def rewinds(self) -> bool:
+        """Whether a run may go back."""
+        return "rewind" in (self.on_nonfinite, self.on_spike)
