@@ -29,7 +29,8 @@ from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.run.sample_losses import SampleLosses
-from vit.step import StepResult, TrainStep
+from vit.run.step_result import StepResult
+from vit.step import TrainStep
 
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)

@@ -17,7 +17,7 @@ from vit.run.guard import Guard
 from vit.run.monitor import Monitor
 from vit.run.record import Record
 from vit.run.state import RunState
-from vit.step import StepResult
+from vit.run.step_result import StepResult
 
 CPU = torch.device("cpu")
 H200 = Peak(989.4, "data sheet")

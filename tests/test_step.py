@@ -4,6 +4,7 @@ skipping."""
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -27,6 +28,7 @@ from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
 from vit.run.checkpoint import named_tensors
+from vit.run.step_result import NON_FINITE, SPIKE, Limits
 from vit.step import TrainStep
 
 WORLD = World(0, 1, torch.device("cpu"))
@@ -157,6 +159,44 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
     assert step.loss_scale.value.item() == (scale / 2 if precision == "fp16" else 1.0)
     assert np.isfinite(step(make_batch(), 2).read().grad_norm)
     assert not torch.equal(weights_of(step), before)
+
+
+@pytest.mark.parametrize(
+    ("precision", "limits", "verdict"),
+    [
+        ("fp32", Limits(0.0, math.inf), SPIKE),
+        ("bf16", Limits(math.inf, 0.0), SPIKE),
+        ("fp16", Limits(0.0, 0.0), SPIKE),
+        ("fp32", Limits(1e9, 1e9), 0),
+    ],
+)
+def test_an_update_above_its_limits_is_as_if_its_batch_had_not_come(precision, limits, verdict):
+    """But for the average, which moves towards what the weights are."""
+    guarded = make_step(4, precision, clip_grad_norm=1.0)
+    plain = make_step(4, precision, clip_grad_norm=1.0)
+    for step in (guarded, plain) if precision == "fp16" else ():
+        step.loss_scale.value.fill_(128.0)  # no overflow with any kernels
+    for number in range(4):
+        batch = make_batch(seed=number)
+        result = guarded(batch, number, limits=limits if number == 2 else None).read()
+        assert result.verdict == (verdict if number == 2 else 0)
+        if number != 2 or not verdict:
+            plain(batch, number)
+    state = named_tensors(guarded)
+    expected = named_tensors(plain)
+    # An overflow would have halved the scale; this is none.
+    different = {name for name in state if not torch.equal(state[name], expected[name])}
+    assert different == ({"scaler.steps_since_overflow"} if precision == "fp16" else set())
+
+
+def test_a_gradient_that_is_not_finite_is_no_spike():
+    step = make_step(precision="fp16", clip_grad_norm=1.0)
+    bad = make_batch()
+    bad.weights[3] = float("nan")
+    scale = step.loss_scale.value.item()
+    result = step(bad, 0, limits=Limits(1e9, 1e9)).read()
+    assert result.verdict == NON_FINITE
+    assert step.loss_scale.value.item() == scale / 2
 
 
 def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from enum import IntEnum, StrEnum
-from typing import Any, NamedTuple
+from enum import StrEnum
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
@@ -36,10 +34,11 @@ from vit.layers.blocks import Blocks
 from vit.loss import Loss, cross_entropy
 from vit.metrics import margins
 from vit.optim.ema import Ema
-from vit.optim.norms import Measured, Norms, NormsByName
+from vit.optim.norms import Measured, Norms
 from vit.optim.optimizer import set_rates
 from vit.precision import LossScale, autocast
 from vit.ranks.distributed import World, no_sync
+from vit.run.step_result import SPIKE, Limits, Slot, StepResult
 from vit.weights.teacher import Teacher
 
 _SEED_DROPOUT = 0x0D0
@@ -121,38 +120,6 @@ def checkpoint_activations(model: nn.Module, which: str | int) -> None:
         ) from None
 
 
-class Slot(IntEnum):
-    """Positions in the vector that a step sums over the ranks."""
-
-    LOSS_SUM = 0
-    ROW_WEIGHTS = 1
-    STOP = 2
-    """Number of ranks that were asked to stop."""
-    BAD_IMAGES = 3
-    VERDICT = 4
-    """What became of the update: 0, or a sum of `NON_FINITE` and `SPIKE`. While it is summed, the
-    norm of the gradient: ranks of different hardware may differ in its last bit, and must not
-    differ in what they do."""
-    RANK_REPORTS = 5
-    """First number of rank 0's report; the reports of the other ranks follow. Each rank adds to its
-    own only, so the sum gathers them."""
-
-
-NON_FINITE = 1
-"""Of a verdict: the gradient was not finite."""
-SPIKE = 2
-"""Of a verdict: loss or gradient norm were above their limits."""
-
-
-class Limits(NamedTuple):
-    """Above either an update is skipped."""
-
-    loss: float
-    """Mean over the global batch."""
-    grad_norm: float
-    """Before clipping."""
-
-
 class Part(StrEnum):
     """Where the time of a step goes, for `vit.measure`."""
 
@@ -168,84 +135,6 @@ class Part(StrEnum):
     """With DDP's averaging of gradients."""
     UPDATE = "update"
     """Gradient norm, clipping, optimizer and average."""
-
-
-class StepValues(NamedTuple):
-    """What a step did, as numbers on the host."""
-
-    loss: float
-    """Mean over the global batch."""
-    grad_norm: float
-    """Before clipping."""
-    stop: float
-    """Number of ranks that were asked to stop."""
-    bad_images: int
-    verdict: int
-    """0 if the update was made; else a sum of `NON_FINITE` and `SPIKE`."""
-    rank_reports: list[tuple[float, ...]]
-    """The argument `report` of each rank's call."""
-    losses: NDArray[np.float32]
-    """(rows,) loss of each row of this rank, of the target that it was trained on: mixed and
-    smoothed; NaN for a row of weight 0."""
-    margins: NDArray[np.float32]
-    """(rows,) how far the logit of its own label is above all others (`vit.metrics.margins`)."""
-    norms: NormsByName | None
-    """At the steps of `log.norms_every_steps`."""
-
-
-class StepResult:
-    """What a step did, on its way to the host.
-
-    sums: (5 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
-    grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, each
-    in as many pieces as there are micro-batches. norms: of a step at which they are measured.
-    """
-
-    def __init__(
-        self,
-        sums: Tensor,
-        grad_norm: Tensor,
-        report_size: int = 1,
-        rows: Sequence[Tensor] = (),
-        norms: Measured | None = None,
-    ):
-        # One vector, so that the rows cost neither a launch nor a copy of their own.
-        ends = [] if norms is None else [norms.values]
-        values = torch.cat([sums, grad_norm[None], *rows, *ends])
-        self._norms = norms
-        self._num_rows_values = sum(map(len, rows))
-        self._report_size = report_size
-        self._num_shared = len(sums) + 1
-        self._event: torch.cuda.Event | None = None
-        self._values = values
-        if values.device.type == "cuda":
-            # The copy is queued right behind the step, with an event: `read` then waits for this
-            # step, and not for the next one, which is queued by that time.
-            pinned = torch.empty(values.shape, pin_memory=True)
-            self._values = pinned.copy_(values, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-
-    def read(self) -> StepValues:
-        """Return the numbers, after waiting for the device to finish this step."""
-        if self._event is not None:
-            self._event.synchronize()  # the only wait for the device, one step late
-        *sums, grad_norm = self._values[: self._num_shared].tolist()
-        of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
-        losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
-        reports = sums[Slot.RANK_REPORTS :]
-        size = self._report_size
-        return StepValues(
-            loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),
-            grad_norm=grad_norm,
-            stop=sums[Slot.STOP],
-            bad_images=int(sums[Slot.BAD_IMAGES]),
-            verdict=int(sums[Slot.VERDICT]),
-            rank_reports=[tuple(reports[i : i + size]) for i in range(0, len(reports), size)],
-            losses=np.where(weights > 0, losses, np.float32(np.nan)),
-            margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
-            norms=None if self._norms is None else self._norms.named(of_norms.tolist()),
-        )
 
 
 def _unmarked(part: Part) -> None:

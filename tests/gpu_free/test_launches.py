@@ -23,7 +23,8 @@ from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
 from vit.precision import autocast
 from vit.ranks.distributed import World
-from vit.step import Slot, TrainStep
+from vit.run.step_result import Slot
+from vit.step import TrainStep
 
 DEPTH = 4
 ROOM = DEPTH - 1

@@ -35,8 +35,9 @@ from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
 from vit.precision import LossScale
 from vit.ranks.distributed import World
+from vit.run.step_result import Limits, Slot
+from vit.step import TrainStep
 from vit.weights.teacher import Teacher
-from vit.step import Limits, Slot, TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 OPTIMIZERS = {

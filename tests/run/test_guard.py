@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from processes import (
     TINY,
@@ -21,14 +24,19 @@ from processes import (
     train,
     write_config,
 )
+from scipy.stats import median_abs_deviation
 from small_shards import write_tar
 
 from data_prep import index
 from vit.config.io import load_config
 from vit.plan import make_plan
+from vit.ranks.distributed import World
 from vit.run.checkpoint import read_info
-from vit.run.record import read_metrics
+from vit.run.guard import Guard, Rewind, limit_of
+from vit.run.record import Record, read_metrics
 from vit.run.sample_losses import epoch_files, read_epoch
+from vit.run.state import RunState
+from vit.run.step_result import NON_FINITE, SPIKE, StepValues
 
 STEPS = 24
 BAD_STEP = 16
@@ -39,10 +47,86 @@ SAVED_BEFORE = 12
 SETTINGS = (
     *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "model.drop_path_rate=0"),
     *("optim.lr=0.003", "eval.every_steps=10", f"checkpoint.every_steps={SAVED_BEFORE // 2}"),
-    *("guard.window_steps=8", "guard.spike_sigmas=5", "guard.spike_of=loss"),
+    *("guard.window_steps=8", "guard.spike_sigmas=5"),
     "checkpoint.keep_last=9",
 )
 REWIND = ("guard.on_spike=rewind", "guard.rewind_skip_steps=1")
+
+
+ONE = World(0, 1, torch.device("cpu"))
+NOTHING = np.zeros(0, np.float32)
+
+
+def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
+    return StepValues(loss, grad_norm, 0.0, 0, verdict, [(0.0,)], NOTHING, NOTHING, None)
+
+
+def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:
+    """On a rank that writes no record."""
+    loaded = load_config(config, [*TINY, *settings])[0]
+    return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
+
+
+def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(config, tmp_path):
+    rng = np.random.default_rng(0)
+    losses = rng.normal(3, 0.1, 60)
+    norms = rng.lognormal(0, 0.5, 60)
+    settings = ("guard.on_spike=skip", "guard.window_steps=16", "guard.spike_sigmas=4")
+    settings += ("guard.spike_of=either",)
+    state = RunState()
+    guard = guard_of(config, tmp_path, state, *settings)
+    for step in range(60):
+        late = guard.limits(step)
+        if step >= 2:
+            guard.judge(step - 1, values_of(losses[step - 1], norms[step - 1]))
+            # Where training pauses, or has resumed, a step more is known: that changes nothing.
+            assert guard.limits(step) == late
+        else:
+            guard.judge(0, values_of(losses[0], norms[0])) if step else None
+        if step < 17:
+            assert late is None
+            continue
+        for found, known in ((late.loss, losses), (late.grad_norm, norms)):
+            window = known[step - 17 : step - 1]
+            deviation = median_abs_deviation(window, scale="normal")
+            assert found == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
+    again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
+    assert again.limits(60) == guard.limits(60), "of a checkpoint"
+    assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, "nothing is known of how they vary"
+
+
+NAN = math.nan
+OVERFLOW = (0.7, math.inf, NON_FINITE)
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings", "values", "expected"),
+    [
+        ("fp32", [], (NAN, NAN, NON_FINITE), "none"),
+        ("fp32", ["guard.on_nonfinite=stop"], (NAN, NAN, NON_FINITE), "guard.on_nonfinite=stop"),
+        ("fp32", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
+        ("fp16", ["guard.on_nonfinite=rewind"], OVERFLOW, "none"),
+        ("fp16", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
+        ("fp16", ["guard.on_nonfinite=stop", "train.max_skipped_steps=1"], OVERFLOW, "1 times in"),
+        ("fp32", ["guard.on_spike=skip"], (9.0, 1.0, SPIKE), "none"),
+        ("fp32", ["guard.on_spike=skip", "train.max_skipped_steps=1"], (9.0, 1, SPIKE), "a spike"),
+        ("fp32", ["guard.on_spike=stop"], (9.0, 1.0, SPIKE), "guard.on_spike=stop"),
+        ("fp32", ["guard.on_spike=rewind"], (9.0, 1.0, SPIKE), "Rewind"),
+        ("fp32", ["guard.on_spike=rewind", "guard.max_rewinds=2"], (9.0, 1.0, SPIKE), "2 rewinds"),
+    ],
+)
+def test_what_follows_from_a_verdict(precision, settings, values, expected, config, tmp_path):
+    state = RunState(rewinds=2)
+    guard = guard_of(config, tmp_path, state, *settings, f"train.precision={precision}")
+    problem = guard.judge(7, values_of(*values))
+    assert state.updates_skipped == state.updates_skipped_in_a_row == 1
+    if expected == "Rewind":
+        assert isinstance(problem, Rewind)
+        assert problem.step == 7
+    else:
+        assert expected in str(problem).replace("None", "none")
+    assert guard.judge(8, values_of(1.0, 1.0)) is None
+    assert (state.updates_skipped, state.updates_skipped_in_a_row) == (1, 0)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from vit.run.guard import Guard
 from vit.run.monitor import Monitor, Waiting, _collect_garbage, collect_garbage_at_log_lines, sum_up
 from vit.run.record import Record
 from vit.run.state import RunState
-from vit.step import StepResult
+from vit.run.step_result import StepResult
 from vit.system.host import num_cores
 
 ROWS = 12

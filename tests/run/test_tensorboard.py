@@ -43,7 +43,8 @@ def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
     found = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():
-            is_shown = line["kind"] in ("train", "eval") and key not in ("step", "time")
+            kinds = ("train", "eval", "fault", "rewind")
+            is_shown = line["kind"] in kinds and key not in ("step", "time")
             if is_shown and isinstance(value, int | float):
                 event = (line["step"], line["time"], float(np.float32(value)))
                 found[f"{line['kind']}/{key}"].append(event)
@@ -67,7 +68,7 @@ def test_numbers_and_pictures(tmp_path):
     record.close()
     assert shown(tmp_path) == recorded(tmp_path)
     of_norms = {"norms/grad_norm/embed", "norms/grad_norm/blocks.0"}
-    of_lines = {"train/loss", "train/lr", "eval/top1", "eval/num_images"}
+    of_lines = {"train/loss", "train/lr", "eval/top1", "eval/num_images", "fault/loss"}
     assert set(recorded(tmp_path)) == of_lines | of_norms
     read = EventAccumulator(str(tmp_path / "tensorboard"))
     read.Reload()
@@ -97,6 +98,20 @@ def test_a_restart_neither_repeats_nor_loses_a_step_for_one_who_looks_on(tmp_pat
     assert path.read_bytes() == b"", "one file holds all"
     looks_on.Reload()
     assert [event.step for event in looks_on.Scalars("train/loss")] == list(range(1, 8))
+
+
+def test_steps_that_a_run_gives_up_by_going_back_are_not_shown(tmp_path):
+    record = started(tmp_path, 0)
+    for step in range(1, 7):
+        record.write("train", step, loss=float(step))
+    record.go_back(3, "back", at_step=6, loss=6.0)
+    for step in (4, 6):
+        record.write("train", step, loss=10.0 * step)
+    record.close()
+    found = shown(tmp_path)
+    assert found == recorded(tmp_path)
+    assert [step for step, _, _ in found["train/loss"]] == [1, 2, 3, 4, 6]
+    assert [event[::2] for event in found["rewind/at_step"]] == [(3, 6.0)]
 
 
 @pytest.mark.full

@@ -21,9 +21,10 @@ class GuardConfig(Section):
     one. What fp16's loss scale overflows is always only left out."""
     on_spike: Literal["none"] | Action = "none"
     """The same for an update whose loss or gradient norm is a spike; `none`: it is made."""
-    spike_of: Literal["loss", "grad_norm", "either"] = "either"
-    """What has to be above its limit. No effect, like the next two, with `on_spike: none`."""
-    spike_sigmas: Annotated[float, Field(gt=0)] = 6.0
+    spike_of: Literal["loss", "grad_norm", "either"] = "loss"
+    """What has to be above its limit; norms of gradients vary more. No effect, like the next two,
+    with `on_spike: none`."""
+    spike_sigmas: Annotated[float, Field(gt=0)] = 10.0
     """The limit: the median of the last `window_steps` steps, and so many of their standard
     deviations (1.4826 times the median distance from the median)."""
     window_steps: Annotated[int, Field(ge=8)] = 128

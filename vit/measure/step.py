@@ -32,7 +32,8 @@ from vit.freeze import create_trained_model
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.ranks.exit import out_of_memory
-from vit.step import Part, StepResult, TrainStep
+from vit.run.step_result import StepResult
+from vit.step import Part, TrainStep
 from vit.weights.teacher import Teacher, find_teacher
 
 WARM_UP_STEPS = 2

@@ -134,14 +134,9 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
             label = None
 
 
-def _draw_loss(axes: Axes, history: History) -> None:
-    evals = history.of_kind("eval")
-    _draw_reference(axes, history, "loss")
+def _draw_faults(axes: Axes, history: History) -> None:
+    """Mark updates that were skipped by crosses, and batches that were passed over by bands."""
     steps = [line["step"] for line in history.of_kind("fault")]
-    _line(axes, history.of_kind("train"), "loss", "-", BLUE, "training, augmented")
-    _line(axes, evals, "loss", "o-", ORANGE, "validation")
-    _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
-    axes.set(title="Cross-entropy", ylim=(0, None))
     if steps:
         axes.plot(
             steps,
@@ -152,6 +147,29 @@ def _draw_loss(axes: Axes, history: History) -> None:
             label=f"{len(steps):,} updates skipped",
             transform=axes.get_xaxis_transform(),
         )
+    rewinds = history.of_kind("rewind")
+    for number, line in enumerate(rewinds):
+        label = f"passed over, back {len(rewinds):,} times" if not number else None
+        band = (line["first_passed_over"] - 1, line["last_passed_over"])
+        axes.axvspan(*band, color=GREY, alpha=0.25, linewidth=0, label=label)
+        axes.plot(
+            [line["at_step"]],
+            [0.97],
+            "v",
+            color=ORANGE,
+            markersize=6,
+            transform=axes.get_xaxis_transform(),
+        )
+
+
+def _draw_loss(axes: Axes, history: History) -> None:
+    evals = history.of_kind("eval")
+    _draw_reference(axes, history, "loss")
+    _line(axes, history.of_kind("train"), "loss", "-", BLUE, "training, augmented")
+    _line(axes, evals, "loss", "o-", ORANGE, "validation")
+    _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
+    axes.set(title="Cross-entropy", ylim=(0, None))
+    _draw_faults(axes, history)
 
 
 def _draw_accuracy(axes: Axes, history: History) -> None:
@@ -254,8 +272,9 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
     """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
     Returns `picture`.
 
-    Dotted lines are restarts, crosses updates that were skipped; more than 500 points are averaged
-    with their neighbours.
+    Dotted lines are restarts, crosses updates that were skipped, bands batches that were passed
+    over, with a triangle where the run went back; more than 500 points are averaged with their
+    neighbours.
     """
     history = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:

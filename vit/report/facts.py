@@ -223,14 +223,18 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
         "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
-        "num_images": max((line["step"] for line in train), default=0) * batch_size or None,
+        "num_images": max(map(_batches_done, train), default=0) * batch_size or None,
         "peak_memory_gib": max(memory, default=None),
         "batches_checked": sum(
-            line["last_batch"] - line["first_batch"] + 1
+            line["last_batch"] - line["first_batch"] + 1 - (line.get("batches_passed_over") or 0)
             for line in history.of_kind("epoch")
             if line["exact"]
         ),
     }
+
+
+def _batches_done(line: dict[str, Any]) -> int:
+    return int(line["step"] - (line.get("batches_passed_over") or 0))
 
 
 def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
@@ -239,11 +243,12 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
     errors = [line for line in history.of_kind("end") if line.get("outcome") == "error"]
     faults = [
         {"step": line["step"], "time": line.get("time"), "text": _fault_text(line)}
-        for line in [*history.of_kind("fault"), *errors]
+        for line in [*history.of_kind("fault"), *history.of_kind("rewind"), *errors]
     ]
     return {
         "lines": sorted(faults, key=lambda fault: fault["step"]),
         "updates_skipped": max((line.get("updates_skipped") or 0 for line in train), default=0),
+        "rewinds": len(history.of_kind("rewind")),
         "bad_images": max((line.get("bad_images") or 0 for line in train), default=0),
         "damaged": sorted(path.name for path in (run_dir / CHECKPOINTS).glob("damaged_*")),
         "unreadable": history.num_unreadable,
@@ -251,14 +256,28 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
 
 
 def _fault_text(line: dict[str, Any]) -> str:
-    known = ("kind", "step", "time", "reason", "outcome", "elapsed_s")
-    details = ", ".join(
-        f"{key} {'not finite' if value is None else value}"
+    known = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
+    passing = ("at_step", "first_passed_over", "last_passed_over", "rewinds")
+    details = [
+        f"{key.replace('_', ' ')} {_short(value)}"
         for key, value in line.items()
-        if key not in known
-    )
-    reason = line.get("reason", "?")
-    return f"{reason} ({details})" if details else reason
+        if key not in (*known, *passing)
+    ]
+    if line.get("samples"):
+        details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")
+    reason = str(line.get("reason", "?"))
+    if line["kind"] == "rewind":
+        reason = (
+            f"went back from step {line['at_step']:,} ({reason}); steps"
+            f" {line['first_passed_over']:,} to {line['last_passed_over']:,} are passed over"
+        )
+    return f"{reason} ({'; '.join(details)})" if details else reason
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def setting_rows(config: Config) -> list[dict[str, Any]]:

@@ -63,7 +63,7 @@ class History:
     def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
         """Yield each train line with the images of the steps since the one before, and their
         seconds. Lines of which that is not known are left out."""
-        step = 0
+        step = passed_over = 0
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
@@ -74,7 +74,9 @@ class History:
                 )
                 step = line["step"]
             elif line["kind"] == "train":
-                num_images = (line["step"] - step) * batch_size
+                before = passed_over
+                passed_over = line.get("batches_passed_over") or 0
+                num_images = (line["step"] - step - (passed_over - before)) * batch_size
                 step = line["step"]
                 images_per_s = line.get("images_per_s")
                 if num_images > 0 and images_per_s and line.get("data_wait_s") is not None:

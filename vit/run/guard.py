@@ -13,9 +13,9 @@ seeds stay functions of the step. `RunState.passed_over` has them; it is written
 before anything is done again, so that a kill changes nothing.
 
 Passing over follows PaLM (arXiv 2204.02311, 5.1: back to a checkpoint about 100 steps before the
-spike, past 200 to 500 batches); leaving out at 6 standard deviations in 128 steps follows
-allenai/OLMo-core's SkipStepOptimizer. Median and median distance stand for its mean and deviation:
-a spike in the window does not raise the limit for the next one.
+spike, past 200 to 500 batches); leaving out by the last 128 steps follows allenai/OLMo-core's
+SkipStepOptimizer, whose limit is 6 standard deviations above the mean. Median and median distance
+stand for them here: a spike in the window does not raise the limit for the next one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.data.stream import StreamBatches
 from vit.ranks.distributed import World
 from vit.run.record import Record
 from vit.run.state import RunState
-from vit.step import NON_FINITE, Limits, StepValues
+from vit.run.step_result import NON_FINITE, Limits, StepValues
 from vit.system.files import ShardError
 
 NORMAL_SIGMA = 1.4826

@@ -25,7 +25,7 @@ from vit.run.guard import Guard
 from vit.run.record import Record
 from vit.run.sample_losses import SampleLosses
 from vit.run.state import RunState
-from vit.step import StepResult, StepValues
+from vit.run.step_result import StepResult, StepValues
 from vit.system.host import num_cores
 from vit.system.meter import duration
 
