@@ -57,6 +57,20 @@ def _(place):
     place.train(config=place.folder / "other.yaml")
 
 
+DIVERGING = ["optim.lr=1e30", "optim.clip_grad_norm=null", "schedule.warmup_steps=0"]
+
+
+@scenario("a learning rate that makes training diverge, with `guard.on_nonfinite=stop`", begun=True)
+def _(place):
+    place.train(*DIVERGING, "guard.on_nonfinite=stop")
+
+
+@scenario("the same with `guard.on_nonfinite=rewind` and `guard.max_rewinds=1`", begun=True)
+def _(place):
+    rewind = ["guard.on_nonfinite=rewind", "guard.rewind_skip_steps=0", "guard.max_rewinds=1"]
+    place.train(*DIVERGING, *rewind)
+
+
 OF_GUEST = ["model.embed_dim=null", "model.depth=null", "model.num_heads=null"]
 OF_GUEST += ["model.proj_drop_rate=null", "model.drop_path_rate=null"]
 ALONE = {
@@ -82,6 +96,7 @@ ALONE = {
     "balanced weights where a class has no image": [
         *("loss.class_weights=balanced", "data.filter=label != 1")
     ],
+    "a limit for spikes that nothing is done about": ["guard.spike_sigmas=4"],
     "a batch larger than the data": ["data.global_batch_size=64"],
     "no such dataset folder": ["data.root=data/nowhere"],
     "a set to evaluate on with the name of the validation split": ["eval.sets.val.split=train"],
