@@ -55,6 +55,15 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
     assert len({tuple(cell.caption) for cell in (*first, *second)}) == 2
 
 
+def test_what_is_mixed_is_shown_also_where_mixing_ends_early(config, sheets, tmp_path):
+    for end in ("null", "1"):
+        chosen = load_config(config, [f"augment.mixup_off_epoch={end}"]).config
+        contact_sheet.make_contact_sheet(chosen, 3, 2, tmp_path / "sheet.png", CPU)
+    always, early = (dict(columns)["as mixed"] for columns in sheets)
+    assert [cell.caption for cell in always] == [cell.caption for cell in early]
+    assert all(torch.equal(a.image, b.image) for a, b in zip(always, early, strict=True))
+
+
 def test_without_mixing_there_is_no_mixed_column(config, sheets, tmp_path):
     contact_sheet.make_contact_sheet(
         load_config(config, ["augment.mixup_alpha=0", "augment.cutmix_alpha=0"]).config,

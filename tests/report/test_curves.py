@@ -186,12 +186,11 @@ def test_a_users_settings_change_nothing(tmp_path):
 # --- accuracy in training, and several runs -------------------------------------------------------
 
 
-def run_with_margins(folder: Path, mixup: float = 0.0) -> tuple[Path, np.ndarray]:
+def run_with_margins(folder: Path, mixup: str = "mixup_alpha: 0.0") -> tuple[Path, np.ndarray]:
     """A run of 2 epochs of 10 steps with 4 images a step; some were not read."""
     folder.mkdir()
     (folder / "config.yaml").write_text(
-        f"data: {{root: x, global_batch_size: 4}}\ntrain: {{epochs: 2}}\n"
-        f"augment: {{mixup_alpha: {mixup}}}\n"
+        f"data: {{root: x, global_batch_size: 4}}\ntrain: {{epochs: 2}}\naugment: {{{mixup}}}\n"
     )
     rng = np.random.default_rng(0)
     values = rng.normal(size=(2, 10, 2, 4)).astype(np.float16)
@@ -220,9 +219,17 @@ def test_accuracy_in_training_is_counted_from_the_margins(tmp_path):
 
 
 def test_mixed_images_have_no_accuracy(tmp_path):
-    folder, _ = run_with_margins(tmp_path / "run", mixup=0.2)
+    folder, _ = run_with_margins(tmp_path / "run", "mixup_alpha: 0.2")
     lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
     assert not any("top1" in line for line in lines)
+
+
+def test_accuracy_begins_where_mixing_ends(tmp_path):
+    folder, margins = run_with_margins(tmp_path / "run", "mixup_alpha: 0.2, mixup_off_epoch: 1")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    found = {line["step"]: line["top1"] for line in lines if "top1" in line}
+    assert list(found) == [12, 16, 20]
+    assert found[12] == pytest.approx(100 * np.mean(margins[10:12] > 0)), "not of steps 9 and 10"
 
 
 def test_a_smoothed_curve_is_the_mean_of_a_symmetric_window():

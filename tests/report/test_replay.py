@@ -28,6 +28,7 @@ ALL = [
     "augment.color_jitter=[0.4,0.4,0.4,0.1]",
     "augment.erasing_prob=0.5",
     "augment.mixup_mode=elem",
+    "augment.mixup_off_epoch=1",
 ]
 
 
@@ -100,8 +101,9 @@ def test_a_step_of_two_ranks_and_one_after_a_resume_on_another_number(tmp_path, 
 )
 def test_steps_of_chosen_and_of_repeated_samples(choice, tmp_path, shards):
     given = train_here(write_config(tmp_path, shards, steps=6), tmp_path / "run", *choice)
-    for step in (1, 6):
-        check_step(tmp_path / "run", given, step)
+    pieces = [check_step(tmp_path / "run", given, step).pieces() for step in (1, 6)]
+    mixed = [any(row.mixed_by for piece in step for row in piece.rows) for step in pieces]
+    assert mixed == [True, "augment.mixup_off_epoch=1" not in choice]
 
 
 def test_steps_of_several_sources_with_an_image_that_cannot_be_decoded(tmp_path, shards):

@@ -31,8 +31,8 @@ HOSTILE = "a<img_src=x_onerror=alert(1)>&"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """A run of three epochs with mixing. Of its 60 images one has a twin of another class, with a
-    hostile name, and one a twin among those that are evaluated on."""
+    """A run of three epochs, two with mixing. Of its 60 images one has a twin of another class, with
+    a hostile name, and one a twin among those that are evaluated on."""
     folder = tmp_path_factory.mktemp("trained")
     images = shutil.copytree(shards.parent / "images", folder / "images")
     train = images / "train"
@@ -43,7 +43,8 @@ def trained(tmp_path_factory, shards) -> Path:
     assert imagefolder.main(words) == 0
     config = write_config(folder, folder / "shards", steps=STEPS)
     words = ["--config", str(config), f"run.dir={folder / 'run'}", *TINY]
-    run_here("launch/train.py", *words, "augment.mixup_mode=elem", "augment.mix_prob=0.5")
+    mixing = ["augment.mixup_mode=elem", "augment.mix_prob=0.5", "augment.mixup_off_epoch=2"]
+    run_here("launch/train.py", *words, *mixing)
     return folder / "run"
 
 

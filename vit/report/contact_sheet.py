@@ -70,13 +70,13 @@ def make_contact_sheet(
     num_batches = num_draws + does_mix
     side = cell_width_in(1 + num_batches)
     unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
-    batches = TrainBatches(split, order, config.augment, form, on_bad_image=data.on_bad_image)
+    # Each column is an epoch of its own here: the last one is to show how the first ones mix.
+    mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
+    batches = TrainBatches(split, order, mixed, form, on_bad_image=data.on_bad_image)
     with Loader(batches, 0, num_batches) as loader:
         for number, batch in enumerate(loader):
             is_draw = number < num_draws
-            augment = create_augment(
-                unmixed if is_draw else config.augment, data, num_classes, device
-            )
+            augment = create_augment(unmixed if is_draw else mixed, data, num_classes, device)
             on_device = batch.to(device)
             inputs, targets = augment(on_device.images, on_device.labels, batch.table)
             images = as_colors(inputs, data.mean, data.std)

@@ -5,7 +5,7 @@ picture can show, and drawn as four panels: together as a PNG, or each as SVG fo
 accuracy of several runs are drawn over their epochs.
 
 Accuracy in training is counted from the margins that were kept of each image
-(`vit.run.sample_losses`), as it was augmented. Where images are mixed, an input has no one class
+(`vit.run.sample_losses`), as it was augmented. While images are mixed, an input has no one class
 that would be right, so there is none.
 """
 
@@ -56,11 +56,13 @@ def _read_curves(metrics: Path) -> History:
 def _add_training_accuracy(run_dir: Path, history: History) -> None:
     """Give train lines `top1`, in percent of the images since the line before, where it is known.
 
-    It is not without the losses of images (log.sample_losses), nor where images are mixed.
+    It is not without the losses of images (log.sample_losses), nor of epochs in which images mix.
     """
     plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
     files = epoch_files(run_dir)
-    if plan is None or not files or _mixes(run_dir):
+    mixed = _mixed_epochs(run_dir)
+    files = {epoch: path for epoch, path in files.items() if epoch > mixed}
+    if plan is None or not files:
         return
     per_epoch = plan["steps_per_epoch"]
     right = np.zeros(max(files) * per_epoch + 1)
@@ -81,12 +83,15 @@ def _add_training_accuracy(run_dir: Path, history: History) -> None:
             line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
 
 
-def _mixes(run_dir: Path) -> bool:
-    """Whether the run mixes images; True if that is not known."""
+def _mixed_epochs(run_dir: Path) -> float:
+    """Return how many epochs of the run mix images, all of them if that is not known."""
     try:
-        return mixes(load_config(run_dir / CONFIG_FILE).config.augment)
+        augment = load_config(run_dir / CONFIG_FILE).config.augment
     except ValueError:
-        return True
+        return math.inf
+    if not mixes(augment):
+        return 0
+    return math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
 
 
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:

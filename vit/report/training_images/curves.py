@@ -147,6 +147,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
+            table[:, LAMBDA] = 1.0  # stays so behind `augment.mixup_off_epoch`
             size = source.image_format.size
             draw_mix(augment, table, readable, order.seed, position, 0, size, epoch - 1)
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
