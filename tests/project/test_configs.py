@@ -163,6 +163,19 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     assert f"| {forecast.largest_micro_batch_size} | {hours} |" in page
 
 
+def test_the_page_of_plans_has_what_every_header_says():
+    """The headers are compared with the forecasts themselves."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    stated = []
+    for path in RECIPES:
+        text = path.read_text()
+        if hours := re.search(r"8 H200: (\S+ to \S+) h", text):
+            (memory,) = re.findall(r"about (\d+) GiB \(launch/plan.py\)", text)
+            stated.append(f"| `{path.stem}` | {memory} | {hours[1]} |")
+    assert re.findall(r"^\| `\S+` \| \d+ \| \S+ to \S+ \|$", page, re.M) == stated
+    assert len(stated) > 30
+
+
 def test_the_page_has_every_recipe_and_its_published_result():
     page = (ROOT / "docs" / "recipes.md").read_text()
     for path in RECIPES:

@@ -31,8 +31,8 @@ HOSTILE = "a<img_src=x_onerror=alert(1)>&"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """A run of three epochs, two with mixing. Of its 60 images one has a twin of another class, with
-    a hostile name, and one a twin among those that are evaluated on."""
+    """A run of three epochs, two with mixing. Of its 60 images one has a twin of another class,
+    with a hostile name, and one a twin among those that are evaluated on."""
     folder = tmp_path_factory.mktemp("trained")
     images = shutil.copytree(shards.parent / "images", folder / "images")
     train = images / "train"

@@ -73,17 +73,18 @@ def _draw(
     shown = np.ma.masked_where(~(values > 0), values)  # also NaN
     low, high = (shown.min(), shown.max()) if shown.count() else (1.0, 1.0)
     spans_decades = high > 10 * low
-    norm: Normalize = LogNorm(low, high) if spans_decades else Normalize(low, high)
     colors = "viridis"
     if key == RATIO:
         spans_decades = True
-        norm = LogNorm(USUAL_RATIO / 1e2, USUAL_RATIO * 1e2)
+        low, high = USUAL_RATIO / 1e2, USUAL_RATIO * 1e2
         colors = "RdBu_r"  # white is the usual ratio
+    norm: Normalize = LogNorm(low, high) if spans_decades else Normalize(low, high)
     axes.set_facecolor("#bbbbbb")
     mesh = axes.pcolormesh(
         edges, np.arange(len(layers) + 1), shown, norm=norm, cmap=colors, rasterized=True
     )
-    ticks = LogLocator(subs=(1.0,), numticks=6) if spans_decades else MaxNLocator(4)
+    subs = (1.0,) if high > 100 * low else (1.0, 2.0, 5.0)
+    ticks = LogLocator(subs=subs, numticks=6) if spans_decades else MaxNLocator(4)
     bar = figure.colorbar(mesh, ax=axes, ticks=ticks, extend="both" if key == RATIO else "neither")
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -93,6 +94,6 @@ def _draw(
     if len(places) > 1 and places[-1] - places[-2] < every / 2:
         del places[-2]
     axes.set_yticks([n + 0.5 for n in places], [layers[n] for n in places], size=SMALL_PT)
-    axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(3, integer=True))
     axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
     axes.set_xlabel("step")
