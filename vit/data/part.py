@@ -20,7 +20,10 @@ from vit.system.files import ShardError
 
 # Apart from the hashes that `data.fraction` and others choose by (`vit.data.select`).
 _PART = 1
-_NAME = re.compile(r"(?P<split>[^\[\]]+)\[(?P<start>[\d.]+%)?:(?P<stop>[\d.]+%)?\]")
+_PERCENT = r"\d+(?:\.\d+)?"
+_NAME = re.compile(
+    rf"(?P<split>[^\[\]]+)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]"
+)
 
 
 class PartName(NamedTuple):
@@ -41,17 +44,15 @@ def parse_name(name: str) -> PartName:
     if not name.endswith("]"):
         return PartName(name, None, 100.0)
     found = _NAME.fullmatch(name)
-    try:
-        assert found is not None
-        start = float((found["start"] or "0%")[:-1])
-        stop = float((found["stop"] or "100%")[:-1])
-        assert 0 <= start < stop <= 100
-    except (AssertionError, ValueError):
-        raise ShardError(
-            f"split {name!r}: expected a part as train[:99%], train[99%:] or train[10%:20%], from"
-            " less to more"
-        ) from None
-    return PartName(found["split"], start, stop)
+    if found is not None:
+        start = float(found["start"] or 0)
+        stop = float(found["stop"] or 100)
+        if start < stop <= 100:
+            return PartName(found["split"], start, stop)
+    raise ShardError(
+        f"split {name!r}: expected a part as train[:99%], train[99%:] or train[10%:20%], from less"
+        " to more"
+    )
 
 
 def part_size(name: str, total: int) -> int:
