@@ -5,6 +5,7 @@
     python launch/eval.py runs/a runs/b                      compared image by image
     python launch/eval.py runs/demo eval.sets.v2.root=data/v2 eval.sets.v2.split=train
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
+    python launch/eval.py runs/demo --knn --linear-probe     what its features know
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
         --data /data/imagenet                                a model that timm published
@@ -20,12 +21,13 @@ image by image, on the sets of the first (docs/evaluation.md).
 
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
 percent, loss, ece (calibration error in points), top1_low and top1_high (the 95 % interval of
-top1), `sets` (by name; with num_skipped, images without a label), and `note` if the classes of the
-data are not those of the model. Of several checkpoints: `checkpoints`, a list of such objects, and
-`difference`, a list of what each other one has to the first by set (see vit/metrics.py). With
---finetune also `before`, `before_resized` (objects of this form) and `difference`, or `stopped` and
-`run` after a signal. Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a
-mistake of the user; 130 interrupted.
+top1), `sets` (by name; with num_skipped, images without a label), `probes` with --knn or
+--linear-probe (by name), and `note` if the classes of the data are not those of the model. Of
+several checkpoints: `checkpoints`, a list of such objects, and `difference`, a list of what each
+other one has to the first by set (see vit/metrics.py). With --finetune also `before`,
+`before_resized` (objects of this form) and `difference`, or `stopped` and `run` after a signal.
+Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a mistake of the user; 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from vit.config import io as config_io
 from vit.config.eval_section import VAL
 from vit.config.hints import setting_for
 from vit.config.schema import Config
+from vit.features.probes import KNN_FLAG, LINEAR_FLAG, Asked
 from vit.finetune import finetune
 from vit.one_reader import read_once
 from vit.ranks import distributed
@@ -54,6 +57,9 @@ from vit.system.command_line import Parser, add_model_flags, model_flag_problems
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
+
+DEFAULT_K = 20
+"""Neighbours: the best of 10, 20, 100 and 200 in DINO."""
 
 
 def main() -> World:
@@ -90,7 +96,9 @@ def main() -> World:
             sets = config.eval.model_dump(mode="json")["sets"]
             settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
             settings["eval.best_by"] = config.eval.best_by
-        results.append(evaluate_weights(found.loaded, config, world, out, args.select_classes))
+        results.append(
+            evaluate_weights(found.loaded, config, world, out, args.select_classes, args.probes)
+        )
         if world.is_main and found.known is not None:
             _print_published(found, config, results[-1], args.select_classes, out)
     if world.is_main:
@@ -211,6 +219,27 @@ def _create_parser() -> Parser:
         help="fine-tune with this config first, and evaluate before and after",
     )
     parser.add_argument(
+        KNN_FLAG,
+        action="store_true",
+        help="also classify by the nearest training images, by the features that the head reads",
+    )
+    parser.add_argument(
+        "--k",
+        metavar="N,...",
+        help=f"numbers of neighbours for {KNN_FLAG}, as 10,20,100,200 (default: {DEFAULT_K})",
+    )
+    parser.add_argument(
+        LINEAR_FLAG,
+        action="store_true",
+        help="also fit a linear classifier to those features of the training images",
+    )
+    parser.add_argument(
+        "--l2",
+        type=float,
+        metavar="X",
+        help=f"penalty of {LINEAR_FLAG} (default: chosen on a tenth of the training images)",
+    )
+    parser.add_argument(
         "--json", action="store_true", help="print one JSON object on stdout and nothing else there"
     )
     parser.add_argument(
@@ -245,9 +274,32 @@ def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
         parser.error("--select-classes: with --finetune give init.select_classes=true")
+    args.probes = _read_probes(args, parser)
     if args.finetune and not args.checkpoints:
         parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
     return args
+
+
+def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
+    """Return which probes are asked for, None for none. Ends the command for mistakes."""
+    problems = []
+    wanted = [flag for flag, on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if on]
+    if wanted and args.finetune:
+        problems.append(f"{' and '.join(wanted)}: after --finetune give the new run to eval.py")
+    if args.k is not None and not args.knn:
+        problems.append(f"--k {args.k} belongs to {KNN_FLAG}: give that, too")
+    if args.l2 is not None and not args.linear_probe:
+        problems.append(f"--l2 {args.l2:g} belongs to {LINEAR_FLAG}: give that, too")
+    if args.l2 is not None and not 0 < args.l2 < float("inf"):
+        problems.append(f"--l2 {args.l2:g}: give a number above 0, as 1e-4")
+    words = (args.k or str(DEFAULT_K)).split(",")
+    if not all(word.isdecimal() and int(word) > 0 for word in words) or len({*words}) < len(words):
+        problems.append(f"--k {args.k}: give different numbers from 1 on, as 20 or 10,20,100")
+    if problems:
+        parser.error("; ".join(problems))
+    if not wanted:
+        return None
+    return Asked(tuple(map(int, words)) if args.knn else (), args.linear_probe, args.l2)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from vit.data.augment.apply import create_augment
 from vit.data.batches import ImageFormat
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluation, Evaluator
+from vit.features.probes import Asked, Probed, run_probes
 from vit.metrics import ECE_BINS, Accuracy, PairedDifference, interval95, paired_difference
 from vit.model import create_model
 from vit.open_data import open_split
@@ -39,17 +40,24 @@ class Result(NamedTuple):
     """What `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
     """All sets by name, `data.val_split` first."""
+    probed: tuple[Probed, ...] = ()
+    """What k-NN and a linear probe found on `data.val_split`."""
 
 
 def evaluate_weights(
-    loaded: LoadedWeights, config: Config, world: World, out: TextIO, selected: bool = False
+    loaded: LoadedWeights,
+    config: Config,
+    world: World,
+    out: TextIO,
+    selected: bool = False,
+    asked: Asked | None = None,
 ) -> Result:
     """Evaluate `loaded` on the validation split of `config` and on `eval.sets`; print it to `out`.
 
     `config` may have a different image size than the weights were trained at: positions are
-    resampled. selected: of the head use the rows of the data's classes only, by name. Raises
-    ValueError if the data have more classes than the weights, or others where they are selected,
-    and as `open_sets`.
+    resampled. selected: of the head use the rows of the data's classes only, by name. asked: what
+    else to try with its features. Raises ValueError if the data have more classes than the weights,
+    or others where they are selected, and as `open_sets` and `run_probes`.
     """
     split = open_split(config.data, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
@@ -79,8 +87,15 @@ def evaluate_weights(
 
     found = _evaluate_all(model, groups, config, loaded.num_classes, world)
 
+    probed: list[Probed] = []
+    if asked is not None:
+        augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
+        probed = run_probes(asked, model, config, split, augment, world)
+
     result = found[VAL][1]
     as_json = _as_json(result.accuracy)
+    if probed:
+        as_json["probes"] = {each.name: each.to_dict() for each in probed}
     if loaded.notes or loaded.class_names is None:  # weights of another program
         notes = loaded.report(notes)
     lines = [*notes, str(result.accuracy), _calibration(result.accuracy)]
@@ -88,6 +103,7 @@ def evaluate_weights(
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
         as_json["note"] = mismatch
         lines.append(f"note: {mismatch}")
+    lines += [each.line() for each in probed]
     others = {name: pair for name, pair in found.items() if name != VAL}
     for name, (scored, evaluation) in others.items():
         lines.append(f"{name}: {scored.where()} of {scored.split.root}")
@@ -103,7 +119,7 @@ def evaluate_weights(
         heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
         lines.insert(0, f"{heading}: {split.num_samples} images at {config.model.size_text()}")
         print("\n  ".join(lines), file=out)
-    return Result(result, as_json, found)
+    return Result(result, as_json, found, tuple(probed))
 
 
 def _evaluate_all(
@@ -170,6 +186,8 @@ def differences_to_first(results: Sequence[Result]) -> list[dict[str, PairedDiff
                 for each, predicted in ((scored, evaluation), (theirs, with_it))
             ]
             differences[name] = paired_difference(*is_right)
+        for mine, theirs_probed in zip(first.probed, other.probed, strict=True):
+            differences[mine.name] = paired_difference(mine.is_right, theirs_probed.is_right)
         found.append(differences)
     return found
 
@@ -181,15 +199,17 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
     """
     differences = differences_to_first(results)
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
-    for name in results[0].sets:
-        for number, (path, result) in enumerate(zip(names, results, strict=True)):
-            accuracy = result.sets[name][1].accuracy
+    numbers = [_numbers(result) for result in results]
+    for name in numbers[0]:
+        for number, (path, found) in enumerate(zip(names, numbers, strict=True)):
+            values = found[name]
             difference = _short(differences[number - 1][name]) if number else ""
             rows.append(
                 (
-                    *(name if number == 0 else "", path, f"{accuracy.num_images}"),
-                    *(f"{accuracy.top1:.2f}", f"{accuracy.top5:.2f}", f"{accuracy.loss:.4f}"),
-                    *(f"{accuracy.ece:.2f}", difference),
+                    *(name if number == 0 else "", path, f"{values['num_images']}"),
+                    *(f"{values['top1']:.2f}", f"{values['top5']:.2f}"),
+                    *(f"{values['loss']:.4f}" if "loss" in values else "-",),
+                    *(f"{values['ece']:.2f}" if "ece" in values else "-", difference),
                 )
             )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -206,6 +226,12 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
             {name: asdict(value) for name, value in each.items()} for each in differences
         ],
     }
+
+
+def _numbers(result: Result) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each set and of each probe by name; k-NN has neither loss nor ECE."""
+    found = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
+    return {**found, **{each.name: each.to_dict() for each in result.probed}}
 
 
 def _short(difference: PairedDifference) -> str:

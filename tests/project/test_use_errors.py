@@ -68,6 +68,13 @@ def visualize(*words: str) -> Callable[[Path, Path], None]:
     return act
 
 
+def evaluate(*words: str) -> Callable[[Path, Path], None]:
+    def act(base: Path, place: Path) -> None:
+        run_here("launch/eval.py", base, *words, "--device", "cpu")
+
+    return act
+
+
 def with_other_classes(base: Path, place: Path) -> None:
     source = base / "weights" / "last.safetensors"
     with safe_open(source, "pt") as file:
@@ -94,6 +101,8 @@ SCENARIOS = {
     "a picture in a format that there is not": visualize("filters", "RUN", "--out", "/a.gif"),
     "a word of visualize.py that there is not": visualize("filtres", "RUN"),
     "two models of other classes side by side": with_other_classes,
+    "more neighbours than there are training images": evaluate("--knn", "--k", "20,61"),
+    "a number of neighbours without k-NN": evaluate("--k", "5"),
 }
 
 

@@ -26,6 +26,7 @@ from vit.data.batches import EvalBatches
 from vit.data.loader import Loader
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
+from vit.features.extract import head_of
 from vit.precision import autocast
 from vit.report.source import ReportSource
 from vit.report.training_images.doubles import Duplicates
@@ -104,7 +105,7 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
     """
     splits: list[Split | Sources] = [source.train_set.split, source.val_split]
     kept: list[Tensor] = []
-    handle = _head_of(source.model).register_forward_pre_hook(
+    handle = head_of(source.model, "--near").register_forward_pre_hook(
         lambda _, inputs: kept.append(inputs[0])
     )
     config = source.config
@@ -132,19 +133,6 @@ def pooled_features(source: ReportSource, on_images: OnImages) -> Tensor:
     handle.remove()
     assert features is not None
     return features
-
-
-def _head_of(model: Any) -> nn.Linear:
-    """Return the layer that makes logits, ours or timm's. Raises ValueError."""
-    head = getattr(model, "head", None)
-    if not isinstance(head, nn.Linear) and hasattr(model, "get_classifier"):
-        head = model.get_classifier()
-    if not isinstance(head, nn.Linear):
-        raise ValueError(
-            f"--near compares what a linear head reads; {type(model).__name__} ends in"
-            f" {type(head).__name__}: leave --near out"
-        )
-    return head
 
 
 def whiten_(features: Tensor) -> None:
