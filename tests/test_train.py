@@ -44,9 +44,9 @@ def config(tmp_path: Path, shards: Path) -> Path:
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
     """Final state of an undisturbed run on this many ranks, made once."""
-    made: dict[int, dict[str, bytes]] = {}
+    made: dict[int, dict[str, str]] = {}
 
-    def state(ranks: int) -> dict[str, bytes]:
+    def state(ranks: int) -> dict[str, str]:
         if ranks not in made:
             folder = tmp_path_factory.mktemp(f"whole{ranks}")
             train(write_config(folder, shards, steps=STEPS), folder / "run", ranks=ranks)
@@ -56,7 +56,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
     return state
 
 
-def assert_equal_state(run_dir: Path, expected: dict[str, bytes]) -> None:
+def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
     state = final_state(run_dir, STEPS)
     assert state.keys() == expected.keys()
     assert not [name for name in state if state[name] != expected[name]], (

@@ -90,14 +90,16 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
         print(f"{output}: completed by another process meanwhile")
+        _remove_intermediate(output, output.local)
         return
     finally:
-        if output.local and not any(output.local.iterdir()):
-            output.local.rmdir()  # nothing was written
-    if output.local:
         # A worker whose command was killed cannot end while the disk takes its last bytes: on a
         # slow one it may hold its file until after this command began.
-        remove_leftovers(output.local)
+        remove_left_folders()
+        if output.local:
+            remove_leftovers(output.local)
+            if not any(output.local.iterdir()):
+                output.local.rmdir()  # nothing was written
     if output.size("dataset.md") < 0:
         write_card(output)
         check = f"; check it with: python -m data_prep.verify {output}" if output.local else ""
@@ -165,15 +167,22 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
                 f"{output}: complete, {len(plan.catalogue.class_names)} classes,"
                 f" {time.monotonic() - start_s:.1f} s"
             )
-        kept = output.sizes().keys() & {f"{job.shard.name}{ROWS}" for job in work}
-        # `_writing.json` is last: while it is there, the next command comes here again.
-        for name in (*kept, "_writing.json"):
-            output.remove(name)
-        root = plan.catalogue.folder.parent
-        of_earlier_versions = root.glob("_catalogue-*")
-        for folder in (root / SPOOL, *of_earlier_versions):
-            shutil.rmtree(folder, ignore_errors=True)
+        _remove_intermediate(output, plan.catalogue.folder.parent)
         return True
+
+
+def _remove_intermediate(output: Output, root: Path | None) -> None:
+    """Remove from a complete data set, and from the folder of its catalogue, what only the writing
+    needs; also what a process puts there after another one has completed the data set."""
+    info = output.read_json("_info.json") or {"splits": {}}
+    tars = [name for described in info["splits"].values() for name in described["filenames"]]
+    kept = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
+    # `_writing.json` is last: while it is there, the next command comes here again.
+    for name in (*kept, "_writing.json"):
+        output.remove(name)
+    if root is not None:
+        for folder in (root / SPOOL, *root.glob("_catalogue-*")):  # of earlier versions
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _claim(plan: WritePlan) -> None:

@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from checksums import digest
 from prep_place import new_catalogue
 from servers import WebServer
 from small_shards import jpeg
@@ -55,15 +56,15 @@ def as_tgz(path: Path, files: dict[str, bytes], prefix: str = "") -> Path:
     return path
 
 
-def prepare(source: Path, out: Path, *words: str) -> dict[str, bytes]:
-    """Run the command; return the tars that it wrote."""
+def prepare(source: Path, out: Path, *words: str) -> dict[str, str]:
+    """Run the command; return the digests of the tars that it wrote."""
     line = [str(source), "--out", str(out), "--num-shards", "2", "--workers", "1", *words]
     assert imagefolder.main(line) == 0
-    return {path.name: path.read_bytes() for path in out.glob("*.tar")}
+    return {path.name: digest(path.read_bytes()) for path in out.glob("*.tar")}
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory) -> dict[str, bytes]:
+def unpacked(tmp_path_factory) -> dict[str, str]:
     """The shards of the folder that the archives hold."""
     folder = tmp_path_factory.mktemp("unpacked")
     for name, content in SPLIT.items():

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import webdataset
-from small_shards import contents, jpeg
+from checksums import digests
+from small_shards import jpeg
 
 from data_prep import imagefolder
 from data_prep.index import main
@@ -44,9 +45,9 @@ def test_foreign_shards_become_readable(foreign, capsys):
     ]
     assert train.index["label"].tolist() == [n % 5 for n in range(12)]
     assert train.num_classes == validation.num_classes == 5  # of all splits, not of each
-    first = contents(foreign)
+    first = digests(foreign)
     assert main([str(foreign), "--workers", "1"]) == 0
-    assert contents(foreign) == first
+    assert digests(foreign) == first
 
 
 def test_timm_reads_them_too(foreign):
@@ -109,11 +110,11 @@ def test_our_own_shards_stay_as_they_are(tmp_path):
         )
         == 0
     )
-    whole = contents(root)
+    whole = digests(root)
     (root / "train-00000.idx").unlink()
     (root / "train.index.npy").unlink()
     assert main([str(root), "--workers", "1"]) == 0
-    assert contents(root) == whole
+    assert digests(root) == whole
 
 
 # ---- what does not fit ---------------------------------------------------------------------------
@@ -177,9 +178,9 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
         assert [(split.key(i), split.read(i)) for i in range(len(split))] == [
             (f"s{n}", jpeg(n)) for n in range(3)
         ]
-    before = contents(tar.parent)
+    before = digests(tar.parent)
     assert main([str(tar.parent), "--workers", "1"]) == 0
-    assert contents(tar.parent) == before
+    assert digests(tar.parent) == before
     assert verify([str(tar.parent), "--workers", "1"]) == 0
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import warm_python
+from checksums import digest
 from processes import REPOSITORY, TINY, call, command, environment, write_config
 
 from vit.run.checkpoint import complete_checkpoints, read_info
@@ -52,10 +53,11 @@ def pattern_of(printed: str) -> str:
     return ".+".join(map(re.escape, re.split(r"<[^<>\n]+>", printed)))
 
 
-def snapshot(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder`; the lock of a run only says which process had it last."""
+def snapshot(folder: Path) -> dict[str, str]:
+    """Digests of all files below `folder`; the lock of a run only says which process had it
+    last."""
     return {
-        str(p.relative_to(folder)): p.read_bytes()
+        str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
         if p.is_file() and p.name != ".lock"
     }

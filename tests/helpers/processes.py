@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import warm_python
+from checksums import digest
 from families import Family, bearing, inherited
 from PIL import Image
 from safetensors.torch import load_file
@@ -331,13 +332,13 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def final_state(run_dir: Path, step: int) -> dict[str, bytes]:
-    """All tensors of the checkpoint at `step`, and the losses of all images, as bytes, for
+def final_state(run_dir: Path, step: int) -> dict[str, str]:
+    """Digests of all tensors of the checkpoint at `step`, and of the losses of all images, for
     comparison bit by bit."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
-    losses = {path.name: path.read_bytes() for path in sorted(run_dir.glob("samples/epoch_*.npy"))}
+    losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
     assert losses, "a run keeps them by default"
-    return {**{name: bytes_of(tensor) for name, tensor in tensors.items()}, **losses}
+    return {**{name: digest(bytes_of(tensor)) for name, tensor in tensors.items()}, **losses}
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:

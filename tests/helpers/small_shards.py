@@ -1,6 +1,5 @@
 """Images that tell their number, tars and folders of them."""
 
-import hashlib
 import io
 import tarfile
 from pathlib import Path
@@ -91,16 +90,6 @@ def small_splits(num_train: int = 23, num_val: int = 7) -> dict[str, list[tuple[
         split: [(f"{split}.{n}.JPEG", n % 3, image_bytes(n)) for n in range(num)]
         for split, num in (("train", num_train), ("val", num_val))
     }
-
-
-def digest(root: Path) -> dict[str, str]:
-    return {
-        path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(root.iterdir())
-    }
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
 def add(path: Path, number: int = 0) -> Path:

@@ -41,6 +41,10 @@ def follow_parent() -> None:
     assert parent is not None, "for worker processes only"
 
     begun_by = os.getppid()  # the parent, or the server that forks for it
+    # Not left to the thread: before it runs, a worker whose parent died during its imports could
+    # begin the work that waits for it, and leave a file behind.
+    if not parent.is_alive():
+        os._exit(1)
 
     def follow() -> None:
         # Not by the pipe alone: workers forked later hold the parent's end of it, too, and

@@ -16,7 +16,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import webdataset
-from small_shards import FOUR, digest, image_bytes, small_splits, source_of
+from checksums import digests
+from small_shards import FOUR, image_bytes, small_splits, source_of
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue_builder import Builder
@@ -32,7 +33,7 @@ from vit.system.files import temporary_beside, temporary_file
 def test_workers_and_order_leave_no_trace(written, tmp_path):
     backwards = {split: samples[::-1] for split, samples in small_splits().items()}
     write(source_of(tmp_path, backwards), tmp_path / "root", replace(FOUR, workers=2))
-    assert digest(tmp_path / "root") == digest(written)
+    assert digests(tmp_path / "root") == digests(written)
     assert not [
         path.name
         for path in written.iterdir()
@@ -148,7 +149,7 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     (root / "mine.rows.npy").unlink()
     assert "2 of 5 shards are there already and are kept" in capsys.readouterr().out
     assert (root / "train-00001.tar").stat().st_mtime_ns == kept
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
 
 
 @pytest.mark.parametrize(
@@ -168,14 +169,14 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     ],
 )
 def test_other_contents_are_refused(written, tmp_path, num_train, options, settings, difference):
-    before = digest(written)
+    before = digests(written)
     source = source_of(tmp_path, small_splits(num_train), **options)
     with pytest.raises(
         PrepError,
         match=rf"holds another data set or other options: .*{difference}.*choose another --out",
     ):
         write(source, written, replace(FOUR, **settings))
-    assert digest(written) == before
+    assert digests(written) == before
 
 
 def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(
@@ -194,7 +195,7 @@ def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(
     write(small, root, replace(FOUR, part="0-0"))
     assert {path: path.stat().st_mtime_ns for path in root.iterdir()} == before
     write(small, root, replace(FOUR, part="0-2", workers=2))
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
     before = {path: path.stat().st_mtime_ns for path in root.iterdir()}
     write(small, root, replace(FOUR, part="3-4"))
     assert "complete already" in capsys.readouterr().out
@@ -226,7 +227,24 @@ def test_the_file_of_a_writer_that_dies_later_than_its_command_goes_with_the_nex
         small.fill(builder)
 
     write(replace(small, fill=fill), root, FOUR)
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
+
+
+def test_a_process_that_finds_the_set_completed_by_another_leaves_nothing(
+    small, written, tmp_path, capsys
+):
+    root = tmp_path / "root"
+
+    def fill(builder: Builder) -> None:
+        (builder.spool / "first").touch()
+        write(small, root, FOUR)  # the other one, which removes the spool
+        (builder.spool / "second").touch()
+        (root / "train-00001.rows.npy").touch()  # of a shard that was published late
+        (builder.spool / "first").read_bytes()
+
+    write(replace(small, fill=fill), root, FOUR)
+    assert "completed by another process meanwhile" in capsys.readouterr().out
+    assert digests(root) == digests(written)
 
 
 def refused_advice(*_: int) -> None:
@@ -266,7 +284,7 @@ def test_a_part_mends_what_is_gone_from_a_complete_data_set(written, small, tmp_
     write(small, root, FOUR)
     (root / "val-00000.tar").unlink()
     write(small, root, replace(FOUR, part="1/2"))
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
 
 
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 10, 13])

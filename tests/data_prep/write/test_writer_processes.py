@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from small_shards import digest, image_bytes
+from checksums import digests
+from small_shards import image_bytes
 
 # ---- real processes: kills, full disks -----------------------------------------------------------
 
@@ -77,7 +78,7 @@ def test_killed_and_continued(prepare, undisturbed, tmp_path, num_tars):
         [*prepare, "--out", root, "--workers", "1"], check=True, capture_output=True, text=True
     )
     assert num_tars == 0 or "are there already" in again.stdout
-    assert digest(root) == digest(undisturbed)
+    assert digests(root) == digests(undisturbed)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_processes_that_share_the_work_write_what_one_would(prepare, undisturbed
     outputs = [part.communicate()[0].decode() for part in parts]
     assert [part.returncode for part in parts] == [0, 0, 0], outputs
     assert any(": complete, 10 classes" in output for output in outputs)
-    assert digest(root) == digest(undisturbed)
+    assert digests(root) == digests(undisturbed)
 
 
 def test_a_bad_part_is_one_line(prepare, tmp_path):
@@ -156,7 +157,7 @@ def test_interrupted_it_ends_at_once_and_clean(
     wait_for_end_of_group(process.pid)
     assert not list(root.glob(".*.tar.*.tmp"))
     subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
-    assert digest(root) == digest(undisturbed)
+    assert digests(root) == digests(undisturbed)
 
 
 def test_full_disk_is_one_line_and_continues(prepare, undisturbed, tmp_path):
@@ -173,4 +174,4 @@ def test_full_disk_is_one_line_and_continues(prepare, undisturbed, tmp_path):
     assert not list(root.glob("*.tar"))
     assert not list(root.glob(".*.tmp"))
     subprocess.run([*prepare, "--out", root, "--workers", "2"], check=True)
-    assert digest(root) == digest(undisturbed)
+    assert digests(root) == digests(undisturbed)

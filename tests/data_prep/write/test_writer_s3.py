@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from checksums import digest, digests
 from processes import jpeg
 from servers import S3Server
 
@@ -52,10 +53,16 @@ def s3():
 
 
 @pytest.fixture(scope="module")
-def local(images, tmp_path_factory) -> dict[str, bytes]:
+def local(images, tmp_path_factory) -> dict[str, str]:
     root = tmp_path_factory.mktemp("local") / "root"
     subprocess.run(prepare(images, root), check=True)
-    return {path.name: path.read_bytes() for path in root.iterdir()}
+    return digests(root)
+
+
+def found(s3: S3Server, bucket: str) -> dict[str, str]:
+    """What the store holds, as `local` tells it."""
+    objects = s3.objects(bucket).items()
+    return {key.removeprefix("root/"): digest(data) for key, data in objects}
 
 
 def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp_path):
@@ -72,11 +79,10 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
         time.sleep(moments.uniform(0.5, 3))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        for key, data in s3.objects(bucket).items():
-            name = key.removeprefix("root/")
+        for name, told in found(s3, bucket).items():
             until_the_end = name == "_writing.json" or name.endswith(".rows.npy")
-            assert until_the_end or name.startswith(".writable") or data == local[name], (
-                "half an object, or another one"
+            assert until_the_end or name.startswith(".writable") or told == local[name], (
+                f"{name}: half an object, or another one"
             )
     done = subprocess.run(
         prepare(images, f"{bucket}/root"),
@@ -87,8 +93,8 @@ def test_a_store_holds_what_a_folder_would_after_any_kill(s3, images, local, tmp
     )
     # a quick machine may be done before the second kill
     assert re.search("complete, 10 classes|complete already", done.stdout)
-    found = {key.removeprefix("root/"): data for key, data in s3.objects(bucket).items()}
-    assert {name: data for name, data in found.items() if not name.startswith(".writable")} == local
+    there = found(s3, bucket).items()
+    assert {name: told for name, told in there if not name.startswith(".writable")} == local
     assert list(tmp_path.iterdir()) == [], "temporary files of killed processes"
 
 
@@ -103,7 +109,7 @@ def test_parts_meet_in_a_store(s3, images, local, tmp_path):
     printed = [part.communicate()[0] for part in parts]
     assert [part.returncode for part in parts] == [0, 0]
     assert any("complete, 10 classes" in text for text in printed), printed
-    assert {key.removeprefix("root/"): data for key, data in s3.objects(bucket).items()} == local
+    assert found(s3, bucket) == local
 
 
 def test_the_plan_of_a_store_is_in_the_messages(s3, images, capsys):

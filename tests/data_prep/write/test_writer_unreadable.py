@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from checksums import digests
 from PIL import Image
-from small_shards import FOUR, digest, image_bytes, small_splits, source_of
+from small_shards import FOUR, image_bytes, small_splits, source_of
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue import Source
@@ -27,12 +28,12 @@ def test_what_was_left_out_is_tried_again_even_if_the_end_of_that_was_killed(wri
     write(damaged(tmp_path), root, lenient)
     stale = (root / "_info.json").read_bytes()
     write(source_of(tmp_path, small_splits()), root, lenient)
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
     (root / "_info.json").write_bytes(stale)  # as if killed before it was replaced
     for lost in ("quarantine.jsonl", "train.index.npy", "dataset.md", "train-00001.idx"):
         (root / lost).unlink(missing_ok=True)
         write(source_of(tmp_path, small_splits()), root, lenient)
-        assert digest(root) == digest(written), lost
+        assert digests(root) == digests(written), lost
 
 
 def test_the_number_of_shards_stays_when_unreadable_images_are_mended(tmp_path):
@@ -69,7 +70,7 @@ def test_an_archive_that_cannot_be_read_for_a_moment_loses_no_image(written, sma
         write(replace(small, read=hiccup), root, replace(FOUR, max_unreadable=0.9))
     assert not list(root.glob("*.tar"))
     write(small, root, replace(FOUR, max_unreadable=0.9))
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
 
 
 def damaged(folder: Path) -> Source:
@@ -122,7 +123,7 @@ def test_too_many_unreadable_images_stop_it_until_they_are_mended(written, tmp_p
         scan_tar(tar)
     # the same command, once they are mended
     write(source_of(tmp_path, small_splits()), root, strict)
-    assert digest(root) == digest(written)
+    assert digests(root) == digests(written)
 
 
 def test_images_that_are_not_rgb_jpegs_are_converted_and_counted(tmp_path, capsys):
