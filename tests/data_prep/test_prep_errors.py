@@ -39,7 +39,7 @@ from prep_place import (
     scenario,
     whole_shards_only,
 )
-from processes import REPOSITORY, environment, jpeg
+from processes import REPOSITORY, children, environment, jpeg
 from servers import S3Server, WebServer
 
 from vit.data.shards.index_file import left_out
@@ -214,8 +214,9 @@ class Background:
         ]
         self.line = [*command("imagefolder"), *map(str, arguments)]
         piped = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+        # on a busy machine it must not be done before we see its files
         self.process = subprocess.Popen(
-            self.line, cwd=REPOSITORY, env=environment(), text=True, **piped
+            ["nice", "-n", "19", *self.line], cwd=REPOSITORY, env=environment(), text=True, **piped
         )
 
     def wait_for_shard(self) -> None:
@@ -277,15 +278,10 @@ def _(place):
         pytest.skip("finds the worker in /proc")
     background = Background(place)
     background.wait_for_shard()
-    children = (
-        Path(f"/proc/{background.process.pid}/task/{background.process.pid}/children")
-        .read_text()
-        .split()
-    )
     os.kill(
         next(
-            int(child)
-            for child in children
+            child
+            for child in children(background.process.pid)
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
         ),
         signal.SIGKILL,

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from sklearn.datasets import load_sample_images
 
 from vit.data.decode import native
 
@@ -42,6 +41,8 @@ def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
 
 
 def photographs() -> list[bytes]:
+    from sklearn.datasets import load_sample_images  # seconds: not in each of pytest's processes
+
     photos = [Image.fromarray(photo) for photo in load_sample_images().images]
     return [
         encode(photo, quality=90, subsampling=s, restart_marker_blocks=n)

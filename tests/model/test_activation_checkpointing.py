@@ -113,7 +113,7 @@ def test_ddp_changes_no_bit():
         ("mask", "aot_eager"),
         ("subset", "aot_eager"),
         pytest.param("mask", "inductor", marks=pytest.mark.full),
-        pytest.param("subset", "inductor", marks=pytest.mark.slow),
+        pytest.param("subset", "inductor", marks=pytest.mark.full),
     ],
 )
 def test_compiled_blocks_draw_again_what_they_drew(form, backend):

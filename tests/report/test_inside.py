@@ -14,7 +14,6 @@ import torch
 from matplotlib import colormaps
 from pictures import pixels, places
 from PIL import Image
-from sklearn.decomposition import PCA
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -161,6 +160,8 @@ def same_up_to_sign(found: np.ndarray, expected: np.ndarray, atol: float) -> Non
 
 @pytest.mark.parametrize("make", [small_model, lambda: TimmVisionTransformer((32, 24), **SMALL)])
 def test_filters_are_scikit_learns_components(make):
+    from sklearn.decomposition import PCA  # slow to import
+
     model = make()
     found, shares = filter_components(model, 28)
     assert found.shape == (28, 3, 8, 8)
@@ -173,6 +174,8 @@ def test_filters_are_scikit_learns_components(make):
 
 
 def test_tokens_are_scikit_learns_components_cut_at_a_hundredth():
+    from sklearn.decomposition import PCA  # slow to import
+
     features = token_features(small_model(), some_images(5))
     assert features.shape == (5, 12, 32)
     colors, shares = token_colors(features, (4, 3))

@@ -15,7 +15,6 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
 from pictures import pixels, places
 from scipy import ndimage
-from sklearn import metrics as sklearn_metrics
 from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.vision_transformer import ParallelThingsBlock
@@ -307,6 +306,8 @@ def test_confusion_against_scikit_learn(num_classes, data):
     assert matrix.dtype == np.int64
     assert matrix.sum() == seen.sum(), "what has no prediction is in no cell"
     if seen.any():  # scikit-learn refuses nothing at all
+        from sklearn import metrics as sklearn_metrics  # slow to import
+
         expected = sklearn_metrics.confusion_matrix(
             labels[seen], predictions[seen], labels=np.arange(num_classes)
         )

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from processes import run
 from safetensors.torch import save_file
-from sklearn.datasets import load_sample_images
 from timm.data import create_transform, resolve_data_config
 from timm.models import save_for_hf
 
@@ -121,6 +120,8 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 def jpegs() -> dict[str, bytes]:
     """Photographs of several shapes: wide, tall, smaller than the view, grey."""
+    from sklearn.datasets import load_sample_images  # slow to import
+
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)  # 640 x 427
     pictures = {
         "china": china,
