@@ -278,14 +278,12 @@ def _(place):
         pytest.skip("finds the worker in /proc")
     background = Background(place)
     background.wait_for_shard()
-    os.kill(
-        next(
-            child
-            for child in children(background.process.pid)
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
-        ),
-        signal.SIGKILL,
+    (server,) = (
+        child
+        for child in children(background.process.pid)
+        if b"forkserver" in Path(f"/proc/{child}/cmdline").read_bytes()
     )
+    os.kill(children(server)[0], signal.SIGKILL)
     background.end()
     # it is written last; what the killed worker left behind goes with the next command
     for sidecar in place.out.glob("train-*.json"):
@@ -434,7 +432,7 @@ def finished(place: Place) -> Path:
     if not DATA_SET:
         place.prepare("imagefolder", images(place), "--num-shards", 2)
         assert place.status == 0, place.stderr
-        DATA_SET.update(snapshot(place.out))
+        DATA_SET.update((path.name, path.read_bytes()) for path in place.out.iterdir())
     place.out.mkdir(exist_ok=True)
     for name, content in DATA_SET.items():
         (place.out / name).write_bytes(content)

@@ -8,6 +8,7 @@ import io
 import json
 import re
 import shutil
+import signal
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -359,6 +360,7 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True
+        training.process.send_signal(signal.SIGSTOP)  # it would train for as long as that takes
         page = report_of(run_dir)
         assert training.process.poll() is None, "the report must not disturb the run"
     finally:

@@ -177,7 +177,7 @@ def test_a_server_that_hangs_means_offline(tmp_path, server, capfd, holds):
     wait_for(lambda: not ours())
 
 
-@pytest.mark.parametrize("how", ["leaves", "hangs"])
+@pytest.mark.parametrize("how", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
 def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, capfd, holds, how):
     def lose() -> None:
         wait_for(lambda: server.names)
