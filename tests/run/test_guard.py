@@ -164,7 +164,7 @@ def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def differing(one: dict[str, bytes], other: dict[str, bytes], prefix: str = "") -> list[str]:
+def differing(one: dict[str, str], other: dict[str, str], prefix: str = "") -> list[str]:
     assert one.keys() == other.keys()
     return [name for name in one if name.startswith(prefix) and one[name] != other[name]]
 
