@@ -293,7 +293,7 @@ for kind in ("ddp", "fsdp2") if world.size > 1 else ("plain",):
     )
     if kind == "fsdp2":
         # The step itself does not know shards yet.
-        step._update = lambda number: step.optimizer.step()
+        step._update = lambda *given: step.optimizer.step()
         step.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         *_, norms = step._queue(batch, 0, False, (0.0,))
         found.append(norms.named(norms.values.tolist()))
