@@ -7,6 +7,7 @@ import io
 import json
 import math
 import shutil
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import torch
 from PIL import Image
 from processes import (
     TINY,
+    Background,
     final_state,
     last_checkpoint,
+    last_step,
     metrics,
     run,
     run_here,
@@ -240,3 +243,30 @@ def test_a_run_stops_before_the_update_and_goes_on_in_another_way(planted, tmp_p
     assert "guard.on_spike=stop" in done.stderr
     assert last_checkpoint(tmp_path / "run") == SAVED_BEFORE
     train(planted, tmp_path / "run", *SETTINGS, "guard.on_spike=skip")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_while_it_passes_over_equals_uninterrupted(ranks, planted, tmp_path):
+    """Real kills, with workers, accumulation and evaluations within the window."""
+    settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
+    settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
+    train(planted, tmp_path / "whole", *settings, ranks=ranks)
+    killed = Background(planted, tmp_path / "run", *settings, ranks=ranks)
+    deadline = time.monotonic() + 240
+    while not rewinds_in(tmp_path / "run") or last_step(tmp_path / "run") < BAD_STEP:
+        assert killed.process.poll() is None, killed.end()
+        assert time.monotonic() < deadline, "it did not go back"
+        time.sleep(0.01)
+    killed.kill_all()
+    train(planted, tmp_path / "run", *settings, ranks=ranks)
+    starts = metrics(tmp_path / "run", "start")
+    assert [line["restarts"] for line in starts] == [0, 1]
+    assert not differing(
+        final_state(tmp_path / "whole", STEPS), final_state(tmp_path / "run", STEPS)
+    )
+
+
+def rewinds_in(run_dir: Path) -> bool:
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and '"kind": "rewind"' in path.read_text()
