@@ -31,7 +31,6 @@ KNOWN = {
     f" ({_PLAIN})",
     "augment.randaugment_ops": "76.9 with torchvision's operations, 77.3 with big_vision's (S/16,"
     " 90 epochs, EIFY/mup-vit@ee4c63c3)",
-    "augment.auto_augment": f"81.2 with AutoAugment in place of RandAugment ({_DEIT})",
     "augment.erasing_prob": f"training fails without erasing, 4.3 ({_DEIT}); less than the noise in"
     " fine-tuning (facebookresearch/mae@efb2a806:FINETUNE.md)",
     "model.drop_path_rate": f"training fails without drop path, 3.4 ({_DEIT})",
