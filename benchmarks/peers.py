@@ -56,7 +56,8 @@ def ours(task: Task, shards: str, copies: int = 1) -> Batches:
     """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch,
     each augmented anew."""
     from vit.config.schema import AugmentConfig, EvalConfig
-    from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+    from vit.data.batches import EvalBatches, TrainBatches
+    from vit.data.image_format import ImageFormat
     from vit.data.loader import Loader
     from vit.data.order import make_order
     from vit.data.shards.data_set import open_split

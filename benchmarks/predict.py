@@ -30,7 +30,7 @@ from measure import CORES, Result, as_result, rows_of, show
 
 from vit.config import io as config_io
 from vit.data.augment.apply import create_augment
-from vit.data.batches import ImageFormat
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.model import create_model
 from vit.predict.batches import PlaceBatches

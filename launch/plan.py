@@ -106,6 +106,8 @@ def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
         "host": _host(forecast),
         "disk": _disk(forecast),
     }
+    if forecast.stages:
+        lines["image sizes"] = _image_sizes(forecast)
     if forecast.data.assumed:
         lines["data"] += f" and all steps are ImageNet-1k's, assumed: {forecast.data.assumed}"
     if forecast.teacher_flops:
@@ -142,6 +144,10 @@ def as_json(forecast: Forecast, price: float | None) -> dict[str, Any]:
         "mfu": [forecast.speed.low, forecast.speed.high],
         "mfu_source": forecast.speed.source,
         "images_per_s": forecast.images_per_s,
+        "stages": [
+            {**asdict(stage), "images_per_s": forecast.images_per_s_at(stage.train_flops)}
+            for stage in forecast.stages
+        ],
         "hours": forecast.hours,
         "gpu_hours": gpu_hours,
         "cost": None if price is None else [price * hours for hours in gpu_hours],
@@ -172,6 +178,15 @@ def _micro_batch(forecast: Forecast) -> str:
         return f"{planned} is the largest that fits"
     what = "fewer passes" if largest > planned else "so that it fits"
     return f"{largest} is the largest that fits: data.micro_batch_size={largest} ({what})"
+
+
+def _image_sizes(forecast: Forecast) -> str:
+    parts = []
+    for stage in forecast.stages:
+        height, width = stage.image_size
+        rates = [each / forecast.num_gpus for each in forecast.images_per_s_at(stage.train_flops)]
+        parts.append(f"{height}x{width} until step {stage.stop:,} ({_range(rates)} images/s a GPU)")
+    return f"{', '.join(parts)}; memory is that of the largest, speed the mean over the run"
 
 
 def _host(forecast: Forecast) -> str:

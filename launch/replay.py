@@ -51,9 +51,10 @@ def main() -> World:
 def table(replay: Replay) -> list[str]:
     """Return the first rows as lines for people."""
     num_rows = len(replay.rows)
+    height, width = replay.image_size
     lines = [
         f"step {replay.step:,} (epoch {replay.epoch}, {replay.world_size} rank(s)): {num_rows:,}"
-        f" images of {replay.source.train_set.split.root}"
+        f" images of {replay.source.train_set.split.root}, {width} x {height} pixels"
     ]
     if replay.is_passed_over:
         lines.append("passed over: the run went back, and did not train on this batch")

@@ -16,7 +16,8 @@ from ranks import together
 
 from vit.build import Run, build
 from vit.config import io as config_io
-from vit.data.batches import Batch, ImageFormat, TrainBatches
+from vit.data.batches import Batch, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
 from vit.ranks.distributed import World

@@ -11,6 +11,7 @@ from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
+from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
@@ -167,6 +168,25 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
     assert graphs.since() == 2, "weights with a gradient, and those of the average, without one"
     step(make_batch(side), 2)
     evaluate(model, average.module, side=side)
+    assert graphs.since() == 0
+
+
+def test_each_size_of_images_has_one_graph_which_is_kept(graphs):
+    """torch's default is one graph for all sizes once it has seen two, and slower ones."""
+    model = small_vit(16, DEPTH, rope_type="axial", drop_path_rate=0.1)
+    sides = (8, 24)
+    take_sizes(model, [(side, side) for side in sides])
+    compile_blocks(model, backend=graphs)
+    for side in (*sides, 16):
+        for _ in range(2):
+            model(torch.randn(4, 3, side, side)).sum().backward()
+        assert graphs.since() == 1, side
+    with torch.no_grad():
+        model.eval()(torch.randn(2, 3, 16, 16))
+    assert graphs.since() == 1
+    model.train()
+    for side in (*sides, 16):
+        model(torch.randn(4, 3, side, side)).sum().backward()
     assert graphs.since() == 0
 
 

@@ -14,8 +14,8 @@ from processes import run, train, write_config
 
 from vit.config.io import from_dict
 from vit.data.augment.apply import create_augment
-from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
+from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
 from vit.eval_sets import EvalSet
 from vit.evaluate import Evaluator

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from processes import TINY, metrics, train
 
 from vit.config.io import load_config
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
 from vit.model import create_model
@@ -50,6 +53,24 @@ def test_a_measured_peak_is_that_of_a_product():
     assert find_peak(CPU, "fp32") is None
 
 
+@given(
+    stages=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=3),
+    first=st.integers(0, 60),
+    length=st.integers(0, 60),
+)
+def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, length):
+    """A sum over the steps themselves."""
+    ascending = tuple(sorted(dict(stages).items()))
+    utilization = Utilization(7, H200, ascending)
+    of_step = [utilization.flops_at(step) for step in range(121)]
+    for until, flops in reversed(ascending):
+        assert of_step[until - 1] == flops
+        assert of_step[until] == utilization.flops_at(until)
+    expected = sum(of_step[first : first + length]) / of_step[length]
+    assert utilization.steps_like(length, first, first + length) == pytest.approx(expected)
+    assert utilization.mfu(3.0, 40) == pytest.approx(of_step[40] * 3.0 / 989.4e12)
+
+
 @pytest.mark.parametrize("peak", [H200, None])
 def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
     """Three ranks: each has a third of the images, and a peak of its own."""
@@ -67,6 +88,7 @@ def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, c
             record,
             loader,
             lambda step: 0.1,
+            Nothing.layout.image_format,
             Utilization(flops, peak),
         )
         monitor.start_clock()

@@ -20,7 +20,8 @@ from torch import nn
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
-from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.batches import EvalBatches, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
@@ -218,6 +219,7 @@ def open_data(config: Config, world: World) -> RunData:
     sets = open_sets(config, val_split, ModelClasses(num_classes, namings), world)
     with world.fail_together():
         image_format = ImageFormat.from_config(config.model, config.data)
+        train_format = ImageFormat.from_config(config.model, config.data, config.schedule)
         place = {"rank": world.rank, "world_size": world.size}
         create: Callable[..., TrainBatches | StreamBatches]
         if config.data.reader == "index":
@@ -228,7 +230,7 @@ def open_data(config: Config, world: World) -> RunData:
             split,
             order,
             config.augment,
-            image_format,
+            train_format,
             **place,
             on_bad_image=config.data.on_bad_image,
         )

@@ -17,7 +17,7 @@ from torch import nn
 from vit.config.eval_section import VAL
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
-from vit.data.batches import ImageFormat
+from vit.data.image_format import ImageFormat
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluation, Evaluator
 from vit.features.probes import Asked, Probed, run_probes

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from vit.config.eval_section import EvalConfig
 from vit.config.schema import Config
 from vit.data.augment.apply import Augment
-from vit.data.batches import Batch, EvalBatches, ImageFormat
+from vit.data.batches import Batch, EvalBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import STALL_TIMEOUT_S, Loader
 from vit.data.shards.split import Split
 from vit.data.slots import EVAL_READY_BATCHES

@@ -15,7 +15,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from vit.config.base import height_width
 from vit.config.schema import Config
+from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.weights.files import head_prefixes
 
@@ -26,9 +28,11 @@ BEHIND_THE_BLOCKS = ("norm.", "fc_norm.", "attn_pool.")
 def create_trained_model(config: Config, num_classes: int) -> Any:
     """Create the model of `config` with fresh weights, frozen as `init.freeze` says.
 
-    Raises ValueError as `create_model` and `freeze`.
+    It takes images of each size that training has. Raises ValueError as `create_model`,
+    `take_sizes` and `freeze`.
     """
     model = create_model(config.model, num_classes=num_classes)
+    take_sizes(model, (height_width(stage.image_size) for stage in config.schedule.image_sizes))
     freeze(model, config.init.freeze)
     return model
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 import functools
 import time
 from dataclasses import dataclass
+from itertools import pairwise
+from operator import mul
 from typing import Any
 
 import torch
@@ -44,23 +46,42 @@ class Utilization:
     """Operations of training on one image."""
     peak: Peak | None
     """Of one device; None: not known, as on a CPU."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """(step, operations of an image), in order: before that step images are of another size."""
 
-    def mfu(self, images_per_s: float) -> float | None:
-        """Return the share of the peak at `images_per_s` on one device; None without a peak."""
+    def flops_at(self, step: int) -> int:
+        """Return the operations of training on one image at `step`, counted from 0."""
+        return next((flops for until, flops in self.stages if step < until), self.flops_per_image)
+
+    def mfu(self, images_per_s: float, step: int | None = None) -> float | None:
+        """Return the share of the peak at `images_per_s` on one device; None without a peak.
+
+        step: whose images these are; None: behind all stages.
+        """
         if self.peak is None:
             return None
-        return self.flops_per_image * images_per_s / (self.peak.peak_tflops * 1e12)
+        flops = self.flops_per_image if step is None else self.flops_at(step)
+        return flops * images_per_s / (self.peak.peak_tflops * 1e12)
+
+    def steps_like(self, step: int, first: int, stop: int) -> float:
+        """Return how many steps like `step` have as many operations as those of [first, stop)."""
+        borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
+        lengths = [after - before for before, after in pairwise(borders)]
+        flops = [*(flops for _, flops in self.stages), self.flops_per_image]
+        return sum(map(mul, lengths, flops)) / self.flops_at(step)
 
 
-def train_flops_per_image(model: Any, micro_batch_size: int) -> int:
+def train_flops_per_image(
+    model: Any, micro_batch_size: int, image_size: tuple[int, int] | None = None
+) -> int:
     """Return the operations of training on one image in micro-batches of that size.
 
     `model` comes from `create_model` and is not wrapped. What drop path leaves out does not count,
-    nor the backward pass of what is frozen.
+    nor the backward pass of what is frozen. image_size: as `flops_per_image`.
     """
-    forward = flops_per_image(model, micro_batch_size)
+    forward = flops_per_image(model, micro_batch_size, image_size)
     # Nothing that is frozen has a backward pass: it is all in front of what is trained.
-    backward = forward - frozen_flops_per_image(model, micro_batch_size)
+    backward = forward - frozen_flops_per_image(model, micro_batch_size, image_size)
     return forward + (PASSES - 1) * backward
 
 

@@ -33,15 +33,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.config.schema import ModelConfig
-from vit.layers.arguments import check_arguments, check_images, height_width
+from vit.layers.arguments import check_arguments, check_images, grid_size, height_width
 from vit.layers.attention_pool import AttentionPool
 from vit.layers.blocks import Blocks
 from vit.layers.drop_path import add_branch
+from vit.layers.image_sizes import AtSize, OtherSizes
 from vit.layers.init import lecun_normal_
 from vit.layers.layer_scale import LayerScale
 from vit.layers.norm import NormOf, create_norm
 from vit.layers.patch_drop import PatchDropout
-from vit.layers.patch_embed import NormedPatchEmbed
+from vit.layers.patch_embed import NormedPatchEmbed, PatchEmbed
 from vit.layers.posemb import sincos2d_posemb
 from vit.layers.rope import RotaryEmbedding, rotate
 from vit.layers.swiglu import SwiGLU, SwiGLUPacked
@@ -98,22 +99,6 @@ def create_model(
             f" vit_{{{','.join(PRESETS)}}}{{patch}}, such as vit_b16, or timm/<name>"
         )
     return VisionTransformer(**{**PRESETS[match[1]], "patch_size": int(match[2]), **fields})
-
-
-class PatchEmbed(nn.Module):
-    """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
-
-    The products x_p E of equation 1.
-    """
-
-    def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):
-        super().__init__()
-        # Patches do not overlap, so a convolution whose stride is its kernel is that linear map.
-        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
-
-    def forward(self, images: Tensor) -> Tensor:
-        # Row by row is the order of the positions, for `vit.layers.posemb` and for timm's weights.
-        return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -286,8 +271,7 @@ class VisionTransformer(nn.Module):
         super().__init__()
         self.image_size = height_width(image_size, "image_size")
         self.patch_size = height_width(patch_size, "patch_size")
-        height, width = self.image_size
-        self.grid_size = (height // self.patch_size[0], width // self.patch_size[1])
+        self.grid_size = grid_size(self.image_size, self.patch_size)
         self.in_chans = in_chans
         self.num_classes = num_classes
         self.embed_dim = embed_dim
@@ -319,6 +303,7 @@ class VisionTransformer(nn.Module):
 
         self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
         self._create_head(norm, num_heads, mlp_ratio, representation_size)
+        self.other_sizes = OtherSizes()
         self.init_weights()
 
     def _create_tokens(self, class_token: bool, reg_tokens: int, pos_embed: str) -> None:
@@ -363,18 +348,27 @@ class VisionTransformer(nn.Module):
         """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first, then registers.
 
         With `global_pool="avg"` they are not normalised yet: that follows the pooling. Raises
-        ValueError if C, H or W differ from the model's.
+        ValueError if C, H or W differ from the model's, and `take_sizes` has not told of them.
         """
-        check_images(images, self.in_chans, self.image_size)
-        x = self.pos_drop(self.add_tokens(self.patch_embed(images)))
-        rope = None if self.rope is None else self.rope.table
+        other = self.other_sizes.find(images)
+        if other is None:
+            check_images(images, self.in_chans, self.image_size)
+        x = self.pos_drop(self.add_tokens(self.patch_embed(images), other))
+        rope = self.rope if other is None else other.rope
+        table = None if rope is None else rope.table
         if self.patch_drop is not None:
-            x, rope = self.patch_drop(x, rope)
-        return self.norm(self.blocks(x, rope))
+            x, table = self.patch_drop(x, table)
+        return self.norm(self.blocks(x, table))
 
-    def add_tokens(self, x: Tensor) -> Tensor:
-        """x: (B, h*w, D) of `patch_embed` -> (B, N, D), with prefix tokens and positions."""
+    def add_tokens(self, x: Tensor, other: AtSize | None = None) -> Tensor:
+        """x: (B, h*w, D) of `patch_embed` -> (B, N, D), with prefix tokens and positions.
+
+        other: positions of the images' size, if it is not the model's.
+        """
         positions = self.pos_embed
+        if other is not None and positions is not None:
+            with without_autocast(x.device):
+                positions = other.positions(positions)
         if positions is None:
             # The residual path has the weights' number format, also under autocast.
             x = x.to(self.patch_embed.proj.weight.dtype)

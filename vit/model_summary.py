@@ -27,27 +27,34 @@ def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def flops_per_image(model: Any, training_batch_size: int | None = None) -> int:
+def flops_per_image(
+    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+) -> int:
     """Operations of one image's forward pass in matrix products and convolutions.
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
     training_batch_size: count, in place of an evaluation, the mean of a training micro-batch of so
-    many images, of which drop path may compute a part only.
+    many images, of which drop path may compute a part only. image_size: (height, width) in pixels
+    that the model takes; None: its own.
     """
-    return _flops_by_part(model, training_batch_size)["Global"]
+    return _flops_by_part(model, training_batch_size, image_size)["Global"]
 
 
-def frozen_flops_per_image(model: Any, training_batch_size: int | None = None) -> int:
+def frozen_flops_per_image(
+    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+) -> int:
     """The operations of `flops_per_image` that are in frozen parts of the model."""
     parts = [name for name, _ in frozen_parts(model)]
     if not parts:
         return 0
-    flops = _flops_by_part(model, training_batch_size)
+    flops = _flops_by_part(model, training_batch_size, image_size)
     # The counter puts the class of the model before each name.
     return sum(flops.get(f"{type(model).__name__}.{part}", 0) for part in parts)
 
 
-def _flops_by_part(model: Any, training_batch_size: int | None) -> dict[str, int]:
+def _flops_by_part(
+    model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
+) -> dict[str, int]:
     """The operations of one image in each module by name; "Global" has all."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
@@ -55,7 +62,8 @@ def _flops_by_part(model: Any, training_batch_size: int | None) -> dict[str, int
     }
     # A batch norm in training refuses one image.
     batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
-    images = torch.empty(batch_size, model.in_chans, *model.image_size, device="meta")
+    size = image_size or model.image_size
+    images = torch.empty(batch_size, model.in_chans, *size, device="meta")
     modes = {module: module.training for module in model.modules()}
     model.train(training_batch_size is not None)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

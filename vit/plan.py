@@ -17,6 +17,7 @@ from torch import nn
 from vit.config import io as config_io
 from vit.config.schema import AugmentConfig, Config, DataConfig, OptimConfig
 from vit.data.augment.draw import mixes, partners
+from vit.data.image_format import ImageFormat
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.part import part_size
 from vit.data.shuffle_quality import measure_shuffle
@@ -183,6 +184,17 @@ def make_plan(
         decay_steps=steps(schedule.decay_steps, schedule.decay_epochs, 0),
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
+    late = [
+        stage.until_epoch
+        for stage in schedule.image_sizes
+        if stage.until_epoch * plan.steps_per_epoch >= total
+    ]
+    if late:
+        raise ValueError(
+            f"schedule.image_sizes: until_epoch={late[0]} is step"
+            f" {late[0] * plan.steps_per_epoch:,}, the run ends at {total:,} and has"
+            " model.image_size in its last steps: end the stage before, or lengthen the run"
+        )
     parts = {
         "warm-up": plan.warmup_steps,
         "decay": plan.decay_steps,
@@ -294,6 +306,10 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     )
     if config.distill.teacher is not None:
         derived["teacher"] = describe_teacher(config, num_classes)
+    form = ImageFormat.from_config(config.model, data, config.schedule)
+    if form.stages:
+        of_sizes = [f"{flops_per_image(model, image_size=size) / 1e9:.2f}" for size in form.sizes]
+        derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
     held = "weights, optimizer" + (", average" if is_averaged else "")
     kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"

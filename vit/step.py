@@ -19,6 +19,7 @@ import functools
 import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -53,16 +54,19 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
     as for B. `backend`: any of torch.compile's.
     """
     blocks = list(getattr(model, "blocks", [model]))
+    # By default torch makes one graph for all sizes once it has seen two. Images of a run have few
+    # sizes, each for epochs, and a graph for each is faster.
+    num_sizes = 1 + len(getattr(model, "other_sizes", ()))
     # Otherwise each graph is cut where a bucket of DDP ends, and its pieces are fused separately.
     # The borders of blocks already let the all-reduce of one overlap with the backward pass of the
     # next.
     torch._dynamo.config.optimize_ddp = False
     # Blocks of timm have a graph each where their drop path rates differ. After 8 graphs (the
     # default limit) torch would run the others uncompiled, and those of evaluation too.
-    limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks))
+    limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks) * num_sizes)
     torch._dynamo.config.recompile_limit = limit
     for block in blocks:
-        block.compile(backend=backend)
+        block.compile(backend=backend, dynamic=False if num_sizes > 1 else None)
 
 
 def compile_where_it_works(models: Iterable[nn.Module], world: World) -> str:
@@ -369,6 +373,12 @@ class TrainStep:
         if self.world.size == 1:
             return
         micro_batch = batch.rows(0, self.micro_batch_size).to(self.world.device)
+        size: Any = self.model.image_size
+        if tuple(micro_batch.images.shape[2:]) != size:
+            # Gradients of resampled positions come at another time, and a run that resumes behind
+            # its stages has none: all attempts take the layout of the model's own size.
+            images = micro_batch.images.new_zeros((*micro_batch.images.shape[:2], *size))
+            micro_batch = replace(micro_batch, images=images)
         # Batch norms of timm models would keep the passes in their running statistics.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         for _ in range(2):

@@ -156,8 +156,13 @@ def _create_monitor(run: Run, loader: Loader, guard: Guard) -> Monitor:
     step = run.train_step
     utilization = None
     if run.world.is_main:
-        flops = train_flops_per_image(step.model, step.micro_batch_size)
-        utilization = Utilization(flops, find_peak(run.world.device, step.precision))
+        flops = partial(train_flops_per_image, step.model, step.micro_batch_size)
+        of_stages = [
+            (until * run.plan.steps_per_epoch, flops(size))
+            for until, size in run.batches.image_format.stages
+        ]
+        peak = find_peak(run.world.device, step.precision)
+        utilization = Utilization(flops(), peak, tuple(of_stages))
     return Monitor(
         guard,
         run.plan,
@@ -166,6 +171,7 @@ def _create_monitor(run: Run, loader: Loader, guard: Guard) -> Monitor:
         run.record,
         loader,
         step.lr_at,
+        run.batches.image_format,
         utilization,
         run.saver.samples,
         step.weight_decay_at,

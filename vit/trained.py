@@ -25,8 +25,8 @@ from torch import Tensor, nn
 from vit.config import io as config_io
 from vit.config.schema import Config, EvalConfig
 from vit.data.augment.apply import Augment, create_augment
-from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
+from vit.data.image_format import ImageFormat
 from vit.model import create_model
 from vit.precision import autocast
 from vit.weights.class_names import IMAGENET_CLASSES, imagenet_names

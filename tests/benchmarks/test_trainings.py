@@ -116,7 +116,8 @@ def test_plain_loop_refuses_what_it_does_not_do(module, settings):
 def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digits):
     from timm.optim import create_optimizer_v2
 
-    from vit.data.batches import EvalBatches, ImageFormat
+    from vit.data.batches import EvalBatches
+    from vit.data.image_format import ImageFormat
     from vit.data.loader import Loader
     from vit.data.shards.data_set import open_split
     from vit.model import create_model

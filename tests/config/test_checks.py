@@ -134,6 +134,29 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
             "augment: {mixup_alpha: 0.8, mixup_off_epoch: 3}",
             "augment.mixup_off_epoch=3 has no effect at train.epochs=3.0: give less, or remove it",
         ),
+        (
+            "schedule: {image_sizes: [{until_epoch: 3, image_size: 160}]}",
+            "schedule.image_sizes[0].until_epoch=3 is not before the end of the run,"
+            " train.epochs=3.0: the last epochs have model.image_size",
+        ),
+        (
+            "schedule: {image_sizes: [{until_epoch: 1, image_size: 224}]}",
+            "schedule.image_sizes[0].image_size=224 is also that of the epochs behind it: join"
+            " them",
+        ),
+        (
+            "model: {name: timm/vit_tiny_patch16_224}\n"
+            "schedule: {image_sizes: [{until_epoch: 1, image_size: 160}]}",
+            "schedule.image_sizes needs a model that resamples its positions;"
+            " model.name=timm/vit_tiny_patch16_224 is one of timm's: remove it, or take one of"
+            " ours, such as vit_s16",
+        ),
+        (
+            "model: {patch_size: [16, 8]}\n"
+            "schedule: {image_sizes: [{until_epoch: 1, image_size: [160, 164]}]}",
+            "schedule.image_sizes[0].image_size=[160, 164] is not a multiple of the patch, [16, 8]:"
+            " the nearest that work are 160 and [160, 168]",
+        ),
         ("loss: {class_weights: [0, 0]}", "loss.class_weights are all 0: nothing would be trained"),
         (
             "  ema_decay: 0.9\n  ema_warmup_power: 0.75",
@@ -150,6 +173,40 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
 def test_settings_of_schedule_and_loss_that_have_no_effect_are_refused(problems, section, problem):
     found = problems(BASE + section + "\n")
     assert [line.partition(": ")[2] for line in found] == [problem]
+
+
+def test_all_that_is_wrong_with_stages_of_image_size_is_said_at_once(problems):
+    found = problems(
+        BASE + "schedule:\n  image_sizes:\n"
+        "    - {until_epoch: 2, image_size: 100}\n"
+        "    - {until_epoch: 1, image_size: 160}\n"
+        "    - {until_epoch: 5, image_size: 160}\n"
+    )
+    assert [line.partition("schedule.image_sizes")[2].partition(" is ")[0] for line in found] == [
+        "[0].image_size=100",
+        "[1].until_epoch=1",
+        "[1].image_size=160",
+        "[2].until_epoch=5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("element", "problem"),
+    [
+        ("{until_epoch: 1}", "schedule.image_sizes[0].image_size is required"),
+        (
+            "{until_epoch: x, image_size: 160}",
+            'schedule.image_sizes[0].until_epoch is "x", expected integer',
+        ),
+        (
+            "{until_epoch: 1, image_size: 160, crop: 1}",
+            "schedule.image_sizes[0]: unknown key 'crop'; there are: until_epoch, image_size",
+        ),
+    ],
+)
+def test_a_stage_has_an_epoch_and_a_size(problems, element, problem):
+    [line] = problems(BASE + f"schedule:\n  image_sizes: [{element}]\n")
+    assert line.partition(": ")[2] == problem
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ from servers import WebServer
 from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data import slots
 from vit.data.augment.table import FIRST_OP, FLIP, LAMBDA
-from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.batches import EvalBatches, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split

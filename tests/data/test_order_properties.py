@@ -24,7 +24,8 @@ from data_prep import index
 from vit.config.io import ConfigError, load_config
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import partners
-from vit.data.batches import Batch, ImageFormat, TrainBatches
+from vit.data.batches import Batch, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.order import Order, make_order
 from vit.data.shards.data_set import open_split
 from vit.plan import create_order, make_plan

@@ -19,7 +19,8 @@ from order_oracle import SEEDS, brute_force, feistel, key_of
 from vit.config.base import Selection
 from vit.config.schema import AugmentConfig
 from vit.data.augment.draw import sample_keys
-from vit.data.batches import ImageFormat, TrainBatches
+from vit.data.batches import TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import Share, make_order, shares_of
 from vit.data.shards.data_set import open_split

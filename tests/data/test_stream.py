@@ -21,8 +21,8 @@ from processes import TINY, run
 from servers import WebServer
 
 from vit.config.schema import AugmentConfig
-from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_views
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split

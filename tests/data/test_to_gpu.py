@@ -19,7 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit.data.batches import Batch, BatchLayout, ImageFormat
+from vit.data.batches import Batch, BatchLayout
+from vit.data.image_format import ImageFormat
 from vit.data.slots import Slots, plan_ring
 from vit.data.to_gpu import ToGpu
 

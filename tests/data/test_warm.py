@@ -14,7 +14,8 @@ from servers import WebServer
 
 from vit.config.schema import AugmentConfig
 from vit.data import warm
-from vit.data.batches import ImageFormat, TrainBatches
+from vit.data.batches import TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars

@@ -20,7 +20,8 @@ from processes import REPOSITORY, environment
 
 from vit.config.schema import AugmentConfig
 from vit.data import stages, worker_pool
-from vit.data.batches import Batch, ImageFormat, TrainBatches
+from vit.data.batches import Batch, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split

@@ -13,6 +13,7 @@ from vit.estimate.forecast import (
     GIB,
     IMAGES_PER_CORE_S,
     MFU_RANGE,
+    Forecast,
     expected_speed,
     largest_micro_batch,
     make_forecast,
@@ -69,6 +70,39 @@ def test_what_is_not_computed_and_what_is_computed_again_count():
         assert again.train_flops == passes * plain.forward_flops
         assert again.images_per_s[0] == pytest.approx(plain.images_per_s[0] * 3 / passes)
         assert again.memory.activations < 0.8 * plain.memory.activations
+
+
+def test_stages_of_image_size_count_with_their_own_operations():
+    """Of 100 epochs of 64 steps half at 32, then a quarter at 48 and at 64 px each."""
+    data = {"root": "none", "global_batch_size": 64, "reader": "webdataset"}
+    data |= {"stream": "http://localhost/{0..1}.tar", "num_samples": 4096}
+    stages = ({"until_epoch": 50, "image_size": 32}, {"until_epoch": 75, "image_size": 48})
+
+    def forecast_at(side: int, **schedule: tuple) -> Forecast:
+        model = {**TINY, "image_size": side}
+        config = config_of(model=model, data=data, train={"epochs": 100}, schedule=schedule)
+        return make_forecast(config, 1, H200)
+
+    staged = forecast_at(64, image_sizes=stages)
+    alone = {side: forecast_at(side) for side in (32, 48, 64)}
+    # The product with positions of another size is not part of a model of that size.
+    expected = sum(
+        share * alone[side].train_flops
+        for side, share in zip((32, 48, 64), (0.5, 0.25, 0.25), strict=True)
+    )
+    assert staged.train_flops == pytest.approx(expected, rel=5e-3)
+    assert [stage.stop for stage in staged.stages] == [50 * 64, 75 * 64, 100 * 64]
+    of_stages = [stage.train_flops for stage in staged.stages]
+    assert of_stages == pytest.approx([each.train_flops for each in alone.values()], rel=5e-3)
+    assert staged.forward_flops == alone[64].forward_flops, "evaluations have the model's size"
+    assert alone[32].hours[0] < staged.hours[0] < alone[64].hours[0]
+    # Besides matrices of positions, of some kilobytes.
+    assert staged.memory.total == pytest.approx(alone[64].memory.total, rel=1e-3)
+    assert staged.host_memory == alone[64].host_memory
+    assert not alone[64].stages
+    growing = forecast_at(32, image_sizes=({"until_epoch": 50, "image_size": 64},))
+    assert growing.memory.activations == pytest.approx(alone[64].memory.activations, rel=1e-3)
+    assert growing.host_memory.slots == alone[64].host_memory.slots
 
 
 def test_data_that_are_there_are_not_assumed(shards):

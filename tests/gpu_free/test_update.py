@@ -24,7 +24,8 @@ from vit.config.optim_section import (
     SgdConfig,
 )
 from vit.data.augment.apply import create_augment
-from vit.data.batches import Batch, ImageFormat
+from vit.data.batches import Batch
+from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
 from vit.eval_sets import EvalSet

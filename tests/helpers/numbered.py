@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
 
 
 class Numbered(Batches):

@@ -9,7 +9,8 @@ import torch
 from servers import WebServer
 
 from vit.config.schema import AugmentConfig
-from vit.data.batches import ImageFormat, TrainBatches
+from vit.data.batches import TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split

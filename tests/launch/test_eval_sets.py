@@ -21,7 +21,7 @@ from data_prep import imagefolder
 from vit.config.io import ConfigError, from_dict, load_config
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
-from vit.data.batches import ImageFormat
+from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator

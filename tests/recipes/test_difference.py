@@ -39,6 +39,7 @@ def test_every_setting_has_a_kind_and_known_effects_are_settings_with_a_source()
         ("optim.weight_decay=0.1", "optimization"),
         ("loss.label_smoothing=0", "optimization"),
         ("augment.hflip_prob=0", "images"),
+        ("schedule.image_sizes=[{until_epoch: 9, image_size: 160}]", "images"),
         ("train.seed=1", "order"),
         ("data.num_lanes=8", "order"),
         ("eval.crop_mode=squash", "evaluation"),
@@ -68,6 +69,10 @@ def test_differences_are_sorted_by_weight_and_said_with_their_source():
     assert "arXiv 2012.12877" in found
     assert "learning rates" not in found
     assert in_words(with_(), with_(), ("a", "b")).endswith("no setting differs")
+    stages = "[{until_epoch: 9, image_size: 160}, {until_epoch: 20, image_size: 192}]"
+    found = in_words(with_(), with_(f"schedule.image_sizes={stages}"), ("a", "b"))
+    expected = "none -> until_epoch 9, image_size 160; until_epoch 20, image_size 192"
+    assert expected in " ".join(found.split())
 
 
 def test_rates_are_compared_over_the_part_of_the_run_that_is_done():
@@ -93,11 +98,13 @@ def test_show_prints_the_groups_of_the_optimizer_and_draws_the_rates(
     config = write_config(tmp_path, shards, steps=12)
     settings = ["optim.layer_decay=0.5", "model.depth=2", "model.embed_dim=32", "model.num_heads=2"]
     settings += ["model.image_size=16", "model.name=vit_ti8"]
+    settings += ["schedule.image_sizes=[{until_epoch: 1, image_size: 24}]"]
     picture = tmp_path / "shown.png"
     run_here("launch/recipe.py", "show", config, "--out", picture, "--images-per-epoch", 60,
              *settings)  # fmt: skip
     printed = capsys.readouterr().out
     assert "(0.5 x)" in printed
+    assert "vit_ti8 at 24x24 until epoch 1, then 16x16: 12 steps" in printed
     assert "(0.125 x)" in printed  # before two blocks and the head
     assert Image.open(picture).width == 1400
     assert Image.open(tmp_path / "shown_augment.png").width == 1400

@@ -23,6 +23,7 @@ from vit.report.source import ReportSource
 
 CPU = torch.device("cpu")
 SCRIPT = Path(__file__).parents[1] / "dumped_steps.py"
+TWO_SIZES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}]"
 ALL = [
     "augment.randaugment_layers=2",
     "augment.color_jitter=[0.4,0.4,0.4,0.1]",
@@ -90,14 +91,14 @@ def test_a_step_of_two_ranks_and_one_after_a_resume_on_another_number(tmp_path, 
 @pytest.mark.parametrize(
     "choice",
     [
-        ["data.fraction=0.8", "data.filter=label != 2", "data.aug_repeats=3", *ALL],
+        [*("data.fraction=0.8", "data.filter=label != 2", "data.aug_repeats=3", *ALL), TWO_SIZES],
         pytest.param(["augment.auto_augment=v0"], marks=pytest.mark.full),
         pytest.param(["augment.crop=simple", "augment.three_augment=true"], marks=pytest.mark.full),
         pytest.param(
             ["data.aug_repeats=2", "data.aug_repeats_form=sampler"], marks=pytest.mark.full
         ),
     ],
-    ids=["chosen and repeated", "policy", "simple", "sampler"],
+    ids=["chosen, repeated, of two sizes", "policy", "simple", "sampler"],
 )
 def test_steps_of_chosen_and_of_repeated_samples(choice, tmp_path, shards):
     given = train_here(write_config(tmp_path, shards, steps=6), tmp_path / "run", *choice)

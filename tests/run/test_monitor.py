@@ -16,7 +16,8 @@ import warm_python
 from processes import TINY, Background, children, environment_of, last_step, metrics
 
 from vit.config.io import load_config
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.stages import TALLIED
 from vit.plan import make_plan
@@ -53,7 +54,8 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         world = World(0, 1, torch.device("cpu"))
         state = RunState(facts={})
         guard = Guard(settings, state, world, record)
-        monitor = Monitor(guard, plan, world, state, record, loader, lambda step: 0.1)
+        given = (guard, plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(*given, Slow.layout.image_format)
         monitor.start_clock()
         for step in range(5):
             waited_before_s = loader.stats.wait_s
@@ -131,7 +133,8 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
     with Loader(Slow(), 0, 3) as loader:
         state = RunState(facts={})
         guard = Guard(settings, state, world, record)
-        monitor = Monitor(guard, plan, world, state, record, loader, lambda step: 0.1)
+        given = (guard, plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(*given, Slow.layout.image_format)
         monitor.start_clock()
         for step in range(3):
             next(loader)

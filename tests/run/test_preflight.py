@@ -20,8 +20,9 @@ from processes import REPOSITORY, TINY, environment, metrics, train
 from vit.build import build
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
+from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
 from vit.plan import make_plan
 from vit.ranks.distributed import World

@@ -17,7 +17,7 @@ from transformers import CLIPImageProcessor, ViTConfig, ViTForImageClassificatio
 
 from vit.config.io import from_dict
 from vit.config.schema import ModelConfig
-from vit.data.batches import ImageFormat
+from vit.data.image_format import ImageFormat
 from vit.model import create_model
 from vit.weights.files import find_weights, load_weights, read_weights
 from vit.weights.published import describe_published, identify, to_config, with_published_config

@@ -18,6 +18,11 @@ Positive = Annotated[int, Field(gt=0)]
 Size = Annotated[int, Field(gt=0)] | tuple[Positive, Positive]
 
 
+def height_width(size: int | tuple[int, int]) -> tuple[int, int]:
+    """Return a `Size` as (height, width)."""
+    return (size, size) if isinstance(size, int) else size
+
+
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys."""
 

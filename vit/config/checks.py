@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vit.config.base import Section, Selection
 from vit.config.eval_section import VAL
+from vit.config.size_checks import image_size_rules
 from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
 
@@ -47,6 +48,7 @@ def find_problems(config: Config) -> list[str]:
     rules |= _guard_rules(config.guard, config.data)
     rules |= _drop_path_rules(config.model)
     rules |= _rope_rules(config.model)
+    rules |= image_size_rules(config)
     rules |= _view_rules(config.eval, config.model)
     rules |= _eval_set_rules(config.eval)
     rules |= _channel_rules(config.data, config.model.in_chans)

@@ -9,11 +9,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from vit.config.base import SourceConfig
+from vit.config.base import Section, SourceConfig
 from vit.config.eval_section import EvalSetConfig
 from vit.config.hints import all_keys, nearest, sections, union_tags
+from vit.config.schedule_section import ImageSizeStage
 
 Key = tuple[str, ...]
+LISTS: dict[str, type[Section]] = {
+    "data.sources": SourceConfig,
+    "schedule.image_sizes": ImageSizeStage,
+}
+"""Settings that are lists of sections."""
 _REQUIRED_HINTS = {
     "data": "; data.root, for one",
     "train": "; train.epochs or train.steps, for one",
@@ -40,6 +46,8 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         elif kind == "missing" and not rest:
             dotted = ".".join(path)
             lines.append(f"{source}: {dotted} is required{_REQUIRED_HINTS.get(dotted, '')}")
+        elif kind == "missing" and ".".join(path) in LISTS:
+            lines.append(f"{where}: {_place(path, rest, '')} is required")
         else:
             place = _place(path, rest, kind)
             if place in wrong_values:  # the other type of a union, for the same value
@@ -77,8 +85,8 @@ def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
     dotted = ".".join(path)
-    if len(rest) > 1 and dotted == "data.sources":
-        known = ", ".join(SourceConfig.model_fields)
+    if len(rest) > 1 and dotted in LISTS:
+        known = ", ".join(LISTS[dotted].model_fields)
         return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; there are: {known}"
     if path[:2] == ("eval", "sets"):
         known = ", ".join(EvalSetConfig.model_fields)
@@ -101,8 +109,8 @@ def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
     dotted = ".".join(path)
     if kind == "missing" or not rest:
         return dotted
-    if dotted == "data.sources":
-        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest]
+    if dotted in LISTS:
+        parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in rest[:2]]
         return dotted + "".join(parts)
     # The other parts name the members of a union of types.
     return f"{dotted}[{rest[-1]}]" if isinstance(rest[-1], int) else dotted

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vit.config.base import Positive, Rate, Section, Size
+from vit.config.base import Positive, Rate, Section, Size, height_width
 
 
 class ModelConfig(Section):
@@ -106,8 +106,7 @@ class ModelConfig(Section):
 
     def height_width(self) -> tuple[int, int]:
         """Return `image_size` of an image that need not be square."""
-        size = self.image_size
-        return (size, size) if isinstance(size, int) else size
+        return height_width(self.image_size)
 
     def size_text(self) -> str:
         """Return height and width of an image, as "224x224"."""

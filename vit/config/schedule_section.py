@@ -1,4 +1,6 @@
-"""The section `schedule` of the config: rates over the steps (`vit.optim.schedule`)."""
+"""The section `schedule` of the config: what changes over the run, rates (`vit.optim.schedule`) and
+the size of training images (`vit.layers.image_sizes`).
+"""
 
 from __future__ import annotations
 
@@ -6,11 +8,21 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vit.config.base import Positive, Section
+from vit.config.base import Positive, Section, Size
+
+
+class ImageSizeStage(Section):
+    """Epochs whose training images have another size than `model.image_size`."""
+
+    until_epoch: Positive
+    """Epochs of the run after which it ends."""
+    image_size: Size
+    """Side of the square training image, or `[height, width]`: multiples of the patch."""
 
 
 class ScheduleConfig(Section):
-    """Learning rate over the steps: linear warm-up, a shape, and a cool-down; and weight decay."""
+    """What changes over the run: learning rate (linear warm-up, a shape, and a cool-down), weight
+    decay, and the size of training images."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after the warm-up. `wsd`: constant, then a decay at the end (warm-up, stable, decay:
@@ -44,3 +56,7 @@ class ScheduleConfig(Section):
     final_weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay at the end of the run, by a cosine from `optim.weight_decay` (DINO, BEiT);
     `None`: it stays."""
+    image_sizes: tuple[ImageSizeStage, ...] = ()
+    """Sizes of training images before the last epochs, which have `model.image_size`, as
+    `[{until_epoch: 180, image_size: 160}, {until_epoch: 240, image_size: 192}]` (EfficientNetV2,
+    arXiv 2104.00298; docs/training.md). Evaluation has `model.image_size` throughout."""

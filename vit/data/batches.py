@@ -21,11 +21,12 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from vit.config.schema import AugmentConfig, DataConfig, EvalConfig, ModelConfig
+from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data import stages
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys
 from vit.data.augment.table import table_layout
 from vit.data.decode.views import decode_center, decode_views
+from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
@@ -74,25 +75,6 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor], names: tuple[str, ...] = TENSORS) -> Batch:
         changed: dict[str, Any] = {name: function(getattr(self, name)) for name in names}
         return replace(self, **changed)
-
-
-@dataclass(frozen=True)
-class ImageFormat:
-    """The images that the model takes."""
-
-    size: tuple[int, int]
-    """(height, width) in pixels."""
-    channels: int = 3
-    """1 or 3."""
-    interpolation: str = "bicubic"
-    """bilinear or bicubic, antialiased."""
-    scaled_decode: bool = False
-    """Large training crops may be decoded at 1/2, 1/4 or 1/8."""
-
-    @classmethod
-    def from_config(cls, model: ModelConfig, data: DataConfig) -> ImageFormat:
-        """Return the format for the sections `model` and `data` of a config."""
-        return cls(model.height_width(), model.in_chans, data.interpolation, data.scaled_decode)
 
 
 @dataclass(frozen=True)
@@ -145,6 +127,7 @@ class Batches(ABC):
     """What `vit.data.loader.Loader` iterates over, and passes to its workers."""
 
     layout: BatchLayout
+    """Of the largest batch."""
     row_unit = 1
     """Parts of a batch begin at multiples of it."""
     repeatable = True
@@ -152,6 +135,10 @@ class Batches(ABC):
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
         """Open what workers inherit, before they start: `num_processes` of them on this host."""
+
+    def layout_at(self, position: int) -> BatchLayout:
+        """Return the layout of the batch at `position`: its images may be smaller than others."""
+        return self.layout
 
     @abstractmethod
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
@@ -218,9 +205,15 @@ class AugmentedBatches(Batches):
         self.first_row = rank * num_rows
         self.on_bad_image = on_bad_image
         self.num_batches = num_batches
-        self.layout = BatchLayout(num_rows, image_format, table_layout(augment).width)
+        self._num_columns = table_layout(augment).width
+        self.layout = BatchLayout(num_rows, image_format.largest, self._num_columns)
         # A group of rows that mix with each other must not be divided between two workers.
         self.row_unit = row_unit(augment, order)
+
+    def layout_at(self, position: int) -> BatchLayout:
+        """See `Batches.layout_at`: that of the epoch."""
+        form = self.image_format.in_epoch(position // self.order.steps_per_epoch)
+        return BatchLayout(self.layout.num_rows, form, self._num_columns)
 
     def make_rows(
         self, position: int, first_row: int, rows: Batch, samples: Samples
@@ -230,10 +223,11 @@ class AugmentedBatches(Batches):
         Returns the key of each row that could not be decoded, with `on_bad_image: skip`; else
         raises ShardError.
         """
-        size = self.image_format.size
         widths = samples.entries["width"]
         heights = samples.entries["height"]
         epoch = position // self.order.steps_per_epoch
+        # Only where to crop and the places of boxes follow the size: what is drawn does not.
+        size = self.image_format.in_epoch(epoch).size
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
         stored_sizes = list(zip(widths.tolist(), heights.tolist(), strict=True))

@@ -197,7 +197,8 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
                 self._slots.free.append(slot)
                 raise result.error
         bad_keys = tuple(key for result in results for key in result.bad_keys)
-        return replace(self._slots.lend(slot), bad_keys=bad_keys)
+        batch = self._slots.lend(slot, self._batches.layout_at(position))
+        return replace(batch, bad_keys=bad_keys)
 
     def _start_batches(self) -> None:
         """Give out the parts of a batch for each free slot."""

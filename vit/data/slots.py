@@ -105,6 +105,7 @@ class Slots:
     """
 
     def __init__(self, layout: BatchLayout, ring: Ring, num_workers: int = 0):
+        """layout: of the largest batch."""
         self.layout = layout
         self.ring = ring
         self._num_bytes = ring.num_bytes + max(num_workers, 1) * STATUS_BYTES
@@ -151,17 +152,22 @@ class Slots:
         start = self.ring.num_bytes + number * STATUS_BYTES
         return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 
-    def batch(self, slot: int) -> Batch:
-        """Return the batch in `slot`, to be written."""
-        return self.layout.batch_in(self._memory(slot))
+    def batch(self, slot: int, layout: BatchLayout | None = None) -> Batch:
+        """Return the batch in `slot`, to be written.
 
-    def lend(self, slot: int) -> Batch:
+        layout: its own, where not all batches have that of the slots.
+        """
+        layout = layout or self.layout
+        return layout.batch_in(self._memory(slot, layout))
+
+    def lend(self, slot: int, layout: BatchLayout | None = None) -> Batch:
         """Return the batch in `slot`, to be read: the slot is free once its tensors are released.
 
-        A copy, if too many batches are held.
+        A copy, if too many batches are held. layout: as in `batch`.
         """
+        layout = layout or self.layout
         if len(self._lent) >= self.ring.held_slots:
-            batch = self.batch(slot).clone()
+            batch = self.batch(slot, layout).clone()
             self.free.append(slot)
             return batch
 
@@ -170,10 +176,11 @@ class Slots:
             del self._lent[slot]
             self.free.append(slot)
 
-        memory = self._memory(slot)  # all tensors of the batch hold a reference to this object
+        # All tensors of the batch hold a reference to this object.
+        memory = self._memory(slot, layout)
         self._lent[slot] = weakref.ref(memory, give_back)
-        return self.layout.batch_in(memory)
+        return layout.batch_in(memory)
 
-    def _memory(self, slot: int) -> memoryview:
+    def _memory(self, slot: int, layout: BatchLayout) -> memoryview:
         start = slot * self.ring.slot_bytes
-        return memoryview(self._map)[start : start + self.layout.num_bytes]
+        return memoryview(self._map)[start : start + layout.num_bytes]

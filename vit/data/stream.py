@@ -27,9 +27,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from vit.config.schema import AugmentConfig
-from vit.data.batches import AugmentedBatches, Batch, ImageFormat, Samples
+from vit.data.batches import AugmentedBatches, Batch, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.hashing import fold, hash64
+from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, remedy
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE

@@ -12,6 +12,7 @@ two workers hang, and a worker that even the kernel cannot end, end the run. Wit
 
 from __future__ import annotations
 
+import functools
 import logging
 import multiprocessing
 import os
@@ -106,9 +107,8 @@ class OwnProcess:
         position, slot, first = self._parts.popleft()
         status_before = stages.use(self.statuses[0])
         try:
-            return [
-                _make(self._batches, self.statuses[0], position, first, self._slots.batch(slot))
-            ]
+            batch = self._slots.batch(slot, self._batches.layout_at(position))
+            return [_make(self._batches, self.statuses[0], position, first, batch)]
         except BaseException:
             # Ctrl-C: the batch is lost, not its slot, for whoever goes on.
             self._slots.free.append(slot)
@@ -383,12 +383,13 @@ def _work(
     follow_parent()
     status = slots.status(number)
     stages.use(status)
-    batch_in = [slots.batch(slot) for slot in range(slots.ring.num_slots)]
+    batch_in = functools.cache(slots.batch)
     num_made = 0
     with suppress(BrokenPipeError):  # the parent is dead, as if there is no message
         while message := os.read(parts.fileno(), _PART.size):
             position, slot, first = _PART.unpack(message)
-            rows = batch_in[slot].rows(first, first + slots.ring.part_rows)
+            batch = batch_in(slot, batches.layout_at(position))
+            rows = batch.rows(first, first + slots.ring.part_rows)
             result = _make(batches, status, position, first, rows)
             if result.error is not None and not isinstance(result.error, ShardError):
                 # As text: not every exception can be pickled, and none takes its stack along.

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
 from vit.data.part import parse_name, part_size
 from vit.estimate.host_memory import HostMemory, host_memory
 from vit.estimate.memory import StepMemory, step_memory
@@ -74,6 +75,18 @@ class Speed:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a run whose images have one size."""
+
+    image_size: tuple[int, int]
+    """(height, width) in pixels."""
+    stop: int
+    """The step at which it ends."""
+    train_flops: int
+    """Operations of one of its images in training."""
+
+
+@dataclass(frozen=True)
 class Forecast:
     """A run on `num_gpus` of `gpu`. Pairs are (least, most)."""
 
@@ -92,9 +105,11 @@ class Forecast:
     forward_flops: int
     """Operations of one image's forward pass in an evaluation."""
     train_flops: int
-    """Operations of one image in training, forward and backward."""
+    """Operations of one image in training, forward and backward; the mean over the run."""
     teacher_flops: int
     """Operations of one image in the teacher's forward pass, 0 without one."""
+    stages: tuple[Stage, ...]
+    """Of the sizes of training images, if there are several; the last one ends with the run."""
     train_images: int
     """Trained on from the first step to the last, each as often as it comes."""
     eval_images: int
@@ -108,8 +123,12 @@ class Forecast:
     @property
     def images_per_s(self) -> tuple[float, float]:
         """Training images per second, of all GPUs together."""
+        return self.images_per_s_at(self.train_flops)
+
+    def images_per_s_at(self, train_flops: int) -> tuple[float, float]:
+        """Return the images per second that each take so many operations."""
         slow, fast = self._flops_per_s
-        flops = self.train_flops + self.teacher_flops
+        flops = train_flops + self.teacher_flops
         return slow / flops, fast / flops
 
     @property
@@ -122,8 +141,9 @@ class Forecast:
 
     @property
     def cores_per_gpu(self) -> tuple[float, float]:
-        """Cores that make images ready as fast as one GPU takes them."""
-        slow, fast = self.images_per_s
+        """Cores that make images ready as fast as one GPU takes them: the smallest, in stages."""
+        flops = min((stage.train_flops for stage in self.stages), default=self.train_flops)
+        slow, fast = self.images_per_s_at(flops)
         return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
 
     @property
@@ -158,7 +178,8 @@ def make_forecast(
     num_models = 1 if config.train.ema_decay is None else 2
     disk = disk_needs(config, plan, data.num_classes)
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
-    forward_flops = flops_per_image(model)
+    stages = _stages(config, plan, model)
+    train_flops = _mean_flops(stages)
     on_count(plan.micro_batch_size)
     memory = step_memory(config, plan, data.num_classes)
     largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory, on_count)
@@ -178,9 +199,10 @@ def make_forecast(
         speed=expected_speed(
             config.model.name, config.train.precision, trained_flops, gpu, results
         ),
-        forward_flops=forward_flops,
-        train_flops=_train_flops(config, plan, model, forward_flops),
+        forward_flops=flops_per_image(model),
+        train_flops=train_flops,
         teacher_flops=0 if taught is None else flops_per_image(taught[0]),
+        stages=stages if len(stages) > 1 else (),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
     )
@@ -251,13 +273,32 @@ def expected_speed(
     return Speed(low, high, "not measured on this GPU: published ViT training has 22 to 29 %")
 
 
-def _train_flops(config: Config, plan: Plan, model: nn.Module, forward_flops: int) -> int:
+def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
+    """Return the parts of the run by the size of their images."""
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
+    return tuple(
+        Stage(size, stop, _train_flops(config, plan, model, size))
+        for stop, size in (*ends, (plan.total_steps, form.size))
+    )
+
+
+def _mean_flops(stages: tuple[Stage, ...]) -> int:
+    """Return the operations of one image of a run, on average over its steps."""
+    starts = (0, *(stage.stop for stage in stages))
+    total = sum(
+        (stage.stop - start) * stage.train_flops
+        for start, stage in zip(starts, stages, strict=False)
+    )
+    return total // stages[-1].stop
+
+
+def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple[int, int]) -> int:
     """Return the operations of one image in training; embedding and head count as blocks."""
-    by_subset = config.model.drop_path_form == "subset"
-    size = plan.micro_batch_size if by_subset else None
-    forward = flops_per_image(model, size) if by_subset else forward_flops
+    size = plan.micro_batch_size if config.model.drop_path_form == "subset" else None
+    forward = flops_per_image(model, size, image_size)
     # Frozen parts have no backward pass, and nothing is computed for it again.
-    backward = forward - frozen_flops_per_image(model, size)
+    backward = forward - frozen_flops_per_image(model, size, image_size)
     which = config.train.activation_checkpointing
     computed_again = {"none": 0.0, "block": 1.0}[which] if isinstance(which, str) else 1 / which
     return int(forward + backward * (2 + computed_again))

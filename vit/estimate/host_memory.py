@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from vit.config.schema import Config
 from vit.data.augment.table import table_layout
-from vit.data.batches import BatchLayout, ImageFormat, row_unit
+from vit.data.batches import BatchLayout, row_unit
+from vit.data.image_format import ImageFormat
 from vit.data.slots import EVAL_READY_BATCHES, plan_ring
 from vit.plan import Plan, create_order
 from vit.run.preflight import WORKER_BYTES
@@ -54,11 +55,12 @@ def host_memory(
     """
     data = config.data
     image_format = ImageFormat.from_config(config.model, data)
+    largest = ImageFormat.from_config(config.model, data, config.schedule).largest
     order = create_order(data, config.augment, config.train.seed, num_images)
     columns = table_layout(config.augment).width
     rows = plan.global_batch_size // plan.world_size
     ring = plan_ring(
-        BatchLayout(rows, image_format, columns),
+        BatchLayout(rows, largest, columns),
         row_unit(config.augment, order),
         plan.total_steps,
         data.num_workers,

@@ -32,8 +32,8 @@ from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
-from vit.freeze import freeze as freeze_parameters
-from vit.model import create_model
+from vit.data.image_format import ImageFormat
+from vit.freeze import create_trained_model
 from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
@@ -91,16 +91,16 @@ class StepMemory:
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     """Count the bytes of one step of `plan` on each rank; without torch.compile, which needs less.
 
-    config: its sections model, init, distill, optim, train, augment, log; batches: those of `plan`.
+    config: its sections model, init, distill, optim, schedule, train, augment, log; batches are
+    those of `plan`, their images the largest of the run.
     """
     optim = config.optim
     train = config.train
     rank_batch_size = plan.global_batch_size // plan.world_size
     device = torch.device("cpu")
     with torch.device("meta"):
-        model: Any = create_model(config.model, num_classes=num_classes)
+        model: Any = create_trained_model(config, num_classes)
         found = find_teacher(config, num_classes)
-    freeze_parameters(model, config.init.freeze)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -123,7 +123,8 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         # One pass after another: what counts is that gradients exist when the second one begins.
-        batch = _batch(model, min(rank_batch_size, 2 * plan.micro_batch_size), device)
+        largest = ImageFormat.from_config(config.model, config.data, config.schedule).largest
+        batch = _batch(largest, min(rank_batch_size, 2 * plan.micro_batch_size), device)
         augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
         train_step = TrainStep(
             model,
@@ -246,11 +247,11 @@ def drop_memory(model: nn.Module, device: torch.device) -> None:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
 
 
-def _batch(model: Any, rows: int, device: torch.device) -> Batch:
-    """Return a batch of the model's size that nothing is done to."""
+def _batch(form: ImageFormat, rows: int, device: torch.device) -> Batch:
+    """Return a batch of images of that form that nothing is done to."""
     columns = table_layout(AugmentConfig()).width
     return Batch(
-        torch.empty(rows, model.in_chans, *model.image_size, dtype=torch.uint8, device=device),
+        torch.empty(rows, form.channels, *form.size, dtype=torch.uint8, device=device),
         torch.zeros(rows, dtype=torch.int64, device=device),
         torch.ones(rows, device=device),
         torch.zeros(rows, columns),

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from vit.config.schema import Config
 from vit.data.augment.apply import Augment
-from vit.data.batches import EvalBatches, ImageFormat
+from vit.data.batches import EvalBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.shards.split import Split
 from vit.data.slots import EVAL_READY_BATCHES

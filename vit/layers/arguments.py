@@ -31,6 +31,13 @@ def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
     return pair
 
 
+def grid_size(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of patches. Raises ValueError for patches that leave a rest."""
+    if problems := _size_problems(image_size, patch_size):
+        raise ValueError("; ".join(problems))
+    return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
+
+
 def check_arguments(given: Mapping[str, Any]) -> None:
     """Raise ValueError for everything in `given` that does not fit together.
 

@@ -1,4 +1,4 @@
-"""Patches with a norm before and after their linear map (Dual PatchNorm)."""
+"""Patches of images as tokens: a linear map, alone or between two norms (Dual PatchNorm)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.layers.norm import create_norm
+
+
+class PatchEmbed(nn.Module):
+    """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
+
+    The products x_p E of equation 1.
+    """
+
+    def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):
+        super().__init__()
+        # Patches do not overlap, so a convolution whose stride is its kernel is that linear map.
+        self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
+
+    def forward(self, images: Tensor) -> Tensor:
+        # Row by row is the order of the positions, for `vit.layers.posemb` and for timm's weights.
+        return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class NormedPatchEmbed(nn.Module):

@@ -62,6 +62,7 @@ class RotaryEmbedding(nn.Module):
         self.ref_feat_shape = ref_feat_shape
         self.rope_type = rope_type
         self.grid_size = grid_size
+        self.prefix = (class_tokens, reg_tokens)
         self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
@@ -70,6 +71,11 @@ class RotaryEmbedding(nn.Module):
         table = torch.empty(2, 1, 1, num_tokens, head_dim)
         self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
+
+    def at(self, grid_size: tuple[int, int]) -> RotaryEmbedding:
+        """Return that of images of another grid, by the rule of `rope_type`."""
+        sources = (self.temperature, self.reg_temperature, self.ref_feat_shape, self.rope_type)
+        return RotaryEmbedding(*sources, grid_size, self.table.shape[-1], *self.prefix)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -22,6 +22,7 @@ from vit.build import open_data
 from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.batches import Batch
+from vit.data.image_format import ImageFormat
 from vit.estimate.fitting import gpu_of, naming_what_fits
 from vit.estimate.forecast import DataSize, largest_micro_batch, size_and_plan
 from vit.estimate.memory import augmentation_bytes, step_memory
@@ -104,11 +105,18 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     Raises ValueError for a micro-batch that is none or does not fit, and for data that cannot be
     opened if they are needed.
     """
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    config = with_settings(config, {"schedule.image_sizes": []})
     with world.fail_together():
         subject = _subject(config, world, wishes)
     subject.say(f"{_device_name(world)}: {peak_text(*astuple(subject.peak))}")
     if emulated := precision_note(config.train.precision, world.device):
         subject.say(f"note: {emulated}")
+    if form.stages:
+        subject.say(
+            f"note: of {form.sizes_text()} the last size is measured; others by"
+            " model.image_size=... schedule.image_sizes=[]"
+        )
     if not subject.data.assumed:
         open_data(config, world)  # what is wrong with the data should show now, not at the end
     else:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from vit.config.io import load_config, recipes_folder
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.estimate.memory import step_memory
 from vit.measure.parts import Line

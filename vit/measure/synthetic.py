@@ -14,7 +14,8 @@ import torch
 from vit.config.schema import Config
 from vit.data.augment.draw import draw_mix, draw_table, sample_keys
 from vit.data.augment.table import table_layout
-from vit.data.batches import Batch, BatchLayout, ImageFormat, write_rows
+from vit.data.batches import Batch, BatchLayout, write_rows
+from vit.data.image_format import ImageFormat
 
 STORED_PX = (500, 375)
 """Width and height of an average image of ImageNet."""

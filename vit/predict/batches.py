@@ -12,8 +12,9 @@ import numpy as np
 
 from vit.config.schema import EvalConfig
 from vit.data import stages
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat, write_rows
+from vit.data.batches import Batch, Batches, BatchLayout, write_rows
 from vit.data.decode.views import decode_center
+from vit.data.image_format import ImageFormat
 from vit.data.stages import Stage
 from vit.predict.inputs import Place
 

@@ -125,8 +125,11 @@ def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
+    if value is None or value == []:
         return "none"
+    if isinstance(value, list) and isinstance(value[0], dict):
+        items = (", ".join(f"{key} {of_key}" for key, of_key in item.items()) for item in value)
+        return "; ".join(items)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -64,7 +64,10 @@ _TEXTS = {
 }
 _ORDER = ("data.num_lanes", "data.block_samples", "data.window_blocks", "train.seed")
 _HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
-_IMAGES = ("data.mean", "data.std", "data.interpolation", "data.scaled_decode")
+_IMAGES = (
+    *("data.mean", "data.std", "data.interpolation", "data.scaled_decode"),
+    "schedule.image_sizes",
+)
 
 
 class Effect(NamedTuple):

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from vit.config.io import to_dict
 from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
 from vit.optim.schedule import weight_decay_at
@@ -85,6 +86,8 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
         ]
         right.plot(times, decays, color=ORANGE)
         right.set(title="Weight decay", xlabel="epoch", ylim=(0, None))
+        for stage in config.schedule.image_sizes:
+            left.axvline(stage.until_epoch, color=GREY, linestyle=":")
         end = config.augment.mixup_off_epoch
         if end is not None:
             left.axvline(end, color=GREY, linestyle=":")
@@ -103,8 +106,9 @@ def steps_line(config: Config, num_images: int = IMAGENET) -> str:
     """Return length and peak of the recipe in a line."""
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     total = config.train.steps or round((config.train.epochs or 0) * per_epoch)
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
     return (
-        f"{config.model.name} at {config.model.size_text()}: {total:,} steps of"
+        f"{config.model.name} at {form.sizes_text()}: {total:,} steps of"
         f" {config.data.global_batch_size:,} images, {per_epoch:,} an epoch of {num_images:,};"
         f" {config.optim.name}, {config.schedule.name}, peak {config.optim.lr:g}"
     )

@@ -19,7 +19,8 @@ from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.apply import create_augment
 from vit.data.augment.draw import mixes
 from vit.data.augment.table import describe
-from vit.data.batches import Batch, ImageFormat, TrainBatches
+from vit.data.batches import Batch, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import Share, make_order
 from vit.open_data import choose_num_classes, open_split, open_train_set

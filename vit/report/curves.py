@@ -261,6 +261,16 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         axes.axvline(
             step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None
         )
+    for step, size in history.image_sizes():
+        axes.axvline(step, color=GREY, linewidth=0.8)
+        axes.text(
+            step,
+            0.02,
+            f" {size} px",
+            color=GREY,
+            fontsize=SMALL_PT,
+            transform=axes.get_xaxis_transform(),
+        )
     if resumed or len(axes.get_legend_handles_labels()[0]) > 1:
         axes.legend()
     axes.grid(True)
@@ -277,9 +287,9 @@ def plot_curves(metrics: Path, picture: Path) -> Path:
     """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
     Returns `picture`.
 
-    Dotted lines are restarts, crosses updates that were skipped, bands batches that were passed
-    over, with a triangle where the run went back; more than 500 points are averaged with their
-    neighbours.
+    Dotted lines are restarts, grey ones changes of the images' size, crosses updates that were
+    skipped, bands batches that were passed over, with a triangle where the run went back; more than
+    500 points are averaged with their neighbours.
     """
     history = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:

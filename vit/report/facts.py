@@ -17,7 +17,7 @@ import torch
 from vit.config import io as config_io
 from vit.config.eval_section import VAL
 from vit.config.schema import Config
-from vit.data.batches import ImageFormat
+from vit.data.image_format import ImageFormat
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.report.history import Attempt, History, median, set_names
@@ -74,8 +74,11 @@ def config_facts(
     source: ReportSource, config: Config, history: History, plan: dict[str, Any]
 ) -> list[tuple[str, str]]:
     """Return what was trained on what: a name and a short text each."""
-    height, width = ImageFormat.from_config(config.model, config.data).size
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    height, width = form.size
     found = [("model", f"{config.model.name} at {height} × {width} pixels")]
+    if form.stages:
+        found.append(("images", f"{form.sizes_text()} pixels in training"))
     # A model that cannot be made is one fact less; the pictures say why.
     with suppress(Exception):
         num_classes = config.model.num_classes or len(source.class_names) or 1000

@@ -60,6 +60,21 @@ class History:
         """Return the lines of one kind, such as "eval"."""
         return [line for line in self.lines if line["kind"] == kind]
 
+    def image_sizes(self) -> list[tuple[int, str]]:
+        """Return the step behind which images have a size, and that size: "160" or "160x192".
+
+        [] where it does not change.
+        """
+        found = list[tuple[int, str]]()
+        before = 0
+        for line in self.of_kind("train"):
+            if size := line.get("image_size"):
+                text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
+                if not found or found[-1][1] != text:
+                    found.append((before, text))
+            before = line["step"]
+        return found
+
     def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
         """Yield each train line with the images of the steps since the one before, and their
         seconds. Lines of which that is not known are left out."""

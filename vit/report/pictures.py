@@ -144,7 +144,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
         train.split,
         source.order,
         config.augment,
-        source.image_format,
+        source.train_format,
         world_size=batch_size // share,
         on_bad_image=config.data.on_bad_image,
     )

@@ -154,7 +154,7 @@ class Replay:
             train.split,
             self.order,
             config.augment,
-            source.image_format,
+            source.train_format,
             on_bad_image=config.data.on_bad_image,
             num_batches=step,
         )
@@ -164,6 +164,11 @@ class Replay:
     def epoch(self) -> int:
         """The epoch that the step is in, counted from 1."""
         return self.position // self.order.steps_per_epoch + 1
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width that images had at this step, in pixels."""
+        return self.source.train_format.in_epoch(self.epoch - 1).size
 
     @property
     def has_losses(self) -> bool:
@@ -183,7 +188,7 @@ class Replay:
             yield Rows([made.rows[n] for n in kept], made.inputs[kept], made.targets[kept])
 
     def _make(self, first: int, stop: int) -> Rows:
-        layout = self._batches.layout
+        layout = self._batches.layout_at(self.position)
         piece = BatchLayout(stop - first, layout.image_format, layout.num_columns)
         batch = piece.batch_in(memoryview(bytearray(piece.num_bytes)))
         self._batches.fill(self.position, first, batch)
@@ -197,7 +202,7 @@ class Replay:
         ids, copies = self.order.rows_and_copies(self.position, first, first + len(batch.ids))
         entries = split.index[ids]
         keys = sample_keys(self.order.seed, self.epoch - 1, ids, copies)
-        size = self.source.image_format.size
+        size = self.image_size
         crops = draw_crops(config, keys, entries["width"], entries["height"], size).tolist()
         names = [split.key(int(sample)) for sample in ids]
         partner = partners(config, len(ids)) if mixes(config) else np.arange(len(ids))
@@ -306,7 +311,7 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
             lines = [shorten(text, side, CAPTION_PT) for text in (row.key, row.class_name)]
             cells.append(Cell(_stored(replay, row), lines))
             cells.append(Cell(image, _caption(row, share_lines(target, names, side), side)))
-    height, width = source.image_format.size
+    height, width = replay.image_size
     first = replay.rows.start
     heading = (
         f"{source.run_dir.name}, step {replay.step:,} (epoch {replay.epoch}): rows {first} to"

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import Augment, create_augment
-from vit.data.batches import ImageFormat
 from vit.data.decode.views import decode_center
+from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet
@@ -165,8 +165,14 @@ class ReportSource:
 
     @property
     def image_format(self) -> ImageFormat:
-        """What the model's inputs are."""
+        """What the model's inputs are in evaluation, and in training behind all stages."""
         return ImageFormat.from_config(self.config.model, self.config.data)
+
+    @property
+    def train_format(self) -> ImageFormat:
+        """What they are in training, with its stages."""
+        config = self.config
+        return ImageFormat.from_config(config.model, config.data, config.schedule)
 
     def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
         """Decode an image, by default of the validation split, as evaluation does: (C, H, W)

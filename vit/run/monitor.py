@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
 from vit.mfu import Utilization
@@ -83,6 +84,7 @@ class Monitor:
         record: Record,
         loader: Loader,
         lr_at: Callable[[int], float],
+        image_format: ImageFormat,
         utilization: Utilization | None = None,
         samples: SampleLosses | None = None,
         weight_decay_at: Callable[[int], float | None] = lambda step: None,
@@ -97,6 +99,7 @@ class Monitor:
         self.loader = loader
         self.lr_at = lr_at
         self.weight_decay_at = weight_decay_at
+        self.image_format = image_format
         self.utilization = utilization
         self.samples = samples
         self.stop = False
@@ -209,8 +212,14 @@ class Monitor:
         self._waits_s = list[tuple[float, ...]]()
 
     def _logs_after(self, step: int) -> bool:
-        """Return whether a line of metrics is written when `step` steps are done."""
-        return step % self.plan.log_every_steps == 0 or step == self.plan.total_steps
+        """Return whether a line of metrics is written when `step` steps are done.
+
+        Also where the size of images changes, so that no rate is of two sizes.
+        """
+        plan = self.plan
+        stages = self.image_format.stages
+        is_stage_end = any(step == until * plan.steps_per_epoch for until, _ in stages)
+        return step % plan.log_every_steps == 0 or step == plan.total_steps or is_stage_end
 
     def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
         """Move the live line to `step` steps done; at the end of an interval write metrics."""
@@ -220,18 +229,23 @@ class Monitor:
         waiting = sum_up(self._waits_s)
         wait_share = min(waiting.waited_s / spent_s, 1.0)
         images_per_s = len(self._losses) * batch_size / spent_s
-        mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size)
+        mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size, step - 1)
         loss = sum(self._losses) / len(self._losses)
         lr = self.lr_at(step - 1)
         weight_decay = self.weight_decay_at(step - 1)
         epoch = step / plan.steps_per_epoch
-        eta_s = (plan.total_steps - step) * batch_size / images_per_s
+        steps_left: float = plan.total_steps - step
+        if self.utilization is not None:  # those of larger images take longer
+            steps_left = self.utilization.steps_like(step - 1, step, plan.total_steps)
+        eta_s = steps_left * batch_size / images_per_s
         slow_rank = ""
         if waiting.is_uneven and wait_share >= NOTABLE_WAIT_SHARE:
             slow_rank = f" (rank {waiting.rank})"
+        height, width = self.image_format.in_epoch((step - 1) // plan.steps_per_epoch).size
+        size = f" of {height}x{width} px" if self.image_format.stages else ""
         share = "" if mfu is None else f" MFU {mfu:.0%},"
         line = (
-            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s,"
+            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s{size},"
             f"{share} data wait {wait_share:.0%}{slow_rank} | loss {loss:.3f} | lr {lr:.2e} | ETA"
             f" {duration(eta_s)}"
         )
@@ -266,6 +280,7 @@ class Monitor:
             loss=loss,
             lr=lr,
             **({} if weight_decay is None else {"weight_decay": weight_decay}),
+            **({"image_size": height if height == width else [height, width]} if size else {}),
             grad_norm=values.grad_norm,
             images_per_s=images_per_s,
             images_per_s_per_gpu=images_per_s / self.world.size,

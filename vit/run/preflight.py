@@ -380,21 +380,21 @@ def start_lines(
     """Yield lines about model, batches, what may be set wrong, and where the run stands."""
     world = train_step.world
     model = train_step.model
-    micro_steps = ""
-    if plan.accumulation_steps > 1:
-        micro_steps = f" in {plan.accumulation_steps} micro-steps"
+    num_passes = plan.accumulation_steps
+    micro_steps = f" in {num_passes} micro-steps" if num_passes > 1 else ""
     yield (
         f"{config.model.name}: {count_parameters(model):,} parameters,"
         f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
         f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
         f" {plan.global_batch_size} images{micro_steps}"
     )
-    copies = ""
-    if config.data.aug_repeats > 1:
-        copies = (
-            f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an"
-            f" epoch, {config.data.aug_repeats} copies of each; "
-        )
+    num_copies = config.data.aug_repeats
+    copies = (
+        f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch,"
+        f" {num_copies} copies of each; "
+    ) * (num_copies > 1)
+    if batches.image_format.stages:
+        yield f"training images: {batches.image_format.sizes_text()}"
     yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
     if emulated := precision_note(config.train.precision, world.device):
         yield f"note: {emulated}"

@@ -13,10 +13,11 @@ from checksums import indexed_as_it_is
 from PIL import Image
 
 from vit.config.schema import AugmentConfig, EvalConfig
-from vit.data.batches import Batch, EvalBatches, ImageFormat, TrainBatches
+from vit.data.batches import Batch, EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.decode.images import decode_box
 from vit.data.decode.jpeg_header import read_header
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split

@@ -21,7 +21,8 @@ import torch
 from processes import REPOSITORY, environment
 
 from vit.config.schema import AugmentConfig, EvalConfig
-from vit.data.batches import EvalBatches, ImageFormat, TrainBatches
+from vit.data.batches import EvalBatches, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
@@ -179,7 +180,8 @@ def test_a_handle_that_went_stale_is_opened_again(shim, shards):
 READ_A_BATCH = """
     import sys
     from vit.config.schema import AugmentConfig
-    from vit.data.batches import ImageFormat, TrainBatches
+    from vit.data.batches import TrainBatches
+    from vit.data.image_format import ImageFormat
     from vit.data.loader import Loader
     from vit.data.order import make_order
     from vit.data.shards.data_set import open_split

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 
 from data_prep import verify
 from vit.config.schema import AugmentConfig
-from vit.data.batches import BatchLayout, ImageFormat, TrainBatches
+from vit.data.batches import BatchLayout, TrainBatches
+from vit.data.image_format import ImageFormat
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.shards.members import SampleLayout

@@ -113,6 +113,12 @@ ALONE = {
     "two policies of augmentation": [
         *("augment.auto_augment=ta_wide", "augment.randaugment_layers=2")
     ],
+    "stages of image size that do not fit": [
+        "schedule.image_sizes=[{until_epoch: 2, image_size: 20}, {until_epoch: 1, image_size: 16}]"
+    ],
+    "a stage of image size behind the end of the run": [
+        "schedule.image_sizes=[{until_epoch: 3, image_size: 24}]"
+    ],
     "augmentations that exclude each other": [
         *("augment.three_augment=true", "augment.randaugment_layers=2")
     ],

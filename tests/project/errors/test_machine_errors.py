@@ -24,7 +24,8 @@ import torch
 from error_rows import NEEDS_MOUNT, Place, Row, Scenarios, python, snapshot
 from processes import REPOSITORY, TINY, Background
 
-from vit.data.batches import Batch, Batches, BatchLayout, ImageFormat
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.ranks import exit
 

@@ -148,7 +148,7 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
             table[:, LAMBDA] = 1.0  # stays so behind `augment.mixup_off_epoch`
-            size = source.image_format.size
+            size = source.train_format.in_epoch(epoch - 1).size
             draw_mix(augment, table, readable, order.seed, position, 0, size, epoch - 1)
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
         ids.append(order.batch(position))

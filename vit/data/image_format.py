@@ -1,0 +1,63 @@
+"""The images that a model takes: size, channels and how they are resized, in each epoch of a run.
+
+Evaluation and prediction have one size; training may have others before (`schedule.image_sizes`).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from vit.config.base import height_width
+from vit.config.schema import DataConfig, ModelConfig, ScheduleConfig
+
+
+@dataclass(frozen=True)
+class ImageFormat:
+    """The images that the model takes."""
+
+    size: tuple[int, int]
+    """(height, width) in pixels."""
+    channels: int = 3
+    """1 or 3."""
+    interpolation: str = "bicubic"
+    """bilinear or bicubic, antialiased."""
+    scaled_decode: bool = False
+    """Large training crops may be decoded at 1/2, 1/4 or 1/8."""
+    stages: tuple[tuple[int, tuple[int, int]], ...] = ()
+    """Of training: (epoch, size), in order: up to that many epochs images have that size; behind
+    them all `size`."""
+
+    @classmethod
+    def from_config(
+        cls, model: ModelConfig, data: DataConfig, schedule: ScheduleConfig | None = None
+    ) -> ImageFormat:
+        """Return the format for sections of a config; of training images with `schedule`."""
+        stages = () if schedule is None else schedule.image_sizes
+        return cls(
+            model.height_width(),
+            model.in_chans,
+            data.interpolation,
+            data.scaled_decode,
+            tuple((stage.until_epoch, height_width(stage.image_size)) for stage in stages),
+        )
+
+    def in_epoch(self, epoch: int) -> ImageFormat:
+        """Return the format of training images in `epoch`, counted from 0."""
+        size = next((size for until, size in self.stages if epoch < until), self.size)
+        return replace(self, size=size, stages=())
+
+    @property
+    def sizes(self) -> list[tuple[int, int]]:
+        """All sizes, each once, in the order in which they come."""
+        return list(dict.fromkeys([*(size for _, size in self.stages), self.size]))
+
+    @property
+    def largest(self) -> ImageFormat:
+        """The format of the images that take the most memory."""
+        return replace(self, size=max(self.sizes, key=math.prod), stages=())
+
+    def sizes_text(self) -> str:
+        """Say which sizes training images have: "160x160 until epoch 180, then 224x224"."""
+        parts = [f"{size[0]}x{size[1]} until epoch {until}" for until, size in self.stages]
+        return ", ".join([*parts, f"{'then ' * bool(parts)}{self.size[0]}x{self.size[1]}"])

@@ -1,0 +1,100 @@
+"""Images of other sizes than a model's own, for stages of training (`schedule.image_sizes`).
+
+A model has positions for one size of image, which its weights and evaluations have. For another one
+learned and fixed positions are resampled in each forward pass, so that their gradient reaches the
+weights, and rotary ones follow their own rule: the model then computes what one made for that size
+computes with these weights (`vit.weights.files` resamples them in the same way).
+
+    positions of the model's grid -> `AtSize.positions` -> those of the images' grid
+                                     `AtSize.rope`      -> the table of that grid
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.layers.arguments import grid_size
+from vit.layers.posemb import resample_posemb
+from vit.layers.rope import RotaryEmbedding
+
+
+class AtSize(nn.Module):
+    """Positions for images of another grid than the model's.
+
+    grids: (h, w) in patches. rope: that of the model.
+    """
+
+    rows: Tensor
+    columns: Tensor
+
+    def __init__(
+        self, grid: tuple[int, int], model_grid: tuple[int, int], rope: RotaryEmbedding | None
+    ):
+        super().__init__()
+        self.model_grid = model_grid
+        self.rope = None if rope is None else rope.at(grid)
+        # As matrices, because the backward pass of torch's resize on GPUs adds in no fixed order.
+        # The filter is separable, so one for each axis is enough. Not in the state dict: they
+        # follow from the sizes.
+        for name, new, old in zip(("rows", "columns"), grid, model_grid, strict=True):
+            self.register_buffer(name, torch.empty(new, old), persistent=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Fill the matrices, also after `to_empty`."""
+        for matrix in (self.rows, self.columns):
+            new, old = matrix.shape
+            matrix.copy_(resample_posemb(torch.eye(old)[None], (old, 1), (new, 1), 0)[0])
+
+    def positions(self, pos_embed: Tensor) -> Tensor:
+        """Return those of this grid: (1, P + h*w, D) -> (1, P + h'*w', D) float32.
+
+        As `vit.layers.posemb.resample_posemb`, to rounding; without autocast around it.
+        """
+        num_patches = self.rows.shape[1] * self.columns.shape[1]
+        prefix = pos_embed[0, : pos_embed.shape[1] - num_patches]
+        image = pos_embed[0, -num_patches:].unflatten(0, self.model_grid)
+        image = torch.einsum("yh,hwd->ywd", self.rows, image)
+        image = torch.einsum("xw,ywd->yxd", self.columns, image)
+        return torch.cat((prefix, image.flatten(0, 1))).unsqueeze(0)
+
+
+class OtherSizes(nn.ModuleDict):
+    """An `AtSize` for each further size of image, by its "HEIGHTxWIDTH" in pixels."""
+
+    def find(self, images: Tensor) -> AtSize | None:
+        """Return that of `images`, (B, C, H, W); None if they have the model's own size."""
+        name = _name(images.shape[2], images.shape[3])
+        return getattr(self, name, None)
+
+    def add(self, image_size: tuple[int, int], at_size: AtSize) -> None:
+        """Take images of `image_size` = (height, width)."""
+        self[_name(*image_size)] = at_size
+
+
+def take_sizes(model: Any, image_sizes: Iterable[tuple[int, int]]) -> None:
+    """Let `model` take images of these (height, width), too; its weights stay as they are.
+
+    model: a `VisionTransformer` that is not wrapped or compiled yet. Raises ValueError for a size
+    that is not a multiple of the patch, and for a model of timm.
+    """
+    for image_size in image_sizes:
+        if image_size == model.image_size:
+            continue
+        if not hasattr(model, "other_sizes"):
+            raise ValueError(
+                f"schedule.image_sizes: timm's {type(model).__name__} takes images of"
+                f" {model.image_size[0]}x{model.image_size[1]} only: remove it, or take a model of"
+                " ours (vit_s16)"
+            )
+        grid = grid_size(image_size, model.patch_size)
+        model.other_sizes.add(image_size, AtSize(grid, model.grid_size, model.rope))
+
+
+def _name(height: int, width: int) -> str:
+    return f"{height}x{width}"
