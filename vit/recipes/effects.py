@@ -88,7 +88,7 @@ def effect_of(key: str) -> Effect:
         return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
     if key in _ORDER:
         return Effect("order", text)
-    if key in _HARMLESS or (may_change(key) and section not in ("eval", "data")):
+    if key in _HARMLESS or (may_change(key) and section not in ("eval", "data", "guard")):
         return Effect("harmless", text)
     if section == "data" and may_change(key) and key not in ("data.val_split", "data.root"):
         return Effect("harmless", text)
@@ -99,6 +99,7 @@ def effect_of(key: str) -> Effect:
         "loss": "optimization",
         "distill": "optimization",
         "train": "optimization",
+        "guard": "optimization",
         "augment": "images",
         "data": "images",
         "eval": "evaluation",
