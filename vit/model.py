@@ -36,6 +36,7 @@ from vit.config.schema import ModelConfig
 from vit.layers.arguments import check_arguments, check_images, grid_size, height_width
 from vit.layers.attention_pool import AttentionPool
 from vit.layers.blocks import Blocks
+from vit.layers.distilled import of_two_heads
 from vit.layers.drop_path import add_branch
 from vit.layers.image_sizes import AtSize, OtherSizes
 from vit.layers.init import lecun_normal_
@@ -44,25 +45,12 @@ from vit.layers.norm import NormOf, create_norm
 from vit.layers.patch_drop import PatchDropout
 from vit.layers.patch_embed import NormedPatchEmbed, PatchEmbed
 from vit.layers.posemb import sincos2d_posemb
+from vit.layers.presets import PRESETS
 from vit.layers.rope import RotaryEmbedding, rotate
 from vit.layers.swiglu import SwiGLU, SwiGLUPacked
 from vit.precision import without_autocast
 from vit.system.spelling import did_you_mean
 from vit.timm_model import create_timm_model
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "ti": {"embed_dim": 192, "depth": 12, "num_heads": 3},
-    "s": {"embed_dim": 384, "depth": 12, "num_heads": 6},
-    "b": {"embed_dim": 768, "depth": 12, "num_heads": 12},
-    "l": {"embed_dim": 1024, "depth": 24, "num_heads": 16},
-    "h": {"embed_dim": 1280, "depth": 32, "num_heads": 16},
-    "so400m": {"embed_dim": 1152, "depth": 27, "num_heads": 16, "mlp_ratio": 3.7362},
-    "g": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
-    "G": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
-}
-"""B, L, H: Table 1 of the paper. Ti, S: Table 1 of DeiT (Touvron et al. 2021, arXiv 2012.12877). g,
-G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023 (2305.13035).
-"""
 
 
 def create_model(
@@ -229,6 +217,8 @@ class VisionTransformer(nn.Module):
     """
 
     pos_embed: Tensor | None
+    distilled_training = False
+    """timm's name: in training give both heads' logits, for a teacher and for labels."""
 
     def __init__(
         self,
@@ -246,6 +236,7 @@ class VisionTransformer(nn.Module):
         qkv_bias: bool = True,
         qk_norm: bool = False,
         class_token: bool = True,
+        dist_token: bool = False,
         reg_tokens: int = 0,
         global_pool: str = "token",
         pos_embed: str = "learn",
@@ -276,7 +267,8 @@ class VisionTransformer(nn.Module):
         self.num_classes = num_classes
         self.embed_dim = embed_dim
         self.depth = depth
-        self.num_prefix_tokens = int(class_token) + reg_tokens
+        num_summaries = int(class_token) + int(dist_token)
+        self.num_prefix_tokens = num_summaries + reg_tokens
         self.no_embed_class = no_embed_class
         self.global_pool = global_pool
         self.init_head_bias = init_head_bias
@@ -286,9 +278,9 @@ class VisionTransformer(nn.Module):
 
         patch_embed = NormedPatchEmbed if dual_patch_norm else PatchEmbed
         self.patch_embed = patch_embed(self.patch_size, in_chans, embed_dim)
-        self._create_tokens(class_token, reg_tokens, pos_embed)
+        self._create_tokens(class_token, dist_token, reg_tokens, pos_embed)
         rope = partial(RotaryEmbedding, rope_temperature, rope_reg_temperature, ref_feat_shape)
-        prefix = (int(class_token), reg_tokens)
+        prefix = (num_summaries, reg_tokens)
         self.rope = rope(rope_type, self.grid_size, head_dim, *prefix) if rope_type else None
         self.pos_drop = nn.Dropout(pos_drop_rate)
         patch_drop = partial(PatchDropout, patch_drop_rate, self.num_prefix_tokens)
@@ -306,21 +298,22 @@ class VisionTransformer(nn.Module):
         self.other_sizes = OtherSizes()
         self.init_weights()
 
-    def _create_tokens(self, class_token: bool, reg_tokens: int, pos_embed: str) -> None:
+    def _create_tokens(self, class_token: bool, dist_token: bool, regs: int, pos: str) -> None:
         """Create what is added to the patches, and in front of them."""
         dim = self.embed_dim
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
-        self.reg_token = nn.Parameter(torch.empty(1, reg_tokens, dim)) if reg_tokens else None
+        self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
         # The class token has a position, too, which a learned token could do without (DeiT III's:
         # `no_embed_class`). timm's weights have it, and each token in front shifts all others.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
-        if pos_embed == "sincos2d":
+        if pos == "sincos2d":
             # Persistent though it could be computed again: a state dict then always has positions
             # to resample for a different image size.
             self.register_buffer("pos_embed", positions)
         else:
-            self.pos_embed = nn.Parameter(positions) if pos_embed == "learn" else None
+            self.pos_embed = nn.Parameter(positions) if pos == "learn" else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if dist_token else None
 
     def _create_head(
         self, norm: NormOf, num_heads: int, mlp_ratio: float, representation_size: int | None
@@ -339,8 +332,9 @@ class VisionTransformer(nn.Module):
             dense = nn.Linear(dim, representation_size)
             self.pre_logits = nn.Sequential(OrderedDict(fc=dense, act=nn.Tanh()))
         self.head = nn.Linear(representation_size or dim, self.num_classes)
+        self.head_dist = None if self.dist_token is None else nn.Linear(dim, self.num_classes)
 
-    def forward(self, images: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """images: (B, C, H, W) float -> logits: (B, num_classes)."""
         return self.forward_head(self.forward_features(images))
 
@@ -375,12 +369,12 @@ class VisionTransformer(nn.Module):
         elif self.no_embed_class:
             x = x + positions
         # z_0 = [x_class; x_p^1 E; ...; x_p^hw E] + E_pos (equation 1)
-        tokens = [token for token in (self.cls_token, self.reg_token) if token is not None]
-        if tokens:
+        prefix = (self.cls_token, self.dist_token, self.reg_token)
+        if tokens := [token for token in prefix if token is not None]:
             x = torch.cat([*(token.expand(x.shape[0], -1, -1) for token in tokens), x], dim=1)
         return x if positions is None or self.no_embed_class else x + positions
 
-    def forward_head(self, tokens: Tensor) -> Tensor:
+    def forward_head(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """tokens: (B, N, D) of `forward_features` -> logits: (B, num_classes).
 
         The logits have the dtype of the head's weight, also under autocast.
@@ -396,14 +390,18 @@ class VisionTransformer(nn.Module):
         # a thousandth of the operations.
         with without_autocast(x.device):
             x = self.fc_norm(x).to(self.head.weight.dtype)
-            return self.head(self.pre_logits(x))
+            logits = self.head(self.pre_logits(x))
+            if self.head_dist is None:
+                return logits
+            learnt = self.head_dist(tokens[:, 1].to(logits.dtype))
+            return of_two_heads(logits, learnt, self.training and self.distilled_training)
 
     @torch.no_grad()
     def init_weights(self) -> None:
         """Draw all weights, also those of a model made on the meta device and moved by `to_empty`.
 
-        - Linear layers, learned positions and registers (DINOv3, ViT-5): normal, std 0.02; class
-          token: normal, std 1e-6; biases 0 (timm's `init_weights_vit_timm`).
+        - Linear layers, learned positions, registers (DINOv3, ViT-5), distillation token (DeiT):
+          normal, std 0.02; class token: normal, std 1e-6; biases 0 (`init_weights_vit_timm`).
         - Patches: LeCun's (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
         - What is no linear map has drawn or filled its own, by `reset_parameters`.
@@ -425,10 +423,13 @@ class VisionTransformer(nn.Module):
         elif self.pos_embed is not None:
             num_prefix = self.pos_embed.shape[1] - math.prod(self.grid_size)
             self.pos_embed.copy_(sincos2d_posemb(self.grid_size, self.embed_dim, num_prefix))
-        if self.reg_token is not None:
-            nn.init.trunc_normal_(self.reg_token, std=0.02)
-        nn.init.zeros_(self.head.weight)
-        nn.init.constant_(self.head.bias, self.init_head_bias)
+        for token in (self.reg_token, self.dist_token):
+            if token is not None:
+                nn.init.trunc_normal_(token, std=0.02)
+        for head in (self.head, self.head_dist):
+            if head is not None:
+                nn.init.zeros_(head.weight)
+                nn.init.constant_(head.bias, self.init_head_bias)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters with several dimensions that are not weights of a linear map.
@@ -436,7 +437,7 @@ class VisionTransformer(nn.Module):
         timm's convention; `vit.optim` reads it. Biases, norms and scales have one dimension. Add
         each new token or embedding here: what is missing is decayed.
         """
-        return {"pos_embed", "cls_token", "reg_token", "attn_pool.latent"}
+        return {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
 
 
 if __name__ == "__main__":

@@ -185,6 +185,9 @@ class TrainStep:
         self.precision = precision
         self.loss = loss or cross_entropy
         self.teacher = teacher
+        if teacher is not None and hasattr(model, "distilled_training"):
+            # Ours, and timm's, with a second head.
+            model.distilled_training = True  # type: ignore[assignment]
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
         self.norms = norms
@@ -282,10 +285,12 @@ class TrainStep:
             answers = self.teacher(inputs)
         self.mark(Part.FORWARD)
         with autocast(self.precision, self.world.device):
-            logits = self.wrapped(inputs)
+            outputs = self.wrapped(inputs)
+        # Of a model with two heads the second one learns from the teacher, else the only one.
+        logits, learning = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         losses = self.loss(logits, targets)
         if self.teacher is not None and answers is not None:
-            losses = self.teacher.blend(losses, logits, answers)
+            losses = self.teacher.blend(losses, learning, answers)
         return losses, logits
 
     @torch.no_grad()

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from processes import TINY, final_state, metrics, run_here, train, write_config
@@ -16,12 +17,18 @@ from torch import nn
 from torchvision.transforms.v2.functional import resize
 
 from vit.config.io import from_dict
+from vit.data.augment.apply import create_augment
+from vit.data.augment.table import table_layout
+from vit.data.batches import Batch
 from vit.estimate.memory import step_memory
 from vit.model import create_model
+from vit.optim.optimizer import create_optimizer
 from vit.plan import make_plan
 from vit.ranks.distributed import World
+from vit.step import TrainStep
 from vit.trained import load
-from vit.weights.files import fingerprint, read_weights
+from vit.weights.class_names import select_classes
+from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 from vit.weights.teacher import Teacher, load_teacher
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -215,6 +222,61 @@ def test_the_planner_counts_the_weights_of_a_teacher_that_is_not_there():
     assert with_teacher.teacher == sum(4 * p.numel() for p in tiny.parameters())
     assert with_teacher.weights == without.weights
     assert with_teacher.total > without.total + with_teacher.teacher, "its pass is at the peak here"
+
+
+def test_the_distilled_model_is_timms(tmp_path):
+    """Names, logits in evaluation, and those of both heads in training, to the bit; the way back
+    through timm's layout."""
+    with torch.random.fork_rng():
+        guest = timm.create_model("deit_tiny_distilled_patch16_224", depth=2, num_classes=7)
+    for value in guest.parameters():
+        nn.init.normal_(value, std=0.1)
+    model = create_model("vit_ti16", num_classes=7, depth=2, dist_token=True)
+    weights = model.state_dict()
+    assert list(weights) == list(guest.state_dict())
+    assert model.no_weight_decay() >= guest.no_weight_decay()
+    assert not load_weights(model, guest.state_dict())
+    images = torch.randn(2, 3, 224, 224)
+    assert torch.equal(model.eval()(images), guest.eval()(images))
+    model.distilled_training = guest.distilled_training = True
+    assert torch.equal(model(images), guest(images)), "only in training they are apart"
+    found, expected = model.train()(images), guest.train()(images)
+    assert all(map(torch.equal, found, expected))
+    assert len(found) == 2
+    loaded = LoadedWeights(tmp_path, weights, num_classes=7, step=1, class_names=list("abcdefg"))
+    chosen = select_classes(loaded, ["c", "a"]).weights
+    for head in ("head", "head_dist"):
+        assert torch.equal(chosen[f"{head}.weight"], weights[f"{head}.weight"][[2, 0]])
+
+
+def test_the_second_head_learns_from_the_teacher_and_the_first_one_from_labels():
+    torch.manual_seed(0)
+    config = settings(model={"dist_token": True}, teacher="x", distill_loss_weight=0.3)
+    model = create_model(config.model, num_classes=3)
+    says = torch.tensor([[0.0, 5.0, 0.0]]).repeat(4, 1)
+    augment = create_augment(config.augment, config.data, 3, ALONE.device)
+    step = TrainStep(
+        model,
+        model,
+        create_optimizer(model, config.optim),
+        augment,
+        ALONE,
+        lr_at=lambda step: 1e-3,
+        micro_batch_size=4,
+        teacher=Teacher(Says(says), settings(), config),
+    )
+    table = torch.zeros(4, table_layout(config.augment).width)
+    labels = torch.tensor([2, 2, 2, 2])
+    images = torch.randint(0, 255, (4, 3, 16, 16), dtype=torch.uint8)
+    batch = Batch(images, labels, torch.ones(4), table, torch.arange(4))
+    model.train()
+    losses, logits = step._losses(batch)
+    losses.sum().backward()
+    # heads of zeros: each class has a third, so the gradient of a bias is a third or that less one
+    third = torch.full((3,), 1 / 3)
+    torch.testing.assert_close(model.head.bias.grad, 4 * 0.5 * (third - torch.eye(3)[2]))
+    torch.testing.assert_close(model.head_dist.bias.grad, 4 * 0.3 * (third - torch.eye(3)[1]))
+    assert logits.shape == (4, 3)
 
 
 OFF = ("model.drop_path_rate=0", "model.proj_drop_rate=0")

@@ -259,6 +259,8 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
         if checkpoint is not None:
             base = Path(checkpoint).name if checkpoint.startswith("runs/") else "vit_b16"
             overrides.append(f"init.checkpoint={run(base)}")
+        if config.distill.teacher is not None:
+            overrides += [f"distill.teacher={run('vit_b16')}", "distill.teacher_model=null"]
         overrides += [*SMALL, f"run.dir={folder}"]
         small = load_config(ROOT / "configs" / f"{name}.yaml", overrides).config
         assert train(build(small, World(0, 1, torch.device("cpu")))) == "finished"

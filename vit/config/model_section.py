@@ -16,7 +16,7 @@ class ModelConfig(Section):
     """The network; `None` leaves a value to the preset or to the model's own default."""
 
     name: str = "vit_b16"
-    """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: `PRESETS` in vit/model.py), or `timm/<name>`
+    """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: vit/layers/presets.py), or `timm/<name>`
     for any model of timm."""
     image_size: Size = 224
     """Side of the square training image, or `[height, width]`."""
@@ -48,6 +48,9 @@ class ModelConfig(Section):
     collapsing (ViT-22B, arXiv 2302.05442; ViT-5)."""
     class_token: bool | None = None
     """Prepend a learned token; needed by `global_pool: token`."""
+    dist_token: bool | None = None
+    """A second learned token, with a head of its own for what a teacher says (`distill`); both
+    heads' mean is the answer (timm's name; DeiT's distilled models, arXiv 2012.12877)."""
     reg_tokens: Annotated[int, Field(ge=0)] | None = None
     """Registers: learned tokens behind the class token that nothing reads (Darcet et al. 2023,
     arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""

@@ -53,6 +53,23 @@ def check_arguments(given: Mapping[str, Any]) -> None:
     ]
     if given["global_pool"] == "token" and not given["class_token"]:
         problems.append("global_pool 'token' needs class_token=True: set it, or use 'avg'")
+    if given["dist_token"]:
+        problems += [
+            f"dist_token, DeiT's second token, {why}"
+            for why, holds in {
+                "is read beside the class token: set global_pool 'token'": (
+                    given["global_pool"] != "token"
+                ),
+                "has a head of its own, without representation_size: remove that": (
+                    given["representation_size"] is not None
+                ),
+                "and reg_tokens are of different models: remove one of them": (
+                    given["reg_tokens"] > 0
+                ),
+                "has a position: remove no_embed_class": given["no_embed_class"],
+            }.items()
+            if holds
+        ]
     problems += [
         f"{name} is {given[name]}: expected 0 <= rate < 1"
         for name in ("drop_path_rate", "patch_drop_rate")

@@ -221,10 +221,13 @@ def _say_model(reading: Reading) -> None:
     settings: dict[str, Any]
     if found := re.fullmatch(r"deit_(tiny|small|base)(_distilled)?_patch16_(224|384)", name):
         settings = {"model.name": f"vit_{_SIZES[found[1]]}16"}
-        if found[2]:
-            reading.cannot("model", "the distillation token and its head", settings)
-        else:
+        if not found[2]:
             reading.same("model", settings)
+        elif reading.args["distillation_type"] == "none":
+            text = "without a teacher the mean of both heads is trained here, one of them there"
+            reading.differs("model", text, {**settings, "model.dist_token": True})
+        else:
+            reading.same("model", {**settings, "model.dist_token": True})
     elif found := re.fullmatch(r"deit_(tiny|small|medium|base|large|huge)_patch(14|16)_LS", name):
         size = _SIZES.get(found[1], "b")
         settings = {"model.name": f"vit_{size}{found[2]}", **_DEIT3}
@@ -305,16 +308,51 @@ def _say_start(reading: Reading) -> None:
             reading.differs("load_ema", text)
         else:
             reading.same("load_ema")
-    teacher = "teacher_model teacher_path distillation_alpha distillation_tau"
-    if args["distillation_type"] == "none":
-        reading.same("distillation_type")
-        reading.inert(teacher, "there is no teacher")
-    else:
-        text = f"{args['distillation_type']} distillation from {args['teacher_model']}"
-        reading.cannot(f"distillation_type {teacher}", text)
+    _say_teacher(reading)
     reading.expect_off(
         {"cosub": "two submodels that learn from each other", "attn_only": "only attention trains"}
     )
+
+
+def _say_teacher(reading: Reading) -> None:
+    """The teacher of a model with two heads; of one head main.py refuses it (losses.py)."""
+    args = reading.args
+    kind = args["distillation_type"]
+    alpha = args["distillation_alpha"]
+    path = args["teacher_path"]
+    if kind == "none":
+        reading.same("distillation_type")
+        names = "teacher_model teacher_path distillation_alpha distillation_tau"
+        reading.inert(names, "there is no teacher")
+        return
+    if kind not in ("hard", "soft") or not path or not 0 < alpha < 1:
+        raise ValueError(
+            f"--distillation-type {kind} --distillation-alpha {alpha:g} --teacher-path"
+            f" {path or '-'}: expected none, or hard or soft with an alpha between 0 and 1 and the"
+            " file of the teacher's weights"
+        )
+    if "_distilled" not in args["model"]:
+        raise ValueError(
+            f"--distillation-type {kind}: {args['model']} has one head, and main.py refuses it:"
+            " take deit_{tiny,small,base}_distilled_patch16_{224,384}"
+        )
+    reading.same("distillation_type", {"distill.distill_type": kind})
+    of_here = path.rpartition("/")[2] if "://" in path else path
+    how = f"download {path}" if of_here != path else ""
+    reading.same("teacher_path", {"distill.teacher": of_here}, how)
+    text = f"timm's {args['teacher_model']}, which needs timm if it is no ViT"
+    reading.same("teacher_model", {"distill.teacher_model": args["teacher_model"]}, text)
+    weights = {"distill.task_loss_weight": 1 - alpha, "distill.distill_loss_weight": alpha}
+    if kind == "hard":
+        reading.inert("distillation_tau", "of soft distillation")
+        reading.same("distillation_alpha", weights)
+        return
+    classes = args["nb_classes"]
+    weights["distill.distill_loss_weight"] = alpha / classes
+    how = f"theirs is a mean over {classes} classes, here is a sum"
+    reading.same("distillation_alpha", weights)
+    reading.comments["distill.distill_loss_weight"] = how
+    reading.same("distillation_tau", {"distill.temperature": args["distillation_tau"]})
 
 
 def _say_images(reading: Reading, is_distributed: bool) -> None:

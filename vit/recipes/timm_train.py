@@ -31,7 +31,7 @@ from vit.system.spelling import did_you_mean
 
 __all__ = ["TABLE", "read"]
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
-_PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)_patch(\d+)_(\d+)"
+_PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
 """Models of timm that are sizes of ours."""
 _OFF = {
     "aug_splits": "several augmentations of each image in a batch",
@@ -53,7 +53,6 @@ _OFF = {
     "opt_kwargs": "further arguments of the optimizer",
     "train_img_sizes": "training images of several sizes in turn",
     "naflex_loader": "images of any aspect",
-    "kd_model_name": "distillation from another model",
     "train_batches_per_epoch": "epochs of a given length",
     "lr_noise": "noise on the learning rate",
 }
@@ -62,8 +61,6 @@ _ONLY_WITH = {
     " train_size_random_mix variable_batch_loss_scale": "all images have one size",
     "naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs"
     " naflex_loss_scale naflex_patchify_channels_first": "images are square",
-    "kd_distill_type kd_loss_type distill_loss_weight task_loss_weight kd_temperature"
-    " kd_student_feature_dim kd_teacher_feature_dim kd_token_distill_type": "there is no teacher",
     "lr_noise_pct lr_noise_std": "there is no --lr-noise",
     "lr_cycle_mul lr_cycle_decay": "there are no restarts",
 }
@@ -83,6 +80,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     say_mixing(reading, args["batch_size"])
     _say_end_of_mixing(reading)
     _say_loss(reading)
+    _say_teacher(reading)
     lr, how = _rate(args, batch)
     say_optimizer(reading, lr, how, "lr lr_base lr_base_size lr_base_scale")
     _say_clipping(reading)
@@ -123,7 +121,8 @@ def _say_model(reading: Reading) -> None:
     settings: dict[str, Any] = {"model.name": f"timm/{name}"}
     plain = re.fullmatch(_PLAIN, name.partition(".")[0])
     if plain:
-        settings = {"model.name": f"vit_{_SIZES[plain[1]]}{plain[2]}"}
+        settings = {"model.name": f"vit_{_SIZES[plain[1]]}{plain[3]}"}
+        settings |= {"model.dist_token": True} if plain[2] else {}
         if name.startswith("deit3_"):
             settings |= {"model.init_values": 1e-6, "model.no_embed_class": True}
     reading.same("model", settings)
@@ -298,6 +297,63 @@ def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
     if scale == "sqrt":
         return args["lr_base"] * ratio**0.5, how.replace("x ", "x sqrt(") + ")"
     return args["lr_base"] * ratio, how
+
+
+_OF_TEACHER = (
+    "kd_distill_type kd_loss_type distill_loss_weight task_loss_weight kd_temperature"
+    " kd_student_feature_dim kd_teacher_feature_dim kd_token_distill_type"
+)
+
+
+def _say_teacher(reading: Reading) -> None:
+    """Distillation (timm/task/distillation.py, token_distillation.py)."""
+    args = reading.args
+    name = args["kd_model_name"]
+    what = args["kd_distill_type"]
+    if name is None:
+        reading.same("kd_model_name")
+        reading.inert(_OF_TEACHER, "there is no teacher")
+        return
+    if what == "feature":
+        text = "features of a teacher as targets, through a layer that is trained with the model"
+        reading.cannot(f"kd_model_name {_OF_TEACHER}", text)
+        return
+    of_task, of_teacher = args["task_loss_weight"], args["distill_loss_weight"]
+    if of_teacher is None:
+        of_teacher = 1.0 if of_task is None else 1.0 - of_task
+    of_task = 1.0 if of_task is None else of_task
+    if of_teacher <= 0 or of_task < 0:
+        raise ValueError(
+            f"--task-loss-weight {of_task:g} leaves {of_teacher:g} for the teacher: expected"
+            " positive weights, or no --kd-model-name"
+        )
+    settings = {"distill.teacher": f"{name}.safetensors", "distill.teacher_model": name}
+    reading.same("kd_model_name", settings, "timm downloads it: put its weights there")
+    weights = {"distill.task_loss_weight": of_task, "distill.distill_loss_weight": of_teacher}
+    reading.same("task_loss_weight distill_loss_weight", weights)
+    reading.inert("kd_student_feature_dim kd_teacher_feature_dim", "no features are compared")
+    reading.same("kd_loss_type")
+    has_two_heads = "model.dist_token" in reading.settings
+    if what == "logit" and has_two_heads:
+        text = "the mean of both heads learns labels and teacher there; here each has its own"
+        reading.differs("kd_distill_type", text)
+    elif what == "token" and not has_two_heads:
+        raise ValueError(
+            f"--kd-distill-type token: of {args['model']} no second head is known here: take"
+            " deit_{tiny,small,base}_distilled_patch16_{224,384}, or --kd-distill-type logit"
+        )
+    else:
+        reading.same("kd_distill_type")
+    kind = args["kd_token_distill_type"] if what == "token" else "soft"
+    if what == "token":
+        reading.same("kd_token_distill_type", {"distill.distill_type": kind})
+    else:
+        reading.same("", {"distill.distill_type": "soft"})
+        reading.inert("kd_token_distill_type", "of --kd-distill-type token")
+    if kind == "hard":
+        reading.inert("kd_temperature", "of soft distillation")
+    else:
+        reading.same("kd_temperature", {"distill.temperature": args["kd_temperature"]})
 
 
 def _say_clipping(reading: Reading) -> None:

@@ -135,9 +135,10 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
         raise WeightsError(
             f"{loaded.path} has {len(known):,} names of classes and a head of {num_rows:,} rows"
         )
-    for name in (f"{heads[0]}.weight", f"{heads[0]}.bias"):
-        if name in weights:
-            weights[name] = weights[name][rows]
+    for head in (heads[0], "head_dist"):  # DeiT's second one has the same classes
+        for name in (f"{head}.weight", f"{head}.bias"):
+            if name in weights:
+                weights[name] = weights[name][rows]
     note = f"{len(names):,} of {len(known):,} classes selected by name{whose}"
     return replace(
         loaded,

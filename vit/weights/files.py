@@ -223,7 +223,7 @@ def head_prefixes(model: nn.Module) -> tuple[str, ...]:
     """How the names of head weights begin; a timm model states its own."""
     classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
     names = (classifier,) if isinstance(classifier, str) else classifier
-    return tuple(f"{name}." for name in (*names, "pre_logits"))
+    return tuple(f"{name}." for name in (*names, "head_dist", "pre_logits"))
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
@@ -384,7 +384,8 @@ def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]
         length = weights["pos_embed"].shape[1]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # no such file, or another program's
-    prefix = 1 + (weights["reg_token"].shape[1] if "reg_token" in weights else 0)
+    further = ("dist_token", "reg_token")
+    prefix = 1 + sum(weights[name].shape[1] for name in further if name in weights)
     return grid if math.prod(grid) in (length, length - prefix) else None
 
 

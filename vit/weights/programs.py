@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vit.config.schema import Config, ModelConfig
-from vit.model import PRESETS
+from vit.layers.presets import PRESETS
 from vit.weights.published_models import SIZES
 from vit.weights.view import View
 
@@ -27,7 +27,7 @@ KNOWN_FIELDS = {
     *("name", "image_size", "in_chans", "num_classes", "patch_size", "embed_dim", "depth"),
     *("num_heads", "mlp_ratio", "qkv_bias", "class_token", "global_pool", "pos_embed"),
     *("drop_path_schedule", "drop_path_form", "init_values", "representation_size"),
-    "init_head_bias",
+    *("init_head_bias", "dist_token"),
 }
 """Fields of `ModelConfig` that the tables below account for; others end with `_rate`, and matter in
 training only."""
@@ -37,6 +37,7 @@ FEATURES = {
     "avg": "the mean of the patches before the norm (model.global_pool=avg)",
     "map": "a query that pools the patches (model.global_pool=map)",
     "no_positions": "no added positions (model.pos_embed=none)",
+    "dist_token": "a distillation token and its head (model.dist_token)",
     "layer_scale": "LayerScale (model.init_values)",
     "no_qkv_bias": "no bias of queries, keys and values (model.qkv_bias=false)",
     "representation": "a representation layer (model.representation_size)",
@@ -49,7 +50,7 @@ LACKS = {
     "torchvision": {*FEATURES} - {"representation", "centre_not_square"},
     "huggingface": {
         *("guest", "no_class_token", "avg", "map", "no_positions", "layer_scale"),
-        *("representation", "grey"),
+        *("representation", "grey", "dist_token"),
         "centre_not_square",
     },
     "onnx": set[str](),
@@ -93,6 +94,7 @@ def lacking(program: str, config: Config) -> list[str]:
         "avg": model.global_pool == "avg",
         "map": model.global_pool == "map",
         "no_positions": model.pos_embed == "none",
+        "dist_token": model.dist_token is True,
         "layer_scale": model.init_values is not None,
         "no_qkv_bias": model.qkv_bias is False,
         "representation": model.representation_size is not None,
@@ -142,7 +144,8 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
         "num_classes": subject.num_classes,
     }
     own = getattr(subject.model, "pretrained_cfg", None)  # a guest of timm's knows its own layers
-    for key, value in (("first_conv", "patch_embed.proj"), ("classifier", "head")):
+    head = ["head", "head_dist"] if config.model.dist_token else "head"
+    for key, value in (("first_conv", "patch_embed.proj"), ("classifier", head)):
         settings[key] = own.get(key) if own else value
     content = {
         "architecture": name,
@@ -165,6 +168,10 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
     sizes = {ours: theirs for theirs, ours in SIZES.items()}
     size = sizes.get(section.name.removeprefix("vit_").rstrip("0123456789"), "")
     name = f"vit_{size}_patch{model.patch_size[0]}_224"
+    known = _TIMM_NAMES
+    if section.dist_token:
+        name = f"deit_{size}_distilled_patch16_224"
+        known = _TIMM_DISTILLED
     # What follows from the name is stated, too: timm may change a default, these weights do not.
     preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
     given = {key: value for key, value in preset.items() if key == "mlp_ratio"} | given
@@ -177,7 +184,7 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
         "depth": model.depth,
         "num_heads": model.blocks[0].attn.num_heads,
     }
-    return name if name in _TIMM_NAMES else _TIMM_NAMES[0], given | shape
+    return name if name in known else known[0], given | shape
 
 
 _TIMM_PARTS = {"qk_norm", "norm_layer", "reg_tokens", "no_embed_class"}
@@ -186,12 +193,13 @@ _TIMM_ARGUMENTS = {
     *("class_token", "global_pool", "init_values", *_TIMM_PARTS),
 }
 """Fields of `ModelConfig` that timm's ViT has under the same name."""
-_TIMM_NAMES = (
+_TIMM_NAMES: tuple[str, ...] = (
     *("vit_base_patch16_224", "vit_base_patch32_224", "vit_base_patch8_224"),
     *("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_small_patch32_224"),
     *("vit_large_patch16_224", "vit_large_patch14_224", "vit_large_patch32_224"),
     "vit_huge_patch14_224",
 )
+_TIMM_DISTILLED = tuple(f"deit_{size}_distilled_patch16_224" for size in ("base", "tiny", "small"))
 
 
 def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:

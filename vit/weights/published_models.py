@@ -56,16 +56,19 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     `architecture` has no tag.
     """
     match = re.fullmatch(
-        r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)_patch(\d+)_\d+(_miil)?", architecture
+        r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch(\d+)_\d+(_miil)?",
+        architecture,
     )
     if match is None or (match[2] == "medium" and match[1] != "deit3"):
         return None
-    fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[3]}"}
+    fields: dict[str, Any] = {"name": f"vit_{SIZES.get(match[2], 's')}{match[4]}"}
+    if match[3]:
+        fields["dist_token"] = True
     if match[2] == "medium":
         fields |= {"embed_dim": 512, "num_heads": 8}
     if match[1] == "deit3":
         fields["init_values"] = 1e-6  # any: the weights bring their own
-    if match[4]:
+    if match[5]:
         fields["qkv_bias"] = False
     return fields
 
@@ -173,6 +176,38 @@ KNOWN: tuple[KnownModel, ...] = (
         83.108,
         96.376,
         "deit_base_patch16_384-8de9b5d1.pth",
+    ),
+    _row(
+        "deit_tiny_distilled_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        74.538,
+        91.898,
+        "deit_tiny_distilled_patch16_224-b40b3cf7.pth",
+    ),
+    _row(
+        "deit_small_distilled_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        81.204,
+        95.378,
+        "deit_small_distilled_patch16_224-649709d9.pth",
+    ),
+    _row(
+        "deit_base_distilled_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        83.384,
+        96.492,
+        "deit_base_distilled_patch16_224-df68dfff.pth",
+    ),
+    _row(
+        "deit_base_distilled_patch16_384.fb_in1k",
+        IMAGENET,
+        1.0,
+        85.438,
+        97.332,
+        "deit_base_distilled_patch16_384-d0272ac0.pth",
     ),
     _row(
         "deit3_small_patch16_224.fb_in1k", IMAGENET, 0.9, 81.382, 95.454, "deit_3_small_224_1k.pth"
