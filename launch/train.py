@@ -40,7 +40,7 @@ def main() -> World | None:
         if distributed.is_main_process():
             print(describe(config, origins, distributed.world_size()), end="")
         return None
-    deterministic = config.train.deterministic
+    deterministic = config.train.deterministic or config.train.exact_over_ranks
     world = distributed.join_world(config.train.device, deterministic=deterministic)
     train(build(config, world, args.allow_change))
     return world

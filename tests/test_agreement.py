@@ -57,9 +57,10 @@ def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_pa
     image = ImageFormat.from_config(run.config.model, run.config.data)
 
     def function(world: World, wrong_rank: int | None, wrong_batch: int) -> None:
-        placed = {"rank": world.rank, "world_size": world.size}
-        batches = TrainBatches(split, run.batches.order, augment, image, num_batches=3, **placed)
-        check = OrderCheck(world, run.batches.order, run.plan, run.record, 0)
+        plan = replace(run.plan, world_size=world.size, micro_batch_size=2)
+        rows = plan.rows_of(world.rank)
+        batches = TrainBatches(split, run.batches.order, augment, image, rows=rows, num_batches=3)
+        check = OrderCheck(world, run.batches.order, plan, run.record, 0)
         with Loader(batches, 0, 3) as loader:
             for position, batch in enumerate(loader):
                 is_wrong = world.rank == wrong_rank and position == wrong_batch

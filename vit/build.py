@@ -26,6 +26,7 @@ from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator, create_evaluators
+from vit.exact.leaves import Leaves, same_kernels
 from vit.freeze import create_trained_model
 from vit.loss import choose_class_weights, create_loss
 from vit.one_reader import load_initial_weights
@@ -223,16 +224,15 @@ def open_data(config: Config, world: World) -> RunData:
         place = {"rank": world.rank, "world_size": world.size}
         create: Callable[..., TrainBatches | StreamBatches]
         if config.data.reader == "index":
-            create = partial(TrainBatches, num_batches=plan.total_steps)
+            rows = plan.rows_of(world.rank)
+            create = partial(TrainBatches, rows=rows, num_batches=plan.total_steps)
         else:
-            create = partial(StreamBatches, num_workers=config.data.num_workers)
+            workers = config.data.num_workers
+            create = partial(
+                StreamBatches, num_workers=workers, rank=world.rank, world_size=world.size
+            )
         batches = create(
-            split,
-            order,
-            config.augment,
-            train_format,
-            **place,
-            on_bad_image=config.data.on_bad_image,
+            split, order, config.augment, train_format, on_bad_image=config.data.on_bad_image
         )
         eval_batches = [
             EvalBatches(group[0].split, image_format, config.eval, config.eval.batch_size, **place)
@@ -255,6 +255,9 @@ def open_data(config: Config, world: World) -> RunData:
     teacher = load_teacher(config, split.class_names, num_classes, world)
     if teacher is not None:
         facts["teacher_sha256"] = teacher.sha256
+    if config.train.exact_over_ranks:
+        facts["micro_batch_size"] = plan.micro_batch_size
+        facts["kernels"] = same_kernels(world)
     found = (plan, train_set, batches, sets, comparison, image_format, num_classes, weights)
     return RunData(*found, checked, disk, facts, teacher)
 
@@ -292,7 +295,10 @@ def create_train_step(
         models += [] if teacher is None else [teacher.model]
         why_eager = compile_where_it_works(models, world)
     is_compiled = config.train.compile and not why_eager
-    wrapped = wrap(model, world)
+    leaves = None
+    if config.train.exact_over_ranks:
+        leaves = Leaves(model, plan.num_leaves, plan.micro_batch_size, world, config.train.seed)
+    wrapped = model if leaves else wrap(model, world)
     learning_rate, weight_decay = rates(config, plan)
     return TrainStep(
         model,
@@ -313,6 +319,7 @@ def create_train_step(
         norms=norms,
         seed=config.train.seed,
         why_eager=why_eager,
+        leaves=leaves,
     )
 
 

@@ -151,12 +151,13 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
-        self.drop = nn.Dropout(drop)
+        self.drop1 = nn.Dropout(drop)
+        self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         # The exact GELU: published weights were trained with it, not with the tanh approximation.
-        x = self.drop(F.gelu(self.fc1(x)))
-        return self.drop(self.fc2(x))
+        x = self.drop1(F.gelu(self.fc1(x)))
+        return self.drop2(self.fc2(x))
 
 
 class Block(nn.Module):
@@ -173,7 +174,7 @@ class Block(nn.Module):
         norm: NormOf,
         attn: Attention,
         mlp: nn.Module,
-        drop_path: nn.Module,
+        drop_paths: tuple[nn.Module, ...],
         init_values: float | None,
     ):
         super().__init__()
@@ -184,7 +185,7 @@ class Block(nn.Module):
         self.norm2 = norm(dim)
         self.mlp = mlp
         self.ls2 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
-        self.drop_path = drop_path
+        self.drop_path1, self.drop_path2 = drop_paths
 
     def forward(self, x: Tensor, rope: Tensor | None = None, *rows: Tensor) -> Tensor:
         if rows:
@@ -193,9 +194,9 @@ class Block(nn.Module):
             return add_branch(x, self._mlp_branch, mlp_rows)
         # The residual path itself has no norm: what the last block returns needs one more.
         # z' = MSA(LN(z)) + z (equation 2)
-        x = x + self.drop_path(self._attn_branch(x, rope))
+        x = x + self.drop_path1(self._attn_branch(x, rope))
         # z = MLP(LN(z')) + z' (equation 3)
-        return x + self.drop_path(self._mlp_branch(x))
+        return x + self.drop_path2(self._mlp_branch(x))
 
     def _attn_branch(self, x: Tensor, rope: Tensor | None) -> Tensor:
         return self.ls1(self.attn(self.norm1(x), rope))
@@ -289,9 +290,9 @@ class VisionTransformer(nn.Module):
         attention = partial(Attention, embed_dim, num_heads, head_dim, qkv_bias, qk_norm, norm)
         mlp = partial(MLPS[mlp_layer], embed_dim, int(embed_dim * mlp_ratio), mlp_drop)
 
-        def make_block(drop_path: nn.Module) -> Block:
+        def make_block(*drop_paths: nn.Module) -> Block:
             attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
-            return Block(embed_dim, norm, attn, mlp(), drop_path, init_values)
+            return Block(embed_dim, norm, attn, mlp(), drop_paths, init_values)
 
         self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
         self._create_head(norm, num_heads, mlp_ratio, representation_size)

@@ -22,6 +22,7 @@ from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.data.part import part_size
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.stream import NOT_EXACT
+from vit.exact.tree_sum import leaves_of
 from vit.freeze import create_trained_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
@@ -53,6 +54,21 @@ class Plan:
     cooldown_steps: int = 0
     """Part of `total_steps`, as the warm-up is."""
 
+    @property
+    def num_leaves(self) -> int:
+        """Micro-batches of the global batch."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Rows that a rank has at most; all have as many, unless `train.exact_over_ranks`."""
+        return self.accumulation_steps * self.micro_batch_size
+
+    def rows_of(self, rank: int) -> range:
+        """Return the rows of the global batch that a rank has: whole micro-batches."""
+        leaves = leaves_of(rank, self.world_size, self.num_leaves)
+        return range(leaves.start * self.micro_batch_size, leaves.stop * self.micro_batch_size)
+
     def evaluates_at(self, step: int) -> bool:
         """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of
         ViT-B should not cost an evaluation."""
@@ -66,9 +82,13 @@ def micro_batch_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]
     return [size for size in divisors(rank_batch_size) if size % unit == 0]
 
 
-def divide_batch(data: DataConfig, augment: AugmentConfig, world_size: int) -> tuple[int, int]:
-    """(micro_batch_size, accumulation_steps) of each rank. Raises ValueError for what does not
-    divide, with the sizes that work."""
+def divide_batch(
+    data: DataConfig, augment: AugmentConfig, world_size: int, is_exact: bool = False
+) -> tuple[int, int]:
+    """(micro_batch_size, accumulation_steps) of each rank; is_exact: `train.exact_over_ranks`.
+    Raises ValueError for what does not divide, with the sizes that work."""
+    if is_exact:
+        return _divide_into_leaves(data, augment, world_size)
     batch = data.global_batch_size
     group = augment.mix_group_size
     unit = group if mixes(augment) else 1
@@ -98,6 +118,37 @@ def divide_batch(data: DataConfig, augment: AugmentConfig, world_size: int) -> t
             f" work are {sizes}"
         )
     return micro, share // micro
+
+
+def _divide_into_leaves(
+    data: DataConfig, augment: AugmentConfig, world_size: int
+) -> tuple[int, int]:
+    """As `divide_batch`; the micro-batch does not follow from the number of ranks."""
+    batch = data.global_batch_size
+    sizes = micro_batch_sizes(augment, batch)
+    fitting = [size for size in sizes if batch // size >= world_size]
+    if not fitting:
+        raise ValueError(
+            f"data.global_batch_size={batch} has at most {batch // sizes[0]} micro-batches for"
+            f" {world_size} ranks: use fewer ranks"
+            if sizes
+            else f"augment.mix_group_size={augment.mix_group_size} does not divide"
+            f" data.global_batch_size={batch}: use one out of {divisors(batch)[1:]}"
+        )
+    given = data.micro_batch_size
+    if given is None:
+        raise ValueError(
+            "train.exact_over_ranks needs data.micro_batch_size, the same on any number of ranks:"
+            f" for {world_size} rank(s) one of {fitting}, smaller ones for more ranks"
+        )
+    micro = max((size for size in sizes if size <= given), default=0)
+    if micro not in fitting:
+        what = f"makes {batch // micro} micro-batches" if micro else "is below what mixes together"
+        raise ValueError(
+            f"data.micro_batch_size={given} {what}, for {world_size} ranks with"
+            f" train.exact_over_ranks: choose one of {fitting}"
+        )
+    return micro, -(-batch // micro // world_size)
 
 
 def create_order(
@@ -159,7 +210,9 @@ def make_plan(
     """
     data = config.data
     augment = config.augment
-    micro_batch_size, accumulation_steps = divide_batch(data, augment, world_size)
+    micro_batch_size, accumulation_steps = divide_batch(
+        data, augment, world_size, config.train.exact_over_ranks
+    )
     order = create_order(data, augment, config.train.seed, num_samples, shares)
 
     def steps(count: int | None, epochs: float | None, default: int) -> int:

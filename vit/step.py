@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from enum import StrEnum
 from typing import Any
@@ -30,6 +30,7 @@ from vit.data.augment.apply import Augment
 from vit.data.augment.draw import mixes
 from vit.data.batches import Batch
 from vit.data.hashing import fold
+from vit.exact.leaves import Leaves
 from vit.layers.attention_logits import largest_logits
 from vit.layers.blocks import Blocks
 from vit.loss import Loss, cross_entropy
@@ -173,6 +174,7 @@ class TrainStep:
         norms: Norms | None = None,
         seed: int = 0,
         why_eager: str = "",
+        leaves: Leaves | None = None,
     ):
         self.model = model
         self.wrapped = wrapped
@@ -193,6 +195,7 @@ class TrainStep:
         self.norms = norms
         self.seed = seed
         self.why_eager = why_eager
+        self.leaves = leaves
         self.mark: Callable[[Part], object] = _unmarked
         """Called where a part of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
@@ -229,6 +232,8 @@ class TrainStep:
         # Dropout and drop path depend on (seed, rank, step) only, so a resumed run draws the same.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
         num_rows = len(batch.labels)
+        # DDP averages the means of ranks that have as many rows; leaves are summed over all ranks.
+        divisor = num_rows if self.leaves is None else self.leaves.num_rows
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
         rows: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -237,15 +242,16 @@ class TrainStep:
         for start in range(0, num_rows, self.micro_batch_size):
             end = start + self.micro_batch_size
             micro_batch = batch.rows(start, end).to(self.world.device)
-            with nullcontext() if end >= num_rows else no_sync(self.wrapped):
+            with self._pass(step, start, is_last=end >= num_rows):
                 losses, logits = self._losses(micro_batch)
                 # A row whose image could not be decoded has weight 0, and so no gradient.
                 loss_sum = (losses * micro_batch.weights).sum()
-                # A rank's mean: DDP then averages over the ranks, which all have the same number of
-                # rows. Rows of weight 0 count here, so that this holds; the reported loss leaves
-                # them out.
+                # Rows of weight 0 count in the divisor, so that all ranks have the same; the
+                # reported loss leaves them out.
                 self.mark(Part.BACKWARD)
-                (loss_sum * (1 / num_rows) * self.loss_scale.value).backward()
+                (loss_sum * (1 / divisor) * self.loss_scale.value).backward()
+            if self.leaves is not None:
+                self.leaves.add(start, loss_sum.detach(), micro_batch.weights.sum())
             sums[Slot.LOSS_SUM].add_(loss_sum.detach())
             sums[Slot.ROW_WEIGHTS].add_(micro_batch.weights.sum())
             row_margins = margins(logits.detach(), micro_batch.labels)
@@ -260,6 +266,8 @@ class TrainStep:
             sums[position].fill_(number)
 
         self.mark(Part.UPDATE)
+        if self.leaves is not None:
+            self.leaves.finish()
         norms = None
         if self.norms is not None and self.norms.is_due(step):
             logits = self._largest_logits(batch)
@@ -271,6 +279,11 @@ class TrainStep:
         self._clear_gradients(batch)
         pieces = [piece for kind in zip(*rows, strict=True) for piece in kind]
         return sums, grad_norm, pieces, norms
+
+    def _pass(self, step: int, start: int, is_last: bool) -> AbstractContextManager[None]:
+        if self.leaves is not None:
+            return self.leaves.leaf(step, start)
+        return nullcontext() if is_last else no_sync(self.wrapped)
 
     def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the loss of each row, (B,) float32, and the logits, (B, classes)."""
@@ -320,8 +333,11 @@ class TrainStep:
             self.copying = None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
-        sums[Slot.VERDICT].copy_(norm)
-        not_finite, is_skipped = self._judge(self.world.sum_(sums), limits)
+        add = self.world.sum_ if self.leaves is None else self.leaves.sum_
+        # Exact over ranks: one rank's norm, which all have alike; a sum of several would round.
+        if self.leaves is None or self.world.is_main:
+            sums[Slot.VERDICT].copy_(norm)
+        not_finite, is_skipped = self._judge(add(sums), limits)
 
         # Unscale and clip in one pass over the gradients.
         factor = 1.0 / self.loss_scale.value
@@ -355,7 +371,7 @@ class TrainStep:
             return not_finite, not_finite
         # The limits are numbers of the host, which travel with the kernels: nothing waits.
         loss = sums[Slot.LOSS_SUM] / sums[Slot.ROW_WEIGHTS].clamp(min=1.0)
-        is_above = norm_sum > limits.grad_norm * self.world.size
+        is_above = norm_sum > limits.grad_norm * (self.world.size if self.leaves is None else 1)
         is_above = is_above.logical_or_(loss > limits.loss).float()
         sums[Slot.VERDICT].copy_(not_finite.add(is_above, alpha=SPIKE))
         return not_finite, torch.maximum(not_finite, is_above)
@@ -375,7 +391,7 @@ class TrainStep:
         a different layout sums in a different order: a resumed run would differ in the last bit
         from one that was not interrupted. Two throw-away passes reach the fixed point.
         """
-        if self.world.size == 1:
+        if self.wrapped is self.model:  # not under DDP
             return
         micro_batch = batch.rows(0, self.micro_batch_size).to(self.world.device)
         size: Any = self.model.image_size

@@ -34,9 +34,12 @@ def global_batches(
     table."""
     split = open_split(root, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
+    share = BATCH // ranks
     parts = []
     for rank in range(ranks):
-        batches = TrainBatches(split, order, AUGMENT, FORMAT, rank=rank, world_size=ranks)
+        batches = TrainBatches(
+            split, order, AUGMENT, FORMAT, rows=range(rank * share, (rank + 1) * share)
+        )
         with Loader(batches, start, stop, num_workers=workers) as loader:
             parts.append([[b.ids, b.images, b.labels, b.table] for b in loader])
     return [

@@ -209,8 +209,8 @@ def test_heads_of_any_width_and_a_dropout_of_the_mlp_alone():
     model = VisionTransformer(SIZE, **TINY, head_dim=12, proj_drop_rate=0.25, mlp_drop_rate=0.5)
     attn = model.blocks[0].attn
     assert (attn.qkv.weight.shape, attn.proj.weight.shape) == ((144, 32), (32, 48))
-    assert (attn.proj_drop.p, model.blocks[0].mlp.drop.p) == (0.25, 0.5)
-    assert VisionTransformer(SIZE, **TINY, proj_drop_rate=0.25).blocks[0].mlp.drop.p == 0.25
+    assert (attn.proj_drop.p, model.blocks[0].mlp.drop1.p) == (0.25, 0.5)
+    assert VisionTransformer(SIZE, **TINY, proj_drop_rate=0.25).blocks[0].mlp.drop1.p == 0.25
     q, _, _ = attn.project(torch.randn(1, 5, 32))
     assert q.shape == (1, 4, 5, 12)
 

@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = ("vit.layers", "vit.optim", "vit.data", "vit.config", "vit.ranks", "vit.system")
+ENGINE = (
+    *("vit.exact", "vit.layers", "vit.optim", "vit.data", "vit.config", "vit.ranks"),
+    "vit.system",
+)
 BELOW = {
     "vit.system": (),
     "vit.config": ("vit.data.row_filter", "vit.data.shards", "vit.data.storage", "vit.system"),
@@ -20,6 +23,7 @@ BELOW = {
     "vit.data": ("vit.system", "vit.config", "vit.ranks"),
     "vit.optim": ("vit.config",),
     "vit.layers": (),
+    "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks"),
     "vit.features": ("vit!", *ENGINE),
     "vit.weights": ("vit!", "vit.layers", "vit.run.folder", "vit.config", "vit.system"),
     "vit.run": ("vit!", "vit.weights", *ENGINE),

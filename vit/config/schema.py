@@ -216,6 +216,10 @@ class TrainConfig(Section):
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
     bit for bit on GPUs, too, where it is slower; CPUs do so by themselves (docs/resume.md)."""
+    exact_over_ranks: bool = False
+    """Add gradients along a tree over the micro-batches of the global batch, and draw dropout and
+    drop path by sample: the same weights, bit for bit, on any number of ranks (docs/exactness.md).
+    Needs `data.micro_batch_size`; implies `deterministic`."""
     activation_checkpointing: Annotated[
         Literal["none", "block"] | Annotated[int, Field(ge=2)], MAY_CHANGE
     ] = "none"

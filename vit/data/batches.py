@@ -191,22 +191,22 @@ class AugmentedBatches(Batches):
         augment: AugmentConfig,
         image_format: ImageFormat,
         *,
-        rank: int = 0,
-        world_size: int = 1,
+        rows: range | None = None,
         on_bad_image: str = "error",
         num_batches: int | None = None,
     ):
-        """num_batches: of the complete run; nothing is read ahead for later ones."""
-        num_rows = order.global_batch_size // world_size
+        """rows: this rank's of the global batch; None: all. num_batches: of the complete run;
+        nothing is read ahead for later ones."""
+        rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
         self.order = order
         self.augment = augment
         self.image_format = image_format
-        self.first_row = rank * num_rows
+        self.first_row = rows.start
         self.on_bad_image = on_bad_image
         self.num_batches = num_batches
         self._num_columns = table_layout(augment).width
-        self.layout = BatchLayout(num_rows, image_format.largest, self._num_columns)
+        self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
         # A group of rows that mix with each other must not be divided between two workers.
         self.row_unit = row_unit(augment, order)
 

@@ -122,13 +122,13 @@ class StreamBatches(AugmentedBatches):
         num_workers: int = 0,
         on_bad_image: str = "error",
     ):
+        num_rows = order.global_batch_size // world_size
         super().__init__(
             split,
             order,
             augment,
             replace(image_format, scaled_decode=False),
-            rank=rank,
-            world_size=world_size,
+            rows=range(rank * num_rows, (rank + 1) * num_rows),
             on_bad_image=on_bad_image,
         )
         self._num_processes = max(num_workers, 1)

@@ -56,7 +56,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
     """Return the advice for a training step of `plan` that has not fitted, into `gpu` if given."""
-    rank_batch_size = plan.global_batch_size // plan.world_size
+    rank_batch_size = plan.rank_batch_size
     unit = config.augment.mix_group_size if mixes(config.augment) else 1
     now = plan.micro_batch_size
     smaller = [size for size in divisors(rank_batch_size) if size % unit == 0 and size < now]

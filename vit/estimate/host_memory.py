@@ -58,7 +58,7 @@ def host_memory(
     largest = ImageFormat.from_config(config.model, data, config.schedule).largest
     order = create_order(data, config.augment, config.train.seed, num_images)
     columns = table_layout(config.augment).width
-    rows = plan.global_batch_size // plan.world_size
+    rows = plan.rank_batch_size
     ring = plan_ring(
         BatchLayout(rows, largest, columns),
         row_unit(config.augment, order),

@@ -96,7 +96,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     """
     optim = config.optim
     train = config.train
-    rank_batch_size = plan.global_batch_size // plan.world_size
+    rank_batch_size = plan.rank_batch_size
     device = torch.device("cpu")
     with torch.device("meta"):
         model: Any = create_trained_model(config, num_classes)

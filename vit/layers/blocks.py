@@ -19,7 +19,7 @@ from vit.layers.drop_path import DropPath, choose_rows, drop_path_rates
 class Blocks(nn.Sequential):
     """The encoder's blocks, one after the other: (B, N, D) -> (B, N, D).
 
-    make_block: creates a block with the `drop_path` that it is given.
+    make_block: creates a block with the drop path of each of its two branches.
     """
 
     checkpoint_every = 0
@@ -28,7 +28,7 @@ class Blocks(nn.Sequential):
 
     def __init__(
         self,
-        make_block: Callable[[nn.Module], nn.Module],
+        make_block: Callable[[nn.Module, nn.Module], nn.Module],
         depth: int,
         drop_path_rate: float,
         drop_path_schedule: str,
@@ -39,9 +39,11 @@ class Blocks(nn.Sequential):
         # The first block gets a DropPath too, also of rate 0: blocks of one structure share one
         # compiled graph.
         has_masks = drop_path_rate > 0 and not has_subsets
-        super().__init__(
-            *(make_block(DropPath(rate) if has_masks else nn.Identity()) for rate in rates)
-        )
+
+        def make_drop_path(rate: float) -> nn.Module:
+            return DropPath(rate) if has_masks else nn.Identity()
+
+        super().__init__(*(make_block(*(make_drop_path(rate) for _ in range(2))) for rate in rates))
         self.subset_rates = rates if drop_path_rate and has_subsets else None
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:

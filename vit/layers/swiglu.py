@@ -18,11 +18,12 @@ class SwiGLU(nn.Module):
         self.fc1_g = nn.Linear(dim, hidden_dim)
         self.fc1_x = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim, dim)
-        self.drop = nn.Dropout(drop)
+        self.drop1 = nn.Dropout(drop)
+        self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(F.silu(self.fc1_g(x)) * self.fc1_x(x))
-        return self.drop(self.fc2(x))
+        x = self.drop1(F.silu(self.fc1_g(x)) * self.fc1_x(x))
+        return self.drop2(self.fc2(x))
 
 
 class SwiGLUPacked(nn.Module):
@@ -35,9 +36,10 @@ class SwiGLUPacked(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
         self.fc2 = nn.Linear(hidden_dim // 2, dim)
-        self.drop = nn.Dropout(drop)
+        self.drop1 = nn.Dropout(drop)
+        self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, hidden = self.fc1(x).chunk(2, dim=-1)
-        x = self.drop(F.silu(gate) * hidden)
-        return self.drop(self.fc2(x))
+        x = self.drop1(F.silu(gate) * hidden)
+        return self.drop2(self.fc2(x))

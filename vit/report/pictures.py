@@ -145,7 +145,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
         source.order,
         config.augment,
         source.train_format,
-        world_size=batch_size // share,
+        rows=range(share),
         on_bad_image=config.data.on_bad_image,
     )
     with Loader(batches, 0, 1) as loader:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import io
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -31,6 +32,7 @@ from vit.data.batches import Batch, BatchLayout, TrainBatches
 from vit.data.decode.images import decode
 from vit.data.order import rows_sha256
 from vit.data.sources import content_sha256
+from vit.exact.tree_sum import leaves_of
 from vit.report.source import ReportSource
 from vit.report.style import (
     Cell,
@@ -139,7 +141,7 @@ class Replay:
         self.order = source.order
         self.position = step - 1
         self._check_same(starts[-1])
-        share = self.order.global_batch_size // self.world_size
+        self._rows_of_ranks = self._divided(starts[-1])
         self.rows = range(self.order.global_batch_size)
         if rank is not None:
             if not 0 <= rank < self.world_size:
@@ -147,8 +149,7 @@ class Replay:
                     f"--rank {rank}: step {step} was done by {self.world_size} rank(s): give 0 to"
                     f" {self.world_size - 1}"
                 )
-            self.rows = range(rank * share, (rank + 1) * share)
-        self._rows_of_rank = share
+            self.rows = self._rows_of_ranks[rank]
         # As one rank of one: rows are those of the global batch.
         self._batches = TrainBatches(
             train.split,
@@ -187,6 +188,14 @@ class Replay:
             kept = [row - first for row in range(first, stop) if row in wanted]
             yield Rows([made.rows[n] for n in kept], made.inputs[kept], made.targets[kept])
 
+    def _divided(self, start: dict[str, Any]) -> list[range]:
+        """Return the rows of each rank, by the record's line of an attempt's start."""
+        batch_size = self.order.global_batch_size
+        micro = start.get("plan", {}).get("micro_batch_size", batch_size // self.world_size)
+        ranks = range(self.world_size)
+        leaves = [leaves_of(rank, self.world_size, batch_size // micro) for rank in ranks]
+        return [range(own.start * micro, own.stop * micro) for own in leaves]
+
     def _make(self, first: int, stop: int) -> Rows:
         layout = self._batches.layout_at(self.position)
         piece = BatchLayout(stop - first, layout.image_format, layout.num_columns)
@@ -207,10 +216,11 @@ class Replay:
         names = [split.key(int(sample)) for sample in ids]
         partner = partners(config, len(ids)) if mixes(config) else np.arange(len(ids))
         table = batch.table.numpy()
+        starts = [rows.start for rows in self._rows_of_ranks]
         return [
             ReplayedRow(
                 row=first + n,
-                rank=(first + n) // self._rows_of_rank,
+                rank=bisect_right(starts, first + n) - 1,
                 sample=sample,
                 key=names[n],
                 shard=split.where(sample),

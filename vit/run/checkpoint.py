@@ -113,8 +113,9 @@ def write_checkpoint(
     config: dict[str, Any],
     world_size: int,
     keep_last: int,
-) -> Path:
-    """Write `step_<n>`, remove all but the newest `keep_last`, and return the folder.
+) -> tuple[Path, str]:
+    """Write `step_<n>`, remove all but the newest `keep_last`; return the folder, and the sha256 of
+    its tensors.
 
     tensors: by the names in the file. state: the fields of `RunState`. Raises CheckpointError if
     the folder cannot be written; the previous checkpoint then stays as it was.
@@ -124,9 +125,9 @@ def write_checkpoint(
         if folder.exists() and not (folder / INFO_FILE).is_file():
             _set_aside(folder)
         if folder.exists():
-            update_info(folder, state)
+            info = update_info(folder, state)
         else:
-            _write(folder, tensors, state, config, world_size)
+            info = _write(folder, tensors, state, config, world_size)
             for old in complete_checkpoints(run_dir)[keep_last:]:
                 _remove(old)
     except (OSError, WeightsError) as error:
@@ -134,7 +135,7 @@ def write_checkpoint(
         if isinstance(error, WeightsError):
             raise CheckpointError(str(error)) from None
         raise _unwritable(folder, error) from None
-    return folder
+    return folder, info["files"][STATE_FILE]["sha256"]
 
 
 def _remove(folder: Path) -> None:
@@ -158,13 +159,14 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     )
 
 
-def update_info(folder: Path, state: dict[str, Any]) -> None:
+def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
 
     That happens when a resumed run makes up for an evaluation.
     """
     info = json.loads((folder / INFO_FILE).read_text())
     _write_info(folder, info | state)
+    return info
 
 
 def _write(
@@ -173,7 +175,7 @@ def _write(
     state: dict[str, Any],
     config: dict[str, Any],
     world_size: int,
-) -> None:
+) -> dict[str, Any]:
     hidden = _hidden(folder)
     hidden.mkdir(parents=True)
     written = save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
@@ -189,6 +191,7 @@ def _write(
     os.replace(hidden, folder)
     flush(folder.parent)
     _replace_text(folder.parents[1] / LATEST_FILE, folder.name + "\n")
+    return info
 
 
 def _write_info(folder: Path, info: dict[str, Any]) -> None:

@@ -41,9 +41,8 @@ class OrderCheck:
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
             # Looked up now, while a GPU computes, and not for a complete epoch at its end.
-            num_rows = len(batch.ids)
-            first = self._world.rank * num_rows
-            planned = self._order.rows(self._next, first, first + num_rows)
+            rows = self._plan.rows_of(self._world.rank)
+            planned = self._order.rows(self._next, rows.start, rows.stop)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
         self._next += 1
 

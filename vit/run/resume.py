@@ -26,6 +26,10 @@ BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
 """How the code behaved before a setting existed, where that is not its default now."""
 
 
+_NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
+"""Facts that decide the bits of `train.exact_over_ranks`, and what a message calls them."""
+
+
 def find_checkpoint(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str], world: World
 ) -> tuple[Path, dict] | None:
@@ -139,9 +143,9 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
         ]
         lines.append(f"  teacher: {teachers[0]} there, {teachers[1]} here")
     lines += [
-        f"  data: {key} {there[key]} there, {value} here"
+        f"  {_NOT_DATA.get(key, f'data: {key}')} {there.get(key, 'none')} there, {value} here"
         for key, value in here.items()
-        if key != "teacher_sha256" and there[key] != value
+        if key != "teacher_sha256" and there.get(key) != value
     ]
     # If the classes of one have no names, there is nothing to compare.
     pairs = zip(old_names, new_names, strict=False)

@@ -92,10 +92,10 @@ class SampleLosses:
         found: list[Written] = []
         for start in range(0, len(self._steps), at_once):
             steps = self._steps[start : start + at_once]
-            rows = len(steps[0][1])
             # Each rank adds its own columns to zeros. As integers, for which no bit is lost.
             bits = np.zeros((len(steps), batch_size), np.int32)
-            bits[:, self._world.rank * rows :][:, :rows] = [own for _, own in steps]
+            rows = self._plan.rows_of(self._world.rank)
+            bits[:, rows.start : rows.stop] = [own for _, own in steps]
             summed = self._world.sum_(torch.from_numpy(bits).to(self._world.device)).cpu().numpy()
             if self._world.is_main:
                 found += self._by_epoch([step for step, _ in steps], summed)

@@ -176,7 +176,7 @@ class Saver:
             save_weights(path, tensors, self._metadata(state, averaged))
         if not with_checkpoint:
             return
-        folder = write_checkpoint(
+        folder, sha256 = write_checkpoint(
             self._run_dir,
             self._snapshot.tensors,
             state,
@@ -188,6 +188,7 @@ class Saver:
             "folder": folder.name,
             "blocked_s": round(blocked_s, 4),
             "written_s": round(time.perf_counter() - began, 4),
+            "sha256": sha256,
         }
         self._complete.append((state["step"], values))
 

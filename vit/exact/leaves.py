@@ -1,0 +1,107 @@
+"""Passes over a batch whose bits do not depend on the number of ranks: `train.exact_over_ranks`.
+
+A leaf is a micro-batch with a fixed place in the global batch, so its passes are the same kernels
+on the same shapes on whichever rank they run. What else could differ is fixed here: `leaf` sets
+what is drawn, by sample (vit/exact/by_sample.py) and, for the rest, by leaf; gradients are added
+along a tree over all leaves (vit/exact/tree_sum.py), and so are losses.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from vit.data.hashing import fold
+from vit.exact.by_sample import draw_by_sample
+from vit.exact.tree_sum import TreeSum, tree_sum
+from vit.ranks.world import World
+
+_SEED_LEAF = 0x0D1
+_SEED_SAMPLE = 0x0D2
+
+
+def same_kernels(world: World) -> str:
+    """Fix the number of threads, and return what else decides the bits of a sum: device, torch.
+
+    Raises ValueError on a rank where that is not as on rank 0.
+    """
+    version = f"torch {torch.__version__}"
+    if world.device.type == "cuda":
+        own = f"{version} on {torch.cuda.get_device_name(world.device)}"
+    else:
+        # A matrix product is divided over the threads. torchrun gives each rank one, while a
+        # process without it would use all cores.
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        capability = torch.backends.cpu.get_cpu_capability()
+        own = f"{version} on a CPU with {capability}, {torch.get_num_threads()} thread(s)"
+    expected = world.broadcast_from_main(lambda: own)
+    with world.fail_together():
+        if own != expected:
+            raise ValueError(
+                f"train.exact_over_ranks: {socket.gethostname()} computes by {own}, rank 0 by"
+                f" {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
+            )
+    return own
+
+
+class Leaves:
+    """The leaves of a rank, in the order of their rows.
+
+    Changes what `model` draws by. All parameters that are to be trained get their gradients here:
+    the model is not under DDP.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_leaves: int, rows_per_leaf: int, world: World, seed: int
+    ):
+        self.num_leaves = num_leaves
+        self.num_rows = num_leaves * rows_per_leaf
+        """Of the global batch."""
+        self._rows_per_leaf = rows_per_leaf
+        self._seed = seed
+        self._world = world
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = TreeSum(parameters, num_leaves, world)
+        self._keys = draw_by_sample(model, rows_per_leaf, world.device)
+        self._sums = torch.zeros(2, num_leaves, device=world.device)
+        # All have drawn them from one seed; but a library of another version on one host may not.
+        world.broadcast_([*model.parameters(), *model.buffers()])
+
+    @contextmanager
+    def leaf(self, step: int, first_row: int) -> Iterator[None]:
+        """A context for the passes of the leaf that begins at this rank's row `first_row`."""
+        leaf = self._number(first_row)
+        self._keys.set(self._seed + _SEED_SAMPLE, step, leaf * self._rows_per_leaf)
+        torch.manual_seed(int(fold(self._seed, leaf, step, _SEED_LEAF) >> 1))
+        with self.gradients.leaf():
+            yield
+
+    def _number(self, first_row: int) -> int:
+        return self.gradients.leaves.start + first_row // self._rows_per_leaf
+
+    def add(self, first_row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
+        """Keep the loss, summed over the rows of a leaf, and the sum of their weights."""
+        leaf = self._number(first_row)
+        self._sums[0, leaf].copy_(loss_sum)
+        self._sums[1, leaf].copy_(row_weights)
+
+    def finish(self) -> None:
+        """Leave the gradients' sum over all leaves of all ranks in `grad`."""
+        self.gradients.finish()
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Sum `values` over the ranks in place; the first two become loss and weights of the batch.
+
+        values: (n,) float32; whole numbers but for the first two, or zero on all ranks but one.
+        """
+        # No rank has a number where another has one, so these sums are exact in any order.
+        summed = self._world.sum_(torch.cat([values, self._sums.flatten()]))
+        values.copy_(summed[: len(values)])
+        values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)
+        self._sums.zero_()
+        return values

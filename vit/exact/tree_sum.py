@@ -1,0 +1,294 @@
+"""A sum of gradients whose bits do not depend on how many ranks computed it.
+
+Floating-point addition rounds, so (a + b) + c and a + (b + c) differ in the last bit. An all-reduce
+adds the gradients of R ranks in an order that follows from R; here the order follows from the
+global batch alone. It is cut into leaves, micro-batches of one size, and their gradients are added
+along a binary tree over the leaves' global numbers. With 6 leaves:
+
+    level 3                 (3, 0)                  the sum
+    level 2         (2, 0)          (2, 1)
+    level 1     (1, 0)  (1, 1)      (1, 2)          (2, 1) is (1, 2): there is nothing to its right
+    level 0     0   1   2   3       4   5           the leaves
+
+A rank has leaves that follow each other (`leaves_of`). It adds each to what it has as a binary
+counter does (`Stack`): two neighbours of a level become their parent at once, so at most two
+vectors for each level are kept. What cannot be added on one rank is finished between them
+(`TreeSum.finish`): the gradients are cut into as many pieces as there are ranks, each rank gets one
+piece of all nodes that are left, adds them in the order of the tree, and sends the sum to all.
+That is the traffic of a ring's all-reduce where each rank is left with one node, as with equal
+shares of 2**k leaves. The exchange of a part of the gradients begins as soon as the last backward
+pass of the rank has computed it.
+
+No other part of a step may depend on the ranks either: `vit.step` sees to that, docs/exactness.md
+explains all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from vit.ranks.world import World
+
+BUCKET_BYTES = 25 * 2**20
+"""Gradients that are exchanged together; DDP's default."""
+
+
+class Node(NamedTuple):
+    """The sum of leaves [number * 2**level, (number + 1) * 2**level), as far as they exist."""
+
+    level: int
+    number: int
+
+
+def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
+    """Return the leaves of a rank: as many as others have, or one more."""
+    return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
+
+
+class Stack:
+    """Nodes from left to right; two siblings at its end become their parent.
+
+    It knows numbers only: `push` says how many additions are due, and the caller adds.
+    """
+
+    def __init__(self, num_leaves: int):
+        self.num_leaves = num_leaves
+        self.nodes: list[Node] = []
+
+    def push(self, node: Node) -> int:
+        """Put a node behind the last one; return how many times the last two are to be added."""
+        node = self._raised(node)
+        additions = 0
+        while self.nodes and node.number % 2 and self.nodes[-1] == (node.level, node.number - 1):
+            self.nodes.pop()
+            node = self._raised(Node(node.level + 1, node.number // 2))
+            additions += 1
+        self.nodes.append(node)
+        return additions
+
+    def _raised(self, node: Node) -> Node:
+        """Return `node`, or the highest one that is the same sum since no leaf is to its right."""
+        level, number = node
+        while number and number % 2 == 0 and (number + 1) << level >= self.num_leaves:
+            level += 1
+            number //= 2
+        return Node(level, number)
+
+
+def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
+    """Return what a rank with `leaves` is left with."""
+    stack = Stack(num_leaves)
+    for leaf in leaves:
+        stack.push(Node(0, leaf))
+    return stack.nodes
+
+
+def tree_sum(values: Tensor) -> Tensor:
+    """Return the sum of (leaves, ...) values along the tree, (...)."""
+    while len(values) > 1:
+        pairs = len(values) // 2 * 2
+        added = values[0:pairs:2] + values[1:pairs:2]
+        values = torch.cat([added, values[pairs:]])
+    return values[0]
+
+
+@dataclass
+class _Bucket:
+    """Neighbouring parameters whose gradients are exchanged together."""
+
+    first: int
+    """Place of its first number in the flat vector of all gradients."""
+    num_padded: int
+    """A multiple of the number of ranks."""
+    waits_for: int
+    """Parameters whose gradients are not yet complete."""
+    num_parameters: int
+    sent: tuple[Any, Tensor, Tensor] | None = None
+    """The exchange under way, what it sends, and what it receives."""
+
+
+class TreeSum:
+    """The gradients of `parameters`, float32, added along the tree of `num_leaves` leaves.
+
+    Each leaf of this rank, in order, has its backward pass inside `leaf()`; then `finish` leaves
+    the sum of all leaves of all ranks in the parameters' `grad`, to the bit the same on all ranks
+    and on any number of them. Not divided by anything. All ranks call it at the same time.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        num_leaves: int,
+        world: World,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        self.world = world
+        self.num_leaves = num_leaves
+        self.leaves = leaves_of(world.rank, world.size, num_leaves)
+        left = (
+            nodes_of(leaves_of(rank, world.size, num_leaves), num_leaves)
+            for rank in range(world.size)
+        )
+        self._left: list[list[Node]] = list(left)
+        # Backward passes compute gradients from the last layer to the first.
+        self._parameters = list(reversed(parameters))
+        self._places: list[int] = []
+        self._buckets: list[_Bucket] = []
+        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
+        self._num_values = self._lay_out(bucket_bytes)
+        self._device = world.device
+        self._spare: list[Tensor] = []
+        """Vectors of all gradients that are free."""
+        self._held: list[Tensor] = []
+        """One for each node of the stack."""
+        self._stack = Stack(num_leaves)
+        self._next_leaf = 0
+        self._next_bucket = 0
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _lay_out(self, bucket_bytes: int) -> int:
+        """Give each parameter a place in the flat vector; return the vector's length."""
+        place = 0
+        bucket: _Bucket | None = None
+        for parameter in self._parameters:
+            if bucket is None:
+                bucket = _Bucket(place, 0, 0, 0)
+                self._buckets.append(bucket)
+            self._places.append(place)
+            self._bucket_of[parameter] = bucket
+            bucket.num_parameters += 1
+            place += parameter.numel()
+            if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
+                place = bucket.first + self._padded(place - bucket.first)
+                bucket.num_padded = place - bucket.first
+                bucket = None
+        return place
+
+    def _padded(self, length: int) -> int:
+        return -(-length // self.world.size) * self.world.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it holds at most on this rank, gradients included."""
+        stack = Stack(self.num_leaves)
+        most = 0
+        for leaf in self.leaves:
+            most = max(most, len(stack.nodes) + 1)
+            stack.push(Node(0, leaf))
+        received = 0
+        if self.world.size > 1:
+            received = sum(map(len, self._left)) * self._num_values // self.world.size
+        return 4 * (most * self._num_values + received)
+
+    @contextmanager
+    def leaf(self) -> Iterator[None]:
+        """A context for the backward pass of this rank's next leaf, whose gradients begin at 0."""
+        vector = self._spare.pop() if self._spare else self._new_vector()
+        vector.zero_()
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            values = vector[place : place + parameter.numel()]
+            parameter.grad = values.view(parameter.shape)
+        self._held.append(vector)
+        self._additions = self._stack.push(Node(0, self.leaves[self._next_leaf]))
+        self._next_leaf += 1
+        self._is_last = self._next_leaf == len(self.leaves)
+        if self._is_last:
+            for bucket in self._buckets:
+                bucket.waits_for = bucket.num_parameters
+        yield
+        if self._is_last:
+            # Also of parameters that have no part in the loss.
+            while self._next_bucket < len(self._buckets):
+                self._send(self._buckets[self._next_bucket])
+        else:
+            self._add(slice(None))
+        self._spare += self._held[len(self._stack.nodes) :]
+        del self._held[len(self._stack.nodes) :]
+
+    def _new_vector(self) -> Tensor:
+        return torch.empty(self._num_values, device=self._device)
+
+    def _add(self, part: slice) -> None:
+        """Do the additions that the last leaf has made due, for a part of the gradients."""
+        for right in range(len(self._held) - 1, len(self._held) - 1 - self._additions, -1):
+            self._held[right - 1][part] += self._held[right][part]
+
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Send the buckets that are complete; all ranks send them in the same order."""
+        if not self._is_last:
+            return
+        self._bucket_of[parameter].waits_for -= 1
+        while self._next_bucket < len(self._buckets):
+            bucket = self._buckets[self._next_bucket]
+            if bucket.waits_for:
+                break
+            self._send(bucket)
+
+    @torch.no_grad()
+    def _send(self, bucket: _Bucket) -> None:
+        """Finish a bucket's additions on this rank, and begin its exchange."""
+        self._next_bucket += 1
+        part = slice(bucket.first, bucket.first + bucket.num_padded)
+        self._add(part)
+        if self.world.size == 1:
+            return
+        piece = bucket.num_padded // self.world.size
+        own = self._held[: len(self._stack.nodes)]
+        pieces = [vector[part].view(self.world.size, piece) for vector in own]
+        # Piece r of every node, next to each other, goes to rank r.
+        sent = pieces[0] if len(pieces) == 1 else torch.stack(pieces, dim=1)
+        sizes = [len(nodes) * piece for nodes in self._left]
+        received = torch.empty(sum(sizes), device=self._device)
+        work = dist.all_to_all_single(
+            received,
+            sent.reshape(-1),
+            output_split_sizes=sizes,
+            input_split_sizes=[len(own) * piece] * self.world.size,
+            async_op=True,
+        )
+        bucket.sent = (work, sent, received)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the other ranks, and leave the sum in `grad`."""
+        total = self._held[0]
+        gathers: list[tuple[Any, Tensor]] = []
+        for bucket in self._buckets if self.world.size > 1 else ():
+            assert bucket.sent is not None, "each rank has its last leaf inside `leaf()`"
+            work, _, received = bucket.sent
+            work.wait()
+            bucket.sent = None
+            piece = self._finish_piece(received.view(-1, bucket.num_padded // self.world.size))
+            # Sent already, so free.
+            out = total[bucket.first : bucket.first + bucket.num_padded]
+            work = dist.all_gather_into_tensor(out, piece, async_op=True)
+            gathers.append((work, piece))
+        for work, _ in gathers:
+            work.wait()
+        for parameter, place in zip(self._parameters, self._places, strict=True):
+            parameter.grad = total[place : place + parameter.numel()].view(parameter.shape)
+        self._spare += self._held
+        self._held = []
+        self._stack = Stack(self.num_leaves)
+        self._next_leaf = 0
+        self._next_bucket = 0
+
+    def _finish_piece(self, vectors: Tensor) -> Tensor:
+        """Add (nodes, n) the nodes that all ranks are left with, in their order; return (n,)."""
+        stack = Stack(self.num_leaves)
+        sums: list[Tensor] = []
+        nodes = (node for nodes in self._left for node in nodes)
+        for vector, node in zip(vectors, nodes, strict=True):
+            sums.append(vector)
+            for _ in range(stack.push(node)):
+                right = sums.pop()
+                sums[-1] += right
+        return sums[0]
