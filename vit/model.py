@@ -39,7 +39,7 @@ from vit.layers.blocks import Blocks
 from vit.layers.distilled import of_two_heads
 from vit.layers.drop_path import add_branch
 from vit.layers.image_sizes import AtSize, OtherSizes
-from vit.layers.init import lecun_normal_
+from vit.layers.init import draw_as, lecun_normal_
 from vit.layers.layer_scale import LayerScale
 from vit.layers.norm import NormOf, create_norm
 from vit.layers.patch_drop import PatchDropout
@@ -257,6 +257,7 @@ class VisionTransformer(nn.Module):
         drop_path_form: str = "mask",
         init_values: float | None = None,
         representation_size: int | None = None,
+        weight_init: str | None = None,
         init_head_bias: float = 0.0,
     ):
         check_arguments(locals())
@@ -272,6 +273,7 @@ class VisionTransformer(nn.Module):
         self.num_prefix_tokens = num_summaries + reg_tokens
         self.no_embed_class = no_embed_class
         self.global_pool = global_pool
+        self.weight_init = weight_init
         self.init_head_bias = init_head_bias
         norm: NormOf = partial(create_norm, norm_layer)
         head_dim = head_dim or embed_dim // num_heads
@@ -406,6 +408,7 @@ class VisionTransformer(nn.Module):
         - Patches: LeCun's (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
         - What is no linear map has drawn or filled its own, by `reset_parameters`.
+        - With `weight_init`, what timm or JAX draw otherwise (`vit.layers.init`).
         """
         # The order of the draws is part of a run's reproducibility: do not rearrange.
         for module in self.modules():
@@ -427,10 +430,11 @@ class VisionTransformer(nn.Module):
         for token in (self.reg_token, self.dist_token):
             if token is not None:
                 nn.init.trunc_normal_(token, std=0.02)
-        for head in (self.head, self.head_dist):
-            if head is not None:
-                nn.init.zeros_(head.weight)
-                nn.init.constant_(head.bias, self.init_head_bias)
+        heads = [head for head in (self.head, self.head_dist) if head is not None]
+        for head in heads:
+            nn.init.zeros_(head.weight)
+            nn.init.constant_(head.bias, self.init_head_bias)
+        draw_as(self.weight_init, self, self.patch_embed.proj, heads)
 
     def no_weight_decay(self) -> set[str]:
         """Return the parameters with several dimensions that are not weights of a linear map.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import timm
@@ -13,7 +14,7 @@ from random_weights import randomise, relative_difference
 from timm.layers import SwiGLU, SwiGLUPacked
 from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
-from torch import nn
+from torch import Tensor, nn
 
 from vit.model import VisionTransformer, create_model
 from vit.model_summary import count_parameters, flops_per_image
@@ -408,3 +409,31 @@ def test_models_of_docs_recipes_have_as_many_weights_as_timms(name, theirs, fiel
         model = create_model(name, 256, 1000, **fields)
         guest = timm.create_model(num_classes=1000, **theirs)
     assert count_parameters(model) - count_parameters(guest) == more
+
+
+@pytest.mark.parametrize("source", ["timm", "jax"])
+def test_initial_weights_have_the_spread_of_timms(source):
+    """Of each parameter: deviation and largest value, of ten draws together."""
+    fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
+
+    def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        states = [create().state_dict() for _ in range(10)]
+        return {name: torch.stack([state[name] for state in states]) for name in states[0]}
+
+    ours = draws(lambda: VisionTransformer(32, 4, **fields, weight_init=source))
+    theirs = draws(
+        lambda: TimmVisionTransformer(
+            img_size=32, patch_size=4, **fields, weight_init={"timm": "", "jax": "jax"}[source]
+        )
+    )
+    assert ours.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        if source == "jax" and name.endswith("qkv.weight"):
+            # timm's rule takes the three maps for one; the source's are separate.
+            expected = expected * 2**0.5
+        spread = ours[name].std().item()
+        assert spread == pytest.approx(expected.std().item(), rel=0.1, abs=1e-12), name
+        if expected.abs().max() > 0 and expected.numel() > 5000:
+            largest = expected.abs().max().item()
+            assert ours[name].abs().max().item() == pytest.approx(largest, rel=0.15), name

@@ -94,6 +94,9 @@ def _training_rules(config: Config) -> Rules:
         "train.ema_warmup_gamma has no effect without train.ema_warmup_power: give one, or remove"
         " it": _is_given(config.train, "ema_warmup_gamma")
         and config.train.ema_warmup_power is None,
+        f"model.weight_init={config.model.weight_init} has no effect with the weights of"
+        " init.checkpoint: remove it": config.model.weight_init is not None
+        and config.init.checkpoint is not None,
         "train.exact_over_ranks needs an exact order, which data.reader=webdataset has not: read by"
         " the index": config.train.exact_over_ranks and config.data.reader == "webdataset",
         "model.init_head_bias has no effect with the head of init.checkpoint: remove it, or set"

@@ -103,6 +103,10 @@ class ModelConfig(Section):
     """Initial LayerScale; `None`: no LayerScale."""
     representation_size: Positive | None = None
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
+    weight_init: Literal["timm", "jax"] | None = None
+    """Initial weights (timm's name): `timm`, also DeiT's and DeiT III's: patches as torch draws a
+    convolution, head of deviation 0.02; `jax`, the ViT paper's code and big_vision: Xavier's rule
+    for linear maps; `None`: normal linear maps, patches by LeCun's rule and a head of 0."""
     init_head_bias: float | None = None
     """First value of the head's bias; `None`: 0 (big_vision's name, which has -6.9 for sigmoid
     losses over 1,000 classes)."""

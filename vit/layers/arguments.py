@@ -16,6 +16,7 @@ CHOICES = {
     "mlp_layer": ("mlp", "swiglu", "swiglu_packed"),
     "drop_path_schedule": ("linear", "constant"),
     "drop_path_form": ("mask", "subset"),
+    "weight_init": (None, "timm", "jax"),
 }
 """Arguments that are one of some words. A config has been checked for them; in code a wrong word
 would mean another part than the one that was meant."""

@@ -1,8 +1,9 @@
-"""Draws of initial weights that torch does not have."""
+"""Initial weights as their sources draw them, where that is not what `vit.model` does by itself."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -14,3 +15,42 @@ def lecun_normal_(weight: Tensor) -> None:
     # does not.
     std = math.sqrt(1.0 / weight[0].numel()) / 0.87962566103423978
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+def draw_as(
+    source: str | None, model: nn.Module, patches: nn.Conv2d, heads: Iterable[nn.Linear]
+) -> None:
+    """Draw what `source` ("timm", "jax") draws otherwise than `vit.model` does by itself (None)."""
+    if source == "timm":
+        _draw_as_timm(patches, heads)
+    elif source == "jax":
+        _draw_as_jax(model, heads)
+
+
+def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
+    """Draw what timm, DeiT and DeiT III draw in another way than `vit.model` does by itself.
+
+    Patches: torch's convolution, uniform with a deviation of 1 / sqrt(3 fan-in), bias included;
+    heads: normal, 0.02 (timm:timm/models/vision_transformer.py, `init_weights_vit_timm`;
+    facebookresearch/deit:models_v2.py, `_init_weights`).
+    """
+    patches.reset_parameters()
+    for head in heads:
+        nn.init.trunc_normal_(head.weight, std=0.02)
+
+
+def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
+    """Draw the linear maps of `model` but its `heads` as Flax does for the ViT paper's code.
+
+    Xavier's uniform rule, queries, keys and values each by itself; biases of MLPs normal, 1e-6
+    (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
+    """
+    are_heads = set(heads)
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear) or module in are_heads:
+            continue
+        num_maps = {"qkv": 3, "kv": 2}.get(name.rpartition(".")[2], 1)
+        for weight in module.weight.chunk(num_maps):
+            nn.init.xavier_uniform_(weight)
+        if ".mlp." in name:
+            nn.init.normal_(module.bias, std=1e-6)

@@ -317,7 +317,7 @@ def _say_schedule(reading: _Config, lr: float) -> None:
 def _say_rest(reading: _Config) -> None:
     """What no setting says, and keys that are not known here."""
     say_precision(reading, "fp32 with products in bf16 (a TPU's)")
-    say_initial_weights(reading, "Xavier's, a head of zeros")
+    say_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
     accounted = {name for finding in reading.findings for name in finding.theirs}
     for argument in reading.table.arguments:
         name = argument.name

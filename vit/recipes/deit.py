@@ -211,7 +211,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     reading.same("seed", {"train.seed": args["seed"]})
     reading.same("", {"eval.every_epochs": 1})
     say_precision(reading, "fp16 with a scaled loss")
-    say_initial_weights(reading, "all normal, std 0.02")
+    say_initial_weights(reading, "a class token of std 0.02", "timm")
     reading.finish()
     return reading
 

@@ -60,9 +60,13 @@ _TEXTS = {
     "data.micro_batch_size": "the same batch, in other parts: rounding",
     "data.mean": "another normalisation of images, which weights that exist must fit",
     "data.std": "another normalisation of images, which weights that exist must fit",
+    "train.exact_over_ranks": "sums in an order that no number of ranks changes, draws by sample",
     "augment.mix_group_size": "how many images share a draw of MixUp and CutMix",
 }
-_ORDER = ("data.num_lanes", "data.block_samples", "data.window_blocks", "train.seed")
+_ORDER = (
+    *("data.num_lanes", "data.block_samples", "data.window_blocks", "train.seed"),
+    "train.exact_over_ranks",
+)
 _HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
 _IMAGES = (
     *("data.mean", "data.std", "data.interpolation", "data.scaled_decode"),
@@ -105,6 +109,8 @@ def effect_of(key: str) -> Effect:
         "eval": "evaluation",
         "init": "start",
     }
+    if key == "model.weight_init":
+        return Effect("start", "weights that are drawn in another way")
     if key == "eval.reference":
         return Effect("harmless", "what evaluations are shown beside")
     if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):

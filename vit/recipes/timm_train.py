@@ -99,7 +99,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     reading.same("val_interval", {"eval.every_epochs": args["val_interval"]})
     _say_numbers(reading)
     if not reading.settings["model.name"].startswith("timm/"):
-        say_initial_weights(reading, "a head of zeros, patches normal")
+        say_initial_weights(reading, "", "timm")
     reading.finish()
     return reading
 

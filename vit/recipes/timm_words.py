@@ -200,13 +200,22 @@ def say_average(reading: Reading, decay: float | None, *, note: str = "") -> Non
         reading.same("model_ema_decay", {"train.ema_decay": decay})
 
 
-def say_initial_weights(reading: Reading, head: str) -> None:
-    """What no argument says: how weights are drawn. head: theirs."""
-    reading.differs(
-        "",
-        f"first weights: normal, std 0.02 (patches LeCun's), and a head of zeros here; {head}"
-        " there",
-    )
+def say_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:
+    """What no argument says: how weights are drawn.
+
+    theirs: what is not so here, "" if nothing is. source: the `model.weight_init` that is nearest.
+    """
+    ours = "normal, std 0.02 (patches LeCun's), and a head of zeros"
+    settings = {}
+    # Weights of a file are not drawn, and a new head begins at 0.
+    if source is not None and "init.checkpoint" not in reading.settings:
+        settings = {"model.weight_init": source}
+        ours = f"model.weight_init={source}"
+    if settings and not theirs:
+        reading.same("", settings)
+    else:
+        text = f"first weights: {ours} here; {theirs or 'a head of std 0.02'} there"
+        reading.differs("", text, settings)
 
 
 def say_precision(reading: Reading, theirs: str) -> None:

@@ -27,7 +27,7 @@ KNOWN_FIELDS = {
     *("name", "image_size", "in_chans", "num_classes", "patch_size", "embed_dim", "depth"),
     *("num_heads", "mlp_ratio", "qkv_bias", "class_token", "global_pool", "pos_embed"),
     *("drop_path_schedule", "drop_path_form", "init_values", "representation_size"),
-    *("init_head_bias", "dist_token"),
+    *("weight_init", "init_head_bias", "dist_token"),
 }
 """Fields of `ModelConfig` that the tables below account for; others end with `_rate`, and matter in
 training only."""
