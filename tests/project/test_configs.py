@@ -348,7 +348,7 @@ def test_what_recipes_say_of_deit_are_settings(tmp_path):
         key, _, value = words.partition(": ")
         section = key.partition(".")[0] if "." in key else section
         given[key if "." in key else f"{section}.{key}"] = value
-    assert len(given) == 16
+    assert len(given) == 21
     config = load_config(
         ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]
     ).config
@@ -362,3 +362,4 @@ def test_what_recipes_say_of_deit_are_settings(tmp_path):
         "sampler",
         0.99996,
     )
+    assert (config.model.dist_token, config.distill.distill_type) == (True, "hard")
