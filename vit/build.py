@@ -26,7 +26,7 @@ from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator, create_evaluators
-from vit.exact.leaves import Leaves, same_kernels
+from vit.exact.leaves import Leaves, check_leaves, same_kernels
 from vit.freeze import create_trained_model
 from vit.loss import choose_class_weights, create_loss
 from vit.one_reader import load_initial_weights
@@ -288,6 +288,8 @@ def create_train_step(
         loss = create_loss(config.loss, class_weights, world.device)
         checkpoint_activations(model, config.train.activation_checkpointing)
         norms = create_norms(model, config.log, plan.total_steps)
+        if config.train.exact_over_ranks:
+            check_leaves(model)
     why_eager = ""
     if config.train.compile:
         # The average, too: it is evaluated as often as the model.

@@ -62,7 +62,7 @@ class Plan:
     @property
     def rank_batch_size(self) -> int:
         """Rows that a rank has at most; all have as many, unless `train.exact_over_ranks`."""
-        return self.accumulation_steps * self.micro_batch_size
+        return -(-self.num_leaves // self.world_size) * self.micro_batch_size
 
     def rows_of(self, rank: int) -> range:
         """Return the rows of the global batch that a rank has: whole micro-batches."""

@@ -314,15 +314,25 @@ class TrainStep:
         """
         config = self.augment.config
         unit = config.mix_group_size if mixes(config) else 1
-        rows = batch.rows(0, -(-IMAGES_OF_LOGITS // unit) * unit).to(self.world.device)
-        # Eager: further graphs, for so few images, would cost seconds.
-        with torch.compiler.set_stance("force_eager"):
-            inputs, _ = self.augment.finish(rows.images, rows.labels, rows.table)
-            with autocast(self.precision, self.world.device):
-                found = largest_logits(self.model, inputs[:IMAGES_OF_LOGITS])
+        num_rows = len(batch.labels)
+        # The same rows together on any number of ranks, where that is asked for.
+        size = num_rows if self.leaves is None else self.micro_batch_size
+        first = self.world.rank * num_rows if self.leaves is None else self.leaves.first_row
         # The first ones are on the first ranks; the others compute as well, as shards would need.
-        found[:, max(IMAGES_OF_LOGITS - self.world.rank * len(batch.labels), 0) :] = -torch.inf
-        return self.world.max_(found.amax(1)) if len(found) else found.new_empty(0)
+        largest = []
+        for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
+            end = start + min(-(-IMAGES_OF_LOGITS // unit) * unit, size)
+            rows = batch.rows(start, end).to(self.world.device)
+            # Eager: further graphs, for so few images, would cost seconds.
+            with torch.compiler.set_stance("force_eager"):
+                inputs, _ = self.augment.finish(rows.images, rows.labels, rows.table)
+                with autocast(self.precision, self.world.device):
+                    found = largest_logits(self.model, inputs[:IMAGES_OF_LOGITS])
+            if not len(found):
+                return found.new_empty(0)
+            found[:, max(IMAGES_OF_LOGITS - first - start, 0) :] = -torch.inf
+            largest.append(found.amax(1))
+        return self.world.max_(torch.stack(largest).amax(0))
 
     @torch.no_grad()
     def _update(self, step: int, sums: Tensor, limits: Limits | None = None) -> Tensor:

@@ -125,6 +125,14 @@ def test_parts_that_follow_from_the_number_of_parameters():
     assert memory.total == sum(memory.__dict__.values())
 
 
+def test_partial_sums_of_exact_runs_count():
+    """Two leaves a rank: what the second adds to, its own, and two halves that come."""
+    fields = {**SMALL, "depth": 1, "image_size": 32, "proj_drop_rate": 0.1}
+    config = config_of(model=fields, train={"steps": 1, "exact_over_ranks": True})
+    memory = count(config, 10, 2, 4, world_size=2)
+    assert memory.gradients == 3 * memory.weights
+
+
 def test_passes_in_turn_need_less_than_one_of_all():
     config = config_of(model=SMALL)
     at_once = count(config, 1000, 16, 16, world_size=2)

@@ -41,6 +41,16 @@ def test_drop_path_keeps_or_drops_a_whole_sample():
     assert abs((kept[:, 0, 0] == 0).float().mean() - 0.3) < 4 * (0.21 / 4000) ** 0.5
 
 
+def test_windows_of_a_sample_draw_by_its_key():
+    """Swin's rows are windows, (rows * windows, ...), and a position may have one row for all."""
+    keys = torch.from_numpy(fold(2, np.arange(2)).view(np.int64))
+    windows = DropoutBySample(0.5, keys)(torch.ones(6, 4, 5))
+    assert torch.equal(windows.view(2, 12, 5), DropoutBySample(0.5, keys)(torch.ones(2, 12, 5)))
+    paths = DropPathBySample(0.5, keys)(torch.ones(200, 3)).view(2, 100, 3)
+    assert torch.equal(paths[:1].view(100, 3), DropPathBySample(0.5, keys[:1])(torch.ones(100, 3)))
+    assert DropoutBySample(0.5, keys)(torch.ones(1, 4, 5)).shape == (1, 4, 5)
+
+
 def tiny(**options: object) -> nn.Module:
     torch.manual_seed(0)
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2, **options)

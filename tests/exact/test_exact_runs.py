@@ -6,14 +6,21 @@ import json
 from pathlib import Path
 
 import pytest
-from processes import TINY, Background, make_shards, run, train, write_config
+import torch
+from processes import TINY, Background, final_state, make_shards, run, train, write_config
 
 from vit.config.io import load_config
+from vit.exact.leaves import check_leaves, same_kernels
 from vit.plan import make_plan
+from vit.ranks.world import World
 
 STEPS = 60
 
-EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4", "augment.randaugment_layers=2")
+EXACT = (
+    *("train.exact_over_ranks=true", "data.micro_batch_size=4", "augment.randaugment_layers=2"),
+    *("guard.on_spike=skip", "guard.spike_of=either", "guard.window_steps=8"),
+    *("guard.spike_sigmas=1", "log.norms_every_steps=6"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +44,16 @@ def losses(run_dir: Path) -> list[tuple[float, float]]:
     return [(line["loss"], line["grad_norm"]) for line in record(run_dir, "train")]
 
 
+def measured(run_dir: Path) -> list[dict]:
+    """Norms of each layer, and the largest attention logits."""
+    return [{**line, "time": 0} for line in record(run_dir, "norms")]
+
+
+def faults(run_dir: Path) -> list[tuple]:
+    """Updates that the guard left out, and the samples with the largest losses of all ranks."""
+    return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
+
+
 @pytest.fixture(scope="module")
 def alone(config, tmp_path_factory) -> Path:
     """The run without torchrun."""
@@ -51,6 +68,8 @@ def test_any_number_of_ranks_also_of_unequal_shares_gives_the_same_bits(config, 
     assert list(hashes(alone)) == [*range(3, STEPS + 1, 3)]
     assert hashes(tmp_path / "4") == hashes(alone)
     assert losses(tmp_path / "4") == losses(alone)
+    assert measured(tmp_path / "4") == measured(alone)
+    assert faults(tmp_path / "4") == faults(alone) != []
 
 
 def test_killed_on_three_ranks_and_finished_on_two_no_bit_changes(config, alone, tmp_path):
@@ -107,6 +126,30 @@ def test_what_cannot_be_divided_names_what_can(config, settings, ranks, message)
     loaded, _ = load_config(config, ["train.exact_over_ranks=true", *settings])
     with pytest.raises(ValueError, match=message):
         make_plan(loaded, 60, ranks)
+
+
+@pytest.mark.full
+def test_batches_that_a_guard_passes_over_are_the_same_where_shares_are_unequal(config, tmp_path):
+    rewind = ("guard.on_spike=rewind", "guard.rewind_skip_steps=2", "guard.max_rewinds=2")
+    for ranks in (1, 4):
+        train(config, tmp_path / str(ranks), *EXACT, *rewind, "train.steps=24", ranks=ranks)
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "4")
+    assert final_state(tmp_path / "1", 24) == final_state(tmp_path / "4", 24)
+    assert "rewind" in {line["action"] for line in record(tmp_path / "4", "fault")}
+
+
+def test_a_batch_norm_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match="exact_over_ranks: 1 is a batch norm"):
+        check_leaves(model)
+    check_leaves(torch.nn.Sequential(torch.nn.BatchNorm1d(2, track_running_stats=False)))
+
+
+@pytest.mark.parametrize("given", ["", "0", "many"])
+def test_threads_that_are_no_number_are_refused(monkeypatch, given):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{given}', expected a number"):
+        same_kernels(World(0, 1, torch.device("cpu")))
 
 
 def test_a_resume_with_other_leaves_is_refused(config, alone):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
 from vit.exact.leaves import Leaves
-from vit.exact.tree_sum import Node, Stack, TreeSum, leaves_of, nodes_of, tree_sum
+from vit.exact.tree_sum import Node, Stack, TreeSum, held_bytes, leaves_of, nodes_of, tree_sum
 from vit.model import create_model
 from vit.ranks.world import World
 from vit.step import TrainStep
@@ -130,6 +130,33 @@ def test_one_rank_against_the_gradients_of_each_leaf():
         expected = [by_recursion(list(each)) for each in zip(*by_leaf, strict=True)]
         found = gradients(num_leaves, 100, World(0, 1, torch.device("cpu")))
         assert hash_of(found) == hash_of(expected)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_each_gradient_is_aligned_whatever_the_ranks(ranks):
+    """Kernels that read several values at a time add in another order where it is not."""
+    model = Layers()
+    adding = TreeSum(list(model.parameters()), 21, World(0, ranks, torch.device("cpu")), 1)
+    with adding.leaf():
+        assert all(p.grad is not None and not p.grad.data_ptr() % 64 for p in model.parameters())
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 3, 7, 8, 13])
+def test_as_much_memory_is_held_as_is_counted(num_leaves):
+    model = Layers()
+    adding = TreeSum(list(model.parameters()), num_leaves, World(0, 1, torch.device("cpu")))
+    for leaf in adding.leaves:
+        with adding.leaf():
+            model(rows(0, leaf)).sum().backward()
+    held = [*adding._held, *adding._spare]
+    assert held_bytes(held[0].numel(), num_leaves, 1) == sum(each.nbytes for each in held)
+
+
+def test_what_comes_from_other_ranks_counts():
+    """Two leaves each leave one node: a leaf, the one before it, and two halves of the sum. On
+    three ranks 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
+    assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
+    assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 SCRIPT = f"""

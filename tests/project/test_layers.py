@@ -32,6 +32,7 @@ BELOW = {
     "vit.predict": ("vit!", "vit.data", "vit.config", "vit.system"),
     "vit": ("vit.run", "vit.weights", "vit.features", *ENGINE),
     "vit.estimate": (
+        "vit.exact",
         *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),
         "vit.weights.teacher",
     ),

@@ -228,6 +228,9 @@ def largest_micro_batch(
     """
     rank_batch = plan.global_batch_size // plan.world_size
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
+    if config.train.exact_over_ranks:  # whole leaves for each rank, not as many
+        of_batch = micro_batch_sizes(config.augment, plan.global_batch_size)
+        sizes = [0, *(size for size in of_batch if size <= rank_batch)]
     if planned is None:
         planned = step_memory(config, plan, num_classes)
     totals = {0: 0, plan.micro_batch_size: planned.total}

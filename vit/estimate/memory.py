@@ -33,6 +33,8 @@ from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.data.image_format import ImageFormat
+from vit.exact.by_sample import draw_by_sample
+from vit.exact.tree_sum import held_bytes
 from vit.freeze import create_trained_model
 from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
@@ -67,7 +69,7 @@ class StepMemory:
     teacher: int
     """Those of the teacher (`distill`)."""
     gradients: int
-    """Those that exist at the peak."""
+    """Those that exist at the peak; with `train.exact_over_ranks` its partial sums, too."""
     optimizer: int
     average: int
     batches: int
@@ -118,8 +120,11 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         if train.ema_decay is not None:
             # `Ema` copies a module, which fake tensors do not allow; its update is in place.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())
-        if plan.world_size > 1:
-            # DDP keeps the gradients in its buckets from step to step.
+        if train.exact_over_ranks:
+            draw_by_sample(model, plan.micro_batch_size, device)
+        # DDP keeps the gradients in its buckets from step to step, `TreeSum` its partial sums.
+        are_kept = plan.world_size > 1 or train.exact_over_ranks
+        if are_kept:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
         # One pass after another: what counts is that gradients exist when the second one begins.
@@ -144,13 +149,17 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
         train_step(batch, 0)
         # Gradients in buckets are part of `before`.
-        in_buckets = sum(p.nbytes for p in parameters) if plan.world_size > 1 else 0
+        in_buckets = sum(p.nbytes for p in parameters) if are_kept else 0
         activations = live.peak - before - (live.gradients_at_peak - in_buckets)
         image_bytes = batch.images[0].nbytes
+        gradients = live.gradients_at_peak
+        if train.exact_over_ranks:
+            num_values = sum(p.numel() for p in parameters)
+            gradients = held_bytes(num_values, plan.num_leaves, plan.world_size)
     return StepMemory(
         weights=weights,
         teacher=of_teacher,
-        gradients=live.gradients_at_peak,
+        gradients=gradients,
         optimizer=state,
         average=average,
         batches=BATCHES_ON_DEVICE * rank_batch_size * image_bytes,

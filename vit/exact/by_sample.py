@@ -12,6 +12,8 @@ torch.compile joins into one; drop path costs nothing.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -59,6 +61,13 @@ class _BySample(nn.Module):
         scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
         self.register_buffer("scale", scale, persistent=False)
 
+    def _kept(self, num_rows: int, num_draws: int) -> Tensor:
+        """Return which of `num_draws` for `num_rows` are kept, bool in rows of keys."""
+        # Windows of an image, as Swin's, are rows next to each other, and draw by its one key. What
+        # has another first dimension draws by the first rows' keys, and so by leaf.
+        num_keys = math.gcd(num_rows, len(self.keys))
+        return draw_bits(self.keys[:num_keys], num_draws // num_keys) >= self.threshold
+
     def extra_repr(self) -> str:
         return f"rate={self.rate:g}"
 
@@ -69,8 +78,7 @@ class DropoutBySample(_BySample):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = draw_bits(self.keys[: x.shape[0]], x[0].numel()) >= self.threshold
-        return x * (kept.view(x.shape) * self.scale).to(x.dtype)
+        return x * (self._kept(x.shape[0], x.numel()).view(x.shape) * self.scale).to(x.dtype)
 
 
 class DropPathBySample(_BySample):
@@ -79,7 +87,7 @@ class DropPathBySample(_BySample):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = draw_bits(self.keys[: x.shape[0]], 1) >= self.threshold
+        kept = self._kept(x.shape[0], x.shape[0])
         return x * (kept.view(-1, *(1,) * (x.ndim - 1)) * self.scale).to(x.dtype)
 
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from vit.data.hashing import fold
 from vit.exact.by_sample import draw_by_sample
@@ -28,7 +29,8 @@ _SEED_SAMPLE = 0x0D2
 def same_kernels(world: World) -> str:
     """Fix the number of threads, and return what else decides the bits of a sum: device, torch.
 
-    Raises ValueError on a rank where that is not as on rank 0.
+    Raises ValueError on a rank where that is not as on rank 0, and for OMP_NUM_THREADS that is no
+    number.
     """
     version = f"torch {torch.__version__}"
     if world.device.type == "cuda":
@@ -36,7 +38,8 @@ def same_kernels(world: World) -> str:
     else:
         # A matrix product is divided over the threads. torchrun gives each rank one, while a
         # process without it would use all cores.
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        with world.fail_together():
+            torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
         own = f"{version} on a CPU with {capability}, {torch.get_num_threads()} thread(s)"
     expected = world.broadcast_from_main(lambda: own)
@@ -47,6 +50,29 @@ def same_kernels(world: World) -> str:
                 f" {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
             )
     return own
+
+
+def check_leaves(model: nn.Module) -> None:
+    """Raise ValueError if a pass over a leaf changes what the next one does."""
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.track_running_stats:
+            raise ValueError(
+                f"train.exact_over_ranks: {name} is a batch norm, whose statistics follow from the"
+                " order in which a rank sees images: take a model without batch norms, or set it"
+                " to false"
+            )
+
+
+def _num_threads() -> int:
+    """Return OMP_NUM_THREADS, or 1; of a list, as for nested regions, the first."""
+    given = os.environ.get("OMP_NUM_THREADS", "1")
+    number = given.partition(",")[0].strip()
+    if not number.isdecimal() or not int(number):
+        raise ValueError(
+            f"train.exact_over_ranks: OMP_NUM_THREADS={given!r}, expected a number of threads:"
+            " unset it for 1"
+        )
+    return int(number)
 
 
 class Leaves:
@@ -71,6 +97,11 @@ class Leaves:
         self._sums = torch.zeros(2, num_leaves, device=world.device)
         # All have drawn them from one seed; but a library of another version on one host may not.
         world.broadcast_([*model.parameters(), *model.buffers()])
+
+    @property
+    def first_row(self) -> int:
+        """Of the global batch, on this rank."""
+        return self.gradients.leaves.start * self._rows_per_leaf
 
     @contextmanager
     def leaf(self, step: int, first_row: int) -> Iterator[None]:

@@ -40,6 +40,12 @@ BUCKET_BYTES = 25 * 2**20
 """Gradients that are exchanged together; DDP's default."""
 
 
+ALIGNED_VALUES = 16
+"""Each gradient begins at a multiple of 64 bytes. Kernels read several values at a time where a
+tensor is aligned, and add them in another order where it is not: a norm would depend on the padding
+of buckets before it, and so on the number of ranks."""
+
+
 class Node(NamedTuple):
     """The sum of leaves [number * 2**level, (number + 1) * 2**level), as far as they exist."""
 
@@ -50,6 +56,11 @@ class Node(NamedTuple):
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
     """Return the leaves of a rank: as many as others have, or one more."""
     return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
+
+
+def _multiple_of(unit: int, length: int) -> int:
+    """Return `length`, rounded up."""
+    return -(-length // unit) * unit
 
 
 class Stack:
@@ -88,6 +99,22 @@ def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
     for leaf in leaves:
         stack.push(Node(0, leaf))
     return stack.nodes
+
+
+def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
+    """Return what `TreeSum` holds at most on any rank: partial sums, with the gradients of a leaf,
+    and what comes from other ranks. num_values: of all gradients."""
+    most = 0
+    received = 0
+    for rank in range(num_ranks):
+        stack = Stack(num_leaves)
+        for leaf in leaves_of(rank, num_ranks, num_leaves):
+            most = max(most, len(stack.nodes) + 1)
+            stack.push(Node(0, leaf))
+        received += len(stack.nodes)
+    if num_ranks == 1:
+        received = 0
+    return 4 * (most * num_values + received * num_values // num_ranks)
 
 
 def tree_sum(values: Tensor) -> Tensor:
@@ -165,28 +192,14 @@ class TreeSum:
             self._places.append(place)
             self._bucket_of[parameter] = bucket
             bucket.num_parameters += 1
-            place += parameter.numel()
+            place = _multiple_of(ALIGNED_VALUES, place + parameter.numel())
             if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
-                place = bucket.first + self._padded(place - bucket.first)
+                # Divided over the ranks, and still a multiple of `ALIGNED_VALUES`.
+                unit = ALIGNED_VALUES * self.world.size
+                place = bucket.first + _multiple_of(unit, place - bucket.first)
                 bucket.num_padded = place - bucket.first
                 bucket = None
         return place
-
-    def _padded(self, length: int) -> int:
-        return -(-length // self.world.size) * self.world.size
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory that it holds at most on this rank, gradients included."""
-        stack = Stack(self.num_leaves)
-        most = 0
-        for leaf in self.leaves:
-            most = max(most, len(stack.nodes) + 1)
-            stack.push(Node(0, leaf))
-        received = 0
-        if self.world.size > 1:
-            received = sum(map(len, self._left)) * self._num_values // self.world.size
-        return 4 * (most * self._num_values + received)
 
     @contextmanager
     def leaf(self) -> Iterator[None]:

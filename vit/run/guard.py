@@ -184,12 +184,15 @@ class Guard:
     def _largest_losses(self, step: int, values: StepValues) -> list[tuple[str, float | None]]:
         """Return keys and losses of the rows with the largest losses, of all ranks, not finite ones
         first; [] where the samples are not known."""
-        rows = len(values.losses)
-        losses = torch.zeros(self._world.size * rows, device=self._world.device)
-        own = slice(self._world.rank * rows, (self._world.rank + 1) * rows)
-        losses[own] = torch.from_numpy(values.losses).to(self._world.device)
+        if self._batches is None:
+            return []
+        # Ranks may have unequal shares (`train.exact_over_ranks`).
+        first = self._batches.first_row
+        losses = torch.zeros(self._batches.order.global_batch_size, device=self._world.device)
+        own = torch.from_numpy(values.losses).to(self._world.device)
+        losses[first : first + len(own)] = own
         found = self._world.sum_(losses).cpu().numpy()
-        if self._batches is None or not self._record.is_main:
+        if not self._record.is_main:
             return []
         largest = np.argsort(-np.nan_to_num(found, nan=np.inf), kind="stable")[:NAMED_SAMPLES]
         samples = self._batches.order.rows(step, 0, len(found))[largest]

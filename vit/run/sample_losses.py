@@ -74,8 +74,7 @@ class SampleLosses:
 
     def pass_over(self, step: int) -> None:
         """Take a step that is not trained on: an attempt that was given up may have written it."""
-        rows = self._plan.global_batch_size // self._world.size
-        nothing = np.full(rows, np.nan, np.float32)
+        nothing = np.full(len(self._plan.rows_of(self._world.rank)), np.nan, np.float32)
         self.add(step, nothing, nothing)
 
     def drop(self) -> None:
