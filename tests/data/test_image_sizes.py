@@ -34,9 +34,12 @@ MIXED = AugmentConfig(
 SIMPLE = AugmentConfig(crop="simple")
 
 
-def create(root, augment: AugmentConfig, form: ImageFormat, **place) -> TrainBatches:
+def create(
+    root, augment: AugmentConfig, form: ImageFormat, rows: range | None = None
+) -> TrainBatches:
     split = open_split(root, "train")
-    return TrainBatches(split, make_order(split.num_samples, BATCH, seed=3), augment, form, **place)
+    order = make_order(split.num_samples, BATCH, seed=3)
+    return TrainBatches(split, order, augment, form, rows=rows)
 
 
 def tensors(loader: Loader) -> list[list[torch.Tensor]]:
@@ -57,7 +60,8 @@ def test_each_batch_is_that_of_a_run_of_its_size_on_any_ranks_and_workers(
             expected += tensors(loader)
     found = []
     for rank in range(ranks):
-        batches = create(shards, augment, STAGED, rank=rank, world_size=ranks)
+        rows = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
+        batches = create(shards, augment, STAGED, rows)
         with Loader(batches, start, len(SIZES), num_workers=workers) as loader:
             assert loader.ring.num_slots > 3 or not workers
             found.append(tensors(loader))

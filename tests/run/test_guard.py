@@ -32,6 +32,10 @@ from small_shards import write_tar
 
 from data_prep import index
 from vit.config.io import load_config
+from vit.data.batches import TrainBatches
+from vit.data.image_format import ImageFormat
+from vit.data.order import make_order
+from vit.data.shards.data_set import open_split
 from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.run.checkpoint import read_info
@@ -96,6 +100,24 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
     again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
     assert again.limits(60) == guard.limits(60), "of a checkpoint"
     assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, "nothing is known of how they vary"
+
+
+def test_the_window_begins_anew_where_images_change_their_size(config, shards, tmp_path):
+    """The loss jumps there: limits of smaller images would leave out each update behind it."""
+    settings = ("guard.on_spike=skip", "guard.window_steps=8")
+    loaded = load_config(config, [*TINY, *settings])[0]
+    split = open_split(shards, "train")
+    order = make_order(split.num_samples, BATCH, seed=0)
+    border = 3 * order.steps_per_epoch
+    form = ImageFormat((16, 16), stages=((3, (8, 8)),))
+    batches = TrainBatches(split, order, loaded.augment, form)
+    record = Record(tmp_path, loaded.log, False, total_steps=99)
+    guard = Guard(loaded, RunState(), ONE, record, batches)
+    for step in range(border + 12):
+        of_this_size = step if step < border else step - border
+        # Eight steps, of which the last but one is the newest.
+        assert (guard.limits(step) is not None) == (of_this_size >= 9), step
+        guard.judge(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
 
 NAN = math.nan

@@ -97,9 +97,16 @@ class Guard:
     def limits(self, step: int) -> Limits | None:
         """Return the limits of `step`, None where there are none."""
         settings = self._settings
-        known = [pair for number, *pair in self._state.recent if number <= step - READ_LATE]
+        if settings.on_spike == "none":
+            return None
+        known = [
+            pair
+            for number, *pair in self._state.recent
+            # The loss jumps where images change their size (`schedule.image_sizes`).
+            if number <= step - READ_LATE and self._size(int(number)) == self._size(step)
+        ]
         known = known[-settings.window_steps :]
-        if settings.on_spike == "none" or len(known) < settings.window_steps:
+        if len(known) < settings.window_steps:
             return None
         losses, norms = zip(*known, strict=True)
         of = settings.spike_of
@@ -107,6 +114,13 @@ class Guard:
             limit_of(losses, settings.spike_sigmas) if of != "grad_norm" else math.inf,
             limit_of(norms, settings.spike_sigmas) if of != "loss" else math.inf,
         )
+
+    def _size(self, step: int) -> tuple[int, int] | None:
+        """Return (height, width) of the images of `step`, None where nothing is said of them."""
+        if self._batches is None or not self._batches.image_format.stages:
+            return None
+        epoch = step // self._batches.order.steps_per_epoch
+        return self._batches.image_format.in_epoch(epoch).size
 
     def judge(self, step: int, values: StepValues) -> Exception | None:
         """Count and record what became of `step`; return what `end` is to raise, None to go on.
