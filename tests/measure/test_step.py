@@ -80,6 +80,7 @@ def test_every_part_of_a_step_has_its_time_and_the_step_is_left_as_it_was(step, 
     before = step.mark
     found = time_step(step, batches, num_steps=3).parts_s
     assert set(found) == set(Part)
+    assert found.pop(Part.TEACHER) == 0, "it has none"
     assert all(seconds > 0 for seconds in found.values()), found
     assert step.mark is before
     assert all_reduce_times(step, batches) is None, "one rank has nobody to share with"
