@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-import os
-import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from data_prep.errors import PrepError
@@ -41,7 +38,8 @@ def run_jobs(
     are not kept. The first error stops all jobs, within one image for those that count, and is
     raised.
     """
-    context = _context()
+    # Spawned, not forked: threads of the caller (torch's, rich's) do not survive a fork.
+    context = multiprocessing.get_context("spawn")
     images_done = context.Value("Q", 0)
     bytes_done = context.Value("Q", 0)
     stopping = context.Value("b", 0)
@@ -52,7 +50,7 @@ def run_jobs(
     workers = max(1, min(workers, num_jobs))
     others = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
-        workers, context, _start_worker, (dict(os.environ), images_done, bytes_done, stopping)
+        workers, context, _start_worker, (images_done, bytes_done, stopping)
     ) as pool:
         try:
             with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
@@ -96,17 +94,6 @@ def run_jobs(
     return results
 
 
-def _context() -> BaseContext:
-    """How workers start: not as forks of this process, whose threads (torch's, rich's) would not
-    survive that."""
-    if sys.platform != "linux":  # elsewhere system libraries do not survive a fork
-        return multiprocessing.get_context("spawn")
-    # Forks of a server that imports once what each of 64 workers would import for half a second.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["data_prep.command"])
-    return context
-
-
 # ---- in a worker process -------------------------------------------------------------------------
 
 _counters: Any = None  # three multiprocessing.Value, in worker processes
@@ -129,10 +116,8 @@ def count_one(num_bytes: int = 0) -> None:
         bytes_done.value += num_bytes
 
 
-def _start_worker(environment: dict[str, str], *counters: Any) -> None:
-    """Share the counters, and the environment: that of a server is as old as the server."""
+def _start_worker(*counters: Any) -> None:
+    """Share the counters."""
     global _counters
     _counters = counters
     follow_parent()
-    os.environ.clear()
-    os.environ.update(environment)

@@ -161,8 +161,9 @@ def test_what_comes_from_other_ranks_counts():
 
 SCRIPT = f"""
 import sys
-sys.path += [{str(Path(__file__).parent)!r}, {str(REPOSITORY / "tests" / "helpers")!r}]
-sys.path += [{str(REPOSITORY / "tests")!r}]
+# The repository first: tests/ has folders of the same names.
+sys.path += [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests")!r}]
+sys.path += [{str(REPOSITORY / "tests" / "helpers")!r}, {str(Path(__file__).parent)!r}]
 from test_tree_sum import CASES, gradients, hash_of
 from vit.ranks.distributed import join_world
 from vit.ranks.exit import leave_world

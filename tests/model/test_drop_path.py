@@ -132,7 +132,7 @@ def test_outputs_and_gradients_are_those_of_all_draws_in_the_mean(form):
 def test_a_schedule_gives_each_block_its_rate(schedule, form):
     fields = {"drop_path_rate": 0.4, "drop_path_schedule": schedule, "drop_path_form": form}
     blocks = small(5, **fields).blocks
-    rates = blocks.subset_rates or [block.drop_path.rate for block in blocks]
+    rates = blocks.subset_rates or [block.drop_path1.rate for block in blocks]
     expected = [0.0, 0.1, 0.2, 0.3, 0.4] if schedule == "linear" else [0.4] * 5
     assert rates == pytest.approx(expected)
 

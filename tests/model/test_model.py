@@ -259,7 +259,7 @@ def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():
 
 def test_drop_path_grows_linearly_as_in_timm_or_is_uniform():
     fields = TINY | {"depth": 5, "drop_path_rate": 0.4}
-    rates = [block.drop_path.rate for block in VisionTransformer(image_size=32, **fields).blocks]
+    rates = [block.drop_path1.rate for block in VisionTransformer(image_size=32, **fields).blocks]
     guest = TimmVisionTransformer(img_size=32, **fields)
     assert rates == pytest.approx(
         [0.0, *(block.drop_path1.drop_prob for block in guest.blocks[1:])]

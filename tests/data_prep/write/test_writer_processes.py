@@ -17,7 +17,7 @@ from small_shards import image_bytes
 # ---- real processes: kills, full disks -----------------------------------------------------------
 
 
-BEHIND_US = ["nice", "-n", "19"]
+BEHIND_US = ["nice", "-n", "5"]
 """On a busy machine a command that a test wants to stop in the middle must not be done before the
 test sees its files."""
 
