@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vit.config.hints import setting_for
-from vit.config.io import load_config
+from vit.config.io import load_config, with_settings
 from vit.measure.bench import Wishes, measure
 from vit.measure.certificate import check_writable, loading_table, step_table, title, write_results
 from vit.ranks import distributed
@@ -42,6 +42,11 @@ def main() -> World:
     if args.data is not None:
         overrides.append(f"data.root={json.dumps(args.data)}")
     config, _ = load_config(args.config, overrides)
+    if config.train.exact_over_ranks:
+        # Sizes other than the recipe's are tried, which have other leaves.
+        config = with_settings(config, {"train.exact_over_ranks": False})
+        if distributed.is_main_process():
+            print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
     deterministic = config.train.deterministic
     world = distributed.join_world(config.train.device, deterministic=deterministic)
     with world.fail_together():

@@ -152,6 +152,16 @@ def test_threads_that_are_no_number_are_refused(monkeypatch, given):
         same_kernels(World(0, 1, torch.device("cpu")))
 
 
+@pytest.mark.full
+def test_it_can_be_switched_on_for_the_rest_of_a_run(config, tmp_path):
+    run_dir = tmp_path / "run"
+    train(config, run_dir, "train.steps=3")
+    more = ("train.steps=6", "train.exact_over_ranks=true", "data.micro_batch_size=4")
+    changes = ("--allow-change", "train.exact_over_ranks", "--allow-change", "train.steps")
+    train(config, run_dir, *more, *changes)
+    assert [line["step"] for line in record(run_dir, "start")] == [0, 3]
+
+
 def test_a_resume_with_other_leaves_is_refused(config, alone):
     words = ["launch/train.py", "--config", config, f"run.dir={alone}", *TINY, *EXACT]
     done = run(*words, "data.micro_batch_size=2")

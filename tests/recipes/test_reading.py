@@ -29,6 +29,8 @@ from vit.recipes.python_config import Opaque, PythonConfig, flattened
         ("$ python main.py \\\n   --warmup $((1281167 * 5 / 2048)) \\ \n --name $(basename $0)",
          "main.py", 1, ["--warmup", "3127", "--name", "SUBSTITUTED"]),
         ("# a comment\npython main.py --path 'a b'", "main.py", 1, ["--path", "a b"]),
+        ("python main.py --lr 1 > log.txt 2>&1 &", "main.py", 1, ["--lr", "1"]),
+        ("nohup python main.py --lr 1 2>&1 | tee log.txt", "main.py", 1, ["--lr", "1"]),
     ],
 )  # fmt: skip
 def test_a_command_is_divided_as_a_shell_and_torchrun_do(text, script, num_gpus, words):

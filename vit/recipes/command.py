@@ -23,6 +23,7 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 _GPUS_OF_A_NODE = ("nproc_per_node", "nproc")
 _NODES = ("nnodes", "n_nodes")
+_BEHIND_COMMAND = re.compile(r"\|(?!\|)|&$|\d*>|&>|<")
 _WITHOUT_VALUE = {"standalone", "use_env", "no_python", "module"}
 """Options of torchrun that have no value."""
 
@@ -60,6 +61,9 @@ def split_command(text: str) -> Command:
         raise ValueError(f"the command cannot be divided into words ({error}): {line}") from None
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         del words[0]
+    # Where its output goes is not the recipe's: > log.txt 2>&1, | tee log.txt, &
+    ends = (place for place, word in enumerate(words) if _BEHIND_COMMAND.match(word))
+    words = words[: next(ends, len(words))]
     return _find_script(words, line)
 
 

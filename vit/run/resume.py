@@ -145,7 +145,10 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     lines += [
         f"  {_NOT_DATA.get(key, f'data: {key}')} {there.get(key, 'none')} there, {value} here"
         for key, value in here.items()
-        if key != "teacher_sha256" and there.get(key) != value
+        if key != "teacher_sha256"
+        and there.get(key) != value
+        # Switched on by this resume, which is a change of a setting.
+        and not (key in _NOT_DATA and key not in there)
     ]
     # If the classes of one have no names, there is nothing to compare.
     pairs = zip(old_names, new_names, strict=False)
