@@ -19,7 +19,6 @@ FILE.json gets all figures, FILE.md the tables, FILE.png the curves.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -32,7 +31,17 @@ import numpy as np
 import torch
 from measure import as_result, default_out, keep, machine, rows_of
 from timm_loop import check_known, timm_loop
-from trainings import Difference, Outcome, Training, difference, originals, ours, rights, trained
+from trainings import (
+    Difference,
+    Outcome,
+    Training,
+    difference,
+    originals,
+    ours,
+    read_command_line,
+    rights,
+    trained,
+)
 
 from vit.config.io import load_config
 from vit.config.schema import Config
@@ -60,17 +69,7 @@ LINES = {"ours": (BLUE, "-"), SAME_START: (GREEN, "--"), "timm": (ORANGE, ":")}
 def main() -> None:
     """Run the command line above."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args()
-    if args.seeds < 2:
-        parser.error(f"--seeds {args.seeds}: at least 2, for an interval over seeds")
+    parser, args = read_command_line(__doc__, num_seeds=3)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]

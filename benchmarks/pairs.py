@@ -18,7 +18,6 @@ FILE.json gets all figures, FILE.md the tables, FILE.png the differences.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from measure import default_out, keep, machine
-from trainings import Difference, Training, difference, originals, rights, trained
+from trainings import (
+    Difference,
+    Training,
+    difference,
+    originals,
+    read_command_line,
+    rights,
+    trained,
+)
 
 from vit.config.io import load_config
 from vit.data.shards.data_set import open_split
@@ -147,17 +154,7 @@ class Bench:
 def main() -> None:
     """Run the command line above."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: %(default)s")
-    parser.add_argument("--out", type=Path, metavar="FILE.json")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    args = parser.parse_intermixed_args()
-    if args.seeds < 2:
-        parser.error(f"--seeds {args.seeds}: at least 2, for an interval over seeds")
+    parser, args = read_command_line(__doc__, num_seeds=5)
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
     bench = Bench(args.data, args.work, args.overrides)

@@ -11,6 +11,7 @@ seconds are then not all its own, and it is left out of medians of time.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import math
@@ -55,6 +56,26 @@ class Found:
     def top1(self) -> float:
         """Percent, at the end."""
         return self.curve[-1][1]
+
+
+def read_command_line(
+    description: str, num_seeds: int
+) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Return the flags of a comparison, and the parser, for mistakes that show later."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--work", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument(
+        "--seeds", type=int, default=num_seeds, metavar="N", help="default: %(default)s"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    if args.seeds < 2:
+        parser.error(f"--seeds {args.seeds}: at least 2, for an interval over seeds")
+    return parser, args
 
 
 class Outcome(NamedTuple):

@@ -90,6 +90,7 @@ class Leaves:
         """Of the global batch."""
         self._rows_per_leaf = rows_per_leaf
         self._seed = seed
+        self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
         self._world = world
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = TreeSum(parameters, num_leaves, world)
@@ -107,7 +108,7 @@ class Leaves:
     def leaf(self, step: int, first_row: int) -> Iterator[None]:
         """A context for the passes of the leaf that begins at this rank's row `first_row`."""
         leaf = self._number(first_row)
-        self._keys.set(self._seed + _SEED_SAMPLE, step, leaf * self._rows_per_leaf)
+        self._keys.set(self._seed_of_samples, step, leaf * self._rows_per_leaf)
         torch.manual_seed(int(fold(self._seed, leaf, step, _SEED_LEAF) >> 1))
         with self.gradients.leaf():
             yield
