@@ -35,7 +35,7 @@ from vit.recipes.words import account, yaml_text
 from vit.report.contact_sheet import make_contact_sheet
 from vit.report.style import picture_format
 from vit.system.command_line import Parser
-from vit.system.files import ShardError, replacing
+from vit.system.files import ShardError, replacing, told
 
 
 def main() -> World | None:
@@ -53,11 +53,10 @@ def import_(args: Namespace) -> None:
         print(account(imported), file=sys.stderr)
         print(text, end="")
         return
-    try:
+    with told(args.out, "--out "):
+        args.out.parent.mkdir(parents=True, exist_ok=True)
         with replacing(args.out) as file:
             file.write(text.encode())
-    except OSError as error:
-        raise ValueError(f"{args.out}: cannot be written ({error.strerror})") from None
     print(account(imported))
     print(f"\n{args.out}")
 
@@ -110,7 +109,10 @@ def _read_import(words: Sequence[str]) -> Namespace:
     )
     parser.add_argument("recipe", metavar="RECIPE", help="command line, file, or -")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="YAML file to write (default: standard output)"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="YAML file to write, its folder too (default: standard output)",
     )
     parser.add_argument(
         "--program", choices=PROGRAMS, help="whose recipe it is, where that cannot be seen"
@@ -150,7 +152,7 @@ def _read_show(words: Sequence[str]) -> Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="picture to write, .png, .pdf or .svg (default: recipe_<name>.png)",
+        help="picture to write, .png, .pdf or .svg, its folder too (default: recipe_<name>.png)",
     )
     parser.add_argument(
         "--images-per-epoch",
@@ -160,7 +162,11 @@ def _read_show(words: Sequence[str]) -> Namespace:
         help="(default: ImageNet-1k's, 1,281,167)",
     )
     parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
+        "overrides",
+        nargs="*",
+        default=[],  # without one argparse counts it among what is required
+        metavar="section.key=value",
+        help="settings that override the file",
     )
     args = parser.parse_intermixed_args(words)
     if args.images_per_epoch < 1:

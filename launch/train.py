@@ -24,6 +24,7 @@ from vit.plan import describe
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
+from vit.run.reference import read_reference
 from vit.system.command_line import Parser
 from vit.train import train
 
@@ -37,6 +38,8 @@ def main() -> World | None:
             f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}"
         )
     if args.print_config:
+        if config.eval.reference is not None:
+            read_reference(config.eval.reference)  # a wrong name is seen before the run's start
         if distributed.is_main_process():
             print(describe(config, origins, distributed.world_size()), end="")
         return None

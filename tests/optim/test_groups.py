@@ -97,6 +97,16 @@ def test_kernels_are_what_flax_calls_so():
     assert "attn_pool.latent" not in kernels
 
 
+def test_embeddings_are_what_timm_exempts_where_vectors_are_decayed():
+    model = our_model(reg_tokens=2, init_values=0.1)
+    exempt = model.no_weight_decay()
+    without, decayed = param_groups_weight_decay(
+        model, 0.05, no_weight_decay_list=exempt, weight_decay_exclude_1d=False
+    )
+    assert decayed_names(model, "embeddings") == names_of(model, decayed["params"])
+    assert names_of(model, without["params"]) == {"pos_embed", "cls_token", "reg_token"}
+
+
 def test_nothing_may_be_exempt():
     model = our_model()
     assert decayed_names(model, "nothing") == {name for name, _ in model.named_parameters()}

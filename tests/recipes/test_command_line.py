@@ -36,7 +36,15 @@ SCENARIOS = {
     "flags that their program does not have": import_(
         "python main.py --bathc-size 3 --weight-dekay 1 --data-path x"
     ),
-    "a value that their program would refuse": import_("./distributed_train.sh 2 --epochs many"),
+    "flags whose other name is known": import_("./distributed_train.sh 2 --wd 1 --learning-rate 1"),
+    "values that their program would refuse": import_(
+        "./distributed_train.sh 2 --epochs many --lr fast"
+    ),
+    "dashes from a page or a PDF": import_("python main.py —model x –lr 1"),
+    "a policy that timm stops at": import_("python main.py --aa rnd-m9"),
+    "a policy that torchvision stops at": import_(
+        "python train.py --model vit_b_16 --auto-augment ta-wide --lr-warmup-epochs 1"
+    ),
     "a model that their program has and this importer does not know": import_(
         "python main.py --model cait_S24"
     ),

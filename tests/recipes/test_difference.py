@@ -75,6 +75,13 @@ def test_differences_are_sorted_by_weight_and_said_with_their_source():
     assert expected in " ".join(found.split())
 
 
+def test_what_is_left_to_the_size_has_the_sizes_value():
+    assert not compare(with_(), with_("model.dist_token=false", "model.depth=12"))
+    found = in_words(with_(), with_("model.depth=6", "optim.clip_grad_norm=1"), ("a", "b"))
+    assert "model.depth: 12 -> 6" in found
+    assert "optim.clip_grad_norm: none (no clipping) -> 1" in found
+
+
 def test_rates_are_compared_over_the_part_of_the_run_that_is_done():
     longer = in_words(with_(), with_("train.epochs=600", "schedule.warmup_epochs=40"), ("a", "b"))
     assert "learning rates" not in longer, "the same shape"

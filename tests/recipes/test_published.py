@@ -246,10 +246,7 @@ def test_what_is_decayed_elsewhere_is_said(imported):
     assert value(imported("torchvision_l16"), "optim.no_weight_decay") == "norms"
     assert value(imported("bv_s16_90ep"), "optim.no_weight_decay") == "not_kernels"
     assert value(imported("mm_mae_l16_ft"), "optim.no_weight_decay") == "timm"
-    told = verdict_of(
-        imported("mm_b16"), "optim_wrapper.paramwise_cfg.custom_keys..cls_token.decay_mult"
-    )
-    assert "norms, biases are decayed" in told.text, "two of four: no list of ours"
+    assert value(imported("mm_b16"), "optim.no_weight_decay") == "embeddings"
 
 
 def test_repeated_augmentation_needs_a_launcher():

@@ -31,6 +31,7 @@ from vit.recipes.python_config import Opaque, PythonConfig, flattened
         ("# a comment\npython main.py --path 'a b'", "main.py", 1, ["--path", "a b"]),
         ("python main.py --lr 1 > log.txt 2>&1 &", "main.py", 1, ["--lr", "1"]),
         ("nohup python main.py --lr 1 2>&1 | tee log.txt", "main.py", 1, ["--lr", "1"]),
+        ("python main.py\u00a0--path a\u2013b", "main.py", 1, ["--path", "a\u2013b"]),
     ],
 )  # fmt: skip
 def test_a_command_is_divided_as_a_shell_and_torchrun_do(text, script, num_gpus, words):
@@ -47,6 +48,8 @@ def test_a_command_is_divided_as_a_shell_and_torchrun_do(text, script, num_gpus,
         ("python main.py 'half", "cannot be divided into words"),
         ("python main.py $((2 ** 99999999))", "expected integers"),
         ("./distributed_train.sh --model x", "is given no number of GPUs"),
+        ("python main.py --lr 1e\u22123", "1e\u22123: \u2212 \\(minus sign\\)"),
+        ("python main.py --path \u201ca b\u201d", "left double quotation mark"),
     ],
 )
 def test_what_is_no_command_says_why(text, said):

@@ -106,7 +106,7 @@ def test_unknown_flags_are_named_all_at_once_with_the_nearest():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--epochs", "many"], "invalid int value: 'many'"),
+        (["--epochs", "many"], "--epochs many: expected a whole number"),
         (["--lr"], "expected one argument"),
         (["--lr-warmup", "3"], "ambiguous option"),
     ],

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 import yaml
+from timm.data import create_transform
+from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.utils import ModelEmaV3
 from torch import nn
 
 from vit.config.io import to_dict
 from vit.optim.ema import create_average
+from vit.optim.optimizer import create_optimizer
 from vit.recipes.importing import import_recipe
 from vit.recipes.words import account, yaml_text
 
+_NUMBERS = {
+    *("lr", "betas", "eps", "momentum", "nesterov", "algo", "ns_steps", "ns_coefficients"),
+    *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
+    *("momentum_dtype", "clipping_threshold"),
+}
+"""Of optimizers."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -86,6 +97,43 @@ def test_a_policy_of_timm_is_ours(policy, verdict, expected):
     found = {key: imported.settings.get(f"augment.{key}") for key in expected}
     assert found == expected
     imported.config()
+
+
+@pytest.mark.parametrize("policy", ["ra", "none", "rand-m9.5", "rand-m9-q1", "v0-m9", "ta_wide"])
+def test_a_policy_that_timm_stops_at_is_an_error(policy):
+    with pytest.raises((AssertionError, ValueError)):
+        create_transform(224, is_training=True, auto_augment=policy)
+    with pytest.raises(ValueError, match="timm stops at"):
+        import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --aa {policy}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("adamw", "lamb", "nadamw --opt-betas 0.8 0.9", "sgd", "momentum --momentum 0.8"),
+        *("muon", "nadamuon --opt-kwargs ns_steps=4 adjust_lr_fn=rms_to_rms", "adafactorbv"),
+        *("adamw --opt-eps 1e-6", "adafactorbv --opt-kwargs beta2_cap=0.95"),
+    ],
+)
+def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
+    imported = import_recipe(f"python train.py {VIT} --lr 1e-3 --weight-decay 0.1 --opt {flags}")
+    model = nn.Linear(8, 8)
+    args = Namespace(**imported.reading.args)
+    theirs = create_optimizer_v2(model, **optimizer_kwargs(args), **args.opt_kwargs)
+    ours = create_optimizer(model, imported.config().optim)
+    expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
+    expected["weight_decay"] = 0.1  # of the weight; the bias has none
+    (decayed,) = (g for g in ours.param_groups if g["weight_decay"])
+    expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
+    assert {key: decayed[key] for key in expected} == expected
+    assert not [f.text for f in imported.reading.findings if f.verdict == "cannot"]
+
+
+def test_of_two_clips_lambs_own_is_the_smaller():
+    found = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 5")
+    assert found["optim.clip_grad_norm"] == 1
+    found = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 0.5")
+    assert found["optim.clip_grad_norm"] == 0.5
 
 
 def test_the_warm_up_of_an_average_is_timms():

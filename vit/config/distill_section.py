@@ -19,7 +19,7 @@ class DistillConfig(Section):
     teacher: Annotated[str | None, MAY_CHANGE] = None
     """Weights of the teacher: run folder, checkpoint folder, exported folder or file, ours or of
     another program, of any model of timm too. A resumed run compares the weights, not the path.
-    `None`: no teacher, and nothing else here may be given."""
+    `None`: no teacher; nothing else here may be given."""
     teacher_model: str | None = None
     """timm's name of a teacher that was trained elsewhere, if neither file nor folder says it."""
     distill_type: Literal["hard", "soft"] = "hard"

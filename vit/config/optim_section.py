@@ -24,14 +24,15 @@ class OptimizerConfig(Section):
     """Peak learning rate; nothing scales it."""
     weight_decay: NotNegative = 0.05
     """Decay of weight matrices; `no_weight_decay` says what has none."""
-    no_weight_decay: Literal["timm", "not_kernels", "norms", "nothing"] = "timm"
+    no_weight_decay: Literal["timm", "not_kernels", "norms", "embeddings", "nothing"] = "timm"
     """What is not decayed. `timm`: biases, norms, scales, positions and tokens (timm, DeiT, MAE);
     `not_kernels`: all but weights of linear maps and convolutions (big_vision); `norms`: norms only
-    (torchvision's --norm-weight-decay 0); `nothing`: all is decayed (torchvision, AlgoPerf)."""
+    (torchvision's --norm-weight-decay 0); `embeddings`: positions and tokens only (MMPretrain's
+    ViTs); `nothing`: all is decayed (torchvision, AlgoPerf)."""
     layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Layer-wise decay of the learning rate, for fine-tuning (BEiT, MAE, timm): the head has `lr`,
     each layer below it this factor of the one above; patch embedding, tokens and positions are
-    below the first block."""
+    below the first block. `None`: the same rate for all."""
     layer_decay_form: Literal["beit", "timm"] = "beit"
     """Where the norm behind the last block belongs: to the head (BEiT, MAE), or to that block
     (timm). Models of timm without `blocks` know `timm` only."""

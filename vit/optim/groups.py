@@ -67,10 +67,11 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 def _exempt(model: nn.Module, which: str) -> Callable[[str, Tensor], bool]:
     """What says of a parameter, by name and value, whether it is not decayed."""
-    if which == "timm":
+    if which in ("timm", "embeddings"):
         # Weights of several dimensions that are no linear maps are named by the model.
         named: set[str] = set(getattr(model, "no_weight_decay", set)())
-        return lambda name, parameter: parameter.ndim <= 1 or name in named
+        has_vectors = which == "timm"
+        return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
     kinds: tuple[type, ...] = (nn.Linear, nn.modules.conv._ConvNd)
     if which == "norms":
         # As torchvision's references/classification/utils.py: set_weight_decay has them, and RMS

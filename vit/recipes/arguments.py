@@ -16,12 +16,16 @@ import argparse
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import yaml
 
-_ONE = {"int": int, "float": float, "str": str}
+from vit.config.hints import all_keys, from_other_name
+
+_ONE: dict[str, type[int | float | str]] = {"int": int, "float": float, "str": str}
 _MANY = {f"{name}s": kind for name, kind in _ONE.items()}
+_IN_WORDS: dict[type, str] = {int: "a whole number", float: "a number"}
 
 
 class Argument(NamedTuple):
@@ -115,31 +119,48 @@ def read_words(table: Table, words: Sequence[str]) -> Given:
     Raises ValueError naming all unknown flags, each with the nearest, and values of a wrong type.
     """
     parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
+    problems: list[str] = []
     for argument in table.arguments:
+        name = argument.name
         if argument.type == "word":
-            parser.add_argument(argument.name, nargs="?")
+            parser.add_argument(name, nargs="?")
         elif argument.type == "on":
-            parser.add_argument(*argument.flags, dest=argument.name, action="store_true")
+            parser.add_argument(*argument.flags, dest=name, action="store_true")
         elif argument.type.startswith("off:"):
-            parser.add_argument(*argument.flags, dest=argument.name, action="store_false")
+            parser.add_argument(*argument.flags, dest=name, action="store_false")
         elif argument.type == "pairs":
-            parser.add_argument(*argument.flags, dest=argument.name, nargs="*")
-        elif argument.type in _MANY:
-            kind = _MANY[argument.type]
-            parser.add_argument(*argument.flags, dest=argument.name, nargs="+", type=kind)
+            parser.add_argument(*argument.flags, dest=name, nargs="*")
         else:
-            kind = _ONE[argument.type]
+            one = (_ONE | _MANY)[argument.type]
+            kind = partial(_value, one, table.flag_of(name), problems)
             # A flag that may stand alone, as timm's --torchcompile, is a place: never a number.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
-            parser.add_argument(*argument.flags, dest=argument.name, type=kind, **alone)
-    known, unknown = parser.parse_known_args(list(words))
+            number = {"nargs": "+"} if argument.type in _MANY else alone
+            parser.add_argument(*argument.flags, dest=name, type=kind, **number)
+    try:
+        known, unknown = parser.parse_known_args(list(words))
+    except ValueError as error:  # a flag without its value, or one that may mean two
+        raise ValueError("; ".join([str(error), *problems])) from None
     if unknown:
-        raise ValueError(_unknown(table, unknown))
+        problems.insert(0, _unknown(table, unknown))
+    elif problems:
+        problems[0] = f"{table.program}: {problems[0]}"
+    if problems:
+        raise ValueError("; ".join(problems))
     stated = vars(known)
     for name in [a.name for a in table.arguments if a.type == "pairs"]:
         if name in stated:
             stated[name] = _pairs(stated[name])
     return Given({**table.defaults(), **stated}, frozenset(stated))
+
+
+def _value(kind: type[int | float | str], flag: str, problems: list[str], text: str) -> Any:
+    """`text` as a `kind`; what is none is put among `problems`, so that all are found."""
+    try:
+        return kind(text)
+    except ValueError:
+        problems.append(f"{flag} {text}: expected {_IN_WORDS[kind]}")
+        return None
 
 
 def read_mapping(table: Table, values: Mapping[str, Any]) -> Given:
@@ -164,8 +185,20 @@ def _unknown(table: Table, words: Sequence[str]) -> str:
 
 
 def _near(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """` (did you mean ...?)` with what means the same setting or is nearly the same word, or ""."""
+    plain = {name.lstrip("-").replace("-", "_").lower(): name for name in known}
+    given = word.lstrip("-").replace("-", "_").lower()
+    meant = _setting(given)
+    same = [name for text, name in plain.items() if meant and _setting(text) == meant]
+    close = [plain[text] for text in difflib.get_close_matches(given, plain, n=1, cutoff=0.75)]
+    nearest = close if given in plain else same or close
+    return f" (did you mean {nearest[0]}?)" if nearest else ""
+
+
+def _setting(name: str) -> str:
+    """The setting of ours that programs call `name`, or ""."""
+    own = (key for key in all_keys() if key.endswith(f".{name}") and not key.endswith(".name"))
+    return from_other_name(name) or next(own, "")
 
 
 def _pairs(words: Sequence[str]) -> dict[str, Any]:

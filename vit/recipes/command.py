@@ -11,6 +11,7 @@ import ast
 import operator
 import re
 import shlex
+import unicodedata
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,6 +25,12 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
 _GPUS_OF_A_NODE = ("nproc_per_node", "nproc")
 _NODES = ("nnodes", "n_nodes")
 _BEHIND_COMMAND = re.compile(r"\|(?!\|)|&$|\d*>|&>|<")
+_TYPESET = re.compile(
+    "^[\u2010-\u2015\u2212]"  # dashes for -- and -
+    "|(?<=[0-9][eE])[\u2010-\u2015\u2212](?=[0-9])"  # of a number: 1e-3
+    "|[\u2018-\u201f]"  # quotes
+)
+"""What word processors and PDFs make of hyphens and quotes."""
 _WITHOUT_VALUE = {"standalone", "use_env", "no_python", "module"}
 """Options of torchrun that have no value."""
 
@@ -53,7 +60,9 @@ def split_command(text: str) -> Command:
         raise ValueError(
             f"{len(lines)} commands are given, one is expected: lines of one command end with \\"
         )
-    line = re.sub(r"\$\(\((.*?)\)\)", lambda found: str(_compute(found[1])), lines[0])
+    line = lines[0].replace("\N{NO-BREAK SPACE}", " ")
+    _check_signs(line)
+    line = re.sub(r"\$\(\((.*?)\)\)", lambda found: str(_compute(found[1])), line)
     line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
     try:
         words = shlex.split(line)
@@ -65,6 +74,19 @@ def split_command(text: str) -> Command:
     ends = (place for place, word in enumerate(words) if _BEHIND_COMMAND.match(word))
     words = words[: next(ends, len(words))]
     return _find_script(words, line)
+
+
+def _check_signs(line: str) -> None:
+    """Raise ValueError if words of `line` have dashes or quotes that no program reads as such."""
+    found = {word: of_word for word in line.split() if (of_word := _TYPESET.findall(word))}
+    if not found:
+        return
+    signs = dict.fromkeys(sign for of_word in found.values() for sign in of_word)
+    named = ", ".join(f"{sign} ({unicodedata.name(sign).lower()})" for sign in signs)
+    raise ValueError(
+        f"{' '.join(found)}: {named} is what a page makes of hyphens and quotes, which no program"
+        " reads as such: write --, - and straight quotes"
+    )
 
 
 def _compute(text: str) -> int:

@@ -373,7 +373,7 @@ def _say_images(reading: Reading, is_distributed: bool) -> None:
             reading.same("src")
         _say_interpolation(reading)
         say_policy(reading, args["train_interpolation"])
-        say_color_jitter(reading, applies=args["aa"] in ("", None, "None", "3a"))
+        say_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
         say_erasing(reading)
     if args["repeated_aug"] and is_distributed:
         repeats = {"data.aug_repeats": 3, "data.aug_repeats_form": "sampler"}
@@ -408,7 +408,7 @@ def _say_loss(reading: Reading) -> None:
 def _say_clipping(reading: Reading) -> None:
     """The clip, which LAMB has by itself: timm's and apex's at a norm of 1."""
     given = reading.args["clip_grad"]
-    if given is None and "lamb" in reading.args["opt"].lower():
+    if "lamb" in reading.args["opt"].lower() and (given is None or given > 1):
         reading.same("clip_grad", {"optim.clip_grad_norm": 1.0}, "LAMB's own (max_grad_norm)")
     else:
         reading.same("clip_grad", {"optim.clip_grad_norm": given})

@@ -6,15 +6,20 @@ Those that published ablations say something of come first, what is harmless las
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vit.config import io as config_io
+from vit.config.hints import sections
 from vit.config.io import load_config
-from vit.config.schema import Config
+from vit.config.schema import Config, ModelConfig
+from vit.layers.presets import PRESETS
+from vit.model import VisionTransformer
 from vit.recipes.effects import KINDS, effect_of
 from vit.recipes.rates import IMAGENET, distance, our_rate
 from vit.run.folder import CONFIG_FILE
@@ -51,16 +56,33 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def compare(first: Config, second: Config) -> list[Difference]:
-    """Return what differs, by weight. The folder of a run is no difference."""
+    """Return what differs, by weight. The folder of a run is no difference.
+
+    A setting of the model that is left to its size is one that has what the size has.
+    """
     found = []
+    own = [_own_values(config.model) for config in (first, second)]
     unlike = config_io.differences(config_io.to_dict(first), config_io.to_dict(second))
     for key, (old, new) in unlike.items():
-        if key == "run.dir":
+        old = own[0].get(key) if old is None else old
+        new = own[1].get(key) if new is None else new
+        if key == "run.dir" or old == new:
             continue
         effect = effect_of(key)
         found.append(Difference(key, old, new, effect.kind, effect.text))
     order = [kind for kind, _ in KINDS]
     return sorted(found, key=lambda difference: order.index(difference.kind))
+
+
+def _own_values(model: ModelConfig) -> dict[str, Any]:
+    """What the size, or the network, has where the config leaves a setting of `model` to it."""
+    size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", model.name)
+    if size is None:
+        return {}
+    parameters = inspect.signature(VisionTransformer).parameters
+    values = {name: parameter.default for name, parameter in parameters.items()}
+    values |= {**PRESETS[size[1]], "patch_size": int(size[2]), "num_classes": None}
+    return {f"model.{name}": value for name, value in values.items()}
 
 
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
@@ -72,7 +94,7 @@ def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     theirs = read_recipe(Path(recipe), overrides)
     return [
-        f"{found.key} {_shown(found.first)} -> {_shown(found.second)}"
+        f"{found.key} {_values(found)}"
         for found in compare(theirs, config)
         if found.kind not in ("order", "harmless") and found.key not in _ELSEWHERE
     ]
@@ -89,8 +111,7 @@ def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
         if of_kind:
             lines += ["", f"{heading}: {len(of_kind)}"]
         for difference in of_kind:
-            values = f"{_shown(difference.first)} -> {_shown(difference.second)}"
-            lines += _wrapped(f"{difference.key}: {values}", "  ")
+            lines += _wrapped(f"{difference.key}: {_values(difference)}", "  ")
             lines += _wrapped(difference.text, "      ") * bool(difference.text)
     if rates := _rates(first, second):
         lines += ["", *_wrapped(rates, "")]
@@ -124,9 +145,19 @@ def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
 
 
-def _shown(value: Any) -> str:
+def _values(difference: Difference) -> str:
+    values = (difference.first, difference.second)
+    return " -> ".join(_shown(difference.key, value) for value in values)
+
+
+def _shown(key: str, value: Any) -> str:
+    """A value in words; `None` with what the schema says it means."""
     if value is None or value == []:
-        return "none"
+        section, _, name = key.partition(".")
+        kinds = (kind.model_fields for kind in sections()[section] if name in kind.model_fields)
+        text = " ".join((next(kinds)[name].description or "").split())
+        meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)
+        return f"none ({meaning[1]})" if meaning and meaning[1] != "none" else "none"
     if isinstance(value, list) and isinstance(value[0], dict):
         items = (", ".join(f"{key} {of_key}" for key, of_key in item.items()) for item in value)
         return "; ".join(items)

@@ -379,8 +379,9 @@ def _say_groups(reading: _Config, decay: float) -> None:
         if decay and all(reading.get(flag, 1.0) != 0.0 for flag in flags):
             decayed.append(what)
     names = reading.there(path)
-    if len(decayed) == 4:
-        reading.same(names, {"optim.no_weight_decay": "nothing"})
+    lists = {4: "nothing", 2: "embeddings"}
+    if len(decayed) == 4 or decayed == ["norms", "biases"]:
+        reading.same(names, {"optim.no_weight_decay": lists[len(decayed)]})
     elif decayed:
         text = f"{', '.join(decayed)} are decayed by {decay:g}; here they are not"
         reading.cannot(names, text)

@@ -50,7 +50,6 @@ _OFF = {
     "split_bn": "batch norm by augmentation",
     "layer_decay_min_scale": "a floor of the rates by depth",
     "layer_decay_no_opt_scale": "layers below a rate that are not trained",
-    "opt_kwargs": "further arguments of the optimizer",
     "train_img_sizes": "training images of several sizes in turn",
     "naflex_loader": "images of any aspect",
     "train_batches_per_epoch": "epochs of a given length",
@@ -144,7 +143,13 @@ def _say_model(reading: Reading) -> None:
         reading.same(key, {f"data.{key}": given}, "" if args[key] else "the model's")
     classes = {"model.num_classes": args["num_classes"]} if args["num_classes"] else {}
     reading.same("num_classes", classes)
-    reading.inert("dist_bn", "the model has no batch norm" if plain else "of batch norm: as it is")
+    if re.match(r"(vit|naflexvit|flexivit|deit|beit|eva)", name):
+        reading.inert("dist_bn", "the model has no batch norm")
+    elif args["dist_bn"] == "reduce":
+        text = "running statistics of a batch norm: the mean over GPUs there, the first's here"
+        reading.differs("dist_bn", text)
+    else:
+        reading.same("dist_bn")
     weights = args["pretrained_path"] or args["initial_checkpoint"]
     if args["pretrained"] and not weights:
         text = f"weights of timm's hub: give the file of {name} as init.checkpoint"
@@ -364,7 +369,12 @@ def _say_clipping(reading: Reading) -> None:
         reading.same("clip_grad", {"optim.clip_grad_norm": own}, note)
         reading.inert("clip_mode", "nothing is clipped by --clip-grad")
     elif args["clip_mode"] == "norm":
-        reading.same("clip_grad clip_mode", {"optim.clip_grad_norm": args["clip_grad"]})
+        note = ""
+        norm = args["clip_grad"]
+        if "lamb" in args["opt"].lower() and norm > 1:
+            norm = 1.0
+            note = "LAMB's own (max_grad_norm), which is less"
+        reading.same("clip_grad clip_mode", {"optim.clip_grad_norm": norm}, note)
     else:
         text = f"gradients are clipped by {args['clip_mode']}: not clipped here"
         reading.cannot("clip_grad clip_mode", text, {"optim.clip_grad_norm": None})

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+import difflib
+import re
+from typing import Any, get_args
 
-from vit.config.hints import union_tags
+from vit.config.hints import sections
+from vit.config.optim_section import OptimizerConfig
 from vit.data.augment.table import AUTO_AUGMENT_SETS
 from vit.recipes.reading import Reading
 
-_OPTIMIZERS = {
-    "adamw": "adamw",
-    "lamb": "lamb",
-    "fusedlamb": "lamb",
-    "nadamw": "nadamw",
-    "adafactorbv": "adafactorbv",
+_ADAMW = {"optim.name": "adamw"}
+_LAMB = {"optim.name": "lamb"}
+_NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
+_MUON = {"optim.name": "muon", "optim.matrices": "timm"}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAMW,
+    "adamwlegacy": _ADAMW,
+    "fusedadamw": _ADAMW,
+    "lamb": _LAMB,
+    "fusedlamb": _LAMB,
+    "nadamw": {"optim.name": "nadamw"},
+    "muon": _MUON,
+    "nmuon": {**_MUON, "optim.nesterov": True},
+    "adamuon": {**_MUON, "optim.algo": "adamuon"},
+    "nadamuon": {**_MUON, "optim.algo": "adamuon", "optim.nesterov": True},
+    "adafactorbv": {"optim.name": "adafactorbv", "optim.min_dim_size_to_factor": 16},
+    "sgd": _NESTEROV,
+    "nesterov": _NESTEROV,
+    "momentum": {"optim.name": "sgd", "optim.nesterov": False},
 }
-"""Names of timm's factory -> ours."""
+"""Names of timm's factory -> what they mean here."""
+_BETAS = {"muon": (0.9, 0.95)}
+_EPS = {"lamb": 1e-6, "muon": 1e-7}
+"""Defaults of timm's optimizers, by our name, that are not AdamW's."""
+_POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
+"""What timm's policies begin with."""
 _BILINEAR_WARPS = "operations that warp are bilinear here, {} there: no known effect on accuracy"
 
 
@@ -23,29 +44,59 @@ def say_policy(reading: Reading, interpolation: str) -> None:
     """`--aa`, where it applies: timm's RandAugment, AutoAugment and 3-Augment.
 
     interpolation: that of the warps there (huggingface/pytorch-image-models@aa4b5850:
-    timm/data/auto_augment.py, rand_augment_transform, auto_augment_transform).
+    timm/data/auto_augment.py, rand_augment_transform, auto_augment_transform). Raises ValueError
+    for a policy that timm stops at.
     """
     policy = reading.args["aa"]
-    if not policy or policy == "None":
+    if not policy:
         reading.same("aa")
         return
     first, *parts = policy.split("-")
-    names = [part.rstrip("0123456789.") for part in parts]
-    words = [(name, part.removeprefix(name)) for name, part in zip(names, parts, strict=True)]
-    if first == "rand":
-        settings, problems = _randaugment(words)
-    elif first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto":
-        settings, problems = _autoaugment(first, words)
-    elif policy == "3a":
+    is_auto = first in AUTO_AUGMENT_SETS and AUTO_AUGMENT_SETS[first][0] == "timm_auto"
+    if policy == "3a":
         reading.same("aa", {"augment.three_augment": True})
         return
-    else:
-        reading.cannot("aa", f"the policy {policy}: not available")
+    if first.startswith("augmix"):
+        reading.cannot("aa", f"the policy {policy}: AugMix is not available")
         return
+    if first != "rand" and not is_auto:
+        nearest = difflib.get_close_matches(first, _POLICIES, n=1, cutoff=0.5)
+        hint = f" (did you mean {'-'.join([*nearest, *parts])}?)" if nearest else ""
+        raise ValueError(
+            f"the policy {policy}: timm stops at it{hint}: expected {', '.join(_POLICIES[1:])}, or"
+            " rand with its numbers, as rand-m9-mstd0.5-inc1; '' for none"
+        )
+    # As timm divides them: t names a set of operations, others without a number are passed over.
+    sets = [part for part in parts if part.startswith("t") and not is_auto]
+    words = [
+        (found[1], found[2])
+        for part in parts
+        if part not in sets and (found := re.match(r"(\D*)(\d.*)", part))
+    ]
+    known = ("mstd",) if is_auto else ("m", "n", "p", "mstd", "mmax", "inc")
+    wrong = [n + number for n, number in words if n not in known or not _is_number(n, number)]
+    if wrong:
+        raise ValueError(
+            f"the policy {policy}: timm stops at {', '.join(wrong)}: after {first} it knows"
+            f" {', '.join(known)}, each with a number"
+        )
+    if is_auto:
+        settings: dict[str, Any] = {"augment.auto_augment": first}
+        if words:
+            settings["augment.auto_augment_magnitude_std"] = float(words[0][1])
+        problems: list[str] = []
+    else:
+        settings, problems = _randaugment(words)
+        problems += [f"{part} of the policy" for part in sets]
     if problems:
         reading.cannot("aa", f"{policy} has {' and '.join(problems)}", settings)
     else:
         reading.differs("aa", _BILINEAR_WARPS.format(interpolation), settings)
+
+
+def _is_number(name: str, number: str) -> bool:
+    """Whether timm can read the number of the part `name` of a policy."""
+    return bool(re.fullmatch(r"\d+(\.\d*)?" if name in ("mstd", "p") else r"\d+", number))
 
 
 def _randaugment(words: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
@@ -67,23 +118,11 @@ def _randaugment(words: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str
         elif name == "mstd":
             problems.append("a strength drawn evenly between 0 and its value (mstd above 100)")
         elif name == "inc":
-            settings["augment.randaugment_ops"] = "timm_inc0" if number in ("", "0") else "timm"
-        else:
+            settings["augment.randaugment_ops"] = "timm" if int(number) else "timm_inc0"
+        elif name != "p" or float(number) != 0.5:  # how often each is applied
             problems.append(f"{name}{number} of the policy")
     if settings["augment.randaugment_ops"] == "timm":  # the default
         del settings["augment.randaugment_ops"]
-    return settings, problems
-
-
-def _autoaugment(policy: str, words: list[tuple[str, str]]) -> tuple[dict[str, Any], list[str]]:
-    """Return settings and what they cannot say of `original-...` and others."""
-    settings: dict[str, Any] = {"augment.auto_augment": policy}
-    problems = []
-    for name, number in words:
-        if name == "mstd":
-            settings["augment.auto_augment_magnitude_std"] = float(number)
-        else:
-            problems.append(f"{name}{number} of the policy")
     return settings, problems
 
 
@@ -148,38 +187,70 @@ def say_mixing(reading: Reading, rank_batch_size: int) -> bool:
 
 
 def say_optimizer(reading: Reading, lr: float, how: str, lr_names: str) -> None:
-    """`--opt` with `--opt-eps`, `--opt-betas`, `--momentum`, `--weight-decay`.
+    """`--opt` with `--opt-eps`, `--opt-betas`, `--momentum`, `--opt-kwargs`, `--weight-decay`.
 
     lr: the peak rate; how: how it follows, in words; lr_names: the arguments that it follows from.
     Groups are timm's: no decay of what has one dimension, nor of positions and tokens.
     """
     args = reading.args
     name = args["opt"].lower()
-    rate = {"optim.lr": lr}
-    decay = {"optim.weight_decay": args["weight_decay"] or 0.0}
-    if name in ("sgd", "nesterov", "momentum"):
-        sgd: dict[str, Any] = {"optim.name": "sgd", "optim.nesterov": name != "momentum"}
-        reading.same("opt", sgd)
-        reading.same("momentum", {"optim.momentum": args["momentum"]})
-        reading.inert("opt_eps opt_betas", f"{name} has none")
+    if name == "adam" and not args["weight_decay"]:
+        name = "adamw"  # they differ in the decay
+    ours = say_optimizer_name(reading, "opt", name)
+    if ours in ("sgd", "adafactorbv"):
+        reading.inert("opt_betas", f"{name} has none")
     else:
-        betas = list(args["opt_betas"] or (0.9, 0.999))
-        say_optimizer_name(reading, "opt", name)
-        reading.same("opt_betas", {"optim.betas": betas})
-        reading.same("opt_eps", {"optim.eps": args["opt_eps"] or 1e-8})
+        betas = args["opt_betas"] or _BETAS.get(ours, (0.9, 0.999))
+        reading.same("opt_betas", {"optim.betas": list(betas)})
+    if ours == "sgd":
+        reading.inert("opt_eps", f"{name} has none")
+    elif ours != "adafactorbv":
+        reading.same("opt_eps", {"optim.eps": args["opt_eps"] or _EPS.get(ours, 1e-8)})
+    elif args["opt_eps"] is None:
+        reading.same("opt_eps")
+    else:
+        reading.cannot("opt_eps", "Adafactor's epsilon: as without --opt-eps here")
+    if ours in ("sgd", "muon", "adafactorbv"):
+        reading.same("momentum", {"optim.momentum": args["momentum"]})
+    else:
         reading.inert("momentum", f"{name} has betas")
-    reading.same(lr_names, rate, how)
-    reading.same("weight_decay", decay)
+    reading.same(lr_names, {"optim.lr": lr}, how)
+    reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"] or 0.0})
 
 
-def say_optimizer_name(reading: Reading, argument: str, name: str) -> None:
-    """Which optimizer `argument` means; AdamW stands in the place of one that is not available."""
-    ours = _OPTIMIZERS.get(name, "")
-    if ours in union_tags("optim"):
-        reading.same(argument, {"optim.name": ours})
+def say_optimizer_name(reading: Reading, argument: str, name: str) -> str:
+    """Which optimizer `argument` means, and timm's `--opt-kwargs`. Return our name of it.
+
+    AdamW stands in the place of one that is not available.
+    """
+    settings = _OPTIMIZERS.get(name, _ADAMW)
+    ours: str = settings["optim.name"]
+    further = reading.args.get("opt_kwargs") or {}
+    own = _own_settings(ours) if name in _OPTIMIZERS else set()
+    said = {f"optim.{key}": value for key, value in further.items() if key in own}
+    settings = {key: value for key, value in settings.items() if key not in said}
+    if name in _OPTIMIZERS:
+        reading.same(argument, settings)
     else:
         text = f"the optimizer {name}: AdamW stands in its place, at its rate and decay"
-        reading.cannot(argument, text, {"optim.name": "adamw"})
+        reading.cannot(argument, text, settings)
+    if "opt_kwargs" not in reading.args:
+        return ours
+    if lacking := further.keys() - own:
+        text = f"arguments of the optimizer: {', '.join(sorted(lacking))}"
+        reading.cannot("opt_kwargs", text, said)
+    else:
+        reading.same("opt_kwargs", said)
+    return ours
+
+
+def _own_settings(name: str) -> set[str]:
+    """Settings that only some optimizers have, such as `name`, and no argument of its own says."""
+    (kind,) = (
+        k for k in sections()["optim"] if name in get_args(k.model_fields["name"].annotation)
+    )
+    said = {"betas", "eps", "momentum"}
+    return kind.model_fields.keys() - OptimizerConfig.model_fields.keys() - said
 
 
 def say_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:

@@ -10,11 +10,11 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vit.data.augment.table import AUTO_AUGMENT_SETS
 from vit.recipes.arguments import Given, Table, make_table
 from vit.recipes.rates import say_rate, torchvision_cosine, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import say_initial_weights, say_precision
+from vit.system.spelling import did_you_mean
 
 _RECIPE = """
 --model                   str     resnet18   model.name
@@ -169,10 +169,16 @@ def _say_policy(reading: Reading) -> None:
         return
     if policy is None:
         reading.same("auto_augment")
-    elif policy in AUTO_AUGMENT_SETS:
+    elif policy in ("ta_wide", "imagenet", "cifar10", "svhn"):
         reading.same("auto_augment", {"augment.auto_augment": policy})
+    elif policy == "augmix":
+        reading.cannot("auto_augment", "AugMix")
     else:
-        reading.cannot("auto_augment", "AugMix" if policy == "augmix" else f"the policy {policy}")
+        known = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
+        raise ValueError(
+            f"--auto-augment {policy}: train.py stops at it{did_you_mean(policy, known)}: expected"
+            f" {', '.join(known)}"
+        )
     reading.inert("ra_magnitude augmix_severity", "the policy is another")
 
 
@@ -221,6 +227,7 @@ def _say_decay(reading: Reading) -> None:
     lists = {
         (decay, decay, decay): "nothing",
         (0.0, decay, decay): "norms",
+        (decay, decay, 0.0): "embeddings",
         (0.0, 0.0, 0.0): "timm",
     }
     if not decay:

@@ -49,8 +49,8 @@ def account(imported: Imported) -> str:
     reading = imported.reading
     stated = len(reading.stated)
     lines = [
-        f"{reading.table.program} ({reading.table.source}): {stated} arguments stated, the"
-        " others are its defaults"
+        f"{reading.table.program} ({reading.table.source}): {stated}"
+        f" argument{'s' * (stated != 1)} stated, the others are its defaults"
     ]
     counts = count(reading)
     for verdict, heading in (
