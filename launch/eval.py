@@ -83,6 +83,8 @@ def main() -> World:
         finetune(found.loaded, found.config, found.problem, tuned, world, out, args.json)
         return world
 
+    if len(args.checkpoints) > 1:
+        world.broadcast_from_main(lambda: _try_to_read(args.checkpoints))
     results: list[Result] = []
     root = args.data
     split = args.split or "val"
@@ -108,6 +110,18 @@ def main() -> World:
         if args.json:
             print(json.dumps(as_json))
     return world
+
+
+def _try_to_read(paths: Sequence[str]) -> None:
+    """Raise ValueError for all that cannot be read, before hours are spent on the others."""
+    problems = []
+    for path in paths:
+        try:
+            read_weights(path)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 class _Found(NamedTuple):

@@ -117,3 +117,13 @@ def test_fine_tuning_on_other_classes_with_the_old_head_is_reported(
         in capfd.readouterr().err
     )
     assert told == (reset_head == "false")
+
+
+def test_all_weights_are_looked_at_before_the_first_is_evaluated(base, tmp_path, capfd):
+    (tmp_path / "empty").mkdir()
+    missing = [tmp_path / "no.safetensors", tmp_path / "empty"]
+    with pytest.raises(ValueError, match="does not exist") as caught:
+        run_here("launch/eval.py", base, *missing, "--num-workers", 0, "--device", "cpu")
+    lines = str(caught.value).splitlines()
+    assert [str(path) in line for path, line in zip(missing, lines, strict=True)] == [True, True]
+    assert "top-1" not in "".join(capfd.readouterr())

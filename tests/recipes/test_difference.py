@@ -11,7 +11,7 @@ from processes import run_here, write_config
 
 from vit.config.hints import all_keys
 from vit.config.io import load_config
-from vit.recipes.difference import compare, in_words, read_recipe
+from vit.recipes.difference import compare, deviations, in_words, read_recipe
 from vit.recipes.effects import KINDS, KNOWN, effect_of
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +42,8 @@ def test_every_setting_has_a_kind_and_known_effects_are_settings_with_a_source()
         ("schedule.image_sizes=[{until_epoch: 9, image_size: 160}]", "images"),
         ("train.seed=1", "order"),
         ("data.num_lanes=8", "order"),
+        ("data.fraction=0.1", "images"),
+        ("data.sources=[{root: a}, {root: b}]", "images"),
         ("eval.crop_mode=squash", "evaluation"),
         ("init.checkpoint=x.pth", "start"),
         ("data.num_workers=2", "harmless"),
@@ -80,6 +82,12 @@ def test_what_is_left_to_the_size_has_the_sizes_value():
     found = in_words(with_(), with_("model.depth=6", "optim.clip_grad_norm=1"), ("a", "b"))
     assert "model.depth: 12 -> 6" in found
     assert "optim.clip_grad_norm: none (no clipping) -> 1" in found
+
+
+def test_what_a_curve_is_of_other_than_its_recipe():
+    """Which samples are trained on is said, what is evaluated besides is not."""
+    config = with_("data.samples_per_class=13", "eval.sets={v2: {split: train}}", "eval.best_by=v2")
+    assert deviations(config, "vit_b16", {}) == ["data.samples_per_class none -> 13"]
 
 
 def test_rates_are_compared_over_the_part_of_the_run_that_is_done():

@@ -92,6 +92,48 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     assert "data_wait_percent" not in without_plan.of_kind("train")[0]
 
 
+def test_unequal_shares_are_a_batch(tmp_path):
+    """Three ranks of 3, 3 and 2 leaves: as many images as the global batch has."""
+    plan = {"world_size": 3, "micro_batch_size": 2, "accumulation_steps": 3}
+    start = {"kind": "start", "step": 0, "restarts": 0, "plan": {**plan, "global_batch_size": 16}}
+    found = curves._read_curves(record(tmp_path, start, train_line(15)))
+    (line,) = found.of_kind("train")  # 15 steps of 16 images at 60 a second: 4 s
+    assert line["data_wait_percent"] == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "title", "training"),
+    [
+        ("loss: {label_smoothing: 0.1}", "Cross-entropy", "training, augmented"),
+        ("loss: {name: bce}", "Loss", "training: BCE"),
+        ("distill: {teacher: x}", "Loss", "training: cross-entropy + teacher"),
+    ],
+)
+def test_another_loss_than_that_of_evaluation_is_named(settings, title, training, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"data: {{root: x}}\ntrain: {{epochs: 2}}\n{settings}\n")
+    evaluated = {"kind": "eval", "step": 10, "num_images": 5, "top1": 0.0, "loss": 2.0}
+    axes = Figure().subplots()
+    path = record(tmp_path, train_line(10), evaluated)
+    curves._draw_panel(axes, curves._read_curves(path), "loss")
+    assert axes.get_title() == title
+    assert axes.get_legend().get_texts()[0].get_text() == training
+
+
+def test_many_names_stand_below_the_curves(tmp_path):
+    evaluated = {"kind": "eval", "step": 10, "num_images": 5, "top1": 40.0, "loss": 2.0}
+    for sets, is_inside in ((("a",), True), (("a", "b", "c", "d"), False)):
+        further = {f"{name}/{key}": 9.0 for name in sets for key in ("top1", "num_images")}
+        figure = Figure((5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        path = record(tmp_path, train_line(10), evaluated | further)
+        curves._draw_panel(axes, curves._read_curves(path), "accuracy")
+        figure.draw_without_rendering()
+        legend = axes.get_legend().get_window_extent()
+        assert (legend.y0 > axes.get_window_extent().y0) == is_inside
+        labels = axes.xaxis.label.get_window_extent()
+        assert is_inside or 0 <= legend.y0 < legend.y1 < labels.y0, "below, and in the picture"
+
+
 def test_many_points_are_averaged_and_gaps_stay():
     lines = [{"step": i, "loss": None if i == 1234 else 3.0 + i % 2} for i in range(2000)]
     steps, values = curves._points(lines, "loss")

@@ -51,6 +51,23 @@ def test_a_plan_that_lacks_something(plan, shards, tmp_path):
     assert recipe.startswith("batches of")
 
 
+def test_the_teacher_and_the_promise_of_exact_weights_are_facts(shards, tmp_path):
+    taught = {"model": "resnet10t", "image_size": [24, 24]}
+    saved = {"kind": "checkpoint", "step": 8, "time": 1e9, "sha256": "5e" * 32}
+    history = read_history(record(tmp_path, {**START, "teacher": taught}, train_line(8), saved))
+    settings = ["distill.teacher=t.pth", "distill.distill_type=soft", "distill.temperature=2"]
+    settings += ["train.exact_over_ranks=true", "data.micro_batch_size=2"]
+    config = load_config(write_config(tmp_path, shards), settings).config
+    source = ReportSource(tmp_path, torch.device("cpu"))
+    found = dict(facts.config_facts(source, config, history, {}))
+    assert found["teacher"] == ("resnet10t at 24 × 24 pixels, t.pth; soft targets at temperature 2")
+    assert found["weights"] == (
+        "exact over ranks: the same bits on any number of them; sha256 5e5e5e5e5e5e5e5e… at step 8"
+    )
+    begun = read_history(record(tmp_path, START))
+    assert dict(facts.config_facts(source, config, begun, {}))["weights"].endswith("of them")
+
+
 @pytest.mark.parametrize("missing", [{"top1"}, {"correct_top1"}, {"num_images"}])
 def test_an_evaluation_that_lacks_something(missing, tmp_path):
     full = EVALUATION | {"top1": 50.0, "correct_top1": 11}
@@ -74,3 +91,35 @@ def test_older_records_and_cpus_have_no_share_of_a_peak(tmp_path):
     record(tmp_path, START, train_line(10), {**train_line(20), "mfu": None}, EVALUATION)
     page = make_report(tmp_path, torch.device("cpu")).page.read_text()
     assert "MFU" not in page
+
+
+def shown(folder: Path, *lines: dict) -> str:
+    """The text of the page of a run of which only the record is left."""
+    record(folder, START, *lines)
+    html = make_report(folder, torch.device("cpu")).page.read_text()
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))
+
+
+def test_batches_that_were_passed_over_and_limits(tmp_path):
+    spike = {"reason": "loss above the limit", "loss": 7.5, "grad_norm": 1.0}
+    limits = {"loss_limit": 2.5, "grad_norm_limit": None}
+    back = {"at_step": 9, "first_passed_over": 7, "last_passed_over": 11, "rewinds": 1}
+    line = {"kind": "rewind", "step": 6, "time": 1e9 + 5, **back, **spike, **limits}
+    text = shown(tmp_path, line, {**train_line(10), "batches_passed_over": 4})
+    assert "10 steps · 4 passed over" in text
+    assert "1 time the run went back to a checkpoint; 4 batches were passed over" in text
+    assert "steps 7 to 11 are passed over (loss 7.5; gradient norm 1; loss limit 2.5)" in text, (
+        "no limit is not one that is not finite"
+    )
+
+
+def test_checkpoints_are_listed_with_their_hashes(tmp_path):
+    saved = [
+        {"kind": "checkpoint", "step": step, "time": 1e9, "sha256": f"{step:064x}"}
+        for step in range(1, 8)
+    ]
+    listed = shown(tmp_path, train_line(10), *saved).partition("Checkpoints")[2]
+    assert [listed.count(line["sha256"]) for line in saved] == [1, 1, 2, 2, 2, 2, 2]
+    assert "All 7" in listed
+    assert "Exact over ranks" not in listed
+    assert "Checkpoints" not in shown(tmp_path, train_line(10))

@@ -11,11 +11,12 @@ import pytest
 from processes import TINY, metrics, run_here, write_config
 
 from vit.config.io import load_config, recipes_folder
+from vit.open_data import open_split
 from vit.plan import Plan
 from vit.recipes.difference import deviations, read_recipe
 from vit.report.curves import curve_panels
 from vit.report.history import read_history
-from vit.run.reference import Comparison, Reference, read_reference
+from vit.run.reference import Comparison, Reference, create_comparison, read_reference
 
 SHIPPED = sorted(path.stem for path in (recipes_folder() / "reference").glob("*.csv"))
 # Top-1 in the tables of DeiT III's README and of its paper, which round what the logs end with.
@@ -122,6 +123,10 @@ def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
         (("3,30", "5,30"), "its epochs must be between 0 and 4"),
         (("# images: 23\n", ""), "header: images: Field required"),
         (("# epochs: 4", "# epochs: 4\n# steps: 5"), "give the length as `epochs` or as `steps`"),
+        (("3,30", "3,nan"), "line 11: expected a number in each column"),
+        (("3,30", "3,130"), "top1 and top5 are percentages, between 0 and 100"),
+        (("1,10\n3,30\n", ""), "no row of numbers behind the header: expected 'epoch,top1'"),
+        (("# ", ""), "its first lines are no header: '# title: ...'"),
         (("# title: A curve", "# title A curve"), "its header is not '# key: value' lines"),
     ],
 )
@@ -133,6 +138,14 @@ def test_what_is_wrong_with_a_file_is_told_in_a_line(tmp_path, change, told):
     with pytest.raises(ValueError, match=re.escape(told)) as caught:
         read_reference(str(path))
     assert "\n" not in str(caught.value)
+
+
+def test_a_recipe_that_is_not_there_is_told_before_anything_is_trained(tmp_path, shards):
+    path = tmp_path / "curve.csv"
+    path.write_text(HEAD.format(recipe="configs/nix.yaml") + "epoch,top1\n1,10\n3,30\n")
+    config = load_config(write_config(tmp_path, shards), [f"eval.reference={path}"]).config
+    with pytest.raises(ValueError, match=r"curve\.csv: header: recipe: configs/nix\.yaml: cannot"):
+        create_comparison(config, plan(4), open_split(config.data, "val"))
 
 
 def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, capfd):

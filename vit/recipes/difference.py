@@ -28,7 +28,7 @@ _ELSEWHERE = (
     *("data.root", "data.train_split", "data.val_split", "init.checkpoint"),
     *("train.ema_decay", "train.ema_warmup", "train.ema_every_steps", "train.ema_after_epochs"),
     *("train.ema_warmup_power", "train.ema_warmup_gamma"),
-    *("eval.sets", "eval.best_by"),
+    "eval.best_by",
 )
 """Settings that change neither what the weights learn nor how they are scored."""
 
@@ -96,7 +96,9 @@ def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list
     return [
         f"{found.key} {_values(found)}"
         for found in compare(theirs, config)
-        if found.kind not in ("order", "harmless") and found.key not in _ELSEWHERE
+        if found.kind not in ("order", "harmless")
+        and found.key not in _ELSEWHERE
+        and not found.key.startswith("eval.sets")
     ]
 
 
@@ -159,8 +161,10 @@ def _shown(key: str, value: Any) -> str:
         meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)
         return f"none ({meaning[1]})" if meaning and meaning[1] != "none" else "none"
     if isinstance(value, list) and isinstance(value[0], dict):
-        items = (", ".join(f"{key} {of_key}" for key, of_key in item.items()) for item in value)
-        return "; ".join(items)
+        given = ({key: found for key, found in item.items() if found is not None} for item in value)
+        return "; ".join(
+            ", ".join(f"{key} {found}" for key, found in item.items()) for item in given
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from vit.config.base import Selection
 from vit.config.schema import Config
 from vit.run.resume import may_change
 
@@ -70,8 +71,10 @@ _ORDER = (
 _HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
 _IMAGES = (
     *("data.mean", "data.std", "data.interpolation", "data.scaled_decode"),
-    "schedule.image_sizes",
+    *("schedule.image_sizes", "data.sources", "data.on_bad_image"),
+    *(f"data.{name}" for name in Selection.model_fields),
 )
+"""Some of them may change at a resume, which compares the samples themselves."""
 
 
 class Effect(NamedTuple):
@@ -92,6 +95,8 @@ def effect_of(key: str) -> Effect:
         return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
     if key in _ORDER:
         return Effect("order", text)
+    if key in _IMAGES:
+        return Effect("images", text)
     if key in _HARMLESS or (may_change(key) and section not in ("eval", "data", "guard")):
         return Effect("harmless", text)
     if section == "data" and may_change(key) and key not in ("data.val_split", "data.root"):
@@ -115,4 +120,4 @@ def effect_of(key: str) -> Effect:
         return Effect("harmless", "what evaluations are shown beside")
     if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
         return Effect("harmless", "how often and how fast is evaluated")
-    return Effect("images" if key in _IMAGES else kinds.get(section, "harmless"), text)
+    return Effect(kinds.get(section, "harmless"), text)

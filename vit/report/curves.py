@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.io import load_config
+from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import mixes
 from vit.report.history import History, read_history, set_names
 from vit.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, SMALL_PT, drawing, report_style
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+PLAIN_LOSS = "cross-entropy"
+MOST_INSIDE = 4
+"""Names in a legend within the axes; more of them stand below, where they cover no curve."""
 SET_LINES = (
     *((PURPLE, "^-."), (SKY, "v-."), (GREY, "D-.")),
     *((PURPLE, "^:"), (SKY, "v:"), (GREY, "D:")),
@@ -49,18 +54,27 @@ def _read_curves(metrics: Path) -> History:
         raise ValueError("Nothing is in the record yet")
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
-    _add_training_accuracy(metrics.parent, history)
+    with suppress(ValueError):  # a record by itself, or of another version
+        config = load_config(metrics.parent / CONFIG_FILE).config
+        history.training_loss = _training_loss(config)
+        _add_training_accuracy(metrics.parent, history, config.augment)
     return history
 
 
-def _add_training_accuracy(run_dir: Path, history: History) -> None:
+def _training_loss(config: Config) -> str:
+    """Return what training makes small, in words."""
+    name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
+    return f"{name} + teacher" if config.distill.teacher is not None else name
+
+
+def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConfig) -> None:
     """Give train lines `top1`, in percent of the images since the line before, where it is known.
 
     It is not without the losses of images (log.sample_losses), nor of epochs in which images mix.
     """
     plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
     files = epoch_files(run_dir)
-    mixed = _mixed_epochs(run_dir)
+    mixed = _mixed_epochs(augment)
     files = {epoch: path for epoch, path in files.items() if epoch > mixed}
     if plan is None or not files:
         return
@@ -83,12 +97,8 @@ def _add_training_accuracy(run_dir: Path, history: History) -> None:
             line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
 
 
-def _mixed_epochs(run_dir: Path) -> float:
-    """Return how many epochs of the run mix images, all of them if that is not known."""
-    try:
-        augment = load_config(run_dir / CONFIG_FILE).config.augment
-    except ValueError:
-        return math.inf
+def _mixed_epochs(augment: AugmentConfig) -> float:
+    """Return how many epochs of the run mix images."""
     if not mixes(augment):
         return 0
     return math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
@@ -153,6 +163,8 @@ def _draw_faults(axes: Axes, history: History) -> None:
             transform=axes.get_xaxis_transform(),
         )
     rewinds = history.of_kind("rewind")
+    if rewinds:
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the triangles above the curves
     for number, line in enumerate(rewinds):
         label = f"passed over, back {len(rewinds):,} times" if not number else None
         band = (line["first_passed_over"] - 1, line["last_passed_over"])
@@ -170,10 +182,14 @@ def _draw_faults(axes: Axes, history: History) -> None:
 def _draw_loss(axes: Axes, history: History) -> None:
     evals = history.of_kind("eval")
     _draw_reference(axes, history, "loss")
-    _line(axes, history.of_kind("train"), "loss", "-", BLUE, "training, augmented")
-    _line(axes, evals, "loss", "o-", ORANGE, "validation")
+    is_plain = history.training_loss == PLAIN_LOSS
+    training = "training, augmented" if is_plain else f"training: {history.training_loss}"
+    _line(axes, history.of_kind("train"), "loss", "-", BLUE, training)
+    _line(
+        axes, evals, "loss", "o-", ORANGE, "validation" if is_plain else "validation: cross-entropy"
+    )
     _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
-    axes.set(title="Cross-entropy", ylim=(0, None))
+    axes.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
     _draw_faults(axes, history)
 
 
@@ -271,7 +287,16 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
             fontsize=SMALL_PT,
             transform=axes.get_xaxis_transform(),
         )
-    if resumed or len(axes.get_legend_handles_labels()[0]) > 1:
+    num_names = len(axes.get_legend_handles_labels()[0])
+    if num_names > MOST_INSIDE:
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            borderaxespad=4.5,  # letters: the numbers and the name of the axis
+            ncols=2,
+            fontsize=SMALL_PT,
+        )
+    elif resumed or num_names > 1:
         axes.legend()
     axes.grid(True)
     axes.set_xlim(0, 1.02 * max(line["step"] for line in history.lines) or 1)
@@ -325,7 +350,8 @@ def plot_learning_curves(
         for number, (name, history) in enumerate(zip(names, histories, strict=True)):
             for axes, key in ((loss, "loss"), (accuracy, "top1")):
                 _draw_run(axes, history, key, name, f"C{number}", smooth_epochs)
-        loss.set(title="Cross-entropy", ylim=(0, None))
+        is_plain = all(history.training_loss == PLAIN_LOSS for history in histories)
+        loss.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
         accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
         for axes in (loss, accuracy):
             axes.set_xlabel("epoch")
@@ -351,6 +377,8 @@ def _draw_run(
         if width:
             axes.plot(epochs, values, "-", color=color, alpha=0.25, linewidth=0.8)
         label = f"{name}: training, augmented"
+        if key == "loss" and history.training_loss != PLAIN_LOSS:
+            label = f"{name}: training, {history.training_loss}"
         axes.plot(epochs, smoothed(epochs, values, width), ":", color=color, label=label)
     evals = history.of_kind("eval")
     averaged = f"{key}_ema" if any(f"{key}_ema" in line for line in evals) else key

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vit.config import io as config_io
+from vit.config.distill_section import DistillConfig
 from vit.config.eval_section import VAL
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
@@ -99,7 +100,32 @@ def config_facts(
             f" {plan['total_steps'] / steps_per_epoch:.4g} epochs"
         )
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
-    return [*found, ("data", data), ("recipe", f"{length}; {optimizer}")]
+    found += [("data", data), ("recipe", f"{length}; {optimizer}")]
+    if config.distill.teacher is not None:
+        found.append(("teacher", _teacher(config.distill, history)))
+    if config.train.exact_over_ranks:
+        found.append(("weights", _exact_weights(history)))
+    return found
+
+
+def _teacher(distill: DistillConfig, history: History) -> str:
+    """Return who teaches, from where, and how it is heard."""
+    known = history.attempts[-1].start.get("teacher") if history.attempts else None
+    text = shown(distill.teacher or "")
+    if isinstance(known, dict):
+        height, width = known["image_size"]
+        text = f"{known['model']} at {height} × {width} pixels, {text}"
+    at = f" at temperature {distill.temperature:g}" if distill.distill_type == "soft" else ""
+    return f"{text}; {distill.distill_type} targets{at}"
+
+
+def _exact_weights(history: History) -> str:
+    """Return the promise of `train.exact_over_ranks`, and the newest hash to hold it against."""
+    saved = [line for line in history.of_kind("checkpoint") if line.get("sha256")]
+    text = "exact over ranks: the same bits on any number of them"
+    if not saved:
+        return text
+    return f"{text}; sha256 {saved[-1]['sha256'][:16]}… at step {saved[-1]['step']:,}"
 
 
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
@@ -227,6 +253,7 @@ def throughput(history: History, batch_size: int) -> dict[str, Any]:
         "total_s": total_s,
         "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
         "num_images": max(map(_batches_done, train), default=0) * batch_size or None,
+        "passed_over": train[-1].get("batches_passed_over") if train else None,
         "peak_memory_gib": max(memory, default=None),
         "batches_checked": sum(
             line["last_batch"] - line["first_batch"] + 1 - (line.get("batches_passed_over") or 0)
@@ -262,9 +289,9 @@ def _fault_text(line: dict[str, Any]) -> str:
     known = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
     passing = ("at_step", "first_passed_over", "last_passed_over", "rewinds")
     details = [
-        f"{key.replace('_', ' ')} {_short(value)}"
+        f"{key.replace('_', ' ').replace('grad norm', 'gradient norm')} {_short(value)}"
         for key, value in line.items()
-        if key not in (*known, *passing)
+        if key not in (*known, *passing) and not (value is None and key.endswith("_limit"))
     ]
     if line.get("samples"):
         details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")

@@ -55,6 +55,8 @@ class History:
     num_unreadable: int
     """Complete lines that are not record lines; a last line that a kill cut short is not
     counted."""
+    training_loss: str = "cross-entropy"
+    """What the losses of train lines are, as the run's config says."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of one kind, such as "eval"."""
@@ -83,7 +85,9 @@ class History:
         for line in self.lines:
             if line["kind"] == "start":
                 plan = line.get("plan") or {}
-                batch_size = math.prod(
+                # The product is more than the batch where ranks have unequal shares
+                # (`train.exact_over_ranks`); the oldest records have no other number.
+                batch_size = plan.get("global_batch_size") or math.prod(
                     plan.get(key, math.nan)
                     for key in ("world_size", "micro_batch_size", "accumulation_steps")
                 )

@@ -169,6 +169,8 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "empty_classes": len(classes) - len(with_images),
         "throughput": facts.throughput(history, config.data.global_batch_size if config else 0),
         "attempts": history.attempts,
+        "checkpoints": [line for line in history.of_kind("checkpoint") if line.get("sha256")],
+        "exact_over_ranks": config is not None and config.train.exact_over_ranks,
         "faults": facts.fault_lists(history, run_dir),
         "settings": settings,
         "config_problem": config_problem,

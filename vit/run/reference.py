@@ -17,6 +17,7 @@ from __future__ import annotations
 import csv
 import difflib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,11 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from vit.config.base import Positive, Section
-from vit.config.io import recipes_folder
+from vit.config.io import load_config, recipes_folder
 from vit.config.schema import Config
 from vit.data.shards.split import Split
 from vit.plan import Plan
+from vit.run.folder import CONFIG_FILE
 
 SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")
@@ -120,6 +122,7 @@ def read_reference(name: str) -> Reference:
     folder = recipes_folder() / "reference"
     path = Path(name) if name.endswith(SUFFIX) else folder / f"{name}{SUFFIX}"
     where = f"eval.reference={name}"
+    about = where if name.endswith(SUFFIX) else f"{where}: {path}"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -131,15 +134,20 @@ def read_reference(name: str) -> Reference:
             f" configs/reference, nearest: {', '.join(nearest)}; null for none"
         ) from None
     head = [line for line in lines if line.startswith("#")]
-    header = _read_header(head, f"{where}: {path}")
+    header = _read_header(head, about)
     unit: Literal["epoch", "step"] = "epoch" if header.steps is None else "step"
     length = float(header.epochs or header.steps or 0)
     rows = list(csv.DictReader(lines[len(head) :]))
-    runs = _read_runs(rows, unit, length, f"{where}: {path}", len(head))
+    runs = _read_runs(rows, unit, length, about, len(head))
     return Reference(path.stem, header, length, unit, runs)
 
 
 def _read_header(head: list[str], where: str) -> Header:
+    if not head:
+        raise ValueError(
+            f"{where}: its first lines are no header: '# title: ...', '# source: ...',"
+            " '# recipe: ...', '# epochs: ...', '# images: ...', '# classes: ...'"
+        )
     try:
         content = yaml.safe_load("\n".join(line.removeprefix("#").strip() for line in head))
         header = Header.model_validate_json(json.dumps(content))
@@ -158,8 +166,13 @@ def _read_runs(
     rows: list[dict[str, str]], unit: str, length: float, where: str, num_before: int
 ) -> tuple[dict[str, NDArray[np.float64]], ...]:
     """Return each run's columns, with `share` in place of its unit."""
-    names = [key for key in (rows[0] if rows else ()) if key not in (unit, "run")]
-    if not rows or unit not in rows[0] or "top1" not in names or {*names} - {*METRICS}:
+    if not rows:
+        raise ValueError(
+            f"{where}: no row of numbers behind the header: expected '{unit},top1' and, below it,"
+            " the numbers"
+        )
+    names = [key for key in rows[0] if key not in (unit, "run")]
+    if unit not in rows[0] or "top1" not in names or {*names} - {*METRICS}:
         raise ValueError(
             f"{where}: expected the columns {unit} and top1, and no others than run, top5 and loss"
         )
@@ -168,13 +181,18 @@ def _read_runs(
         try:
             values = [float(row[key]) for key in (unit, *names)]
         except (TypeError, ValueError):
-            raise ValueError(f"{where}: line {number}: expected a number in each column") from None
+            values = [math.nan]
+        if not np.isfinite(values).all():
+            raise ValueError(f"{where}: line {number}: expected a number in each column")
         points.setdefault(row.get("run", ""), []).append(values)
     runs = []
     for run, found in points.items():
         columns = np.array(found).T
         place = columns[0]
-        if not np.isfinite(columns).all() or place.min() < 0 or place.max() > length:
+        percent = columns[[at for at, key in enumerate((unit, *names)) if key in ("top1", "top5")]]
+        if percent.min() < 0 or percent.max() > 100:
+            raise ValueError(f"{where}: top1 and top5 are percentages, between 0 and 100")
+        if place.min() < 0 or place.max() > length:
             raise ValueError(f"{where}: its {unit}s must be between 0 and {length:g}")
         if (np.diff(place) <= 0).any():
             of_run = f" of run {run}" if run else ""
@@ -262,12 +280,13 @@ class Comparison:
 def create_comparison(config: Config, plan: Plan, val_split: Split) -> Comparison | None:
     """Hold a run of `config` against `eval.reference`; None if it names none.
 
-    Raises ValueError as `read_reference`.
+    Raises ValueError as `read_reference`, and if its recipe cannot be read.
     """
     if config.eval.reference is None:
         return None
     reference = read_reference(config.eval.reference)
     header = reference.header
+    _check_recipe(header, f"eval.reference={config.eval.reference}")
     refusal = ""
     if (val_split.num_samples, val_split.num_classes) != (header.images, header.classes):
         refusal = (
@@ -277,3 +296,13 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
     elif header.weights == "ema" and config.train.ema_decay is None:
         refusal = "it is of averaged weights, this run has none (train.ema_decay)"
     return Comparison(reference, plan, refusal)
+
+
+def _check_recipe(header: Header, where: str) -> None:
+    """Raise ValueError if what a run is compared with cannot be read, before it is trained."""
+    recipe = Path(header.recipe)
+    overrides = [f"{key}={json.dumps(value)}" for key, value in header.settings.items()]
+    try:
+        load_config(recipe / CONFIG_FILE if recipe.is_dir() else recipe, overrides, used_here=False)
+    except ValueError as error:
+        raise ValueError(f"{where}: header: recipe: {error}") from None

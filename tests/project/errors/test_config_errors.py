@@ -73,6 +73,7 @@ def _(place):
 
 OF_GUEST = ["model.embed_dim=null", "model.depth=null", "model.num_heads=null"]
 OF_GUEST += ["model.proj_drop_rate=null", "model.drop_path_rate=null"]
+EXACT = ["train.exact_over_ranks=true", "data.micro_batch_size=6"]
 ALONE = {
     "an unknown model name": ["model.name=vit_base16"],
     "an unknown model of timm": ["model.name=timm/resnet5"],
@@ -93,6 +94,9 @@ ALONE = {
         *("model.name=timm/resnet10t", *OF_GUEST, "optim.layer_decay=0.7")
     ],
     "weights of classes of another number": ["loss.class_weights=[1,2]"],
+    "exact weights of a model with batch norms": [
+        *("model.name=timm/resnet10t", *OF_GUEST, *EXACT)
+    ],
     "balanced weights where a class has no image": [
         *("loss.class_weights=balanced", "data.filter=label != 1")
     ],
@@ -135,6 +139,20 @@ def _(place):
     (folder / "timm.py").write_text("raise ImportError(\"No module named 'timm'\")\n")
     path = f"{folder}{os.pathsep}{environment().get('PYTHONPATH', '')}"
     place.train("optim.name=lamb", PYTHONPATH=path, PYTHONDONTWRITEBYTECODE="1")
+
+
+@scenario("exact weights with `OMP_NUM_THREADS=0`")
+def _(place):
+    place.train(*EXACT, OMP_NUM_THREADS="0")
+
+
+@scenario("a published curve without numbers")
+def _(place):
+    file = place.folder / "curve.csv"
+    header = {"title": "t", "source": "s", "recipe": "demo", "epochs": 2, "images": 23}
+    lines = [f"# {key}: {value}\n" for key, value in {**header, "classes": 3}.items()]
+    file.write_text("".join([*lines, "epoch,top1\n"]))
+    place.train(f"eval.reference={file}")
 
 
 @scenario("a contact sheet of more images than there are")
