@@ -249,6 +249,43 @@ def test_what_is_decayed_elsewhere_is_said(imported):
     assert value(imported("mm_b16"), "optim.no_weight_decay") == "embeddings"
 
 
+def test_a_child_of_an_mmpretrain_config_is_read_with_what_it_changes(tmp_path):
+    base = Path(__file__).parent / "configs" / "mmpretrain" / "deit" / "deit-small_4xb256_in1k.py"
+    child = tmp_path / "deit-small_8xb64_in1k.py"
+    child.write_text(
+        f"""_base_ = {str(base)!r}
+model = dict(backbone=dict(frozen_stages=4, init_cfg=dict(type='Pretrained', checkpoint='a.pth')),
+             neck=dict(type='ClsBatchNormNeck', input_features=384))
+test_pipeline = [dict(type='ResizeEdge', scale=256), dict(type='CenterCrop', crop_size=224)]
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+train_dataloader = dict(sampler=dict(type='RepeatAugSampler', shuffle=True))
+train_cfg = dict(type='EpochBasedTrainLoop')
+""",
+        encoding="utf-8",
+    )
+    found = import_recipe(str(child))
+    assert value(found, "init.freeze") == 4
+    assert value(found, "data.aug_repeats") == 3
+    assert value(found, "data.global_batch_size") == 2048, "8 GPUs with 256 as its base says"
+    cannot = [f.theirs[0] for f in found.reading.findings if f.verdict == "cannot"]
+    assert cannot == ["model.neck.type"]
+    differs = " ".join(f.text for f in found.reading.findings if f.verdict == "differs")
+    assert "256 images in the config, 64 in the file's name" in differs
+    assert "resized by bilinear there, by bicubic here" in differs
+    evaluates = tmp_path / "headless.py"
+    evaluates.write_text("model = dict(backbone=dict(type='VisionTransformer', arch='base'))\n")
+    with pytest.raises(ValueError, match=r"has no train_dataloader\.batch_size: expected one that"):
+        import_recipe(str(evaluates))
+
+
+def test_weights_at_a_url_are_a_file_to_download(imported):
+    found = imported("deit_b16_ft384")
+    assert value(found, "init.checkpoint") == "deit_base_patch16_224-b5f2ef4d.pth"
+    assert "# download https://dl.fbaipublicfiles.com/deit/" in yaml_text(found, None)
+    other = import_recipe("python main.py --finetune https://a.b/c.pth --data-set CIFAR")
+    assert value(other, "init.reset_head") is True
+
+
 def test_repeated_augmentation_needs_a_launcher():
     alone = import_recipe("python main.py --model deit_small_patch16_224 --batch-size 256")
     assert value(alone, "data.aug_repeats") == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+import numpy as np
 import pytest
 import yaml
 from timm.data import create_transform
@@ -12,6 +13,8 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from vit.config.io import to_dict
+from vit.data.augment.draw import draw_crops
+from vit.model import create_model
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.recipes.importing import import_recipe
@@ -57,7 +60,7 @@ def test_a_vit_is_our_size_and_has_the_views_of_timms_weights():
         ("--opt adamw --lr-base 1e-3 --lr-base-size 256", 1e-3 * 2),  # the root of 4
         ("--opt adamw --lr-base 1e-3 --lr-base-scale linear", 4e-3),
         ("--opt sgd --lr-base 0.1 --lr-base-scale sqrt --grad-accum-steps 4", 0.1 * 4),
-        ("--opt adamw --lr-base 1e-3 --lr 5e-4", 5e-4),
+        ("--opt adamw --lr-base 1e-3 --lr 5e-4 --native-amp", 5e-4),
     ],
 )
 def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
@@ -127,6 +130,30 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
     assert not [f.text for f in imported.reading.findings if f.verdict == "cannot"]
+
+
+def test_without_augmentation_the_crop_is_the_central_square():
+    flags = "--opt adamw --lr 1e-3 --no-aug --aa rand-m9 --reprob 0.25 --aug-repeats 3"
+    imported = import_recipe(f"./distributed_train.sh 2 {VIT} {flags}")
+    augment = imported.config().augment
+    theirs = create_transform(224, is_training=True, no_aug=True).transforms
+    window = draw_crops(augment, np.arange(9, dtype=np.uint64), np.full(9, 500), np.full(9, 300),
+                        (224, 224))  # fmt: skip
+    assert [type(each).__name__ for each in theirs[:2]] == ["Resize", "CenterCrop"]
+    assert np.unique(window, axis=0).tolist() == [[100, 0, 300, 300]]
+    assert not any((augment.hflip_prob, augment.erasing_prob, augment.randaugment_layers))
+    assert not any(augment.color_jitter)
+    assert imported.settings["data.interpolation"] == "bilinear"
+    assert imported.settings["data.aug_repeats"] == 3
+
+
+def test_a_head_times_zero_is_one_of_zeros_and_another_factor_is_not_available():
+    zero = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0")
+    small = {"embed_dim": 16, "depth": 1, "num_heads": 1}
+    head = create_model(zero.config().model, num_classes=3, **small).head.weight
+    assert not head.any()
+    other = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0.001")
+    assert finding(other, "head_init_scale").verdict == "cannot"
 
 
 def test_of_two_clips_lambs_own_is_the_smaller():

@@ -16,7 +16,7 @@ import yaml
 
 from vit.recipes.arguments import Argument, Given, Table
 from vit.recipes.command import Command
-from vit.recipes.python_config import Opaque, PythonConfig, flattened
+from vit.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.recipes.rates import IMAGENET, after_warmup, say_rate, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import say_initial_weights, say_precision
@@ -67,7 +67,7 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is known here")
     arguments = tuple(Argument((key,), "str", None, "", not _PLACES.match(key)) for key in leaves)
     table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
-    reading = _Config(table, Given(leaves, frozenset(leaves)))
+    reading = _Config(table, Given(Leaves(leaves), frozenset(leaves)))
     _say_length(reading)
     _say_model(reading)
     _say_images(reading)

@@ -15,7 +15,9 @@ from vit.recipes.command import Command
 from vit.recipes.rates import Rate, say_rate, timm_cosine, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import (
+    file_here,
     say_average,
+    say_clipping,
     say_color_jitter,
     say_erasing,
     say_initial_weights,
@@ -187,7 +189,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
         is_distributed = True
         reading.same("ngpus nodes")
     batch = args["batch_size"] * num_gpus
-    how = f"{args['batch_size']} x {num_gpus} GPUs"
+    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
     if table is VIT5:
         batch *= args["accum_iter"]
         how += f" x {args['accum_iter']}" * (args["accum_iter"] > 1)
@@ -203,7 +205,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     lr = args["lr"] if args["unscale_lr"] else scaled
     how = "" if args["unscale_lr"] else f"{args['lr']:g} x {batch} / 512"
     say_optimizer(reading, lr, how, "lr unscale_lr")
-    _say_clipping(reading)
+    say_clipping(reading)
     _say_schedule(reading, lr)
     decay = args["model_ema_decay"] if args["model_ema"] else None
     reading.same("model_ema")
@@ -298,8 +300,14 @@ def _say_dropping(reading: Reading, has_one_rate: bool) -> None:
 def _say_start(reading: Reading) -> None:
     """The weights to start from, teachers, and parts that are trained."""
     args = reading.args
-    if args["finetune"]:
-        reading.same("finetune", {"init.checkpoint": args["finetune"]})
+    if args["finetune"] and args["data_set"] != "IMNET":
+        file, how = file_here(args["finetune"])
+        text = "a head of another number of classes is new there; here it is new in any case"
+        start = {"init.checkpoint": file, "init.reset_head": True}
+        reading.differs("finetune", "; ".join(filter(None, (how, text))), start)
+    elif args["finetune"]:
+        file, how = file_here(args["finetune"])
+        reading.same("finetune", {"init.checkpoint": file}, how)
     else:
         reading.same("finetune")
     if "load_ema" in args:
@@ -337,9 +345,8 @@ def _say_teacher(reading: Reading) -> None:
             " take deit_{tiny,small,base}_distilled_patch16_{224,384}"
         )
     reading.same("distillation_type", {"distill.distill_type": kind})
-    of_here = path.rpartition("/")[2] if "://" in path else path
-    how = f"download {path}" if of_here != path else ""
-    reading.same("teacher_path", {"distill.teacher": of_here}, how)
+    file, how = file_here(path)
+    reading.same("teacher_path", {"distill.teacher": file}, how)
     text = f"timm's {args['teacher_model']}, which needs timm if it is no ViT"
     reading.same("teacher_model", {"distill.teacher_model": args["teacher_model"]}, text)
     weights = {"distill.task_loss_weight": 1 - alpha, "distill.distill_loss_weight": alpha}
@@ -403,15 +410,6 @@ def _say_loss(reading: Reading) -> None:
         reading.cannot("bce_loss", text)
     else:
         reading.same("bce_loss", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
-
-
-def _say_clipping(reading: Reading) -> None:
-    """The clip, which LAMB has by itself: timm's and apex's at a norm of 1."""
-    given = reading.args["clip_grad"]
-    if "lamb" in reading.args["opt"].lower() and (given is None or given > 1):
-        reading.same("clip_grad", {"optim.clip_grad_norm": 1.0}, "LAMB's own (max_grad_norm)")
-    else:
-        reading.same("clip_grad", {"optim.clip_grad_norm": given})
 
 
 def _say_schedule(reading: Reading, lr: float) -> None:

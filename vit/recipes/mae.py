@@ -15,6 +15,7 @@ from vit.recipes.command import Command
 from vit.recipes.rates import after_warmup, say_rate
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import (
+    file_here,
     say_color_jitter,
     say_erasing,
     say_initial_weights,
@@ -115,7 +116,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
         num_gpus = args["ngpus"] * args["nodes"]
         reading.same("ngpus nodes")
     batch = args["batch_size"] * args["accum_iter"] * num_gpus
-    how = f"{args['batch_size']} x {num_gpus} GPUs"
+    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
     how += f" x {args['accum_iter']}" * (args["accum_iter"] > 1)
     reading.same("batch_size accum_iter", {"data.global_batch_size": batch}, how)
     reading.same("epochs", {"train.epochs": args["epochs"]})
@@ -150,8 +151,8 @@ def _say_model(reading: Reading) -> None:
     reading.same("global_pool", pool if args["global_pool"] else {})
     reading.same("nb_classes")
     if args["finetune"]:
-        start = {"init.checkpoint": args["finetune"], "init.reset_head": True}
-        reading.same("finetune", start)
+        file, how = file_here(args["finetune"])
+        reading.same("finetune", {"init.checkpoint": file, "init.reset_head": True}, how)
     else:
         reading.same("finetune")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from vit.recipes.arguments import Argument, Given, Table
 from vit.recipes.command import Command
-from vit.recipes.python_config import Opaque, PythonConfig, flattened
+from vit.recipes.python_config import Leaves, Opaque, flattened, with_bases
 from vit.recipes.rates import after_warmup, say_rate, with_effect
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import say_initial_weights, say_layer_decay, say_precision
@@ -26,10 +26,12 @@ _PLACES = re.compile(
     r"|data_preprocessor\.(type|num_classes|to_rgb)|randomness\.(deterministic|diff_rank_seed)"
     r"|(train|val)_dataloader\.(num_workers|persistent_workers|pin_memory|collate_fn\.\w+)"
     r"|(train|val)_dataloader\.dataset\.(type|data_root|split|ann_file|data_prefix|\w+_classes)"
-    r"|(train|val)_dataloader\.sampler\.(type|shuffle)|val_dataloader\.batch_size"
+    r"|(train|val)_dataloader\.sampler\.shuffle|val_dataloader\.sampler\.type|val_dataloader\.batch_size"
     r"|(train|val)_dataloader\.dataset\.pipeline\.\d+\.(backend|hparams\.\w+|fill_color|fill_std)"
-    r"|model\.(type|neck|head\.(type|in_channels|num_classes|topk)|backbone\.(type|img_size))"
-    r"|train_cfg\.by_epoch|optim_wrapper\.(type|constructor)|custom_imports\.\w+)\b"
+    r"|model\.(type|head\.(type|in_channels|num_classes|topk)|backbone\.(type|img_size))"
+    r"|(train|val)_dataloader\.drop_last|train_cfg\.(by_epoch|type)|strategy\.[\w.]+|runner_type"
+    r"|model\.data_preprocessor\.(type|num_classes|to_rgb)"
+    r"|optim_wrapper\.(type|constructor)|custom_imports\.\w+)\b"
 )
 """Keys that say where things are, what is shown, how fast it runs, and which class does it."""
 _ARCHES = {
@@ -47,6 +49,8 @@ _ARCHES = {
     "h": "h",
 }
 """Names of sizes. `small` is another network there: 8 layers of 768 (DeiT3 has the usual one)."""
+_DEPTHS = {"ti": 12, "s": 12, "b": 12, "l": 24, "h": 32}
+_OF_DEIT3 = {"s": "s", "small": "s", "m": "b", "medium": "b"}
 _INITIAL = "model.init_cfg model.backbone.init_cfg model.head.init_cfg"
 
 
@@ -67,11 +71,11 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
 
 def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) -> Reading:
     """Account for a config. path: where it is, for its bases; num_gpus: None if not known."""
-    config = _with_bases(text, path)
+    config = with_bases(text, path)
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
     table = Table("MMPretrain", f"{SOURCE}, its defaults", arguments)
-    reading = _Config(table, Given(leaves, frozenset(leaves)))
+    reading = _Config(table, Given(Leaves(leaves), frozenset(leaves)))
     _say_batch(reading, path, num_gpus)
     _say_model(reading)
     _say_images(reading)
@@ -107,46 +111,6 @@ class _Config(Reading):
         return [f"{path}.{number}" for number in sorted(numbers)]
 
 
-def _with_bases(text: str, path: Path | None) -> dict[str, Any]:
-    """The config with those of its `_base_` below it."""
-    names = PythonConfig(text, str(path or "the config")).names
-    own = {
-        k: v
-        for k, v in names.items()
-        if isinstance(v, (dict, list, tuple, str, int, float)) or v is None
-    }
-    named: Any = own.pop("_base_", [])
-    bases = [named] if isinstance(named, str) else list(named)
-    found: dict[str, Any] = {}
-    missing = []
-    for base in bases:
-        file = None if path is None else path.parent / base
-        if file is None or not file.is_file():
-            missing.append(base)
-        else:
-            found = _merged(found, _with_bases(file.read_text(encoding="utf-8"), file))
-    if missing:
-        raise ValueError(
-            f"{path or 'the config'} inherits from {', '.join(missing)}, which is not there: give"
-            " the config as a file beside its bases"
-        )
-    return _merged(found, own)
-
-
-def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """`child` over `base`, as mmengine merges: dictionaries by their keys."""
-    found = dict(base)
-    for key, value in child.items():
-        if not isinstance(value, dict):
-            found[key] = value
-            continue
-        own = {k: v for k, v in value.items() if k != "_delete_"}
-        before = found.get(key)
-        replaces = value.get("_delete_") or not isinstance(before, dict)
-        found[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
-    return found
-
-
 def _say_batch(reading: _Config, path: Path | None, num_gpus: int | None) -> None:
     size = reading.args["train_dataloader.batch_size"]
     named = re.search(r"(\d+)xb(\d+)", path.stem) if path else None
@@ -157,6 +121,9 @@ def _say_batch(reading: _Config, path: Path | None, num_gpus: int | None) -> Non
     elif named:
         how = f"{size} x {named[1]} GPUs, as the file's name has it"
         batch = size * int(named[1])
+        if int(named[2]) != size:
+            text = f"a GPU has {size} images in the config, {named[2]} in the file's name"
+            reading.differs("", text)
     elif base:
         how = "as auto_scale_lr has it"
         batch = base
@@ -174,13 +141,15 @@ def _say_model(reading: _Config) -> None:
         raise ValueError(f"a backbone {backbone}: only VisionTransformer and DeiT3 are known here")
     arch = str(reading.args["model.backbone.arch"]).lower()
     is_deit3 = backbone == "DeiT3"
-    size = _ARCHES.get(arch, "s" if is_deit3 and arch in ("s", "small") else "")
+    size = _ARCHES.get(arch, _OF_DEIT3.get(arch, "") if is_deit3 else "")
     if not size:
         raise ValueError(f"arch {arch!r}: known are {', '.join(_ARCHES)}")
     patch = reading.get("model.backbone.patch_size", 16)
     name: dict[str, Any] = {"model.name": f"vit_{size}{patch}"}
     if is_deit3:
         name |= {"model.init_values": 1e-4, "model.no_embed_class": True}
+    if arch in ("m", "medium"):
+        name |= {"model.embed_dim": 512, "model.num_heads": 8}
     reading.same(reading.there("model.backbone.arch model.backbone.patch_size"), name)
     rate = reading.get("model.backbone.drop_path_rate", 0.0)
     dropped: dict[str, Any] = {"model.drop_path_rate": rate} if rate else {}
@@ -192,16 +161,21 @@ def _say_model(reading: _Config) -> None:
     pooled = {"model.global_pool": "avg"} if pools else {}
     names = reading.there("model.backbone.out_type model.backbone.final_norm")
     reading.same(names, pooled)
+    if neck := reading.get("model.neck.type"):
+        text = f"{neck} between the backbone and the head"
+        reading.cannot(reading.there("model.neck"), text)
+    else:
+        reading.same(reading.there("model.neck"))
     hidden = reading.get("model.head.hidden_dim")
     reading.same(
         reading.there("model.head.hidden_dim"),
         {"model.representation_size": hidden} if hidden else {},
     )
-    _say_start(reading)
+    _say_start(reading, size)
     _say_loss(reading)
 
 
-def _say_start(reading: _Config) -> None:
+def _say_start(reading: _Config, size: str) -> None:
     """Weights to start from, and how the others are drawn."""
     weights = reading.get("model.backbone.init_cfg.checkpoint")
     if reading.get("model.backbone.init_cfg.type") == "Pretrained":
@@ -210,6 +184,9 @@ def _say_start(reading: _Config) -> None:
         )
         start = {"init.checkpoint": weights or "pretrained.pth", "init.reset_head": True}
         reading.differs(reading.there("model.backbone.init_cfg"), text, start)
+    frozen = reading.get("model.backbone.frozen_stages", -1)
+    freeze = {"init.freeze": "backbone" if frozen >= _DEPTHS[size] else frozen}
+    reading.same(reading.there("model.backbone.frozen_stages"), freeze if frozen > 0 else {})
     names = reading.there(_INITIAL)
     if names:
         reading.differs(names, "first weights are ours: normal, std 0.02, and a head of zeros")
@@ -236,21 +213,33 @@ def _say_loss(reading: _Config) -> None:
 
 def _say_images(reading: _Config) -> None:
     """Training and evaluation, operation by operation."""
-    mean = [value / 255 for value in reading.args["data_preprocessor.mean"]]
-    std = [value / 255 for value in reading.args["data_preprocessor.std"]]
+    of_model = "model.data_preprocessor"
+    path = of_model if f"{of_model}.mean" in reading.args else "data_preprocessor"
+    mean = [value / 255 for value in reading.args[f"{path}.mean"]]
+    std = [value / 255 for value in reading.args[f"{path}.std"]]
     reading.same(
-        "data_preprocessor.mean data_preprocessor.std",
+        reading.there(f"{of_model} data_preprocessor.mean data_preprocessor.std"),
         {"data.mean": [round(v, 6) for v in mean], "data.std": [round(v, 6) for v in std]},
         "over 255",
     )
     for item in reading.items("train_dataloader.dataset.pipeline"):
         _say_operation(reading, item)
+    copies = reading.get("train_dataloader.sampler.num_repeats", 3)
+    repeats = {"data.aug_repeats": copies, "data.aug_repeats_form": "sampler"}
+    is_repeated = reading.get("train_dataloader.sampler.type") == "RepeatAugSampler"
+    reading.same(reading.there("train_dataloader.sampler"), repeats if is_repeated else {})
     side = 0
     for item in reading.items("val_dataloader.dataset.pipeline"):
         kind = reading.get(f"{item}.type")
         names = reading.there(item)
         if kind == "ResizeEdge":
             side = reading.args[f"{item}.scale"]
+            theirs = reading.get(f"{item}.interpolation", "bilinear")
+            ours = reading.settings.get("data.interpolation", theirs)
+            if theirs != ours:
+                text = f"images of evaluation are resized by {theirs} there, by {ours} here"
+                reading.differs(names, f"{text}, as in training")
+                continue
         elif kind == "CenterCrop":
             crop = reading.args[f"{item}.crop_size"]
             view = {"eval.crop_pct": crop / side}
@@ -354,7 +343,8 @@ def _say_optimizer(reading: _Config) -> None:
         reading.same(reading.there(f"{path}.nesterov"), nesterov)
     else:
         text = f"the optimizer {kind}: AdamW stands in its place, at its rate and decay"
-        reading.cannot(f"{path}.type", text, {"optim.name": "adamw"})
+        further = reading.there(f"{path}.momentum {path}.betas {path}.eps")
+        reading.cannot(f"{path}.type {further}".strip(), text, {"optim.name": "adamw"})
     decay = reading.get(f"{path}.weight_decay", 0.01 if kind == "AdamW" else 0.0)
     reading.same(reading.there(f"{path}.weight_decay"), {"optim.weight_decay": decay})
     _say_groups(reading, decay)

@@ -12,6 +12,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -155,7 +156,8 @@ class PythonConfig:
             elif not isinstance(owner, Opaque):
                 raise self._error(target, "only settings can be assigned to")
         elif isinstance(target, ast.Tuple):
-            for part, item in zip(target.elts, value, strict=True):
+            parts = [value] * len(target.elts) if isinstance(value, Opaque) else list(value)
+            for part, item in zip(target.elts, parts, strict=True):
                 self._assign(part, item, scopes)
         else:
             raise self._error(target, "only settings can be assigned to")
@@ -374,4 +376,54 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, inner in items:
         found |= flattened(inner, f"{path}.{key}" if path else str(key))
+    return found
+
+
+class Leaves(dict[str, Any]):
+    """Leaves of a config by their paths; one that is asked for and missing is a ValueError."""
+
+    def __missing__(self, key: str) -> Any:
+        raise ValueError(f"the config has no {key}: expected one that trains, with its bases")
+
+
+def with_bases(text: str, path: Path | None) -> dict[str, Any]:
+    """The config `text`, read from `path`, with those of its `_base_` below it (OpenMMLab).
+
+    Raises ValueError naming the files that are not there.
+    """
+    names = PythonConfig(text, str(path or "the config")).names
+    own = {
+        k: v
+        for k, v in names.items()
+        if isinstance(v, (dict, list, tuple, str, int, float)) or v is None
+    }
+    named: Any = own.pop("_base_", [])
+    bases = [named] if isinstance(named, str) else list(named)
+    found: dict[str, Any] = {}
+    missing = []
+    for base in bases:
+        file = None if path is None else path.parent / base
+        if file is None or not file.is_file():
+            missing.append(base)
+        else:
+            found = _merged(found, with_bases(file.read_text(encoding="utf-8"), file))
+    if missing:
+        raise ValueError(
+            f"{path or 'the config'} inherits from {', '.join(missing)}, which is not there: give"
+            " the config as a file beside its bases"
+        )
+    return _merged(found, own)
+
+
+def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
+    """`child` over `base`, as mmengine merges: dictionaries by their keys."""
+    found = dict(base)
+    for key, value in child.items():
+        if not isinstance(value, dict):
+            found[key] = value
+            continue
+        own = {k: v for k, v in value.items() if k != "_delete_"}
+        before = found.get(key)
+        replaces = value.get("_delete_") or not isinstance(before, dict)
+        found[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
     return found

@@ -27,6 +27,8 @@ _RECIPE = """
 --head-init-scale         float   -       first weights of the head
 --head-init-bias          float   -       model.init_head_bias
 --amp                     on      -       train.precision
+--apex-amp                on      -       train.precision, in old versions
+--native-amp              on      -       train.precision, in old versions
 --amp-dtype               str     float16  train.precision
 --model-dtype             str     -       numbers of the weights
 --opt                     str     sgd     optim.name
@@ -183,8 +185,6 @@ data                      word    -
 --wandb-tags              strs    -
 --wandb-resume-id         str     -
 --amp-impl                str     native
---apex-amp                on      -
---native-amp              on      -
 --force-cpu               on      -
 --aot-autograd            on      -
 --dynamo                  on      -
@@ -193,3 +193,33 @@ data                      word    -
 TABLE = make_table(
     "timm's train.py", "huggingface/pytorch-image-models@aa4b5850:train.py", _RECIPE, _PLACES
 )
+OFF = {
+    "aug_splits": "several augmentations of each image in a batch",
+    "jsd_loss": "a loss between them",
+    "vflip": "vertical flips",
+    "grayscale_prob": "images made grey",
+    "gaussian_blur_prob": "images blurred",
+    "epoch_repeats": "epochs that see the data several times",
+    "drop_connect": "drop path under its old name",
+    "drop_block": "DropBlock",
+    "bn_momentum": "momentum of batch norm",
+    "bn_eps": "epsilon of batch norm",
+    "sync_bn": "batch norm over all GPUs",
+    "split_bn": "batch norm by augmentation",
+    "layer_decay_min_scale": "a floor of the rates by depth",
+    "layer_decay_no_opt_scale": "layers below a rate that are not trained",
+    "train_img_sizes": "training images of several sizes in turn",
+    "naflex_loader": "images of any aspect",
+    "train_batches_per_epoch": "epochs of a given length",
+    "lr_noise": "noise on the learning rate",
+}
+"""Arguments that cannot be said where they are on, and what they do."""
+ONLY_WITH = {
+    "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
+    " train_size_random_mix variable_batch_loss_scale": "all images have one size",
+    "naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs"
+    " naflex_loss_scale naflex_patchify_channels_first": "images are square",
+    "lr_noise_pct lr_noise_std": "there is no --lr-noise",
+    "lr_cycle_mul lr_cycle_decay": "there are no restarts",
+}
+"""Arguments without effect, as the first reason says, while those of `OFF` are off."""

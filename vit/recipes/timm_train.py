@@ -15,9 +15,10 @@ from typing import Any
 from vit.recipes.arguments import Given, Table
 from vit.recipes.rates import say_rate, timm_cosine, timm_step, with_effect
 from vit.recipes.reading import Reading
-from vit.recipes.timm_table import TABLE
+from vit.recipes.timm_table import OFF, ONLY_WITH, TABLE
 from vit.recipes.timm_words import (
     say_average,
+    say_clipping,
     say_color_jitter,
     say_erasing,
     say_initial_weights,
@@ -33,36 +34,6 @@ __all__ = ["TABLE", "read"]
 _SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d+)_(\d+)"
 """Models of timm that are sizes of ours."""
-_OFF = {
-    "aug_splits": "several augmentations of each image in a batch",
-    "jsd_loss": "a loss between them",
-    "vflip": "vertical flips",
-    "grayscale_prob": "images made grey",
-    "gaussian_blur_prob": "images blurred",
-    "no_aug": "no augmentation but a resize",
-    "epoch_repeats": "epochs that see the data several times",
-    "head_init_scale": "a factor of the head's first weights",
-    "drop_connect": "drop path under its old name",
-    "drop_block": "DropBlock",
-    "bn_momentum": "momentum of batch norm",
-    "bn_eps": "epsilon of batch norm",
-    "sync_bn": "batch norm over all GPUs",
-    "split_bn": "batch norm by augmentation",
-    "layer_decay_min_scale": "a floor of the rates by depth",
-    "layer_decay_no_opt_scale": "layers below a rate that are not trained",
-    "train_img_sizes": "training images of several sizes in turn",
-    "naflex_loader": "images of any aspect",
-    "train_batches_per_epoch": "epochs of a given length",
-    "lr_noise": "noise on the learning rate",
-}
-_ONLY_WITH = {
-    "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
-    " train_size_random_mix variable_batch_loss_scale": "all images have one size",
-    "naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs"
-    " naflex_loss_scale naflex_patchify_channels_first": "images are square",
-    "lr_noise_pct lr_noise_std": "there is no --lr-noise",
-    "lr_cycle_mul lr_cycle_decay": "there are no restarts",
-}
 
 
 def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
@@ -71,8 +42,8 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     args = reading.args
     _say_batch(reading, num_gpus)
     batch = reading.settings["data.global_batch_size"]
-    reading.expect_off(_OFF)
-    for names, why in _ONLY_WITH.items():
+    reading.expect_off(OFF)
+    for names, why in ONLY_WITH.items():
         reading.inert(names, why)
     _say_model(reading)
     _say_images(reading, is_distributed)
@@ -82,7 +53,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     _say_teacher(reading)
     lr, how = _rate(args, batch)
     say_optimizer(reading, lr, how, "lr lr_base lr_base_size lr_base_scale")
-    _say_clipping(reading)
+    say_clipping(reading)
     say_layer_decay(reading, "layer_decay", args["layer_decay"], "timm")
     _say_schedule(reading, lr)
     reading.same("model_ema")
@@ -97,10 +68,24 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
     reading.same("seed", {"train.seed": args["seed"]})
     reading.same("val_interval", {"eval.every_epochs": args["val_interval"]})
     _say_numbers(reading)
-    if not reading.settings["model.name"].startswith("timm/"):
-        say_initial_weights(reading, "", "timm")
+    _say_first_weights(reading)
     reading.finish()
     return reading
+
+
+def _say_first_weights(reading: Reading) -> None:
+    """How weights are drawn, and `--head-init-scale`, a factor of the head's."""
+    scale = reading.args["head_init_scale"]
+    is_ours = not reading.settings["model.name"].startswith("timm/")
+    if scale in (None, 1):
+        reading.same("head_init_scale")
+        if is_ours:
+            say_initial_weights(reading, "", "timm")
+    elif scale == 0 and is_ours:
+        reading.same("head_init_scale")  # without `model.weight_init` the head is 0
+        say_initial_weights(reading, "patches as torch draws a convolution, a head of zeros")
+    else:
+        reading.cannot("head_init_scale", f"the head's first weights times {scale:g}")
 
 
 def _say_batch(reading: Reading, num_gpus: int) -> None:
@@ -220,8 +205,33 @@ def _say_fields(reading: Reading, is_plain: bool) -> None:
         reading.same("head_init_bias", {"model.init_head_bias": bias})
 
 
+_OF_AUGMENTATION = (
+    "train_crop_mode scale ratio hflip aa color_jitter color_jitter_prob reprob remode recount"
+    " resplit"
+)
+
+
 def _say_images(reading: Reading, is_distributed: bool) -> None:
+    if reading.args["no_aug"]:
+        _say_no_augmentation(reading)
+    else:
+        _say_augmentation(reading)
+    _say_repeats(reading, is_distributed)
+
+
+def _say_no_augmentation(reading: Reading) -> None:
+    """`--no-aug`: the central square, which is taken where no window of ratio 1 has all area."""
+    window = {"augment.crop_scale": [1.0, 1.0], "augment.crop_ratio": [1.0, 1.0]}
+    reading.same("no_aug", {**window, "augment.hflip_prob": 0.0})
+    reading.inert(_OF_AUGMENTATION, "--no-aug")
+    if reading.args["train_interpolation"] == "random":
+        reading.args["train_interpolation"] = "bilinear"  # as timm does
+    _say_interpolation(reading)
+
+
+def _say_augmentation(reading: Reading) -> None:
     args = reading.args
+    reading.same("no_aug")
     mode = args["train_crop_mode"] or "rrc"
     if mode == "rrc":
         reading.same("train_crop_mode")
@@ -239,7 +249,10 @@ def _say_images(reading: Reading, is_distributed: bool) -> None:
     else:
         reading.cannot("color_jitter_prob", "colours that change in some images only")
     say_erasing(reading)
-    repeats = int(args["aug_repeats"])
+
+
+def _say_repeats(reading: Reading, is_distributed: bool) -> None:
+    repeats = int(reading.args["aug_repeats"])
     if repeats > 1 and is_distributed:
         settings = {"data.aug_repeats": repeats, "data.aug_repeats_form": "sampler"}
         reading.same("aug_repeats", settings)
@@ -361,25 +374,6 @@ def _say_teacher(reading: Reading) -> None:
         reading.same("kd_temperature", {"distill.temperature": args["kd_temperature"]})
 
 
-def _say_clipping(reading: Reading) -> None:
-    args = reading.args
-    if args["clip_grad"] is None:
-        own = 1.0 if "lamb" in args["opt"].lower() else None
-        note = "LAMB's own (max_grad_norm)" if own else ""
-        reading.same("clip_grad", {"optim.clip_grad_norm": own}, note)
-        reading.inert("clip_mode", "nothing is clipped by --clip-grad")
-    elif args["clip_mode"] == "norm":
-        note = ""
-        norm = args["clip_grad"]
-        if "lamb" in args["opt"].lower() and norm > 1:
-            norm = 1.0
-            note = "LAMB's own (max_grad_norm), which is less"
-        reading.same("clip_grad clip_mode", {"optim.clip_grad_norm": norm}, note)
-    else:
-        text = f"gradients are clipped by {args['clip_mode']}: not clipped here"
-        reading.cannot("clip_grad clip_mode", text, {"optim.clip_grad_norm": None})
-
-
 def _say_schedule(reading: Reading, lr: float) -> None:
     args = reading.args
     epochs = args["epochs"]
@@ -436,8 +430,9 @@ def _say_schedule(reading: Reading, lr: float) -> None:
 def _say_numbers(reading: Reading) -> None:
     args = reading.args
     theirs = "bf16" if args["amp_dtype"] == "bfloat16" else "fp16 with a scaled loss"
-    reading.same("amp amp_dtype")
-    say_precision(reading, theirs if args["amp"] else "fp32")
+    reading.same("amp amp_dtype apex_amp native_amp")
+    is_mixed = args["amp"] or args["apex_amp"] or args["native_amp"]
+    say_precision(reading, theirs if is_mixed else "fp32")
     if args["model_dtype"] in (None, "float32"):
         reading.same("model_dtype")
     else:

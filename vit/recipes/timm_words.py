@@ -253,6 +253,24 @@ def _own_settings(name: str) -> set[str]:
     return kind.model_fields.keys() - OptimizerConfig.model_fields.keys() - said
 
 
+def say_clipping(reading: Reading) -> None:
+    """`--clip-grad`, and timm's `--clip-mode`: LAMB clips by itself, too, to a norm of 1."""
+    args = reading.args
+    norm = args["clip_grad"]
+    has_own = "lamb" in args["opt"].lower() and (norm is None or norm > 1)
+    note = "LAMB's own (max_grad_norm)" if has_own else ""
+    mode = args.get("clip_mode", "norm")
+    if norm is not None and mode != "norm":
+        text = f"gradients are clipped by {mode}: not clipped here"
+        reading.cannot("clip_grad clip_mode", text, {"optim.clip_grad_norm": None})
+        return
+    reading.same("clip_grad", {"optim.clip_grad_norm": 1.0 if has_own else norm}, note)
+    if "clip_mode" in args and norm is None:
+        reading.inert("clip_mode", "nothing is clipped by --clip-grad")
+    elif "clip_mode" in args:
+        reading.same("clip_mode")
+
+
 def say_layer_decay(reading: Reading, argument: str, factor: float | None, form: str) -> None:
     """Rates by depth. form: whether the last norm goes with the head (`beit`) or the last block."""
     if factor is None or factor == 1:
@@ -269,6 +287,13 @@ def say_average(reading: Reading, decay: float | None, *, note: str = "") -> Non
         reading.differs("model_ema_decay", note, {"train.ema_decay": decay})
     else:
         reading.same("model_ema_decay", {"train.ema_decay": decay})
+
+
+def file_here(given: str) -> tuple[str, str]:
+    """The file that stands for weights `given`, which may be at a URL, and what to do, in words."""
+    if "://" not in given:
+        return given, ""
+    return given.rpartition("/")[2], f"download {given}"
 
 
 def say_initial_weights(reading: Reading, theirs: str, source: str | None = None) -> None:

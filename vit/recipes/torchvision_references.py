@@ -97,7 +97,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
         )
     reading.same("model", {"model.name": f"vit_{found[1]}{found[2]}"})
     batch = args["batch_size"] * num_gpus
-    how = f"{args['batch_size']} x {num_gpus} GPUs"
+    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
     reading.same("batch_size", {"data.global_batch_size": batch}, how)
     reading.same("epochs", {"train.epochs": args["epochs"]})
     _say_images(reading, is_distributed)
