@@ -24,6 +24,7 @@ from vit.plan import describe
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
+from vit.ranks.watch import collective_timeout
 from vit.run.reference import read_reference
 from vit.system.command_line import Parser
 from vit.train import train
@@ -44,7 +45,11 @@ def main() -> World | None:
             print(describe(config, origins, distributed.world_size()), end="")
         return None
     deterministic = config.train.deterministic or config.train.exact_over_ranks
-    world = distributed.join_world(config.train.device, deterministic=deterministic)
+    world = distributed.join_world(
+        config.train.device,
+        deterministic=deterministic,
+        collective_timeout=collective_timeout(config.run.hang_timeout_s),
+    )
     train(build(config, world, args.allow_change))
     return world
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,8 @@ from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan, make_plan, rates
 from vit.ranks.distributed import World, wrap
-from vit.ranks.exit import Interrupted, StopSignals
+from vit.ranks.exit import Interrupted, StopSignals, leave_hung
+from vit.ranks.watch import Verdict, Watch
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import RunLock
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
@@ -94,6 +95,17 @@ class Run:
     saver: Saver
     signals: StopSignals
     start_times: StartTimes
+    watch: Watch = field(init=False)
+    """Ends all ranks once one keeps the others waiting; begins with the training."""
+
+    def __post_init__(self) -> None:
+        self.watch = Watch(self.world, self.config.run.hang_timeout_s, self._end_hung)
+
+    def _end_hung(self, verdict: Verdict) -> None:
+        """Record why the run ends, and end it, from the thread of the watch."""
+        with suppress(ValueError):  # a full disk: it ends all the same
+            self.record.write("end", self.state.step, outcome="error", reason=verdict.message)
+        leave_hung(verdict)
 
     def __enter__(self) -> Run:
         return self
@@ -102,6 +114,7 @@ class Run:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """End writing, close the record, and give back the terminal, the folder and the signals."""
+        self.watch.close()
         try:
             # A second Ctrl-C: whatever the thread waits for may never come.
             self.saver.close(at_once=isinstance(error, KeyboardInterrupt))

@@ -75,6 +75,7 @@ def _train_on(run: Run, is_started: bool) -> str:
             # a signal in this attempt writes it again
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
         run.train_step.model.train()
+        run.watch.start()
 
         while True:
             step = state.step
@@ -111,13 +112,16 @@ def _train_on(run: Run, is_started: bool) -> str:
                 state.step += 1
                 continue
 
+            run.watch.mark(step, "waiting for its data")
             batch = next(loader)
+            run.watch.mark(step, "in the step")
             if not is_started:
                 is_started = True
                 # DDP fixes its bucket layout here, in every attempt: a resumed run needs the layout
                 # that the first attempt had. Waiting for the first batch counts as start-up, not as
                 # training.
-                run.train_step.fix_bucket_layout(batch)
+                with run.watch.away(step, "compiling"):
+                    run.train_step.fix_bucket_layout(batch)
                 run.start_times.end("workers and first batch")
                 run.start_times.tell(run.record, step)
             if not monitor.is_started:
@@ -227,6 +231,7 @@ def _tell_reference(run: Run) -> None:
 
 def go_back(run: Run, event: Rewind) -> None:
     """Bring `run` to its newest checkpoint, to pass over the batches around those of `event`."""
+    run.watch.close()  # what follows waits through the store, and begins anew after it
     run.saver.finish()
     if run.saver.samples is not None:
         run.saver.samples.drop()
@@ -272,6 +277,7 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
     """
     state = run.state
     record = run.record
+    run.watch.mark(state.step, "evaluating")
     try:
         results = _evaluate_all(run)
     except _Interrupted:
@@ -338,6 +344,7 @@ def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
             done: int, total: int, meter: Meter = meter, num_images: int = num_images
         ) -> None:
             meter.update(num_images * done // total)
+            run.watch.mark(run.state.step, "evaluating")
             due = done % CHECK_STOP_EVERY_BATCHES == 0
             if due and run.world.any_rank(bool(run.signals.received)):
                 raise _Interrupted
@@ -362,13 +369,16 @@ def save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -
     state.elapsed_s = monitor.elapsed_s()
     if monitor.stop or state.step == run.plan.total_steps:
         weights = weights | {"last"}
-    run.saver.save(state, with_checkpoint, tuple(sorted(weights)))
+    with run.watch.away(state.step, "saving"):
+        run.saver.save(state, with_checkpoint, tuple(sorted(weights)))
 
 
 def finish(run: Run, monitor: Monitor) -> str:
     """Wait for the last save; report how the run ended, in its folder, the record and to people."""
     state = run.state
-    run.saver.finish()
+    with run.watch.away(state.step, "waiting for its save"):
+        run.saver.finish()
+    run.watch.close()  # the main rank draws the report alone
     outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

@@ -279,6 +279,10 @@ class RunConfig(Section):
     dir: str | None = None
     """Folder of checkpoints, weights and record; the same command resumes it. `None`: `runs/<name
     of the config file>`."""
+    hang_timeout_s: Annotated[float | None, Field(ge=1)] = 600.0
+    """Seconds that a rank may stand still, or be silent, while the others wait for it; then all end
+    with its name (docs/resume.md). `None`: only gloo and NCCL have a limit, of ten minutes, and
+    name nobody."""
 
 
 class LogConfig(Section):

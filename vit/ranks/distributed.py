@@ -16,6 +16,7 @@ import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def join_world(
     found: HostDevices | None = None,
     *,
     deterministic: bool = False,
+    collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
 ) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
@@ -79,6 +81,7 @@ def join_world(
         setting: how messages name the setting or flag of `device`.
         found: devices of this host; None: what `find_devices` finds.
         deterministic: whether GPUs add in one order only.
+        collective_timeout: after which gloo and NCCL end a run whose ranks do not come together.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks; hosts differ; the ranks cannot meet.
@@ -110,7 +113,7 @@ def join_world(
         try:
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                timeout=COLLECTIVE_TIMEOUT,
+                timeout=collective_timeout,
                 store=store,
                 rank=rank,
                 world_size=size,

@@ -16,6 +16,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from vit.ranks.distributed import (
     local_world_size,
     world_size,
 )
+from vit.ranks.watch import Verdict
 from vit.system.redact import guard_console, shown
 
 SILENT_S = 20.0
@@ -169,6 +171,31 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
     print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
     announce_end(f"rank {_rank()}: {message}")
     leave(status)
+
+
+def leave_hung(verdict: Verdict) -> NoReturn:
+    """End because `verdict` says that a rank keeps all others waiting; called on any thread.
+
+    The lowest rank that is not to blame prints it. One that is to blame and can still speak shows
+    where it stands. Nothing here waits for the store: the main thread may hold its connection.
+    """
+    rank = _rank()
+    message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
+    if rank in verdict.ranks:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = "".join(traceback.format_stack(frame))
+        print(f"rank {rank} stands here:\n{stack}", end="", file=sys.stderr, flush=True)
+    speaker = min(set(range(world_size())) - {*verdict.ranks}, default=0)
+    if rank == speaker:
+        print(message, file=sys.stderr, flush=True)
+    elif local_world_size() > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
+        deadline = time.monotonic() + SILENT_S
+        while time.monotonic() < deadline and not _host_has_reported():
+            time.sleep(REPORTED_S / 4)
+        if _host_has_reported():
+            leave(0)
+    _report_to_torchrun(message)
+    leave(1)
 
 
 def _leave_silently(message: str, status: int) -> NoReturn:

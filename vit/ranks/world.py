@@ -27,7 +27,8 @@ How a failure of one rank reaches the others:
 - torchrun itself killed: the store is gone with the first host's. fail_together goes on in a
   collective, so that the ranks can save; the others raise RankLost.
 - In a collective gloo notices a dead rank at once. NCCL does not: its ranks stand still until
-  torchrun, Slurm (srun --kill-on-bad-exit) or COLLECTIVE_TIMEOUT ends them.
+  torchrun, Slurm (srun --kill-on-bad-exit) or `vit.ranks.watch` ends them, which also finds ranks
+  that hang.
 """
 
 from __future__ import annotations

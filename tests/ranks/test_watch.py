@@ -1,0 +1,113 @@
+"""A rank that stands still is found and named: by threads over a store, and by real trainings."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+from processes import Background, final_state, make_shards, metrics, train, write_config
+from ranks import together
+
+from vit.ranks.watch import Verdict, Watch, _Seen, judge
+from vit.ranks.world import LONGEST_WAIT, World
+
+LIMIT_S = 60.0
+
+
+def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
+    """A rank that made its last of `count` marks `ago_s` ago, and its last beat `heard_s` ago."""
+    seen = _Seen(number=1, count=count, step=7, doing="in the step")
+    return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
+
+
+@pytest.mark.parametrize(
+    ("seen", "ranks", "words"),
+    [
+        ([beat(9, 1), beat(9, 1)], None, ""),
+        ([beat(9, 59), beat(8, 59)], None, ""),
+        ([beat(9, 61), beat(8, 61)], (1,), "rank 1 on h1 has not moved for 61 s; last at step 7"),
+        # Who is behind has moved just now, however long the others have waited.
+        ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
+        ([beat(8, 70), beat(9, 1), beat(8, 70)], (0, 2), "rank 0 on h0, 2 on h2 has not moved"),
+        ([beat(9, 61), beat(9, 62)], (), "all 2 ranks have stood at step 7, in the step, for 61 s"),
+        (
+            [beat(9, 61), beat(9, 1, heard_s=61)],
+            (1,),
+            "rank 1 on h1 has not been heard of for 60 s",
+        ),
+        ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
+        ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
+        # A rank without a beat is still starting, which has limits of its own.
+        ([beat(9, 99), _Seen()], None, ""),
+        ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has not"),
+    ],
+)
+def test_who_is_behind(seen, ranks, words):
+    verdict = judge(dict(enumerate(seen)), LIMIT_S, 1000.0, lambda rank: f"h{rank}")
+    assert (verdict and verdict.ranks) == ranks
+    assert words in (verdict.message if verdict else "")
+
+
+def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
+    """The verdicts on a rank that works on, unless it is `behind`, for `for_s`."""
+    verdicts = list[Verdict]()
+    watch = Watch(world, limit_s, verdicts.append)
+    watch.start()
+    end = time.monotonic() + for_s
+    step = 0
+    while time.monotonic() < end and not verdicts:
+        if world.rank != behind:
+            step += 1
+            watch.mark(step, "in the step")
+        time.sleep(0.01)
+    watch.close()
+    return verdicts
+
+
+def test_all_ranks_hear_who_is_behind():
+    heard = together(3, lambda world: watched(world, 1, limit_s=0.5, for_s=60))
+    assert [[verdict.ranks for verdict in each] for each in heard] == [[(1,)]] * 3
+    assert len({verdict.message for each in heard for verdict in each}) == 1
+    assert heard[0][0].message.startswith("rank 1 on ")
+
+
+def test_ranks_that_move_are_left_alone():
+    assert together(3, lambda world: watched(world, None, limit_s=5.0, for_s=1.0)) == [[]] * 3
+    assert together(1, lambda world: watched(world, 0, limit_s=0.1, for_s=0.5)) == [[]]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    return make_shards(tmp_path_factory.mktemp("shards"))
+
+
+def test_a_stopped_rank_is_named_and_the_record_says_so(shards, tmp_path):
+    """SIGSTOP: a swapping host, a frozen cgroup, a debugger."""
+    config = write_config(tmp_path, shards, steps=3000)
+    run = Background(config, tmp_path / "run", "run.hang_timeout_s=4", ranks=2, cold=True)
+    run.wait_for_step(4)
+    stopped = run.trainers()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    output = run.wait_for_output("has not been heard of for 4 s; last at step")
+    assert "rank 1 on " in output
+    os.kill(stopped, signal.SIGKILL)  # torchrun would, after 30 s
+    output += run.end()
+    assert "the same command continues from the newest checkpoint" in output
+    assert metrics(tmp_path / "run", "end")[-1]["reason"].startswith("rank 1 on ")
+
+
+@pytest.mark.full
+def test_a_rank_that_is_stopped_for_a_while_goes_on_to_the_same_weights(shards, tmp_path):
+    config = write_config(tmp_path, shards, steps=60)
+    train(config, tmp_path / "whole", ranks=2)
+    run = Background(config, tmp_path / "run", "run.hang_timeout_s=60", cold=True)
+    run.wait_for_step(4)
+    stopped = run.trainers()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    time.sleep(10)
+    os.kill(stopped, signal.SIGCONT)
+    run.end()
+    assert final_state(tmp_path / "run", 60) == final_state(tmp_path / "whole", 60)
