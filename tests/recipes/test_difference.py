@@ -90,6 +90,19 @@ def test_what_a_curve_is_of_other_than_its_recipe():
     assert deviations(config, "vit_b16", {}) == ["data.samples_per_class none -> 13"]
 
 
+def test_an_ablation_is_told_only_of_what_it_compared():
+    both = compare(with_(), with_("model.drop_path_rate=0.2", "optim.name=lamb"))
+    found = {difference.key: difference for difference in both}
+    dropped = found["model.drop_path_rate"]
+    assert (dropped.kind, dropped.text) == ("network", "")
+    assert found["optim.name"].text == ""
+    (without,) = compare(with_(), with_("model.drop_path_rate=0"))
+    assert without.kind == "known"
+    assert not compare(with_(), with_("augment.randaugment_magnitude_std=0.5"))
+    ends = in_words(with_(), with_("schedule.min_lr=0.0016"), ("a", "b"))
+    assert "at most 100 % of the larger peak apart (100 % into the run)" in " ".join(ends.split())
+
+
 def test_rates_are_compared_over_the_part_of_the_run_that_is_done():
     longer = in_words(with_(), with_("train.epochs=600", "schedule.warmup_epochs=40"), ("a", "b"))
     assert "learning rates" not in longer, "the same shape"

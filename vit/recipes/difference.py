@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 from vit.config import io as config_io
 from vit.config.hints import sections
 from vit.config.io import load_config
-from vit.config.schema import Config, ModelConfig
+from vit.config.schema import Config
 from vit.layers.presets import PRESETS
 from vit.model import VisionTransformer
 from vit.recipes.effects import KINDS, effect_of
-from vit.recipes.rates import IMAGENET, distance, our_rate
+from vit.recipes.rates import IMAGENET, distance, in_percent, our_rate
 from vit.run.folder import CONFIG_FILE
 
 _ELSEWHERE = (
@@ -61,28 +61,30 @@ def compare(first: Config, second: Config) -> list[Difference]:
     A setting of the model that is left to its size is one that has what the size has.
     """
     found = []
-    own = [_own_values(config.model) for config in (first, second)]
+    own = [_own_values(config) for config in (first, second)]
     unlike = config_io.differences(config_io.to_dict(first), config_io.to_dict(second))
     for key, (old, new) in unlike.items():
         old = own[0].get(key) if old is None else old
         new = own[1].get(key) if new is None else new
         if key == "run.dir" or old == new:
             continue
-        effect = effect_of(key)
+        effect = effect_of(key, (old, new))
         found.append(Difference(key, old, new, effect.kind, effect.text))
     order = [kind for kind, _ in KINDS]
     return sorted(found, key=lambda difference: order.index(difference.kind))
 
 
-def _own_values(model: ModelConfig) -> dict[str, Any]:
-    """What the size, or the network, has where the config leaves a setting of `model` to it."""
-    size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", model.name)
+def _own_values(config: Config) -> dict[str, Any]:
+    """What settings are that the config leaves to the size, the network or the operations."""
+    is_timms = config.augment.randaugment_ops.startswith("timm")
+    found: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
+    size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
     if size is None:
-        return {}
+        return found
     parameters = inspect.signature(VisionTransformer).parameters
     values = {name: parameter.default for name, parameter in parameters.items()}
     values |= {**PRESETS[size[1]], "patch_size": int(size[2]), "num_classes": None}
-    return {f"model.{name}": value for name, value in values.items()}
+    return found | {f"model.{name}": value for name, value in values.items()}
 
 
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
@@ -134,11 +136,11 @@ def _rates(first: Config, second: Config) -> str:
     apart = distance(a, lambda time: b(time * others / epochs), peak, epochs)
     if apart.largest < 0.005:
         return ""
-    share = 100 * apart.at_epoch / epochs
+    share = apart.at_epoch / epochs
     return (
         "learning rates, over the part of the run that is done: at most"
-        f" {100 * apart.largest:.2g} % of the larger peak apart ({share:.2g} % into the run),"
-        f" {100 * apart.mean:.2g} % on average"
+        f" {in_percent(apart.largest)} of the larger peak apart ({in_percent(share)} into the run),"
+        f" {in_percent(apart.mean)} on average"
     )
 
 

@@ -5,7 +5,7 @@ Numbers are published ones, each with its source; where none is known, nothing i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vit.config.base import Selection
 from vit.config.schema import Config
@@ -53,6 +53,20 @@ KNOWN = {
     "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
 }
 """Setting -> what ablations say of it."""
+_ABLATED: dict[str, tuple[Any, ...]] = {
+    "data.aug_repeats": (1,),
+    "augment.mixup_alpha": (0,),
+    "augment.cutmix_alpha": (0,),
+    "augment.randaugment_layers": (0,),
+    "augment.erasing_prob": (0,),
+    "model.drop_path_rate": (0,),
+    "model.proj_drop_rate": (0,),
+    "model.representation_size": (None,),
+    "optim.name": ("sgd",),
+    "train.ema_decay": (None,),
+    "distill.teacher": (None,),
+}
+"""Of settings whose ablation took something away: what one of two values must be to be that."""
 _SEED = "the noise of other random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
 _TEXTS = {
     "train.seed": _SEED,
@@ -86,12 +100,13 @@ class Effect(NamedTuple):
     """What is known of it; "" for nothing."""
 
 
-def effect_of(key: str) -> Effect:
-    """Return what another value of the setting `key` does."""
+def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
+    """Return what another value of the setting `key` does. values: the two, if they are known."""
     section = key.partition(".")[0]
     assert section in Config.model_fields, f"there is no section {section}"
     text = _TEXTS.get(key, "")
-    if key in KNOWN:
+    ablated = _ABLATED.get(key, values)
+    if key in KNOWN and (not values or any(value in ablated for value in values)):
         return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
     if key in _ORDER:
         return Effect("order", text)

@@ -176,6 +176,12 @@ def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
     return Distance(largest, times[apart.index(largest)], sum(apart) / count)
 
 
+def in_percent(share: float) -> str:
+    """`share` in words, with two digits or without decimals."""
+    percent = 100 * share
+    return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
+
+
 def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Leave out what has no effect without a warm-up."""
     if settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps"):
@@ -204,8 +210,8 @@ def say_rate(
         return
     reading.differs(
         names,
-        f"the rate is at most {100 * found.largest:.2g} % of its peak from theirs (epoch"
-        f" {found.at_epoch:.3g}), {100 * found.mean:.2g} % on average"
+        f"the rate is at most {in_percent(found.largest)} of its peak from theirs (epoch"
+        f" {found.at_epoch:.3g}), {in_percent(found.mean)} on average"
         + (reasons and f": {reasons}"),
         settings,
     )
