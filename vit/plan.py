@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vit.config import io as config_io
+from vit.config.guard_section import GuardConfig
 from vit.config.schema import AugmentConfig, Config, DataConfig, OptimConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.image_format import ImageFormat
@@ -200,6 +201,19 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
     return any(bool((ids == ids[partners(augment, len(ids))]).any()) for ids in batches)
 
 
+def _check_rewinds(guard: GuardConfig, total_steps: int) -> None:
+    """Raise ValueError if going back could mean to train nothing more: a run would end well with
+    the weights that it began with."""
+    window = 2 * guard.rewind_skip_steps + 1
+    most = max((total_steps - 2) // 2, 0)
+    if guard.rewinds() and guard.rewind_skip_steps > most:
+        raise ValueError(
+            f"guard.rewind_skip_steps={guard.rewind_skip_steps}: a rewind would pass over"
+            f" {window:,} batches, the run has {total_steps:,}: give at most {most:,}, or lengthen"
+            " the run"
+        )
+
+
 def make_plan(
     config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()
 ) -> tuple[Plan, Order]:
@@ -237,6 +251,7 @@ def make_plan(
         decay_steps=steps(schedule.decay_steps, schedule.decay_epochs, 0),
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
+    _check_rewinds(config.guard, total)
     late = [
         stage.until_epoch
         for stage in schedule.image_sizes

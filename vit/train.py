@@ -255,7 +255,8 @@ def go_back(run: Run, event: Rewind) -> None:
     run.record.go_back(
         run.state.step,
         f"back at step {run.state.step} after {event} (rewind {run.state.rewinds} of"
-        f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be passed over",
+        f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be passed over"
+        f"{', the rest of the run' if stop == run.plan.total_steps else ''}",
         at_step=event.step + 1,
         first_passed_over=first + 1,
         last_passed_over=stop,

@@ -290,6 +290,13 @@ def test_settings_of_an_optimizer_that_have_no_effect_are_refused(problems, opti
             ),
         ),
         (
+            "optim:\n  layer_decay: 0.7\ninit:\n  checkpoint: a.pth\n  freeze: backbone\n",
+            (
+                "run.yaml:6: optim.layer_decay has no effect with init.freeze=backbone, which"
+                " trains the head alone: remove it"
+            ),
+        ),
+        (
             "init:\n  reset_head: true\n",
             (
                 "run.yaml:6: init.reset_head has no effect without init.checkpoint: give one, or"

@@ -121,6 +121,7 @@ def test_the_window_begins_anew_where_images_change_their_size(config, shards, t
 
 
 NAN = math.nan
+ONCE = ["train.max_skipped_steps=1"]
 OVERFLOW = (0.7, math.inf, NON_FINITE)
 
 
@@ -138,6 +139,8 @@ OVERFLOW = (0.7, math.inf, NON_FINITE)
         ("fp32", ["guard.on_spike=stop"], (9.0, 1.0, SPIKE), "guard.on_spike=stop"),
         ("fp32", ["guard.on_spike=rewind"], (9.0, 1.0, SPIKE), "Rewind"),
         ("fp32", ["guard.on_spike=rewind", "guard.max_rewinds=2"], (9.0, 1.0, SPIKE), "2 rewinds"),
+        ("fp32", ONCE, (NAN, NAN, NON_FINITE), "Lower optim.lr or lengthen the warm-up; the last"),
+        ("fp16", ONCE, (NAN, NAN, NON_FINITE), "or use train.precision=bf16; the last"),
     ],
 )
 def test_what_follows_from_a_verdict(precision, settings, values, expected, config, tmp_path):

@@ -107,6 +107,8 @@ def _training_rules(config: Config) -> Rules:
         " init.freeze=backbone, where no block keeps anything for a backward pass: set none": (
             config.train.activation_checkpointing != "none" and config.init.freeze == "backbone"
         ),
+        "optim.layer_decay has no effect with init.freeze=backbone, which trains the head alone:"
+        " remove it": optim.layer_decay is not None and config.init.freeze == "backbone",
         "init.reset_head has no effect without init.checkpoint: give one, or remove"
         " init.reset_head": config.init.reset_head and config.init.checkpoint is None,
         "init.select_classes has no effect without init.checkpoint: give one, or remove"

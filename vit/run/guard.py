@@ -161,7 +161,9 @@ class Guard:
             return Rewind(step, {"reason": reason, **found})
         if action == "rewind":
             why = f"after {state.rewinds} rewinds (guard.max_rewinds)"
-            remedy = "raise guard.rewind_skip_steps or guard.spike_sigmas"
+            remedy = "raise guard.rewind_skip_steps"
+            if not not_finite:
+                remedy += " or guard.spike_sigmas"
         else:
             why = f"and guard.{key}=stop"
             remedy = f"continue with guard.{key}=skip or rewind"
@@ -183,13 +185,15 @@ class Guard:
         if count < self._most_in_a_row:
             return None
         what = f"{count} updates in a row were left out, this one as a spike"
-        remedy = "raise guard.spike_sigmas"
+        remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
         if values.verdict & NON_FINITE:
             what = f"the gradient was not finite {count} times in a row"
-            remedy = "use train.precision=bf16"
+            remedy = "Lower optim.lr or lengthen the warm-up"
+            if self._scales_loss:
+                remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
         return ValueError(
-            f"step {step + 1}: {what} (loss {values.loss:.4g}): training has diverged. Lower"
-            f" optim.lr, lengthen the warm-up, or {remedy}; the last checkpoint is from before"
+            f"step {step + 1}: {what} (loss {values.loss:.4g}): training has diverged. {remedy};"
+            " the last checkpoint is from before"
         )
 
     def _replay(self, step: int) -> str:

@@ -101,6 +101,7 @@ ALONE = {
         *("loss.class_weights=balanced", "data.filter=label != 1")
     ],
     "a limit for spikes that nothing is done about": ["guard.spike_sigmas=4"],
+    "a rewind that would pass over the entire run": ["guard.on_nonfinite=rewind"],
     "a batch larger than the data": ["data.global_batch_size=64"],
     "no such dataset folder": ["data.root=data/nowhere"],
     "a set to evaluate on with the name of the validation split": ["eval.sets.val.split=train"],
