@@ -15,6 +15,7 @@ Nothing of theirs is run. Exit status: 0 done, 2 a mistake to correct.
 
 from __future__ import annotations
 
+import signal
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -180,4 +181,5 @@ _READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a stack
     run_command(main)
