@@ -4,20 +4,25 @@
     torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml \\
         data.root=/data/imagenet run.dir=runs/b16
     python launch/train.py --config configs/vit_b16.yaml --print-config
+    torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml --check
 
 Settings are `section.key=value` and override the file; `vit/config/schema.py` lists them all. The
 same command again resumes at the exact step. SIGTERM, SIGUSR1 and Ctrl-C save at the next step and
-stop. Exit status: 0 finished, or stopped and saved; 2 a mistake of the user.
+stop. `--check` tries all that the run needs, on these hosts, and leaves nothing behind. Exit
+status: 0 finished, or stopped and saved, or a check without a failure; 2 a mistake of the user, or
+a check with one.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from datetime import timedelta
 
 import check_versions  # noqa: F401
 
 from vit.build import build
+from vit.check.run import JOIN_TIMES, LIMIT_S, check
 from vit.config.hints import all_keys, nearest, setting_for
 from vit.config.io import load_config
 from vit.plan import describe
@@ -25,6 +30,7 @@ from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
 from vit.ranks.watch import collective_timeout
+from vit.ranks.world import COLLECTIVE_TIMEOUT
 from vit.run.reference import read_reference
 from vit.system.command_line import Parser
 from vit.train import train
@@ -45,11 +51,16 @@ def main() -> World | None:
             print(describe(config, origins, distributed.world_size()), end="")
         return None
     deterministic = config.train.deterministic or config.train.exact_over_ranks
+    limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else COLLECTIVE_TIMEOUT
     world = distributed.join_world(
         config.train.device,
         deterministic=deterministic,
         collective_timeout=collective_timeout(config.run.hang_timeout_s),
+        limit=limit,
     )
+    if args.check:
+        check(config, world, args.allow_change, args.check_limit_s)
+        return world
     train(build(config, world, args.allow_change))
     return world
 
@@ -69,6 +80,18 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         help="show every value, its origin and the derived numbers, and stop",
     )
     parser.add_argument(
+        "--check",
+        action="store_true",
+        help="try all that the run needs on these hosts, print a table, and stop; minutes",
+    )
+    parser.add_argument(
+        "--check-limit-s",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"for each part of --check (default: {LIMIT_S:.0f})",
+    )
+    parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
@@ -78,7 +101,10 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    return parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(words)
+    if not args.check_limit_s > 0:
+        parser.error(f"--check-limit-s {args.check_limit_s:g}: expected more than 0")
+    return args
 
 
 if __name__ == "__main__":

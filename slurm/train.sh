@@ -91,7 +91,9 @@ done
 # ---- 3. how did it end? The exit status alone cannot tell: torchrun ends with 1 after a SIGTERM,
 # although everything was saved
 if ! stopped_early; then
-  if [[ $status == 0 ]]; then
+  if [[ " $* " == *" --check "* ]]; then
+    say "checked, and nothing was started; exit status $status"
+  elif [[ $status == 0 ]]; then
     say "finished: $run"
   elif [[ $ended == yes ]]; then
     say "ended by SIGTERM before the trainer could save; its last checkpoint: $(checkpoint)"

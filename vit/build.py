@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, TrainBatches
+from vit.data.decode.images import decoder_name
 from vit.data.image_format import ImageFormat
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
@@ -35,6 +36,7 @@ from vit.optim.ema import create_average
 from vit.optim.norms import create_norms
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan, make_plan, rates
+from vit.ranks.alike import compare_hosts
 from vit.ranks.distributed import World, wrap
 from vit.ranks.exit import Interrupted, StopSignals, leave_hung
 from vit.ranks.watch import Verdict, Watch
@@ -43,7 +45,7 @@ from vit.run.folder import RunLock
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
 from vit.run.record import Record
 from vit.run.reference import Comparison, create_comparison
-from vit.run.resume import find_checkpoint, restart_best
+from vit.run.resume import find_checkpoint, restart_best, settings_sha256
 from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
 from vit.run.start_record import start_record
@@ -159,7 +161,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         times.end("data")
         found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
         times.end("checkpoint")
-        checked = data.checked
+        checked = _with_hosts(data.checked, settings, world)
         with world.fail_together():
             if world.is_main and (found is None or found[1]["step"] < data.plan.total_steps):
                 checked = check_disk(checked, data.disk, folder, config.checkpoint.keep_last)
@@ -273,6 +275,13 @@ def open_data(config: Config, world: World) -> RunData:
         facts["kernels"] = same_kernels(world)
     found = (plan, train_set, batches, sets, comparison, image_format, num_classes, weights)
     return RunData(*found, checked, disk, facts, teacher)
+
+
+def _with_hosts(checked: Preflight, settings: dict[str, Any], world: World) -> Preflight:
+    """Add what several hosts have alike, and what not: else that shows as a hang, or as other
+    numbers."""
+    own = {"config": settings_sha256(settings), "JPEG decoder": decoder_name()}
+    return replace(checked, lines=(*checked.lines, *compare_hosts(world, own)))
 
 
 def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan) -> Config:

@@ -36,6 +36,10 @@ BELOW = {
         *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),
         "vit.weights.teacher",
     ),
+    "vit.check": (
+        *("vit!", "vit.measure", "vit.estimate", "vit.run", "vit.data", "vit.config", "vit.ranks"),
+        *("vit.system", "vit.weights"),
+    ),
     "vit.measure": (
         *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),
         *("vit.system", "vit.weights.teacher"),

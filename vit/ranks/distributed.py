@@ -72,6 +72,7 @@ def join_world(
     *,
     deterministic: bool = False,
     collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
+    limit: timedelta = COLLECTIVE_TIMEOUT,
 ) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
@@ -82,9 +83,11 @@ def join_world(
         found: devices of this host; None: what `find_devices` finds.
         deterministic: whether GPUs add in one order only.
         collective_timeout: after which gloo and NCCL end a run whose ranks do not come together.
+        limit: how long rank 0 waits for the others.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks; hosts differ; the ranks cannot meet.
+        RankLost: a rank does not come.
     """
     began = time.perf_counter()
     _set_backends()
@@ -102,7 +105,7 @@ def join_world(
     own_store = dist.PrefixStore("vit", store) if store is not None else None
     global _joined
     _joined = world = World(rank, size, torch.device("cpu"), own_store)
-    world = _agree_on_device(world, device, setting, found or find_devices())
+    world = _agree_on_device(world, device, setting, found or find_devices(), limit)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         # Before the first CUDA call: else every rank opens a context on GPU 0.
@@ -124,7 +127,13 @@ def join_world(
     return replace(world, joined_s=time.perf_counter() - began)
 
 
-def _agree_on_device(world: World, device: str, setting: str, found: HostDevices) -> World:
+def _agree_on_device(
+    world: World,
+    device: str,
+    setting: str,
+    found: HostDevices,
+    limit: timedelta = COLLECTIVE_TIMEOUT,
+) -> World:
     """`world` with this rank's device, and the hosts and processes of all ranks.
 
     Rank 0 decides for all before NCCL or gloo is chosen: a host that chose the other one would wait
@@ -137,7 +146,7 @@ def _agree_on_device(world: World, device: str, setting: str, found: HostDevices
 
     def decide() -> tuple[str, list[str], list[tuple[str, int]]]:
         # Gathered here, so that the others get to know if a rank does not come.
-        gathered = world.gather("rank", own)
+        gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:

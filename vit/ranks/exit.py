@@ -44,6 +44,7 @@ failure. On a loaded machine ranks come to the same mistake many seconds apart, 
 would report it twice; only a mistake of one rank, or a host without a report, waits so long."""
 REPORTED_S = 0.3
 """Wait of a rank that has reported: the others look four times as often, and exit first."""
+LOST = "lost the connection to another rank"
 _LOWER = (
     "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller"
     " model"
@@ -272,7 +273,7 @@ def _lost_connection(error: Exception) -> str:
         "Broken pipe",
     )
     is_lost = world_size() > 1 and any(sign in str(error) for sign in signs)
-    return "lost the connection to another rank" if is_lost else ""
+    return LOST if is_lost else ""
 
 
 def _whose_remedy_is_known(error: Exception) -> str:
@@ -283,6 +284,15 @@ def _whose_remedy_is_known(error: Exception) -> str:
         or _has_no_order(error)
         or _failed_to_compile(error)
     )
+
+
+def problem_of(error: Exception) -> str:
+    """What to tell people of `error` where nothing ends because of it."""
+    if isinstance(error, ValueError) and _is_ours(error):
+        return str(error)
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    known = _whose_remedy_is_known(error) or _lost_connection(error)
+    return shown(known or f"{type(error).__name__}: {first_line}".rstrip(": "))
 
 
 def out_of_memory(error: Exception) -> str:

@@ -48,6 +48,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vit.system.host import process_state
+
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
@@ -241,7 +243,7 @@ class World:
         """
         store = self.store
         assert store is not None, "there are other ranks"
-        with _store_errors():
+        with store_errors():
             store.set(f"{key} {self.rank}", "" if problem is None else _message(problem))
             if problem is not None:
                 store.add(f"{key} problems", 1)
@@ -256,10 +258,10 @@ class World:
             with suppress(dist.DistError):
                 self._post(ENDED, message)
 
-    def gather(self, name: str, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any, limit: timedelta = COLLECTIVE_TIMEOUT) -> list[Any]:
         """The JSON `value` of every rank, on rank 0; [] on the others, which do not wait.
 
-        Raises RankLost if a rank does not come within COLLECTIVE_TIMEOUT.
+        Raises RankLost if a rank does not come within `limit`.
         """
         if self.store is None:
             return [value]
@@ -268,8 +270,8 @@ class World:
             return []
         keys = [f"{name} {rank}" for rank in range(self.size)]
         store = self.store
-        if not self._wait_until(lambda store: store.check(keys), COLLECTIVE_TIMEOUT):
-            self._report_missing(name, COLLECTIVE_TIMEOUT)
+        if not self._wait_until(lambda store: store.check(keys), limit):
+            self._report_missing(name, limit)
         return [json.loads(text) for text in store.multi_get(keys)]
 
     def _report_missing(self, key: str, limit: timedelta) -> NoReturn:
@@ -295,19 +297,28 @@ class World:
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = 0.001
         gone = list[int]()
-        with _store_errors():
+        with store_errors():
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
                 # One more look at the store after a process is gone: it may have announced why.
                 if gone:
                     raise RankLost(f"{self._names(gone)} has ended without a word, as if killed")
-                gone = [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
+                gone = self.gone()
                 if deadline is not None and time.monotonic() > deadline:
                     return False
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, POLL_S)
         return True
+
+    def gone(self) -> list[int]:
+        """Ranks of this host whose processes have ended."""
+        return [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
+
+    def process_of(self, rank: int) -> str:
+        """The process of a rank of this host and its state, as "process 7, stopped"; else ""."""
+        pid = self._host_pids.get(rank)
+        return "" if pid is None else f"process {pid}{process_state(pid)}"
 
     def _names(self, ranks: list[int]) -> str:
         """`ranks` with their hosts, where those are known."""
@@ -328,7 +339,7 @@ def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _store_errors() -> Iterator[None]:
+def store_errors() -> Iterator[None]:
     """Raise StoreLost when the store does not answer."""
     try:
         yield

@@ -279,21 +279,20 @@ def check_disk(checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: in
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
     parents = (folder.absolute(), *folder.absolute().parents)
     free_bytes = shutil.disk_usage(next(parent for parent in parents if parent.is_dir())).free
-    what = needs.in_words(_size)
+    what = needs.in_words(size_text)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
-        present = f", {_size(saved_bytes)} of it are there" if saved_bytes else ""
+        present = f", {size_text(saved_bytes)} of it are there" if saved_bytes else ""
         raise ValueError(
-            f"run.dir={folder}: the run needs {_size(needs.total_bytes)} ({what}{present}), its"
-            f" disk has {_size(free_bytes)} free: make room, lower checkpoint.keep_last"
-            f" ({keep_last}, and one more while it is written), or choose another"
-            " run.dir"
+            f"run.dir={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}), its"
+            f" disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
+            f" ({keep_last}, and one more while it is written), or choose another run.dir"
         )
     numbers = {
         "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),
         "needed_disk_gib": round(more_bytes / GIB, 4),
         "free_disk_gib": round(free_bytes / GIB, 2),
     }
-    line = f"disk: {what} at most in {folder}, {_size(free_bytes)} free"
+    line = f"disk: {what} at most in {folder}, {size_text(free_bytes)} free"
     return Preflight((*checked.lines, line), {**checked.numbers, **numbers})
 
 
@@ -302,7 +301,8 @@ def _file_bytes(tensors: list[int]) -> int:
     return sum(tensors) + len(tensors) * TENSOR_HEADER_BYTES
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Return bytes for people."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 

@@ -7,6 +7,8 @@ it has created: the main rank reads the files, the others get the values from it
 
 from __future__ import annotations
 
+import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,20 @@ def may_change(key: str) -> bool:
     return name in fields and MAY_CHANGE in fields[name].metadata
 
 
+def settings_sha256(settings: dict[str, Any]) -> str:
+    """Return a short hash of the settings that decide what a run computes.
+
+    What `may_change`, such as a folder on a host's own disk, may differ between hosts, too.
+    """
+    fixed = {
+        f"{section}.{name}": value
+        for section, values in settings.items()
+        for name, value in values.items()
+        if not may_change(f"{section}.{name}")
+    }
+    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def _newest_of_this_run(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str]
 ) -> tuple[Path, dict] | None:
@@ -95,9 +111,22 @@ def _newest_of_this_run(
     found = checkpoints.newest_checkpoint(
         folder, verify=True, say=lambda text: print(text, file=sys.stderr)
     )
-    if found is None:
-        return None
-    path, info = found
+    if found is not None:
+        check_belongs(*found, settings, facts, allowed)
+    return found
+
+
+def check_belongs(
+    path: Path,
+    info: dict[str, Any],
+    settings: dict[str, Any],
+    facts: dict[str, Any],
+    allowed: set[str],
+) -> None:
+    """Raise ValueError if the checkpoint `path` is of another run; arguments: `find_checkpoint`.
+
+    info: the content of its `checkpoint.json`.
+    """
     changed = _changed_settings(info["config"], str(path), settings)
     changed = {key: values for key, values in changed.items() if key not in allowed}
     lines = [f"  {key}: {old} there, {new} here" for key, (old, new) in changed.items()]
@@ -109,7 +138,6 @@ def _newest_of_this_run(
             f"{path} belongs to a run with other settings:\n{differences}\nUse another run.dir,"
             f" restore the settings{hint}"
         )
-    return found
 
 
 def _changed_settings(

@@ -50,6 +50,12 @@ def _(place):
     place.train("train.device=cuda")
 
 
+@scenario("something that `--check` finds; its table, above the line, says what and what to do")
+def _(place):
+    os.truncate(place.own_shards() / "train-00001.tar", 1024)
+    place.train("--check")
+
+
 @scenario("the same, by a flag of `launch/eval.py`")
 def _(place):
     place.evaluate(place.finished, "--device", "cuda")

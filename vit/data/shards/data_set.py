@@ -24,7 +24,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -83,27 +83,9 @@ def open_split(
     split or shards; shards of a size other than recorded; lengths that do not add up; labels
     outside [0, num_classes).
     """
-    home = local_path(root)
-    url = str(root).rstrip("/")
-    if home is not None:
-        shown = str(home)
-        info = read_info(home)
-    elif url.partition("://")[2]:
-        shown = bare(url)
-        info = check_info(RemoteFolder(url, retry).read_info(), shown)
-    else:
-        raise ShardError(
-            f"{root}: no host in this address; expected https://host/folder or s3://bucket/folder"
-        )
-    described = describe_split(info, split, shown)
-    filenames = described.filenames
-
     # 1. The shards: in this folder, or at a URL.
-    shards_url = info.get("shards_at") or url
-    is_local = home is not None and (
-        not info.get("shards_at") or any((home / name).exists() for name in filenames)
-    )
-    folder = Path(shown) if is_local else RemoteFolder(shards_url, retry)
+    home, shown, info, described, folder = _find(root, split, retry)
+    filenames = described.filenames
     found = _check_shards(folder, described, versions)
 
     # 2. The index, rebuilt if the shards of a folder do not match it, and how the shards are read.
@@ -142,6 +124,67 @@ def open_split(
 
 
 # ---- the shards ----------------------------------------------------------------------------------
+
+
+class _Found(NamedTuple):
+    home: Path | None
+    """The folder with `_info.json`; None: it is at a URL."""
+    shown: str
+    """`home`, or the URL without any login."""
+    info: dict[str, Any]
+    described: SplitInfo
+    folder: Path | RemoteFolder
+    """Where the shards are."""
+
+
+def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Found:
+    """Read what is said about a split, and find where its shards are. Raises ShardError."""
+    home = local_path(root)
+    url = str(root).rstrip("/")
+    if home is not None:
+        shown = str(home)
+        info = read_info(home)
+    elif url.partition("://")[2]:
+        shown = bare(url)
+        info = check_info(RemoteFolder(url, retry).read_info(), shown)
+    else:
+        raise ShardError(
+            f"{root}: no host in this address; expected https://host/folder or s3://bucket/folder"
+        )
+    described = describe_split(info, split, shown)
+    shards_url = info.get("shards_at") or url
+    is_local = home is not None and (
+        not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
+    )
+    folder = Path(shown) if is_local else RemoteFolder(shards_url, retry)
+    return _Found(home, shown, info, described, folder)
+
+
+def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
+    """Look from this host at every shard of a split; return how many there are, and their bytes.
+
+    Writes nothing. Raises ShardError as `open_split` does, and where that would first make the
+    index of a folder.
+    """
+    _, shown, _, described, folder = _find(root, split, retry)
+    versions = _check_shards(folder, described, None)
+    sizes = [version.size for version in versions]
+    if isinstance(folder, Path):
+        path = folder / f"{split}.index.npy"
+        try:
+            reason = _why_rebuild(open_index(path), folder, described, sizes)
+        except FileNotFoundError:
+            reason = "absent"
+        except (ValueError, OSError) as error:
+            if isinstance(error, ShardError):
+                raise
+            reason = f"unreadable ({error})"
+        if reason:
+            raise ShardError(
+                f"{path} is {reason}: a start makes it first, from {sum(sizes) / 1e9:.1f} GB;"
+                f" `python -m data_prep.index {shown}` does it ahead"
+            )
+    return len(sizes), sum(sizes)
 
 
 def _check_shards(

@@ -1,0 +1,159 @@
+"""`check`: is everything there that a run needs, on these hosts, before hours depend on it?
+
+    launch/train.py --check -> check -> Parts (vit/check/parts.py), on all ranks
+        machine      software, clocks, W&B
+        storage      shards, reading, the run's folder
+        collectives  each kind, pairs of ranks
+        trial        plan, data, steps at full size, an evaluation's batch, a checkpoint
+    -> one table on rank 0 (vit/check/findings.py)
+
+What each start checks by itself is `vit.run.preflight`, which `trial` goes through, too. Parts that
+need one host alone come first: what they find is told also where ranks do not reach each other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+from rich.console import Console
+
+from vit.check import collectives, machine, storage
+from vit.check.findings import Finding, print_table, summary
+from vit.check.parts import Part, Parts
+from vit.check.trial import Trial
+from vit.config.schema import Config
+from vit.ranks.distributed import AlreadyReported, World
+from vit.ranks.exit import Interrupted, StopSignals
+from vit.system.meter import Meter
+
+LIMIT_S = 60.0
+"""Of a part, by default."""
+JOIN_TIMES = 3.0
+"""So many limits for the ranks to meet: a host may import torch from a slow disk."""
+STEP_TIMES = 3.0
+"""So many limits for the first steps: the model is compiled there."""
+
+
+def check(
+    config: Config, world: World, allow_change: Iterable[str] = (), limit_s: float = LIMIT_S
+) -> None:
+    """Try all that the run of `config` needs, and print a table; leave nothing behind.
+
+    Every rank calls it. allow_change: settings that may differ from a checkpoint's. limit_s: for
+    each part. Raises ValueError on one rank if something has failed, AlreadyReported on the others,
+    and Interrupted.
+    """
+    began_s = time.monotonic()
+    signals = StopSignals()
+    trial = Trial(config, world, allow_change)
+    parts = Parts(world, limit_s)
+    every = list(_parts(config, world, trial))
+    current = 0
+
+    def on_part(number: int, name: str) -> None:
+        nonlocal current
+        current = number
+        meter.update(number, name)
+
+    try:
+        with Meter("check", len(every), "parts", shown=world.is_main) as meter:
+            parts.run(every, on_part)
+    except Interrupted as error:
+        if world.is_main:
+            signals.remember_only()  # torchrun sends it again
+            parts.interrupt(current, every[current].name, error.number.name)
+            _tell(config, world, parts, began_s)
+        raise
+    finally:
+        signals.restore()
+        parts.close()
+    trial.close()
+    if world.is_main:
+        _tell(config, world, parts, began_s)
+    if parts.failed:
+        if world.is_main:
+            raise ValueError(
+                f"check: {summary(parts.findings)}; the table says what to do, and nothing was"
+                " started"
+            )
+        raise AlreadyReported("the check has failed")
+
+
+def _parts(config: Config, world: World, trial: Trial) -> Iterator[Part]:
+    """Yield everything that is tried, in this order."""
+    hosts = world.hosts
+    run_dir = trial.run_dir
+
+    def judge_reading(found: dict[int, list[float] | None]) -> Iterator[Finding]:
+        trial.judge_reading(found)
+        yield from storage.judge_reading(found, world)
+
+    yield Part(
+        "software",
+        partial(machine.own_software, config),
+        partial(machine.judge_software, hosts=hosts),
+    )
+    yield Part("shards", partial(storage.look_at_shards, config, world), storage.judge_shards)
+    yield Part(
+        "run folder",
+        lambda: storage.look_at_folder(run_dir) if world.is_main else None,
+        storage.judge_folder,
+    )
+    yield Part(
+        "W&B",
+        lambda: machine.look_at_views(config.log) if world.is_main else None,
+        machine.judge_views,
+    )
+    yield Part(
+        "clocks",
+        partial(machine.compare_clocks, world),
+        partial(machine.judge_clocks, hosts=hosts),
+        is_joint=True,
+    )
+    yield Part(
+        "collectives",
+        partial(collectives.try_collectives, world, config.train.exact_over_ranks),
+        partial(collectives.judge_collectives, world=world),
+        is_joint=True,
+    )
+    yield Part(
+        "pairs",
+        partial(collectives.try_pairs, world),
+        partial(collectives.judge_pairs, world=world),
+        is_joint=True,
+        needs=("collectives",),
+    )
+    yield Part("data", trial.open_data, trial.judge_data, is_joint=True, needs=("shards",))
+    yield Part("start", trial.look_at_checkpoint, trial.judge_checkpoint, needs=("data",))
+    yield Part(
+        "reading",
+        lambda: storage.read_rate(
+            trial.data.batches, trial.middle(), trial.data.plan.total_steps, world
+        ),
+        judge_reading,
+        needs=("data",),
+    )
+    yield Part(
+        "step", trial.try_step, trial.judge_step, is_joint=True, needs=("data",), times=STEP_TIMES
+    )
+    yield Part(
+        "evaluation", trial.try_evaluation, trial.judge_evaluation, is_joint=True, needs=("step",)
+    )
+    yield Part(
+        "checkpoint",
+        trial.try_checkpoint,
+        trial.judge_write,
+        is_joint=True,
+        needs=("step", "run folder"),
+    )
+
+
+def _tell(config: Config, world: World, parts: Parts, began_s: float) -> None:
+    hosts = f" on {len(set(world.hosts))} host(s)" if world.hosts else ""
+    title = f"check of {config.run.dir}: {world.size} rank(s){hosts}, {world.device.type}"
+    console = Console()
+    print_table(title, parts.findings, console)
+    took_s = time.monotonic() - began_s
+    console.print(f"{summary(parts.findings)}, in {took_s:.0f} s", highlight=False, markup=False)

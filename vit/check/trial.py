@@ -1,0 +1,363 @@
+"""The run itself, tried at full size: data, a few steps, an evaluation's batch, a checkpoint.
+
+    open_data (as a start) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
+
+Everything is made by the functions that make the run, from fresh weights; only the record and the
+run's folder are left out. All of it is gone at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.build import RunData, create_train_step, open_data
+from vit.check.collectives import rate_text
+from vit.check.findings import Finding, Verdict
+from vit.check.storage import passing_folder
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.data.loader import Loader
+from vit.estimate.fitting import naming_what_fits
+from vit.evaluate import create_evaluators
+from vit.freeze import create_trained_model
+from vit.measure.step import peak_bytes as measured_peak_bytes
+from vit.measure.step import release_memory, reset_peak
+from vit.model_summary import count_parameters
+from vit.one_reader import load_initial_weights
+from vit.ranks.alike import places
+from vit.ranks.distributed import World
+from vit.run import checkpoint as checkpoints
+from vit.run.preflight import Preflight, check_disk, size_text
+from vit.run.resume import check_belongs
+from vit.run.snapshot import Snapshot
+from vit.run.state import RunState
+from vit.step import TrainStep
+from vit.system.host import free_memory_bytes
+from vit.weights.files import grid_size
+
+STEPS = 3
+"""The first one compiles and waits for workers; the last one shows how long a step is."""
+LITTLE_MEMORY = 0.03
+"""Share of a GPU's memory: with less to spare a fragment too many ends the run."""
+GIB = 2**30
+
+
+class _Enough(Exception):
+    """One batch of an evaluation is done."""
+
+
+class Trial:
+    """What the parts of a check hand to each other, on one rank."""
+
+    def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
+        self._config = config
+        self._world = world
+        self._allowed = set(allow_change)
+        assert config.run.dir is not None, "load_config names the run folder"
+        self.run_dir = Path(config.run.dir)
+        self._data: RunData | None = None
+        self._step: TrainStep | None = None
+        self._images_per_s: dict[str, float] = {}
+        """That each host reads and takes; on rank 0."""
+
+    @property
+    def data(self) -> RunData:
+        """Of the run. The part `data` comes before those that ask for it."""
+        assert self._data is not None, "the part of the data was done"
+        return self._data
+
+    @property
+    def step(self) -> TrainStep:
+        """Of the run. The part `step` comes before those that ask for it."""
+        assert self._step is not None, "the part of the step was done"
+        return self._step
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def open_data(self) -> dict[str, Any]:
+        """Open the data and make the plan, as a start does; return what it tells of this host."""
+        self._data = open_data(self._config, self._world)
+        checked = self._data.checked
+        return {"lines": checked.lines, **checked.numbers}
+
+    def judge_data(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+        """Yield what is trained on, and what the hosts have for it."""
+        plan = self.data.plan
+        with torch.device("meta"):
+            model = create_trained_model(self._config, self.data.num_classes)
+        passes = f" in {plan.accumulation_steps} passes" if plan.accumulation_steps > 1 else ""
+        yield Finding(
+            "config",
+            Verdict.OK,
+            f"{self._config.model.name}, {count_parameters(model):,} parameters:"
+            f" {plan.total_steps:,} steps of {plan.global_batch_size:,} images, a rank"
+            f" {plan.rank_batch_size}{passes}; {self._config.train.precision} on"
+            f" {self._world.device.type}",
+        )
+        yield Finding("data", Verdict.OK, found[0]["lines"][0].removeprefix("data: "))
+
+        def least(name: str) -> float | None:
+            return min(
+                (each[name] for each in found.values() if each[name] is not None), default=None
+            )
+
+        memory, shm = least("free_memory_gib"), least("free_shm_gib")
+        parts = [f"{least('cores'):g} cores"]
+        parts += [] if memory is None else [f"{memory:,.1f} GiB of memory free"]
+        parts += [] if shm is None else [f"/dev/shm {shm:,.1f} GiB free"]
+        parts.append(f"{least('open_files'):,.0f} open files")
+        hosts = len(set(self._world.hosts)) or 1
+        many = f"the least of {hosts} hosts: " if hosts > 1 else ""
+        notes: dict[str, list[int]] = {}
+        for rank, each in found.items():
+            for note in each["notes"]:
+                notes.setdefault(note, []).append(rank)
+        lines = [many + ", ".join(parts)]
+        lines += [
+            (f"{places(ranks, self._world.hosts)}: " if hosts > 1 else "") + note
+            for note, ranks in notes.items()
+        ]
+        yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
+
+    def look_at_checkpoint(self) -> list[str] | None:
+        """Return where a start would go on, and what it needs of the disk; rank 0 tells.
+
+        Raises ValueError where a start would, also for a damaged checkpoint, which is left as it
+        is.
+        """
+        if not self._world.is_main:
+            return None
+        found = checkpoints.newest_checkpoint(self.run_dir, verify=False)
+        if found is None:
+            lines = ["a new run"]
+        else:
+            folder, info = found
+            settings = config_io.to_dict(self._config)
+            check_belongs(folder, info, settings, self.data.facts, self._allowed)
+            checkpoints.read_info(folder, verify=True)
+            step = checkpoints.state_of(info).step
+            lines = [f"goes on at step {step:,} from {folder.name}, whose files are whole"]
+        keep_last = self._config.checkpoint.keep_last
+        if found is None or found[1]["step"] < self.data.plan.total_steps:
+            lines += check_disk(Preflight((), {}), self.data.disk, self.run_dir, keep_last).lines
+        return lines
+
+    def judge_checkpoint(self, found: dict[int, list[str] | None]) -> Iterator[Finding]:
+        """Yield what `look_at_checkpoint` returns."""
+        yield Finding("start", Verdict.OK, "\n".join(found[0] or []))
+
+    def middle(self) -> int:
+        """Return a position whose samples nobody has read just now: they are not in memory."""
+        return self.data.plan.total_steps // 2
+
+    def judge_reading(self, found: dict[int, list[float] | None]) -> None:
+        """Keep the images per second of the slowest host for `judge_step`."""
+        told = [each[1] for each in found.values() if each is not None]
+        if told:
+            self._images_per_s["read"] = min(told)
+
+    # --- a few steps ----------------------------------------------------------------------------
+
+    def try_step(self) -> dict[str, Any]:
+        """Make the model and everything that updates it, and do a few steps of real batches."""
+        config, data, world = self._config, self.data, self._world
+        reset_peak(world.device)
+        with naming_what_fits(config, data.plan, data.num_classes, world.device):
+            with world.fail_together():
+                torch.manual_seed(config.train.seed)
+                model = create_trained_model(config, data.num_classes)
+            model.to(world.device)
+            if config.init.checkpoint is not None and not checkpoints.complete_checkpoints(
+                self.run_dir
+            ):
+                names = data.train_set.split.class_names
+                load_initial_weights(
+                    model, config.init, config.model, names, data.num_classes, world
+                )
+            known = (data.plan, data.num_classes, model, world, data.class_weights, data.teacher)
+            self._step = step = create_train_step(config, *known)
+            step.model.train()
+            return self._do_steps(step)
+
+    def _do_steps(self, step: TrainStep) -> dict[str, Any]:
+        config, world = self._config, self._world
+        first = self._first_of_largest_images()
+        stop = min(first + STEPS, self.data.plan.total_steps)
+        ends_s = [time.perf_counter()]
+        loss = 0.0
+        with Loader(
+            self.data.batches,
+            first,
+            stop,
+            num_workers=config.data.num_workers,
+            prefetch_gib=config.data.prefetch_gib,
+            device=world.device,
+            stall_timeout_s=config.data.stall_timeout_s,
+            on_device=step.augment.change_batch,
+        ) as loader:
+            for position, batch in enumerate(loader, first):
+                if position == first:
+                    step.fix_bucket_layout(batch)
+                loss = step(batch, position).read().loss
+                ends_s.append(time.perf_counter())
+            left_bytes = self._left_bytes()  # with the workers
+        return {
+            "loss": repr(loss),  # JSON has no NaN
+            "first_s": ends_s[1] - ends_s[0],
+            "last_s": ends_s[-1] - ends_s[-2] if len(ends_s) > 2 else None,
+            "peak_gib": (measured_peak_bytes(world.device) or 0) / GIB,
+            "left_gib": left_bytes / GIB,
+            "size": list(self.data.batches.layout_at(first).image_format.size),
+            "why_eager": step.why_eager,
+        }
+
+    def _first_of_largest_images(self) -> int:
+        """Return the position at which the stage with the largest images begins."""
+        batches = self.data.batches
+        per_epoch = self.data.plan.steps_per_epoch
+        begins = [0, *(until * per_epoch for until, _ in batches.image_format.stages)]
+        return max(begins, key=lambda at: math.prod(batches.layout_at(at).image_format.size))
+
+    def _left_bytes(self) -> int:
+        if self._world.device.type == "cuda":
+            return torch.cuda.mem_get_info(self._world.device)[0]
+        return free_memory_bytes() or 0
+
+    def judge_step(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+        """Yield how long a step takes and what it leaves of memory."""
+        own = found[0]
+        batch = self.data.plan.global_batch_size
+        height, width = own["size"]
+        last_s = max(each["last_s"] or 0.0 for each in found.values())
+        first_s = max(each["first_s"] for each in found.values())
+        speed = f"{last_s:.3g} s each ({batch / last_s:,.0f} images/s), " if last_s else ""
+        compiled = (
+            " with compilation" if self._config.train.compile and not own["why_eager"] else ""
+        )
+        tightest = min(found, key=lambda rank: found[rank]["left_gib"])
+        left_gib = found[tightest]["left_gib"]
+        peak_gib = max(each["peak_gib"] for each in found.values())
+        on_gpu = self._world.device.type == "cuda"
+        where = "on the GPU" if on_gpu else "on the host"
+        if self._world.size > 1:
+            where += f" of {places([tightest], self._world.hosts)}"
+        lines = [
+            f"steps of {batch:,} images of {height}x{width} px: {speed}the first{compiled}"
+            f" {first_s:.3g} s; loss {float(own['loss']):.4g}",
+            f"{peak_gib:.2f} GiB at the peak of a rank, {left_gib:.2f} GiB left {where}",
+        ]
+        notes = []
+        if not torch.tensor(float(own["loss"])).isfinite():
+            notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
+        if own["why_eager"]:
+            notes.append(f"not compiled: torch.compile does not work here ({own['why_eager']})")
+        if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
+            notes.append("hardly any memory is left: lower data.micro_batch_size")
+        hosts = len(set(self._world.hosts)) or 1
+        read = self._images_per_s.get("read")
+        if last_s and read is not None and read < batch / last_s / hosts:
+            notes.append(
+                f"a host takes {batch / last_s / hosts:,.0f} images/s and reads {read:,.0f}: stage"
+                " the shards on its own disk (data.cache_dir)"
+            )
+        yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
+
+    # --- an evaluation --------------------------------------------------------------------------
+
+    def try_evaluation(self) -> list[float]:
+        """Evaluate a batch of each split, with its workers; return the seconds of each."""
+        config, data = self._config, self.data
+        taken_s = []
+        with naming_what_fits(config, data.plan, data.num_classes, self._world.device):
+            for evaluator in create_evaluators(config, data.sets, data.image_format, self.step):
+                began_s = time.perf_counter()
+                try:
+                    evaluator.evaluate({"model": self.step.model}, partial(_stop_after_one))
+                except _Enough:
+                    pass
+                finally:
+                    evaluator.close()
+                if self._world.device.type == "cuda":
+                    torch.cuda.synchronize(self._world.device)  # what it has met is raised here
+                taken_s.append(time.perf_counter() - began_s)
+        return taken_s
+
+    def judge_evaluation(self, found: dict[int, list[float]]) -> Iterator[Finding]:
+        """Yield how long a batch took."""
+        seconds = [max(each) for each in zip(*found.values(), strict=True)]
+        more = f", and of {len(seconds) - 1} further splits" if len(seconds) > 1 else ""
+        said = (
+            f"a batch of {self._config.eval.batch_size} images a rank of"
+            f" '{self._config.data.val_split}'{more}: {max(seconds):.3g} s with the start of"
+            " workers"
+        )
+        yield Finding("evaluation", Verdict.OK, said)
+
+    # --- a checkpoint ---------------------------------------------------------------------------
+
+    def try_checkpoint(self) -> dict[str, float] | None:
+        """Write a checkpoint beside the run's, verify it, load it on all ranks, remove it."""
+        world = self._world
+        tensors = checkpoints.named_tensors(self.step)
+        written: dict[str, float] = {}
+        if not world.is_main:
+            with world.fail_together():
+                pass
+            checkpoints.load_checkpoint(self.run_dir, self.step)  # rank 0 reads it
+            return None
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        with passing_folder(self.run_dir) as place:
+            with world.fail_together():
+                began_s = time.perf_counter()
+                checkpoints.check_room(place, 0, num_bytes)
+                folder = self._write(place, tensors)
+                written["write_s"] = time.perf_counter() - began_s
+                began_s = time.perf_counter()
+                checkpoints.read_info(folder, verify=True)
+            checkpoints.load_checkpoint(folder, self.step)
+            return {**written, "read_s": time.perf_counter() - began_s, "bytes": float(num_bytes)}
+
+    def _write(self, place: Path, tensors: dict[str, torch.Tensor]) -> Path:
+        snapshot = Snapshot(tensors, self._world.device)
+        try:
+            snapshot.prepare()
+            snapshot.take(tensors)
+            snapshot.wait()
+            state = RunState(facts={**self.data.facts, "grid_size": grid_size(self.step.model)})
+            settings = config_io.to_dict(self._config)
+            folder, _ = checkpoints.write_checkpoint(
+                place, snapshot.tensors, asdict(state), settings, self._world.size, keep_last=1
+            )
+        finally:
+            snapshot.close()
+        return folder
+
+    def judge_write(self, found: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
+        """Yield size and rates of the checkpoint."""
+        own = found[0]
+        assert own is not None, "rank 0 wrote it"
+        num_bytes = own["bytes"]
+        said = (
+            f"{size_text(round(num_bytes))} written in {own['write_s']:.3g} s"
+            f" ({rate_text(num_bytes / own['write_s'])}), read back in {own['read_s']:.3g} s"
+            f" ({rate_text(num_bytes / own['read_s'])}), loaded on all ranks, removed"
+        )
+        yield Finding("checkpoint", Verdict.OK, said)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._step = None
+        self._data = None
+        release_memory(self._world.device)
+
+
+def _stop_after_one(done: int, total: int) -> None:
+    raise _Enough
