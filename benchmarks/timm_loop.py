@@ -4,8 +4,8 @@
          -> timm's optimizer and schedule; after each epoch all images are evaluated
 
 Written as timm's train.py puts its parts together on a CPU (`--no-prefetcher`, schedule on
-updates), from the config's values: nothing of ours computes here, but the weights to begin with if
-they are to be ours. What the loop does not know must have its default.
+updates), from the config's values: nothing of ours computes here. What the loop does not know must
+have its default.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from trainings import Outcome
 
 from vit.config.io import differences, to_dict
 from vit.config.schema import Config
-from vit.freeze import create_trained_model
 
 KNOWN = {
     *("model.name", "model.image_size", "model.patch_size", "model.embed_dim", "model.depth"),
     *("model.num_heads", "model.global_pool", "model.class_token", "model.drop_path_rate"),
+    "model.weight_init",
     *("data.root", "data.global_batch_size", "data.num_workers", "data.interpolation"),
     *("augment.crop_scale", "augment.crop_ratio", "augment.hflip_prob"),
     *("augment.randaugment_layers", "augment.randaugment_magnitude"),
@@ -91,11 +91,8 @@ class TarImages(Dataset[tuple[Tensor, int]]):
             return self.transform(image.convert("RGB")), place.label
 
 
-def timm_loop(config: Config, *, our_start: bool = False) -> Outcome:
-    """Train by timm's parts, in this process; ValueError for settings that the loop lacks.
-
-    our_start: begin with the weights that ours draws of the same seed, in place of timm's.
-    """
+def timm_loop(config: Config) -> Outcome:
+    """Train by timm's parts, in this process; ValueError for settings that the loop lacks."""
     check_known(config)
     assert config.train.epochs is not None, "checked: whole epochs"
     assert config.run.dir is not None, "load_config names it"
@@ -105,9 +102,6 @@ def timm_loop(config: Config, *, our_start: bool = False) -> Outcome:
     np.random.seed(config.train.seed % 2**32)
     train_loader, eval_loader, num_classes = _loaders(config)
     model = _model(config, num_classes)
-    if our_start:
-        torch.manual_seed(config.train.seed)
-        model.load_state_dict(create_trained_model(config, num_classes).state_dict())
     optimizer = create_optimizer_v2(
         model, opt="adamw", lr=config.optim.lr, weight_decay=config.optim.weight_decay
     )
@@ -209,7 +203,7 @@ def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
 
 
 def _model(config: Config, num_classes: int) -> nn.Module:
-    """Make timm's network with the sizes of the config, and timm's own initial weights."""
+    """Make timm's network with the sizes of the config, its weights drawn by timm."""
     sizes = config.model
     model: nn.Module = create_model(
         "vit_tiny_patch16_224",
@@ -222,6 +216,7 @@ def _model(config: Config, num_classes: int) -> nn.Module:
         class_token=sizes.class_token,
         global_pool=sizes.global_pool,
         drop_path_rate=sizes.drop_path_rate or 0.0,
+        weight_init="jax" if sizes.weight_init == "jax" else "",
     )
     return model
 
