@@ -30,7 +30,6 @@ from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
 from vit.ranks.watch import collective_timeout
-from vit.ranks.world import COLLECTIVE_TIMEOUT
 from vit.run.reference import read_reference
 from vit.system.command_line import Parser
 from vit.train import train
@@ -51,7 +50,7 @@ def main() -> World | None:
             print(describe(config, origins, distributed.world_size()), end="")
         return None
     deterministic = config.train.deterministic or config.train.exact_over_ranks
-    limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else COLLECTIVE_TIMEOUT
+    limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None
     world = distributed.join_world(
         config.train.device,
         deterministic=deterministic,

@@ -72,7 +72,7 @@ def join_world(
     *,
     deterministic: bool = False,
     collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
-    limit: timedelta = COLLECTIVE_TIMEOUT,
+    limit: timedelta | None = None,
 ) -> World:
     """Join the process group that torchrun describes, or be a world of one.
 
@@ -83,7 +83,7 @@ def join_world(
         found: devices of this host; None: what `find_devices` finds.
         deterministic: whether GPUs add in one order only.
         collective_timeout: after which gloo and NCCL end a run whose ranks do not come together.
-        limit: how long rank 0 waits for the others.
+        limit: how long rank 0 waits for the others; None: COLLECTIVE_TIMEOUT.
 
     Raises:
         ValueError: a host has fewer GPUs than ranks; hosts differ; the ranks cannot meet.
@@ -128,11 +128,7 @@ def join_world(
 
 
 def _agree_on_device(
-    world: World,
-    device: str,
-    setting: str,
-    found: HostDevices,
-    limit: timedelta = COLLECTIVE_TIMEOUT,
+    world: World, device: str, setting: str, found: HostDevices, limit: timedelta | None = None
 ) -> World:
     """`world` with this rank's device, and the hosts and processes of all ranks.
 

@@ -258,11 +258,12 @@ class World:
             with suppress(dist.DistError):
                 self._post(ENDED, message)
 
-    def gather(self, name: str, value: Any, limit: timedelta = COLLECTIVE_TIMEOUT) -> list[Any]:
+    def gather(self, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
         """The JSON `value` of every rank, on rank 0; [] on the others, which do not wait.
 
-        Raises RankLost if a rank does not come within `limit`.
+        Raises RankLost if a rank does not come within `limit`; None: COLLECTIVE_TIMEOUT.
         """
+        limit = limit or COLLECTIVE_TIMEOUT
         if self.store is None:
             return [value]
         self._post(f"{name} {self.rank}", value)
