@@ -26,6 +26,7 @@ from vit.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.report.source import ReportSource
 from vit.report.style import picture_format
 from vit.run.folder import METRICS_FILE, REPORT_FOLDER, newest_run
+from vit.run_store.reading import local_run
 from vit.system.command_line import Parser, add_run_words, run_and_settings
 
 TABLE_ROWS = 12
@@ -34,7 +35,7 @@ TABLE_ROWS = 12
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    run_dir = args.run or newest_run("RUN", METRICS_FILE)
+    run_dir = local_run(args.run or newest_run("RUN", METRICS_FILE))
     world = distributed.join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     replay = Replay(source, args.step, args.rank)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
-from pathlib import Path
 
 import check_versions  # noqa: F401
 
@@ -22,6 +21,9 @@ from vit.ranks.exit import run_command
 from vit.report.page import make_report
 from vit.report.pictures import PAINTERS
 from vit.run.folder import METRICS_FILE, is_in_use, newest_run
+from vit.run_store.place import is_url
+from vit.run_store.reading import is_in_use as url_is_in_use
+from vit.run_store.reading import local_run, publish_report
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
 
@@ -30,8 +32,9 @@ def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
     # by its record: it may have no weights yet
-    run_dir = args.run or newest_run("RUN", METRICS_FILE)
-    in_use = is_in_use(run_dir)
+    run = args.run or str(newest_run("RUN", METRICS_FILE))
+    run_dir = local_run(run)
+    in_use = url_is_in_use(run) if is_url(run) else is_in_use(run_dir)
     # The GPU of a live run may have no memory left.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = distributed.join_world(device, "--device ")
@@ -47,6 +50,8 @@ def main() -> World:
         print(f"  {path}")
     for name, reason in report.pictures.reasons.items():
         print(f"  no {name}.png: {reason}")
+    if is_url(run):
+        print(publish_report(run, run_dir))
     return world
 
 
@@ -56,9 +61,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "run",
         nargs="?",
-        type=Path,
         metavar="RUN",
-        help="run folder (default: the newest run under runs/)",
+        help="run folder or its URL (default: the newest run under runs/)",
     )
     parser.add_argument(
         "--device",

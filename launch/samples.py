@@ -29,6 +29,7 @@ from vit.report.training_images.near_doubles import THRESHOLD, find_near_doubles
 from vit.report.training_images.page import TABLE_FILE, write_samples_page
 from vit.run.folder import METRICS_FILE, newest_run
 from vit.run.sample_losses import epoch_files
+from vit.run_store.reading import local_run
 from vit.system.command_line import Parser, add_run_words, run_and_settings
 from vit.system.meter import Meter
 
@@ -36,7 +37,7 @@ from vit.system.meter import Meter
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    run_dir = args.run or newest_run("RUN", METRICS_FILE)
+    run_dir = local_run(args.run or newest_run("RUN", METRICS_FILE))
     world = distributed.join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:

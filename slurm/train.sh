@@ -41,7 +41,11 @@ find_nodes
 world_size=$(( ${#nodes[@]} * ranks ))
 described=$(WORLD_SIZE=$world_size python launch/train.py "$@" --print-config) \
   || fail "not started: the config, see above"
-run=$(python -c 'import sys, yaml; print(yaml.safe_load(sys.stdin)["run"]["dir"])' <<<"$described")
+# the folder that rank 0 works in, on this node: of a run at a URL its working copy
+run=$(python -c 'import sys, yaml
+from vit.config.schema import RunConfig
+from vit.run_store.place import local_folder
+print(local_folder(RunConfig(**yaml.safe_load(sys.stdin)["run"])))' <<<"$described")
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun
 

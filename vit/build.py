@@ -7,6 +7,7 @@ last, once everything else has succeeded.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,8 @@ from vit.run.saver import Saver
 from vit.run.start_record import start_record
 from vit.run.start_times import StartTimes
 from vit.run.state import RunState
+from vit.run_store.place import is_url
+from vit.run_store.store import RunStore
 from vit.step import TrainStep, checkpoint_activations, compile_where_it_works
 from vit.weights.files import grid_size
 from vit.weights.teacher import Teacher, load_teacher
@@ -97,6 +100,8 @@ class Run:
     saver: Saver
     signals: StopSignals
     start_times: StartTimes
+    store: RunStore | None
+    """Of a run at a URL, on the main rank; `folder` is its working copy."""
     watch: Watch = field(init=False)
     """Ends all ranks once one keeps the others waiting; begins with the training."""
 
@@ -127,6 +132,7 @@ class Run:
         finally:
             for evaluator in self.evaluators:
                 evaluator.close()
+            _leave(self.store, error)
             self.record.close()
             self.signals.restore()
 
@@ -145,8 +151,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     can get wrong, and `vit.ranks.exit.Interrupted` if SIGTERM or SIGINT comes meanwhile, also while
     this rank waits for another.
     """
-    assert config.run.dir is not None, "load_config names the run folder"
-    folder = Path(config.run.dir)
+    folder, store = _open_place(config, world)
     is_new = world.is_main and not folder.is_dir()
     lock = RunLock(folder)
     signals = StopSignals()
@@ -154,7 +159,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     settings = config_io.to_dict(config)
     try:
         # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
-        world.main_first(lambda: lock.acquire() if world.is_main and folder.is_dir() else None)
+        world.main_first(lambda: _lock(lock, folder, store) if world.is_main else None)
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = open_data(config, world)
@@ -163,8 +168,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         times.end("checkpoint")
         checked = _with_hosts(data.checked, settings, world)
         with world.fail_together():
-            if world.is_main and (found is None or found[1]["step"] < data.plan.total_steps):
-                checked = check_disk(checked, data.disk, folder, config.checkpoint.keep_last)
+            checked = _check_disk(checked, config, data, found, folder, world)
 
         # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
         with world.fail_together():
@@ -194,14 +198,15 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         record = world.main_first(
             lambda: start_record(config, world, folder, lock, data, checked, state, train_step)
         )
-        saver = _start_saver(config, folder, data, train_step, state, record)
+        _put_start(store, world)
+        saver = _start_saver(config, folder, data, train_step, state, record, store)
         times.end("record")
         # From here on a signal is remembered, and the loop acts on it at the next step.
         signals.remember_only()
     except BaseException as error:
         signals.restore()
-        if isinstance(error, Interrupted):
-            checkpoints.mark_interrupted(folder, error.number, lock, is_new)
+        _leave(store, error)
+        _mark_interrupted(error, folder, lock, is_new)
         raise
     return Run(
         config=config,
@@ -217,7 +222,67 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         saver=saver,
         signals=signals,
         start_times=times,
+        store=store,
     )
+
+
+def _open_place(config: Config, world: World) -> tuple[Path, RunStore | None]:
+    """Return the run's folder, and on the main rank of a run at a URL what keeps the URL equal to
+    it."""
+    assert config.run.dir is not None, "load_config names the run folder"
+    if not is_url(config.run.dir):
+        return Path(config.run.dir), None
+    opened: list[RunStore] = []
+
+    def open_store() -> str:
+        opened.append(RunStore(config))
+        return str(opened[0].folder)
+
+    folder = Path(world.broadcast_from_main(open_store))
+    return folder, (opened[0] if opened else None)
+
+
+def _check_disk(
+    checked: Preflight,
+    config: Config,
+    data: RunData,
+    found: tuple[Path, dict] | None,
+    folder: Path,
+    world: World,
+) -> Preflight:
+    """Return `checked` with the room for what the main rank has yet to save."""
+    if not world.is_main or (found is not None and found[1]["step"] >= data.plan.total_steps):
+        return checked
+    setting = "run.local_dir" if is_url(config.run.dir) else "run.dir"
+    return check_disk(checked, data.disk, folder, config.checkpoint.keep_last, setting)
+
+
+def _put_start(store: RunStore | None, world: World) -> None:
+    """Upload the first line of the record: from here on the run is at the URL, too."""
+    with world.fail_together():
+        if store is not None:
+            store.push()
+
+
+def _leave(store: RunStore | None, error: BaseException | None) -> None:
+    """Let another job have the run at a URL; its record tells of an `error`."""
+    if store is not None:
+        is_urgent = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted)
+        store.close(with_record=error is not None, at_once=is_urgent)
+
+
+def _mark_interrupted(error: BaseException, folder: Path, lock: RunLock, is_new: bool) -> None:
+    if isinstance(error, Interrupted):
+        checkpoints.mark_interrupted(folder, error.number, lock, is_new)
+
+
+def _lock(lock: RunLock, folder: Path, store: RunStore | None) -> None:
+    """Let no other job write to the run."""
+    if store is not None:
+        print(f"run folder: {store}, worked on in {folder}", file=sys.stderr)
+        store.open(lock)
+    elif folder.is_dir():
+        lock.acquire()
 
 
 def open_data(config: Config, world: World) -> RunData:
@@ -372,6 +437,7 @@ def _start_saver(
     train_step: TrainStep,
     state: RunState,
     record: Record,
+    store: RunStore | None,
 ) -> Saver:
     """Create what saves the run; a run that is finished already needs no memory for it."""
     settings = config_io.to_dict(config)
@@ -382,7 +448,7 @@ def _start_saver(
     if config.log.sample_losses and isinstance(data.batches, TrainBatches):
         every_epochs = config.log.sample_losses
         samples = SampleLosses(folder, train_step.world, data.plan, every_epochs)
-    saver = Saver(folder, train_step, settings, class_names, keep_last, record, samples)
+    saver = Saver(folder, train_step, settings, class_names, keep_last, record, samples, store)
     if not state.is_finished(data.plan):
         saver.prepare()
     return saver

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TextIO
 
@@ -24,6 +23,9 @@ from vit.one_reader import read_once
 from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.run.checkpoint import newest_checkpoint
+from vit.run_store.place import is_url, local_folder
+from vit.run_store.reading import newest_info
+from vit.system.redact import shown
 from vit.train import train
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
@@ -49,7 +51,9 @@ def finetune(
     assert tuned.run.dir is not None, "load_config names it"
     with world.fail_together():
         if world.is_main:
-            _check_same_start(Path(tuned.run.dir), loaded)
+            is_away = is_url(tuned.run.dir)
+            infos = newest_info(tuned.run.dir) if is_away else Path(tuned.run.dir)
+            _check_same_start(infos, loaded, tuned.run.dir)
     split = open_split(tuned.data, tuned.data.val_split, world)
     selected = tuned.init.select_classes
     if base is not None and split.num_classes != loaded.num_classes and not selected:
@@ -75,7 +79,7 @@ def finetune(
         return
 
     world.barrier()  # the main rank writes the weights, and may still be drawing its report
-    trained = read_once(partial(read_weights, tuned.run.dir), world)
+    trained = read_once(lambda: read_weights(local_folder(tuned.run)), world)
     after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
         return
@@ -101,16 +105,19 @@ def finetune(
         print(json.dumps(found))
 
 
-def _check_same_start(run_dir: Path, loaded: LoadedWeights) -> None:
-    """Raise ValueError if `run_dir` has a checkpoint that began with other weights."""
+def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
+    """Raise ValueError if `run_dir` has a checkpoint that began with other weights.
+
+    place: what to call it.
+    """
     found = newest_checkpoint(run_dir)
     if found is None:
         return
     _, info = found
     if info["facts"].get("init_sha256") not in (None, fingerprint(loaded.weights)):
         raise ValueError(
-            f"{run_dir} was fine-tuned from other weights than {loaded.path} holds now: use another"
-            " run.dir, or remove it"
+            f"{shown(place)} was fine-tuned from other weights than {loaded.path} holds now: use"
+            " another run.dir, or remove it"
         )
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from vit.config import io as config_io
 from vit.config.guard_section import GuardConfig
-from vit.config.schema import AugmentConfig, Config, DataConfig, OptimConfig
+from vit.config.schema import AugmentConfig, Config, DataConfig, OptimConfig, RunConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
@@ -30,6 +30,7 @@ from vit.open_data import choose_num_classes, choose_train_set, open_split, open
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.optim.schedule import lr_at, weight_decay_at
+from vit.run_store.place import is_url, local_folder
 from vit.system.files import ShardError
 from vit.weights.teacher import describe_teacher
 
@@ -381,6 +382,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     held = "weights, optimizer" + (", average" if is_averaged else "")
     kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"
+    derived |= _working_copy(config.run)
     derived["parameters_gib"] = (
         f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients),"
         " without activations"
@@ -390,6 +392,13 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         + "\n# derived\n"
         + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
     )
+
+
+def _working_copy(run: RunConfig) -> dict[str, object]:
+    """Return where a run at a URL is worked on."""
+    if not is_url(run.dir):
+        return {}
+    return {"working_copy": f"{local_folder(run)}, uploaded to run.dir at each save"}
 
 
 def training_bytes(model: nn.Module, optim: OptimConfig, is_averaged: bool) -> tuple[int, int]:

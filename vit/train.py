@@ -244,6 +244,8 @@ def go_back(run: Run, event: Rewind) -> None:
         state = event.state_from(checkpoints.state_of(info), run.state, skip_steps)
         # Before anything is done again: a kill from here on changes nothing.
         checkpoints.update_info(folder, asdict(state))
+        if run.store is not None:
+            run.store.push()
         return folder.name, asdict(state)
 
     name, values = run.world.broadcast_from_main(note)
@@ -398,6 +400,9 @@ def finish(run: Run, monitor: Monitor) -> str:
     run.record.write("end", state.step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
     if outcome == "finished" and run.config.log.report:
         _report(run)
+    if run.store is not None:
+        run.store.push()
+        run.record.say(f"run folder: {run.store}, complete there up to step {state.step}")
     return outcome
 
 

@@ -25,12 +25,15 @@ BELOW = {
     "vit.layers": (),
     "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks"),
     "vit.features": ("vit!", *ENGINE),
-    "vit.weights": ("vit!", "vit.layers", "vit.run.folder", "vit.config", "vit.system"),
-    "vit.run": ("vit!", "vit.weights", *ENGINE),
+    "vit.run_store": ("vit.run.folder", "vit.data.storage", "vit.config", "vit.system"),
+    "vit.weights": (
+        *("vit!", "vit.layers", "vit.run.folder", "vit.run_store", "vit.config", "vit.system"),
+    ),
+    "vit.run": ("vit!", "vit.run_store", "vit.weights", *ENGINE),
     "vit.report": ("vit!", "vit.predict", "vit.features", "vit.run", "vit.weights", *ENGINE),
     "vit.recipes": ("vit!", "vit.report", "vit.run", *ENGINE),
     "vit.predict": ("vit!", "vit.data", "vit.config", "vit.system"),
-    "vit": ("vit.run", "vit.weights", "vit.features", *ENGINE),
+    "vit": ("vit.run", "vit.run_store", "vit.weights", "vit.features", *ENGINE),
     "vit.estimate": (
         "vit.exact",
         *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),

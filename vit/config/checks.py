@@ -58,6 +58,9 @@ def find_problems(config: Config) -> list[str]:
     rules |= _augment_rules(config.augment)
     rules |= _mixing_rules(config.augment, config.train.epochs)
     rules |= _grey_rules(config.augment, config.model.in_chans)
+    rules["run.local_dir has no effect where run.dir is a folder: give a URL, or leave it out"] = (
+        config.run.local_dir is not None and "://" not in (config.run.dir or "")
+    )
     return [problem for problem, holds in rules.items() if holds]
 
 

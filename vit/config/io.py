@@ -27,7 +27,7 @@ from vit.system.urls import not_set, unset_variables
 
 RESOLVED: tuple[Key, ...] = (
     *(("data", "root"), ("data", "stream"), ("data", "sources")),
-    ("eval", "sets"),
+    *(("eval", "sets"), ("run", "dir")),
 )
 """Settings in which `${NAME}` means an environment variable, whose value is used, not recorded."""
 _ALTERNATIVE: dict[Key, Key] = {

@@ -277,8 +277,14 @@ class RunConfig(Section):
     """Location of the run."""
 
     dir: str | None = None
-    """Folder of checkpoints, weights and record; the same command resumes it. `None`: `runs/<name
-    of the config file>`."""
+    """Folder of checkpoints, weights and record, or its URL, as `s3://bucket/runs/name`
+    (docs/resume.md); the same command resumes it. `None`: `runs/<name of the config file>`."""
+    local_dir: str | None = None
+    """Folder of this machine in which a run at a URL is worked on. `None`: one in `SLURM_TMPDIR` or
+    `TMPDIR`, else in `vit` in `XDG_CACHE_HOME` or `~/.cache`."""
+    lease_s: Annotated[float, Field(ge=1)] = 60.0
+    """Seconds after which another job may go on with a run at a URL whose job has died. No effect
+    on a run in a folder, which is locked."""
     hang_timeout_s: Annotated[float | None, Field(ge=1)] = 600.0
     """Seconds that a rank may stand still, or be silent, while the others wait for it; then all end
     with its name (docs/resume.md). `None`: only gloo and NCCL have a limit, of ten minutes, and

@@ -20,6 +20,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import sys
 import time
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import IO
 
 from vit.ranks.distributed import is_main_process
+from vit.system.files import temporary_beside
+from vit.system.host import file_system
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -41,6 +44,14 @@ TIMM_CONFIG_FILE = "config.json"
 REPORT_FOLDER = "report"
 STOPPED_FILE = "stopped_early"
 LOCK_FILE = ".lock"
+MOUNTED_BUCKETS = tuple(
+    f"fuse.{name}"
+    for name in (
+        *("blobfuse", "blobfuse2", "gcsfuse", "geesefs", "goofys", "mountpoint-s3", "rclone"),
+        "s3fs",
+    )
+)
+"""What the kernel calls file systems that are an object store underneath."""
 LOCK_WAIT_S = 15.0
 """How long to wait for the previous process of a run to end: about what saving a large checkpoint
 takes."""
@@ -117,10 +128,11 @@ class RunLock:
         except OSError as error:
             raise ValueError(
                 f"run.dir={self._run_dir}: cannot be written ({error.strerror}): choose another"
-                " folder"
+                f" folder{_mount_hint(self._run_dir)}"
             ) from None
         try:
             self._wait_for(file)
+            _check_renames(self._run_dir)
         except BaseException:
             file.close()
             raise
@@ -142,7 +154,7 @@ class RunLock:
             except OSError as error:  # a file system without locks
                 print(
                     f"{self._run_dir}: cannot be locked here ({error.strerror}): make sure that"
-                    " only one run uses it",
+                    f" only one run uses it{_mount_hint(self._run_dir)}",
                     file=sys.stderr,
                 )
                 return
@@ -184,6 +196,49 @@ class RunLock:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _check_renames(run_dir: Path) -> None:
+    """Raise ValueError where folders cannot be renamed: no checkpoint could be complete or absent.
+
+    A bucket that is mounted as a folder is such a place.
+    """
+    probe = temporary_beside(run_dir / "renamed")
+    renamed = temporary_beside(run_dir / "renamed")
+    try:
+        probe.mkdir()
+        (probe / "file").touch()
+        probe.rename(renamed)
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={run_dir}: folders cannot be written and renamed there ({error.strerror}), as"
+            f" a checkpoint needs it: choose another folder{_mount_hint(run_dir)}"
+        ) from None
+    finally:
+        for folder in (probe, renamed):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _mount_hint(run_dir: Path, root: Path = Path("/")) -> str:
+    """Return what to do where `run_dir` is on a mounted store, else "". root: the folder of
+    `proc`."""
+    kind = file_system(run_dir, root)
+    if not kind.startswith("fuse"):
+        return ""
+    return (
+        f"; it is mounted ({kind}): a bucket's own URL, as run.dir=s3://bucket/name, or"
+        f" run.dir=file://{run_dir.absolute()} needs no locks and no renames (docs/resume.md)"
+    )
+
+
+def mount_note(run_dir: Path, root: Path = Path("/")) -> str:
+    """Return a note for people where `run_dir` is in a mounted bucket, else ""."""
+    if file_system(run_dir, root) not in MOUNTED_BUCKETS:
+        return ""
+    return (
+        "a mounted bucket locks for this machine alone, and renames by copying: two jobs may use"
+        f" the run at once, and a kill may leave half a checkpoint{_mount_hint(run_dir, root)}"
+    )
 
 
 def is_in_use(run_dir: Path) -> bool | None:

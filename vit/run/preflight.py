@@ -2,8 +2,7 @@
 
 Memory for the batches of all ranks, cores for their workers, open files for the shards, /dev/shm
 (needed by NCCL only), and the disk for what the run will save. What cannot work is an error with
-its remedy; what only costs speed is a note. Both are in the record. `start_lines` tells people of
-model and batches, and of what may be set wrong.
+its remedy; what only costs speed is a note; the record has both. `start_lines` is for people.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ def preflight(
     """Check this host against the run; raise the limit of open files where that is needed.
 
     evals: of each split to evaluate on, first `data.val_split`. root: where `proc` and `sys` are.
-    saved_bytes: of the state, which rank 0 copies in memory to
-    save it. Raises ValueError if the run cannot work here.
+    saved_bytes: of the state, which rank 0 copies in memory to save it. Raises ValueError if the
+    run cannot work here.
     """
     workers = data.num_workers
     ranks = local_world_size()
@@ -268,8 +267,10 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     )
 
 
-def check_disk(checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int) -> Preflight:
-    """Return `checked` with what the run will save in `folder`.
+def check_disk(
+    checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir"
+) -> Preflight:
+    """Return `checked` with what the run will save in `folder`, which is that of `setting`.
 
     What is there of it already counts. Raises ValueError if there is no room for the rest.
     """
@@ -283,9 +284,9 @@ def check_disk(checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: in
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
         present = f", {size_text(saved_bytes)} of it are there" if saved_bytes else ""
         raise ValueError(
-            f"run.dir={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}), its"
+            f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}), its"
             f" disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
-            f" ({keep_last}, and one more while it is written), or choose another run.dir"
+            f" ({keep_last}, and one more while it is written), or choose another {setting}"
         )
     numbers = {
         "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),

@@ -5,10 +5,11 @@
                                                              checkpoint.json, rename, `latest`,
                                                              remove older ones
 
-One save is written at a time, in the order in which they were asked for, and each in this order:
-weights first. So a complete checkpoint never tells of a best accuracy, or of the end of the run,
-whose weights are not there. After an error of the thread all ranks stop at the next step, by the
-flag that a signal sets, too (`has_failed`), and meet where rank 0 raises it.
+Of a run at a URL the thread then uploads what is new (`vit.run_store.store`). One save is written
+at a time, in the order in which they were asked for, and each in this order: weights first. So a
+complete checkpoint never tells of a best accuracy, or of the end of the run, whose weights are not
+there. After an error of the thread all ranks stop at the next step, by the flag that a signal sets,
+too (`has_failed`), and meet where rank 0 raises it.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from vit.run.record import Record
 from vit.run.sample_losses import SampleLosses, Written
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
+from vit.run_store.store import RunStore
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
 from vit.weights.formats import HUB_FILES
@@ -44,7 +46,8 @@ class Saver:
     """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
 
     config: as `config_io.to_dict` gives it. class_names: of the training data. record: gets a line
-    for each checkpoint that is complete. samples: losses to write with each save.
+    for each checkpoint that is complete. samples: losses to write with each save. store: where all
+    is uploaded to, if `run_dir` is the working copy of a URL.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Saver:
         keep_last: int,
         record: Record,
         samples: SampleLosses | None = None,
+        store: RunStore | None = None,
     ):
         self.samples = samples
+        self._store = store
         self._run_dir = run_dir
         self._train_step = train_step
         self._world = train_step.world
@@ -73,8 +78,9 @@ class Saver:
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread has met an error, which the next call of `save` or `finish` raises."""
-        return self._error is not None
+        """Whether the thread has met an error, or another job has the run, which the next call of
+        `save` or `finish` raises."""
+        return self._error is not None or (self._store is not None and self._store.is_lost)
 
     def prepare(self) -> None:
         """Begin to get memory for the copy, so that the first save does not wait for it."""
@@ -94,6 +100,8 @@ class Saver:
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
+                if self._store is not None:
+                    self._store.check()
                 self._record.lock.check_in_place()
                 needed_bytes = self._needed_bytes(state, with_checkpoint, weights)
                 if self.samples is not None:
@@ -175,6 +183,8 @@ class Saver:
         for path, averaged, tensors in self._files(weights):
             save_weights(path, tensors, self._metadata(state, averaged))
         if not with_checkpoint:
+            if self._store is not None:
+                self._store.push()
             return
         folder, sha256 = write_checkpoint(
             self._run_dir,
@@ -190,6 +200,8 @@ class Saver:
             "written_s": round(time.perf_counter() - began, 4),
             "sha256": sha256,
         }
+        if self._store is not None:
+            values["uploaded_s"] = round(self._store.push(), 4)
         self._complete.append((state["step"], values))
 
     def _describe_weights(self, num_classes: int) -> None:

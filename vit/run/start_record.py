@@ -20,7 +20,7 @@ from vit.data.sources import content_sha256
 from vit.loss import describe_class_weights
 from vit.mfu import find_peak
 from vit.ranks.distributed import World
-from vit.run.folder import CONFIG_FILE, RunLock
+from vit.run.folder import CONFIG_FILE, RunLock, mount_note
 from vit.run.preflight import Preflight, start_lines
 from vit.run.record import Record, provenance
 from vit.run.state import RunState
@@ -98,6 +98,7 @@ def start_record(
     lines = [f"chosen: {line}" for line in data.train_set.summary]
     lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
     lines += checked.lines
+    lines += [f"note: {note}"] if (note := mount_note(folder)) else []
     lines += [] if data.teacher is None else data.teacher.lines()
     lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
     for line in lines:

@@ -148,8 +148,9 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
-    """Divide `words` into a run folder, None if there is none, and settings (section.key=value).
+def run_and_settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Divide `words` into a run folder or its URL, None if there is none, and settings
+    (section.key=value).
 
     Raises ValueError for two folders.
     """
@@ -157,4 +158,4 @@ def run_and_settings(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     folders = [word for word in words if word not in settings]
     if len(folders) > 1:
         raise ValueError(f"{' '.join(folders)}: give one run folder")
-    return (Path(folders[0]) if folders else None), settings
+    return (folders[0] if folders else None), settings

@@ -6,8 +6,7 @@
 3. Positions are resampled to the model's grid, the head is dropped on demand load_weights
 4. Everything else must fit exactly: a missing or unknown key is an error     load_weights
 
-`read_weights` adds what a run recorded about its weights. Problems that a user can fix are
-`WeightsError`s of one line.
+`read_weights` adds what a run recorded about them. What a user can mend is a `WeightsError`.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 
 from vit.layers.posemb import resample_posemb
 from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
+from vit.run_store.reading import local_run
 from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 
@@ -272,12 +272,12 @@ class LoadedWeights:
 def find_weights(path: str | os.PathLike[str]) -> Path:
     """The file, or the checkpoint folder, that `read_weights` reads for `path`.
 
-    `path` is a file, a checkpoint folder, a folder of Hugging Face's, or a run folder. Of the last
-    it is what has come furthest: the last weights, averaged if there are such, or the newest
+    `path` is a file, a checkpoint folder, a folder of Hugging Face's, a run folder, or its URL. Of
+    a run it is what has come furthest: the last weights, averaged if there are such, or the newest
     checkpoint. Raises WeightsError.
     """
     with readable(path):
-        return _find(Path(path))
+        return _find(local_run(str(path), only_weights=True))
 
 
 def _find(path: Path) -> Path:

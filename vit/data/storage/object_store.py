@@ -1,4 +1,4 @@
-"""Object stores and everything else that fsspec reads by URL: s3://, gs://, hf://, ftp://.
+"""Object stores and everything else that fsspec knows by URL: s3://, gs://, hf://, ftp://.
 
 Each call asks fsspec for its client, which fsspec keeps per process, and is repeated by
 `vit.data.storage.retry` while errors may pass. Errors that a user can correct name the place, the
@@ -12,6 +12,8 @@ import errno
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -63,7 +65,7 @@ KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 
 
 class ObjectStore:
-    """The files directly at `<url>/`. Any number of threads; pickled as its URL.
+    """The files at `<url>/`, by their names below it. Any number of threads; pickled as its URL.
 
     All methods raise Refused for what a user can correct, ShardError if retries failed,
     FileNotFoundError, and OSError for errors of this machine's disk.
@@ -79,8 +81,21 @@ class ObjectStore:
         return shown(self.url)
 
     def list(self) -> dict[str, Version]:
-        """Return all files of the folder."""
+        """Return the files directly in the folder."""
         return self._call("", _list)
+
+    def list_below(self) -> dict[str, Version]:
+        """Return all files below the folder, as `a/b`; "" is the URL itself, where that is a file.
+
+        {} where nothing is there.
+        """
+        return self._call("", _list_below)
+
+    def changed_at(self, name: str) -> datetime | None:
+        """Return when a file was written, by the store's own clock; None where it does not say."""
+        with suppress(Refused):  # fsspec's word for a store that does not say
+            return self._call(name, lambda fs, path: _changed_at(fs, f"{path}/{name}"))
+        return None
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
         """Return the size, and the ETag or time of change."""
@@ -135,31 +150,100 @@ class ObjectStore:
 
         self._call("", probe)
 
-    def upload(self, path: Path) -> None:
-        """Upload a local file under its own name, and compare the sizes."""
-        size = path.stat().st_size
+    def upload(self, path: Path, name: str = "", in_use: bool = False) -> None:
+        """Upload a local file, under its own name if no other is given, and compare the sizes.
+
+        in_use: as in `_call`.
+        """
+        name = name or path.name
 
         def put(fs: Any, folder: str) -> None:
-            fs.put_file(str(path), f"{folder}/{path.name}", **self._transfer)
-            _check_arrived(_version(fs, folder, path.name).size, size)
+            size = path.stat().st_size  # a log may grow from one attempt to the next
+            self._make_parent(fs, f"{folder}/{name}")
+            fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
+            _check_arrived(_version(fs, folder, name).size, size)
 
-        self._call(path.name, put)
+        self._call(name, put, in_use)
 
-    def download(self, name: str, path: Path) -> None:
-        """Copy a file to a local path, completely or not at all."""
+    def write(self, name: str, data: bytes, only_new: bool = False, in_use: bool = False) -> bool:
+        """Write a small file; return whether that was done.
+
+        only_new: not if there is one of this name, where the store can tell (fsspec's "create");
+        others replace it. in_use: as in `_call`.
+        """
+
+        def put(fs: Any, folder: str) -> bool:
+            self._make_parent(fs, f"{folder}/{name}")
+            mode = {"mode": "create"} if only_new else {}
+            try:
+                fs.pipe_file(f"{folder}/{name}", data, **mode, **_timeout(fs))
+            except FileExistsError:
+                return False
+            return True
+
+        return self._call(name, put, in_use)
+
+    def download(
+        self, name: str, path: Path, on_bytes: Callable[[int], None] | None = None
+    ) -> None:
+        """Copy a file to a local path, completely or not at all.
+
+        on_bytes: gets the number of bytes that have come so far.
+        """
 
         def get(fs: Any, folder: str) -> None:
+            from fsspec.callbacks import Callback
+
+            class Progress(Callback):
+                def call(self, *_: Any, **__: Any) -> None:
+                    note_progress()
+                    if on_bytes is not None:
+                        on_bytes(self.value)
+
             size = _version(fs, folder, name).size
             with temporary_file(path) as file:
-                fs.get_file(f"{folder}/{name}", file.name, **self._transfer)
+                where = f"{folder}/{name}" if name else folder
+                fs.get_file(where, file.name, callback=Progress(), **self._transfer)
                 _check_arrived(os.path.getsize(file.name), size)
                 os.replace(file.name, path)
 
         self._call(name, get)
 
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        self._call(name, lambda fs, path: fs.rm_file(f"{path}/{name}"))
+    def remove(self, name: str, in_use: bool = False) -> None:
+        """Remove a file, if it is there. in_use: as in `_call`."""
+
+        def remove(fs: Any, path: str) -> None:
+            with suppress(FileNotFoundError):
+                fs.rm_file(f"{path}/{name}")
+
+        self._call(name, remove, in_use)
+
+    def remove_unfinished(self) -> None:
+        """Remove parts of uploads below the folder that were cut off: unseen, they cost money.
+
+        Only S3 keeps such parts until they are removed.
+        """
+        if self.kind is not S3:
+            return
+
+        def abort(fs: Any, path: str) -> None:
+            bucket, key, _ = fs.split_path(path)
+            found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+            for upload in found.get("Uploads", []):
+                with suppress(FileNotFoundError):
+                    fs.call_s3(
+                        "abort_multipart_upload",
+                        Bucket=bucket,
+                        Key=upload["Key"],
+                        UploadId=upload["UploadId"],
+                    )
+
+        self._call("", abort)
+
+    def _make_parent(self, fs: Any, path: str) -> None:
+        """Make the folder of a file, in a store that has folders."""
+        if self.kind is None:
+            fs.makedirs(path.rpartition("/")[0], exist_ok=True)
 
     def _call(
         self,
@@ -251,6 +335,17 @@ def _list(fs: Any, path: str) -> dict[str, Version]:
     }
 
 
+def _list_below(fs: Any, path: str) -> dict[str, Version]:
+    fs.invalidate_cache()
+    found = fs.find(path, detail=True, **_timeout(fs))
+    return {name[len(path) + 1 :]: _version_of(entry) for name, entry in found.items()}
+
+
+def _changed_at(fs: Any, path: str) -> datetime:
+    fs.invalidate_cache()
+    return fs.modified(path)
+
+
 def _listed_version(fs: Any, path: str, name: str) -> Version | None:
     try:
         return _list(fs, path).get(name)
@@ -260,7 +355,7 @@ def _listed_version(fs: Any, path: str, name: str) -> Version | None:
 
 def _version(fs: Any, path: str, name: str) -> Version:
     fs.invalidate_cache(path)  # of earlier answers
-    return _version_of(fs.info(f"{path}/{name}", **_timeout(fs)))
+    return _version_of(fs.info(f"{path}/{name}" if name else path, **_timeout(fs)))
 
 
 def _version_of(entry: dict[str, Any]) -> Version:

@@ -1,0 +1,299 @@
+"""A run at a URL is the run in a folder: the same bits, on a machine that has nothing, through what
+goes wrong on the way to a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from processes import TINY, Background, final_state, run, run_here, train, write_config
+
+from vit.run.checkpoint import newest_checkpoint
+from vit.run.record import read_metrics
+from vit.run_store.parts import parts_in, read_record
+from vit.run_store.place import store_at
+from vit.run_store.reading import local_run
+
+STEPS = 24
+LEASE_S = 2.0
+
+
+def settings(url: str, local: Path, *more: str) -> list[str]:
+    return [f"run.local_dir={local}", f"run.lease_s={LEASE_S}", "data.patience_s=60", *more]
+
+
+def train_here(config: Path, url: str, local: Path, *more: str) -> None:
+    words = [*TINY, f"run.dir={url}", *settings(url, local), *more]
+    run_here("launch/train.py", "--config", config, *words)
+
+
+def train_at(config: Path, url: str, local: Path, *more: str, ranks: int = 0, ok: bool = True):
+    words = [*TINY, f"run.dir={url}", *settings(url, local), *more]
+    done = run("launch/train.py", "--config", config, *words, ranks=ranks)
+    assert not ok or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def record_at(url: str, tmp: Path) -> list[dict]:
+    """The lines of the record at a URL that are valid."""
+    store = store_at(url, 60)
+    path = tmp / "record.jsonl"
+    path.write_bytes(read_record(store, store.list_below()))
+    return read_metrics(path)
+
+
+def assert_whole(url: str, tmp: Path, steps: int = STEPS) -> None:
+    """The record at the URL has each step once, and checkpoints there are complete."""
+    lines = record_at(url, tmp)
+    counts = Counter(line["step"] for line in lines if line["kind"] == "train")
+    assert counts == dict.fromkeys(range(1, steps + 1), 1)
+    assert lines[-1]["kind"] == "end"
+    assert lines[-1]["outcome"] == "finished"
+
+
+def objects_of(s3, url: str) -> dict[str, bytes]:
+    prefix = url.split("/", 3)[3] + "/"
+    return {
+        name.removeprefix(prefix): data
+        for name, data in s3.objects(url).items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path, shards: Path) -> Path:
+    return write_config(tmp_path, shards, steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
+    """The final state of an undisturbed run in a folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_here(
+        *("launch/train.py", "--config", write_config(folder, shards, steps=STEPS), *TINY),
+        f"run.dir={folder / 'run'}",
+    )
+    return final_state(folder / "run", STEPS)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
+    s3, tmp_path, config, whole, capfd, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    url = f"{s3.new_bucket()}/runs/some run"
+    train_here(config, url, tmp_path / "one", "train.steps=9")
+    shutil.rmtree(tmp_path / "one")  # that machine is gone
+    train_here(config, url, tmp_path / "two", "--allow-change", "train.steps")
+    there = objects_of(s3, url)
+    assert "lease.json" not in there
+    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/step")} == {
+        "step_00000021",
+        "step_00000024",
+    }, "those that the folder keeps"
+    assert there["checkpoints/latest"] == b"step_00000024\n"
+    for name, data in there.items():
+        if not name.startswith(("record/", "checkpoints/latest")):
+            assert (tmp_path / "two" / name).read_bytes() == data, name
+    parts = [there[name] for name in sorted(there) if name.startswith("record/")]
+    assert b"".join(parts) == (tmp_path / "two" / "metrics.jsonl").read_bytes()
+    starts = [json.loads(line) for line in b"".join(parts).splitlines() if b'"start"' in line[:20]]
+    assert [start["restarts"] for start in starts] == [0, 1]
+    # A schedule of nine steps first: only what does not depend on it can be the same.
+    assert final_state(tmp_path / "two", STEPS).keys() == whole.keys()
+
+    capfd.readouterr()
+    run_here("launch/eval.py", url, "--json")
+    said = json.loads(capfd.readouterr().out)
+    run_here("launch/eval.py", tmp_path / "two", "--json")
+    assert said == json.loads(capfd.readouterr().out)
+    fetched = local_run(url)
+    assert newest_checkpoint(fetched) is None, "the weights are as new"
+    assert (fetched / "metrics.jsonl").read_bytes() == b"".join(parts)
+    weights = f"{url}/weights/best.safetensors"
+    assert local_run(weights).read_bytes() == there["weights/best.safetensors"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("at", ["state.safetensors", "checkpoint.json", "latest", "record/part"])
+def test_killed_amid_an_upload_it_goes_on_elsewhere_and_ends_with_the_same_bits(
+    s3, way, tmp_path, config, shards, at, ranks
+):
+    train(config, tmp_path / "whole", ranks=ranks)
+    expected = final_state(tmp_path / "whole", STEPS)
+    url = f"{s3.new_bucket()}/runs/x"
+    sent: list[str] = []
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "PUT" and at in path:
+            sent.append(path)
+            return "hold" if len(sent) == 3 else None
+        return None
+
+    way.fault = fault
+    words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
+    background = Background(config, tmp_path / "one", *words, ranks=ranks)
+    assert way.is_holding.wait(120), background.end()
+    background.kill_all()
+    way.is_good()
+    shutil.rmtree(tmp_path / "one")
+    there = objects_of(s3, url)
+    latest = there["checkpoints/latest"].decode().strip()
+    assert f"checkpoints/{latest}/checkpoint.json" in there
+    assert f"checkpoints/{latest}/state.safetensors" in there, "it never leads to half a one"
+    done = train_at(config, url, tmp_path / "two", ranks=ranks)
+    assert "taking over" in done.stderr or "waiting up to" in done.stderr
+    assert f"resumed at step {int(latest.removeprefix('step_'))} of" in done.stderr or (
+        at == "latest"
+    )
+    assert final_state(tmp_path / "two", STEPS) == expected
+    assert_whole(url, tmp_path)
+    way.let_go.set()
+
+
+@pytest.mark.full
+def test_slow_down_and_cut_uploads_cost_time_only(s3, way, tmp_path, config, whole):
+    url = f"{s3.new_bucket()}/runs/x"
+    counts = Counter[str]()
+
+    def fault(method: str, path: str) -> str | None:
+        counts[method] += 1
+        if method == "PUT" and counts[method] % 3 == 0:
+            return "503 SlowDown" if counts[method] % 2 else "cut"
+        return "503 SlowDown" if method != "PUT" and counts[method] % 7 == 0 else None
+
+    way.fault = fault
+    train_at(config, url, tmp_path / "one")
+    way.is_good()
+    assert counts["PUT"] > 30, "faults did happen"
+    assert final_state(tmp_path / "one", STEPS) == whole
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
+    s3, way, tmp_path, config, ranks
+):
+    train(config, tmp_path / "whole", ranks=ranks)
+    expected = final_state(tmp_path / "whole", STEPS)
+    url = f"{s3.new_bucket()}/runs/x"
+    is_expired = False
+
+    def fault(method: str, path: str) -> str | None:
+        nonlocal is_expired
+        is_expired |= "step_00000009" in path
+        return "400 ExpiredToken" if is_expired else None
+
+    way.fault = fault
+    done = train_at(config, url, tmp_path / "one", ranks=ranks, ok=False)
+    assert done.returncode == (1 if ranks else 2), done.stderr
+    assert "ExpiredToken it is" in done.stderr
+    assert "credentials come from AWS_ACCESS_KEY_ID" in done.stderr
+    assert f"the working copy {tmp_path / 'one'} is complete, and the same command" in done.stderr
+    assert done.stderr.count("error: ") <= 2, "ours, and torchrun's of it"
+    assert "AKIA" not in done.stderr
+    way.is_good()
+    train_at(config, url, tmp_path / "one", ranks=ranks)
+    assert final_state(tmp_path / "one", STEPS) == expected
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
+def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
+    s3, tmp_path, config, shards
+):
+    url = f"{s3.new_bucket()}/runs/x"
+    steps = "train.steps=100000"
+    local = [tmp_path / name for name in ("one", "two", "three")]
+    first = Background(
+        config, local[0], f"run.dir={url}", *settings(url, local[0]), steps, ranks=0, cold=True
+    )
+    first.wait_for_checkpoint(3)
+    second = train_at(config, url, local[1], steps, ok=False)
+    assert second.returncode == 2
+    assert "in use by a live run (process " in second.stderr
+    assert not (local[1] / "metrics.jsonl").exists(), "nothing was fetched for it"
+
+    os.kill(first.process.pid, signal.SIGSTOP)
+    third = Background(
+        config, local[2], f"run.dir={url}", *settings(url, local[2]), steps, ranks=0, cold=True
+    )
+    third.wait_for_output("resumed at step ")
+    os.kill(first.process.pid, signal.SIGCONT)
+    ended = first.end()
+    assert first.process.returncode == 2, ended
+    assert "has taken over the run, because this job did not reach the store for 2 s" in ended
+    third.wait_for_checkpoint(200)
+    third.process.send_signal(signal.SIGTERM)
+    said = third.end()
+    assert third.process.returncode == 0, said
+    lines = record_at(url, tmp_path)
+    assert lines[-1]["outcome"] == "stopped"
+    steps_of = Counter(line["step"] for line in lines if line["kind"] == "train")
+    assert set(steps_of.values()) == {1}
+    assert len(steps_of) == lines[-1]["step"]
+
+
+@pytest.mark.full
+def test_a_damaged_checkpoint_at_the_url_is_passed_over(s3, tmp_path, config, whole):
+    import boto3
+
+    url = f"{s3.new_bucket()}/runs/x"
+    train_at(config, url, tmp_path / "one", "train.steps=24")
+    bucket = url.split("/")[2]
+    key = "runs/x/checkpoints/step_00000024/state.safetensors"
+    client = boto3.client("s3")
+    data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    data[-1] ^= 1
+    client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
+    done = train_at(config, url, tmp_path / "two")
+    assert "does not match the sha256 in checkpoint.json: it is damaged" in done.stderr
+    assert "resumed at step 21 of 24" in done.stderr
+    assert final_state(tmp_path / "two", STEPS) == whole
+
+
+@pytest.mark.full
+def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, whole):
+    url = f"{s3.new_bucket()}/runs/x"
+    stop = ["train.steps=24", "log.sample_losses=1"]
+    background = Background(
+        config, tmp_path / "one", f"run.dir={url}", *settings(url, tmp_path / "one"), ranks=1
+    )
+    background.wait_for_checkpoint(6)
+    background.kill_all()
+    train_at(config, url, tmp_path / "two", *stop)  # another machine ends it
+    done = train_at(config, url, tmp_path / "one")
+    assert "another job has gone on since" in done.stderr
+    assert "is finished: 24 steps" in done.stderr
+    assert final_state(tmp_path / "one", STEPS) == whole
+    store = store_at(url, 60)
+    for name in store.list_below():
+        store.remove(name)
+    done = train_at(config, url, tmp_path / "one", ok=False)
+    assert done.returncode == 2
+    assert "holds no run, its working copy" in done.stderr
+    assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), "nothing is removed"
+
+
+@pytest.mark.slow
+def test_a_mounted_bucket_by_its_file_url_and_many_parts(tmp_path, config, monkeypatch):
+    """What locks and renames nothing: a folder by its URL."""
+    monkeypatch.setattr("vit.run_store.parts.JOIN_FROM", 3)
+    url = f"file://{tmp_path}/mnt/run"
+    for number, steps in enumerate((6, 9, 12)):
+        change = ["--allow-change", "train.steps"] if number else []
+        local = tmp_path / f"copy{number}"
+        train_here(config, url, local, f"train.steps={steps}", "eval.every_steps=100", *change)
+    store = store_at(url, 60)
+    listing = store.list_below()
+    assert len(parts_in(listing)) < 6, "joined at each start"
+    assert read_record(store, listing) == (tmp_path / "copy2" / "metrics.jsonl").read_bytes()
+    assert_whole(url, tmp_path, 12)
