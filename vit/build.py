@@ -7,7 +7,6 @@ last, once everything else has succeeded.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -52,6 +51,7 @@ from vit.run.saver import Saver
 from vit.run.start_record import start_record
 from vit.run.start_times import StartTimes
 from vit.run.state import RunState
+from vit.run_store.opening import leave, lock_place, open_place, put_start
 from vit.run_store.place import is_url
 from vit.run_store.store import RunStore
 from vit.step import TrainStep, checkpoint_activations, compile_where_it_works
@@ -132,7 +132,7 @@ class Run:
         finally:
             for evaluator in self.evaluators:
                 evaluator.close()
-            _leave(self.store, error)
+            leave(self.store, error)
             self.record.close()
             self.signals.restore()
 
@@ -151,7 +151,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     can get wrong, and `vit.ranks.exit.Interrupted` if SIGTERM or SIGINT comes meanwhile, also while
     this rank waits for another.
     """
-    folder, store = _open_place(config, world)
+    folder, store = open_place(config, world)
     is_new = world.is_main and not folder.is_dir()
     lock = RunLock(folder)
     signals = StopSignals()
@@ -159,7 +159,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     settings = config_io.to_dict(config)
     try:
         # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
-        world.main_first(lambda: _lock(lock, folder, store) if world.is_main else None)
+        world.main_first(lambda: lock_place(lock, folder, store) if world.is_main else None)
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = open_data(config, world)
@@ -198,14 +198,14 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         record = world.main_first(
             lambda: start_record(config, world, folder, lock, data, checked, state, train_step)
         )
-        _put_start(store, world)
+        put_start(store, world)
         saver = _start_saver(config, folder, data, train_step, state, record, store)
         times.end("record")
         # From here on a signal is remembered, and the loop acts on it at the next step.
         signals.remember_only()
     except BaseException as error:
         signals.restore()
-        _leave(store, error)
+        leave(store, error)
         _mark_interrupted(error, folder, lock, is_new)
         raise
     return Run(
@@ -226,22 +226,6 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     )
 
 
-def _open_place(config: Config, world: World) -> tuple[Path, RunStore | None]:
-    """Return the run's folder, and on the main rank of a run at a URL what keeps the URL equal to
-    it."""
-    assert config.run.dir is not None, "load_config names the run folder"
-    if not is_url(config.run.dir):
-        return Path(config.run.dir), None
-    opened: list[RunStore] = []
-
-    def open_store() -> str:
-        opened.append(RunStore(config))
-        return str(opened[0].folder)
-
-    folder = Path(world.broadcast_from_main(open_store))
-    return folder, (opened[0] if opened else None)
-
-
 def _check_disk(
     checked: Preflight,
     config: Config,
@@ -257,32 +241,9 @@ def _check_disk(
     return check_disk(checked, data.disk, folder, config.checkpoint.keep_last, setting)
 
 
-def _put_start(store: RunStore | None, world: World) -> None:
-    """Upload the first line of the record: from here on the run is at the URL, too."""
-    with world.fail_together():
-        if store is not None:
-            store.push()
-
-
-def _leave(store: RunStore | None, error: BaseException | None) -> None:
-    """Let another job have the run at a URL; its record tells of an `error`."""
-    if store is not None:
-        is_urgent = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted)
-        store.close(with_record=error is not None, at_once=is_urgent)
-
-
 def _mark_interrupted(error: BaseException, folder: Path, lock: RunLock, is_new: bool) -> None:
     if isinstance(error, Interrupted):
         checkpoints.mark_interrupted(folder, error.number, lock, is_new)
-
-
-def _lock(lock: RunLock, folder: Path, store: RunStore | None) -> None:
-    """Let no other job write to the run."""
-    if store is not None:
-        print(f"run folder: {store}, worked on in {folder}", file=sys.stderr)
-        store.open(lock)
-    elif folder.is_dir():
-        lock.acquire()
 
 
 def open_data(config: Config, world: World) -> RunData:

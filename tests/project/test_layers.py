@@ -25,7 +25,9 @@ BELOW = {
     "vit.layers": (),
     "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks"),
     "vit.features": ("vit!", *ENGINE),
-    "vit.run_store": ("vit.run.folder", "vit.data.storage", "vit.config", "vit.system"),
+    "vit.run_store": (
+        *("vit.run.folder", "vit.data.storage", "vit.config", "vit.ranks", "vit.system"),
+    ),
     "vit.weights": (
         *("vit!", "vit.layers", "vit.run.folder", "vit.run_store", "vit.config", "vit.system"),
     ),
@@ -41,7 +43,7 @@ BELOW = {
     ),
     "vit.check": (
         *("vit!", "vit.measure", "vit.estimate", "vit.run", "vit.data", "vit.config", "vit.ranks"),
-        *("vit.system", "vit.weights"),
+        *("vit.run_store", "vit.system", "vit.weights"),
     ),
     "vit.measure": (
         *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),

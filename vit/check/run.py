@@ -16,16 +16,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from functools import partial
+from pathlib import Path
 
 from rich.console import Console
 
 from vit.check import collectives, machine, storage
-from vit.check.findings import Finding, print_table, summary
+from vit.check.findings import Finding, Verdict, print_table, summary
 from vit.check.parts import Part, Parts
 from vit.check.trial import Trial
 from vit.config.schema import Config
 from vit.ranks.distributed import AlreadyReported, World
 from vit.ranks.exit import Interrupted, StopSignals
+from vit.run_store.place import is_url, try_store
 from vit.system.meter import Meter
 
 LIMIT_S = 60.0
@@ -81,6 +83,18 @@ def check(
         raise AlreadyReported("the check has failed")
 
 
+def look_at_place(place: str | None, run_dir: Path) -> list[str]:
+    """Try the folder in which a run is worked on, and its URL, if it has one.
+
+    Raises ValueError if the run could not write there.
+    """
+    found = storage.look_at_folder(run_dir)
+    if is_url(place):
+        store = try_store(str(place))
+        found += [Verdict.OK, f"{store}: a file can be written and removed"]
+    return found
+
+
 def _parts(config: Config, world: World, trial: Trial) -> Iterator[Part]:
     """Yield everything that is tried, in this order."""
     hosts = world.hosts
@@ -98,7 +112,7 @@ def _parts(config: Config, world: World, trial: Trial) -> Iterator[Part]:
     yield Part("shards", partial(storage.look_at_shards, config, world), storage.judge_shards)
     yield Part(
         "run folder",
-        lambda: storage.look_at_folder(run_dir) if world.is_main else None,
+        lambda: look_at_place(config.run.dir, run_dir) if world.is_main else None,
         storage.judge_folder,
     )
     yield Part(

@@ -39,6 +39,7 @@ from vit.run.preflight import Preflight, check_disk, size_text
 from vit.run.resume import check_belongs
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
+from vit.run_store.place import is_url, local_folder
 from vit.step import TrainStep
 from vit.system.host import free_memory_bytes
 from vit.weights.files import grid_size
@@ -61,8 +62,7 @@ class Trial:
         self._config = config
         self._world = world
         self._allowed = set(allow_change)
-        assert config.run.dir is not None, "load_config names the run folder"
-        self.run_dir = Path(config.run.dir)
+        self.run_dir = local_folder(config.run)
         self._data: RunData | None = None
         self._step: TrainStep | None = None
         self._images_per_s: dict[str, float] = {}
@@ -137,7 +137,8 @@ class Trial:
             return None
         found = checkpoints.newest_checkpoint(self.run_dir, verify=False)
         if found is None:
-            lines = ["a new run"]
+            is_away = is_url(self._config.run.dir)
+            lines = ["no working copy here: a start looks at its URL" if is_away else "a new run"]
         else:
             folder, info = found
             settings = config_io.to_dict(self._config)

@@ -43,8 +43,7 @@ WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
 """Memory of a loader worker: Python's objects, libraries' data, images; on other systems also the
 libraries, because it is not forked from training. Measured at 110 MiB (docs/experiments.md); what
 workers really have is in the record (`loader_worker_mib`)."""
-OTHER_FILES = 256
-"""Open files of a process besides shards: pipes, libraries, sockets of other ranks."""
+OTHER_FILES = 256  # open files of a process besides shards: pipes, libraries, sockets
 NCCL_SHM_GIB = 1
 """What NVIDIA recommends for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 TENSOR_HEADER_BYTES = 160
@@ -272,20 +271,20 @@ def check_disk(
 ) -> Preflight:
     """Return `checked` with what the run will save in `folder`, which is that of `setting`.
 
-    What is there of it already counts. Raises ValueError if there is no room for the rest.
+    What is there already counts. Raises ValueError if there is no room for the rest.
     """
-    saved = [path for pattern in SAVED for path in folder.glob(pattern) if path.is_file()]
-    saved_bytes = sum(path.stat().st_size for path in saved)
+    saved = (path for pattern in SAVED for path in folder.glob(pattern))
+    saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())
     # At least one checkpoint is written before anything is removed.
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
-    parents = (folder.absolute(), *folder.absolute().parents)
-    free_bytes = shutil.disk_usage(next(parent for parent in parents if parent.is_dir())).free
+    above = (folder.absolute(), *folder.absolute().parents)
+    free_bytes = shutil.disk_usage(next(each for each in above if each.is_dir())).free
     what = needs.in_words(size_text)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
         present = f", {size_text(saved_bytes)} of it are there" if saved_bytes else ""
         raise ValueError(
-            f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}), its"
-            f" disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
+            f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}),"
+            f" its disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
             f" ({keep_last}, and one more while it is written), or choose another {setting}"
         )
     numbers = {

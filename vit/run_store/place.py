@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import secrets
 from pathlib import Path
 
 from vit.config.schema import RunConfig
@@ -43,6 +44,17 @@ def store_at(url: str, patience_s: float, what: str = "run.dir=") -> ObjectStore
             " such as s3://bucket/runs/name"
         )
     return ObjectStore(resolved, RetryPolicy(patience_s))
+
+
+def try_store(url: str) -> str:
+    """Write a file at `url` and remove it; return how to show the URL. Raises ValueError if that
+    is refused, or not answered at once."""
+    store = store_at(url, 0.0)
+    try:
+        store.try_writing(f".check.{secrets.token_hex(4)}")
+    except FileNotFoundError as error:
+        raise ValueError(f"{store}: {error}: there is no such bucket") from None
+    return str(store)
 
 
 def local_folder(run: RunConfig) -> Path:

@@ -145,6 +145,7 @@ class ObjectStore:
         """Make an empty file and remove it."""
 
         def probe(fs: Any, path: str) -> None:
+            self._make_parent(fs, f"{path}/{name}")
             fs.pipe_file(f"{path}/{name}", b"", **_timeout(fs))
             fs.rm_file(f"{path}/{name}")
 
