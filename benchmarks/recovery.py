@@ -63,7 +63,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         place = Path(name)
         shards = place / "digits"
-        prepare = [sys.executable, "-m", "data_prep.digits", "--out", shards, "--renderings", "1"]
+        prepare = [sys.executable, "-m", "data_prep.digits", "--out", str(shards)]
+        prepare += ["--renderings", "1"]
         subprocess.run(prepare, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
         settings = [*SMALL, f"data.global_batch_size={2 * args.ranks}", f"data.root={shards}"]
         settings += [f"run.dir={place / 'run'}", *args.overrides]
