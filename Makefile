@@ -6,7 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.installed_docs
-PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs notebooks slurm/README.md benchmarks/README.md benchmarks/results \
+PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs notebooks slurm/README.md kube sky benchmarks/README.md benchmarks/results \
 	CITATION.cff $(wildcard vit/model.py vit/step.py vit/train.py)
 RANKS ?= 2
 # One more than two cores: tests also wait for processes, signals and servers, a third of their time.

@@ -23,15 +23,16 @@ import check_versions  # noqa: F401
 
 from vit.build import build
 from vit.check.run import JOIN_TIMES, LIMIT_S, check
-from vit.config.hints import all_keys, nearest, setting_for
+from vit.config.command_line import training_parser
+from vit.config.hints import all_keys, nearest
 from vit.config.io import load_config
 from vit.plan import describe
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
+from vit.ranks.outcome import tell_outcome
 from vit.ranks.watch import collective_timeout
 from vit.run.reference import read_reference
-from vit.system.command_line import Parser
 from vit.train import train
 
 
@@ -60,19 +61,15 @@ def main() -> World | None:
     if args.check:
         check(config, world, args.allow_change, args.check_limit_s)
         return world
-    train(build(config, world, args.allow_change))
+    outcome = train(build(config, world, args.allow_change))
+    world.barrier()  # of all ranks: one may have failed at the report
+    tell_outcome(outcome)
     return world
 
 
 def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
-    parser = Parser("python launch/train.py", __doc__, setting_for)
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE",
-        help="YAML file of the settings that differ from the defaults",
-    )
+    parser = training_parser("python launch/train.py", __doc__)
     parser.add_argument(
         "--print-config",
         action="store_true",
@@ -89,16 +86,6 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         default=LIMIT_S,
         metavar="S",
         help=f"for each part of --check (default: {LIMIT_S:.0f})",
-    )
-    parser.add_argument(
-        "--allow-change",
-        action="append",
-        default=[],
-        metavar="KEY",
-        help="resume although this setting differs from the checkpoint's",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
     args = parser.parse_intermixed_args(words)
     if not args.check_limit_s > 0:

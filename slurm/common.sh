@@ -14,6 +14,16 @@ fail() {
 
 count_gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'; }
 
+# Words before a command that run it on the job's first node, as SRUN_ARGS says: in a container there
+# may be a Python that the node itself lacks. Without SRUN_ARGS none.
+on_one=()
+read -ra srun_words <<<"${SRUN_ARGS:-}"
+if (( ${#srun_words[@]} )); then
+  on_one=(srun --nodes=1 --ntasks=1 --export=ALL)
+  [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_one+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+  on_one+=("${srun_words[@]}")
+fi
+
 # Set `nodes`, and `ranks` on each of them: RANKS_PER_NODE, or the GPUs that Slurm gave or that are
 # there, or 1.
 find_nodes() {
@@ -25,10 +35,12 @@ find_nodes() {
 }
 
 # Find the addresses of the nodes and check that all reach the first. Sets the array `torchrun`: the
-# words before a script and its arguments that run it on all of them. Call it right before that,
-# because the check is only true at its time.
+# words before a script and its arguments that run it on all of them; and `on_each`: those before a
+# command that run it once on each node, to its end there even if it fails on another. Call it right
+# before that, because the check is only true at its time.
 prepare_torchrun() {
-  local node attempt port output addresses=() rendezvous=(--standalone) everywhere
+  local node attempt port output addresses=() rendezvous=(--standalone)
+  local step everywhere
   # One thread a rank, next to its loader workers; torchrun would set the same, with a long note.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
   # After SIGTERM torchrun kills its ranks after this time (newer torch; older: 30 s). Slurm's own
@@ -37,13 +49,12 @@ prepare_torchrun() {
 
   # One task on each node. srun does not take these from sbatch: the cores (since Slurm 22.05), the
   # environment after --export=NONE. A node that fails ends the step on all: over NCCL the others
-  # would wait for ten minutes. SRUN_ARGS come last and override.
-  everywhere=(srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1)
-  everywhere+=(--export=ALL --kill-on-bad-exit=1)
-  [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || everywhere+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
-  local words=()
-  read -ra words <<<"${SRUN_ARGS:-}"
-  everywhere+=("${words[@]}")
+  # would wait for ten minutes. SRUN_ARGS come last and override; they may end with the words of a
+  # container that stand before a command (`apptainer exec IMAGE`).
+  step=(srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --export=ALL)
+  [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
+  everywhere=("${step[@]}" --kill-on-bad-exit=1 "${srun_words[@]}")
+  on_each=("${step[@]}" --kill-on-bad-exit=0 "${srun_words[@]}")
 
   for node in "${nodes[@]}"; do  # what Slurm calls a node need not be a name that resolves
     getent hosts "$node" >/dev/null \
@@ -56,7 +67,7 @@ prepare_torchrun() {
       port=$(( 20000 + (SLURM_JOB_ID + 4001 * attempt) % 12000 ))
       say "head node ${nodes[0]} at ${addresses[0]}:$port"
       # No node ends the step on the others here: what it said can be lost with the step.
-      output=$("${everywhere[@]}" --kill-on-bad-exit=0 \
+      output=$("${on_each[@]}" \
         python3 -c "$CHECK_HEAD" "${addresses[0]}" "$port" </dev/null 2>&1) && break
       echo "$output" >&2
       [[ $output == *" is taken "* && $attempt != 2 ]] \

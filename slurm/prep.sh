@@ -39,4 +39,4 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
 fi
 activate_python
 say "job $SLURM_JOB_ID on $(hostname): data_prep.$source ${part[*]}"
-exec python -m "data_prep.$source" --workers "${SLURM_CPUS_PER_TASK:-1}" "$@" "${part[@]}"
+exec "${on_one[@]}" python -m "data_prep.$source" --workers "${SLURM_CPUS_PER_TASK:-1}" "$@" "${part[@]}"

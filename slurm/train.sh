@@ -39,15 +39,23 @@ activate_python
 find_nodes
 [[ " $* " == *" --config"* ]] || set -- --config configs/vit_b16.yaml "$@"
 world_size=$(( ${#nodes[@]} * ranks ))
-described=$(WORLD_SIZE=$world_size python launch/train.py "$@" --print-config) \
-  || fail "not started: the config, see above"
+[[ -z ${STAGE:-} ]] || set -- "$@" "data.cache_dir=$STAGE"
+described=$(WORLD_SIZE=$world_size "${on_one[@]}" python launch/train.py "$@" --print-config \
+  </dev/null) || fail "not started: the config, see above"
 # the folder that rank 0 works in, on this node: of a run at a URL its working copy
-run=$(python -c 'import sys, yaml
+run=$("${on_one[@]}" python -c 'import sys, yaml
 from vit.config.schema import RunConfig
 from vit.run_store.place import local_folder
 print(local_folder(RunConfig(**yaml.safe_load(sys.stdin)["run"])))' <<<"$described")
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun
+
+# ---- 2. shards to a disk of each node, if STAGE names a folder there; training caches what is left
+if [[ -n ${STAGE:-} ]]; then
+  say "staging shards in $STAGE on each node"
+  "${on_each[@]}" python -m vit.data.warm "$@" </dev/null \
+    || say "note: not all shards were staged, see above; training reads the rest as it goes"
+fi
 
 # Identity of the trainer's `stopped_early`. `ls` first: over NFS it makes a file visible that
 # another node has written.
@@ -60,7 +68,7 @@ checkpoint() { cat "$run/checkpoints/latest" 2>/dev/null || echo "no checkpoint"
 # True where this attempt of the trainer has stopped early and saved.
 stopped_early() { [[ -n $marker_now && $marker_now != "$marker_before" ]]; }
 
-# ---- 2. train; after an accident again, as long as each attempt leaves a newer checkpoint
+# ---- 3. train; after an accident again, as long as each attempt leaves a newer checkpoint
 while true; do
   marker_before=$(marker)
   checkpoint_before=$(checkpoint)
@@ -90,9 +98,13 @@ while true; do
   fi
   say "failed with status $status, but came from $checkpoint_before to $(checkpoint):" \
     "starting again from there"
+  # HyperPod replaces nodes within a job.
+  SLURM_JOB_NODELIST=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
+  find_nodes
+  prepare_torchrun
 done
 
-# ---- 3. how did it end? The exit status alone cannot tell: torchrun ends with 1 after a SIGTERM,
+# ---- 4. how did it end? The exit status alone cannot tell: torchrun ends with 1 after a SIGTERM,
 # although everything was saved
 if ! stopped_early; then
   if [[ " $* " == *" --check "* ]]; then

@@ -19,6 +19,7 @@ from vit.data.loader import Loader
 from vit.estimate.fitting import naming_what_fits
 from vit.evaluate import Evaluation, save_predictions
 from vit.mfu import Utilization, find_peak, train_flops_per_image
+from vit.ranks.outcome import Outcome
 from vit.recipes.difference import deviations
 from vit.report.page import make_report
 from vit.report.pictures import ClassAccuracy, ConfusedPair
@@ -36,7 +37,7 @@ CHECK_STOP_EVERY_BATCHES = 8
 collective."""
 
 
-def train(run: Run) -> str:
+def train(run: Run) -> Outcome:
     """Train to the end or to a signal; return "finished" or "stopped".
 
     Saves on every exit it controls. Raises ValueError if training diverges or a disk is full.
@@ -57,7 +58,7 @@ def train(run: Run) -> str:
                 is_started = True
 
 
-def _train_on(run: Run, is_started: bool) -> str:
+def _train_on(run: Run, is_started: bool) -> Outcome:
     """Train from where `run.state` stands; raises `Rewind` where the guard asks for it.
 
     is_started: whether this process has trained already.
@@ -376,13 +377,13 @@ def save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -
         run.saver.save(state, with_checkpoint, tuple(sorted(weights)))
 
 
-def finish(run: Run, monitor: Monitor) -> str:
+def finish(run: Run, monitor: Monitor) -> Outcome:
     """Wait for the last save; report how the run ended, in its folder, the record and to people."""
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
     run.watch.close()  # the main rank draws the report alone
-    outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
+    outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome
     if outcome == "stopped":

@@ -51,7 +51,15 @@ READ_EARLY = (
     "LD_",
     "MPL",
 )
-NOT_EARLY = ("VIT_TEST_ID", "VIT_HTTP_HEADER", "PYTHON_EXEC", "TORCH_NCCL", "TORCH_CPP_LOG_LEVEL")
+NOT_EARLY = (
+    "VIT_TEST_ID",
+    "VIT_HTTP_HEADER",
+    "VIT_OUTCOME_FILE",
+    "PYTHON_EXEC",
+    "TORCH_NCCL",
+    "TORCH_CPP_LOG_LEVEL",
+    "TORCH_ELASTIC",
+)
 PROGRAM = """#!{interpreter} -IS
 import os, signal, socket, sys
 

@@ -38,6 +38,12 @@ PAGES = [
 ]
 PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
 README = ROOT / "README.md"
+SCRIPTS = {
+    "slurm/train.sh": "launch/train.py",
+    "slurm/sweep.sh": "launch/train.py",
+    "slurm/eval.sh": "launch/eval.py",
+}
+"""What a batch script hands its arguments to."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
 """How a command begins, perhaps behind a variable."""
 
@@ -143,10 +149,7 @@ def test_a_command_of_a_page_is_one_that_works(line, understand):
         if script == "slurm/prep.sh":
             words = ["-m", f"data_prep.{words[0]}", *words[1:]]
         else:
-            words = [
-                {"slurm/train.sh": "launch/train.py", "slurm/eval.sh": "launch/eval.py"}[script],
-                *words,
-            ]
+            words = [SCRIPTS[script], *words]
             if "--config" not in words and script == "slurm/train.sh":  # the script's own
                 words += ["--config", "configs/vit_b16.yaml"]
     if words[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not words:

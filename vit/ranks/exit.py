@@ -35,6 +35,7 @@ from vit.ranks.distributed import (
     local_world_size,
     world_size,
 )
+from vit.ranks.outcome import tell_outcome
 from vit.ranks.watch import Verdict
 from vit.system.redact import guard_console, shown
 
@@ -152,6 +153,8 @@ def _leave_with_message(message: str, status: int) -> NoReturn:
     """Print `message`, hand it to the other ranks and to torchrun, and end."""
     message = f"{_rank_prefix()}{message}"
     print(message, file=sys.stderr, flush=True)
+    if status == 2:
+        tell_outcome("mistake")
     announce_end(message)
     _report_to_torchrun(message)
     leave(status)

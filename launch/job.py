@@ -1,0 +1,174 @@
+"""Train under torchrun with an exit status that tells a scheduler whether to run it again.
+
+    python launch/job.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=/runs/b16
+
+The arguments are those of launch/train.py. kube/ and sky/ start it once on each host; torchrun's
+own variables say how many hosts there are and where they meet: PET_NNODES, PET_NODE_RANK,
+PET_NPROC_PER_NODE (ranks on this host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT. SIGTERM is
+passed on: the ranks save and stop.
+
+Exit status: 0 finished; 75 run it again: it was asked to stop, or failed after a newer checkpoint
+than it began with; 2 a mistake, which would come back; 1 an accident before a newer checkpoint, of
+which a scheduler should allow a few.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+import check_versions  # noqa: F401
+
+from vit.config.command_line import training_parser
+from vit.config.io import load_config
+from vit.ranks.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
+from vit.run.folder import LATEST_FILE
+from vit.run_store.copying import complete_in
+from vit.run_store.place import is_url, store_at
+from vit.system.redact import shown
+
+FINISHED = 0
+ACCIDENT = 1
+MISTAKE = 2
+AGAIN = 75
+"""EX_TEMPFAIL of sysexits.h; kube/ and sky/ name it."""
+SHUTDOWN_S = 110
+"""How long torchrun lets its ranks save after SIGTERM (its own default: 30 s)."""
+MEET_S = 3600
+"""How long torchrun waits for the other hosts, which may be scheduled one by one (its default: 10
+minutes)."""
+
+LEAVE_S = 10.0
+"""How long torchrun may take to end after its ranks are done."""
+POLL_S = 1.0
+PATIENCE_S = 60.0
+"""For a store that has the run and does not answer."""
+
+
+class Torchrun:
+    """torchrun in a process of its own, and the signals that this process gets for it.
+
+    As the first process of a container this one gets SIGTERM from Kubernetes, and would not end by
+    it without a handler.
+    """
+
+    def __init__(self) -> None:
+        self.asked = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_passed_on = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._handle)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.asked = signal.Signals(number).name
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Send SIGTERM once: a second one would end torchrun before its ranks have saved. Ctrl-C
+        comes to torchrun from the terminal."""
+        if self._process is not None and self.asked == "SIGTERM" and not self._is_passed_on:
+            self._is_passed_on = True
+            self._process.terminate()
+
+    def run(self, words: Sequence[str], environment: dict[str, str], told: Path) -> int:
+        """Run launch/train.py with the arguments `words`; return torchrun's exit status.
+
+        `told` exists once the ranks of all hosts are done. torchrun then waits for that of other
+        hosts, for five minutes if it was ended by SIGTERM there, and not even SIGTERM ends that.
+        """
+        python = environment.get("PYTHON_EXEC", sys.executable)  # torchrun's name for that of ranks
+        line = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
+        script = str(Path(__file__).with_name("train.py"))
+        self._process = subprocess.Popen([*line, script, *words], env=environment)
+        self._pass_on()  # of a signal that came before there was a process
+        since: float | None = None
+        while True:
+            try:
+                return self._process.wait(timeout=POLL_S)
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+                if since is None and told.exists() and read_outcome(told) != "mistake":
+                    since = now
+                if since is not None and now > since + LEAVE_S:
+                    self._process.kill()
+
+
+def main() -> int:
+    """Run one attempt; return its exit status."""
+    torchrun = Torchrun()
+    words = sys.argv[1:]
+    args = read_command_line(words)
+    run_dir = load_config(args.config, args.overrides).config.run.dir
+    assert run_dir is not None, "load_config names the run folder"
+    before = newest_checkpoint(run_dir)
+    with tempfile.TemporaryDirectory(prefix="vit-job-") as folder:
+        file = Path(folder) / "outcome"
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
+            **os.environ,
+            OUTCOME_VARIABLE: str(file),
+        }
+        if "PET_MASTER_ADDR" in environment:
+            environment.setdefault("PET_RDZV_CONF", f"timeout={MEET_S}")
+        launcher_status = torchrun.run(words, environment, file)
+        outcome = read_outcome(file)
+    status, text = judge(outcome, torchrun.asked, before, newest_checkpoint(run_dir))
+    print(
+        f"{shown(run_dir)}: {text} (torchrun: {launcher_status}); exit status {status}", flush=True
+    )
+    return status
+
+
+def judge(outcome: Outcome | None, asked: str, before: str, after: str) -> tuple[int, str]:
+    """Return the exit status of an attempt, and why.
+
+    outcome: what its ranks told; asked: the signal that came, or ""; before, after: the newest
+    checkpoint at its start and at its end, or "".
+    """
+    checkpoint = after or "no checkpoint"
+    if outcome == "finished":
+        return FINISHED, "finished"
+    if outcome == "stopped":
+        return AGAIN, f"stopped and saved ({checkpoint})"
+    if after != before:
+        return AGAIN, f"failed, but came from {before or 'the start'} to {checkpoint}"
+    if outcome == "mistake":
+        return MISTAKE, "a mistake, see the first error above"
+    if asked:
+        return AGAIN, f"ended by {asked} before there was something to save ({checkpoint})"
+    return ACCIDENT, f"failed without a newer checkpoint ({checkpoint})"
+
+
+def newest_checkpoint(run_dir: str) -> str:
+    """Name of the newest checkpoint of a run, in a folder or at a URL; "" without one."""
+    if is_url(run_dir):
+        found = complete_in(store_at(run_dir, PATIENCE_S).list_below())
+        return max(found, default="")
+    file = Path(run_dir) / LATEST_FILE
+    try:
+        os.listdir(file.parent)  # over NFS it shows what another host has just written
+        return file.read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    return training_parser("python launch/job.py", __doc__).parse_intermixed_args(words)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(MISTAKE)

@@ -1,0 +1,151 @@
+"""The runs of a sweep in one table: what each was given, how far it is, its accuracy.
+
+    python launch/sweep.py runs/seeds
+
+Takes a folder of run folders and reads their settings and records. Settings that differ between the
+runs are columns; where runs differ in nothing but the seed, the last lines have their mean and
+standard deviation.
+"""
+
+from __future__ import annotations
+
+import statistics
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import check_versions  # noqa: F401
+import yaml
+
+from vit.run.folder import CONFIG_FILE, METRICS_FILE
+from vit.run.record import read_metrics
+from vit.system.command_line import Parser
+
+SEED = "train.seed"
+NOT_COMPARED = ("run.dir",)
+
+
+class Row(NamedTuple):
+    """A run: its settings by their complete names, and the numbers of its record."""
+
+    name: str
+    settings: dict[str, Any]
+    step: int
+    outcome: str
+    """`finished`, `stopped`, or `running`, also if it was killed."""
+    top1: float | None
+    """Of the newest evaluation, in percent."""
+    best: float | None
+    loss: float | None
+    hours: float
+
+
+def main() -> None:
+    """Run the command line above."""
+    args = read_command_line()
+    rows = [read_run(folder) for folder in run_folders(Path(args.folder))]
+    num_finished = sum(row.outcome == "finished" for row in rows)
+    if args.when_finished is not None and num_finished < args.when_finished:
+        print(f"{args.folder}: {num_finished} of {args.when_finished} runs are finished")
+        return
+    for line in table(rows):
+        print(line)
+
+
+def run_folders(folder: Path) -> list[Path]:
+    """Return the run folders in `folder`, by number where names are numbers. Raises ValueError."""
+    found = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
+    if not found:
+        raise ValueError(f"{folder}: no runs in it; expected FOLDER/NAME/{METRICS_FILE}")
+    return sorted(found, key=lambda path: (not path.name.isdigit(), path.name.zfill(9)))
+
+
+def read_run(folder: Path) -> Row:
+    """Read settings and record of a run."""
+    settings = dict(flatten(yaml.safe_load((folder / CONFIG_FILE).read_text())))
+    lines = read_metrics(folder / METRICS_FILE)
+    evaluations = [line for line in lines if line["kind"] == "eval" and "top1" in line]
+    ends = [line for line in lines if line["kind"] == "end"]
+    is_over = bool(ends) and lines[-1]["kind"] == "end"
+    return Row(
+        folder.name,
+        {key: value for key, value in settings.items() if key not in NOT_COMPARED},
+        lines[-1]["step"] if lines else 0,
+        ends[-1]["outcome"] if is_over else "running",
+        evaluations[-1]["top1"] if evaluations else None,
+        max((line["top1"] for line in evaluations), default=None),
+        evaluations[-1]["loss"] if evaluations else None,
+        (ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
+    )
+
+
+def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (section.key, value) of nested settings."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def table(rows: Sequence[Row]) -> list[str]:
+    """The lines of the table, and of means over seeds."""
+    every_key = dict.fromkeys(key for row in rows for key in row.settings)
+    differ = [key for key in every_key if len({repr(row.settings.get(key)) for row in rows}) > 1]
+    header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
+    cells = [
+        [
+            row.name,
+            *(str(row.settings.get(key, "-")) for key in differ),
+            f"{row.step:,}",
+            row.outcome,
+            _number(row.top1, 2),
+            _number(row.best, 2),
+            _number(row.loss, 4),
+            f"{row.hours:.2f}",
+        ]
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
+    lines = ["  ".join(map(str.rjust, line, widths)) for line in (header, *cells)]
+    return lines + means(rows, [key for key in differ if key != SEED])
+
+
+def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
+    """Mean and standard deviation of top-1 over the seeds of each choice of the settings
+    `differ`."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        name = ", ".join(f"{key}={row.settings.get(key, '-')}" for key in differ)
+        if row.outcome == "finished" and row.top1 is not None:
+            groups.setdefault(name, []).append(row.top1)
+    return [
+        f"top-1 {statistics.fmean(values):.2f} +- {statistics.stdev(values):.2f} %"
+        f" ({len(values)} seeds, standard deviation{'; ' if name else ''}{name})"
+        for name, values in groups.items()
+        if len(values) > 1
+    ]
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+    """Return the flags. Raises ValueError for mistakes."""
+    parser = Parser("python launch/sweep.py", __doc__)
+    parser.add_argument("folder", metavar="FOLDER", help="a folder of run folders")
+    parser.add_argument(
+        "--when-finished",
+        type=int,
+        metavar="N",
+        help="print the table only if N runs are finished, else how many are",
+    )
+    return parser.parse_args(words)
+
+
+if __name__ == "__main__":
+    from vit.ranks.exit import run_command
+
+    run_command(main)

@@ -1,0 +1,53 @@
+#!/bin/bash
+# Train one run for each task of an array, with seeds or with the settings in the lines of a file:
+#   sbatch --array=0-4 slurm/sweep.sh run.dir=runs/seeds [arguments of launch/train.py]
+#   SWEEP=rates.txt sbatch --array=0-2 slurm/sweep.sh run.dir=runs/rates [arguments ...]
+#
+# Task K trains in runs/seeds/K with train.seed=K; with SWEEP, with the settings in line K (from 0) of
+# that file. Each task is a job like slurm/train.sh: saved, queued again, continued. They are one
+# group in W&B. The task that finds all runs finished prints their table
+# (python launch/sweep.py runs/seeds prints it at any time).
+#
+# ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
+##SBATCH --partition=gpu --account=ACCOUNT
+#SBATCH --nodes=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
+#
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue --open-mode=append --job-name=vit-sweep --output=slurm-%x-%A_%a.out
+#SBATCH --ntasks-per-node=1
+
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?is not set: start this script with sbatch}"
+if [[ ! -f slurm/common.sh ]]; then
+  echo "error: $PWD is not the checkout: submit there, with sbatch slurm/sweep.sh" >&2
+  exit 2
+fi
+source slurm/common.sh
+
+task=${SLURM_ARRAY_TASK_ID:-}
+[[ -n $task ]] || fail "not an array: sbatch --array=0-4 slurm/sweep.sh ..."
+for word in "$@"; do
+  case $word in
+    run.dir=*) folder=${word#run.dir=} ;;
+  esac
+done
+[[ -n ${folder:-} ]] || fail "no run.dir=FOLDER, in which each task has a folder of its own"
+settings=("train.seed=$task")
+if [[ -n ${SWEEP:-} ]]; then
+  [[ -f $SWEEP ]] || fail "SWEEP=$SWEEP: there is no such file"
+  mapfile -t lines < <(grep -v '^[[:space:]]*\(#\|$\)' "$SWEEP")
+  (( task < ${#lines[@]} )) \
+    || fail "task $task, and $SWEEP has ${#lines[@]} lines: --array=0-$(( ${#lines[@]} - 1 ))"
+  read -ra settings <<<"${lines[task]}"
+fi
+export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(basename "$folder")}
+
+# However slurm/train.sh ends, in this same shell, which Slurm's signals come to.
+print_table() {
+  activate_python
+  "${on_one[@]}" python launch/sweep.py "$folder" --when-finished "$SLURM_ARRAY_TASK_COUNT" || true
+}
+trap print_table EXIT
+say "task $task of $folder: ${settings[*]}; W&B group $WANDB_RUN_GROUP"
+set -- "$@" "${settings[@]}" "run.dir=$folder/$task"
+source slurm/train.sh

@@ -1,0 +1,33 @@
+"""Where the files of kube/ run: pods as processes, in namespaces of their own or among others."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from kubernetes_stand_in import Cluster, ip
+
+
+@pytest.fixture
+def cluster(tmp_path) -> Iterator[Cluster]:
+    """Pods are processes among others: two of them meet on this host."""
+    cluster = Cluster(tmp_path, isolated=False)
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def isolated_cluster(tmp_path) -> Iterator[Cluster]:
+    """Pods in namespaces of their own; needs root on Linux."""
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        pytest.skip("network namespaces need root on Linux")
+    probe = subprocess.run(["ip", "link", "add", "vtprobe", "type", "bridge"], capture_output=True)
+    if probe.returncode:
+        pytest.skip(f"no network namespaces here: {probe.stderr.decode().strip()}")
+    ip("link", "delete", "vtprobe")
+    cluster = Cluster(tmp_path, isolated=True)
+    yield cluster
+    cluster.close()

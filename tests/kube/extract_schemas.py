@@ -1,0 +1,142 @@
+"""Extract what tests/kube/schemas.json has of the schemas of JobSet, Kubeflow Trainer and SkyPilot.
+
+    python tests/kube/extract_schemas.py JOBSET TRAINER PYTHON > tests/kube/schemas.json
+
+JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), PYTHON an
+interpreter that has SkyPilot; all three have the Apache-2.0 licence. Words for people are left out,
+as are fields that kube/ and sky/ do not use; objects are closed, so that a misspelt field is an
+error, which an API server would drop in silence. The Job inside a JobSet is left open here: the
+tests read it by Kubernetes' own schema.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import yaml
+
+JOBSET = "config/components/crd/bases/jobset.x-k8s.io_jobsets.yaml"
+TRAINER = "manifests/base/crds/trainer.kubeflow.org_{}.yaml"
+WORDS = ("description", "default", "format")
+CUT = {
+    "JobSet": ("coordinator", "volumeClaimPolicies", "status"),
+    "TrainJob": ("runtimePatches", "initializer", "status"),
+    "TrainingRuntime": ("flux", "jax", "mpi", "xgboost", "podGroupPolicy"),
+}
+SKY = """
+import json, sky
+from sky.utils import schemas
+found = [schemas.get_task_schema(), schemas.get_resources_schema(), schemas.get_storage_schema()]
+print(json.dumps([sky.__version__, found]))
+"""
+SKY_KEPT = {
+    "task": [
+        "name",
+        "workdir",
+        "num_nodes",
+        "resources",
+        "file_mounts",
+        "setup",
+        "run",
+        "envs",
+        "secrets",
+    ],
+    "resources": [
+        "accelerators",
+        "use_spot",
+        "disk_size",
+        "job_recovery",
+        "image_id",
+        "infra",
+        "cpus",
+        "memory",
+    ],
+    "storage": ["name", "source", "store", "persistent", "mode"],
+}
+
+
+def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
+    """A file of the newest commit as YAML, and that commit."""
+
+    def git(*words: str) -> str:
+        line = ["git", "-C", repository, *words]
+        return subprocess.run(line, check=True, capture_output=True, text=True).stdout
+
+    return git("rev-parse", "HEAD").strip(), yaml.safe_load(git("show", f"HEAD:{path}"))
+
+
+def extract(schema: Any, cut: tuple[str, ...]) -> Any:
+    """`schema` without words and without the properties `cut`, its objects closed."""
+    if isinstance(schema, list):
+        return [extract(item, cut) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {
+        key: value
+        for key, value in schema.items()
+        if key not in WORDS and not key.startswith("x-kubernetes-")
+    }
+    if schema.get("x-kubernetes-int-or-string"):
+        return {"type": ["integer", "string"]}
+    if "properties" in kept:
+        properties = {
+            name: extract(value, cut)
+            for name, value in kept.pop("properties").items()
+            if name not in cut
+        }
+        return {**extract(kept, cut), "properties": properties, "additionalProperties": False}
+    return {key: extract(value, cut) for key, value in kept.items()}
+
+
+def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
+    """Where SkyPilot's schemas come from, and those of a task, its resources and its mounts."""
+    done = subprocess.run([python, "-c", SKY], check=True, capture_output=True, text=True)
+    version, found = json.loads(done.stdout.splitlines()[-1])
+    schemas = {}
+    for (name, kept), schema in zip(SKY_KEPT.items(), found, strict=True):
+        properties = {key: schema["properties"][key] for key in kept}
+        schemas[f"sky_{name}"] = {
+            "type": "object",
+            "properties": properties,
+            "additionalProperties": False,
+        }
+    for choice in schemas["sky_resources"]["properties"]["job_recovery"]["anyOf"]:
+        if "properties" in choice:  # a client lets a server judge of other names
+            choice["additionalProperties"] = False
+    return f"skypilot {version} (PyPI): sky/utils/schemas.py", schemas
+
+
+def main(jobset_repository: str, trainer_repository: str, python: str) -> dict[str, Any]:
+    """The schemas by kind, with where they come from."""
+    commit, crd = read(jobset_repository, JOBSET)
+    sources = [f"kubernetes-sigs/jobset@{commit}:{JOBSET}"]
+    schemas = {}
+    for kind, repository, path in (
+        ("JobSet", jobset_repository, JOBSET),
+        ("TrainJob", trainer_repository, TRAINER.format("trainjobs")),
+        ("TrainingRuntime", trainer_repository, TRAINER.format("trainingruntimes")),
+    ):
+        commit, crd = read(repository, path)
+        if kind != "JobSet":
+            sources.append(f"kubeflow/trainer@{commit}:{path}")
+        [version] = crd["spec"]["versions"]
+        schema = version["schema"]["openAPIV3Schema"]
+        spec = schema["properties"]["spec"]["properties"]
+        if kind == "JobSet":
+            spec["replicatedJobs"]["items"]["properties"]["template"] = {"type": "object"}
+        elif kind == "TrainingRuntime":
+            spec["template"]["properties"]["spec"] = schemas["JobSet"]["properties"]["spec"]
+        group = crd["spec"]["group"]
+        schemas[kind] = extract(schema, CUT[kind])
+        schemas[kind]["properties"]["apiVersion"] = {"const": f"{group}/{version['name']}"}
+    source, of_sky = extract_sky(python)
+    sources.append(source)
+    schemas.update(of_sky)
+    return {"sources": sources, "licence": "Apache-2.0", "schemas": schemas}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:]), indent=1))

@@ -1,0 +1,181 @@
+"""kube/*.yaml, sky/train.yaml and the Dockerfile by the schemas and checkers of their programs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_stand_in import documents, jobset_action, pod_action
+from processes import REPOSITORY
+
+from vit.config.io import load_config
+
+sys.path.insert(0, str(REPOSITORY / "launch"))
+job = SimpleNamespace(**runpy.run_path(str(REPOSITORY / "launch" / "job.py")))
+sys.path.pop(0)
+KUBERNETES = "1.31"  # the oldest that docs/clusters.md names
+SCHEMAS = json.loads((Path(__file__).parent / "schemas.json").read_text())["schemas"]
+[JOBSET] = documents("jobset.yaml")
+RUNTIME, TRAINJOB = documents("trainjob.yaml")
+[PREP] = documents("prep-job.yaml")
+SKY = yaml.safe_load((REPOSITORY / "sky" / "train.yaml").read_text())
+
+
+def job_of(jobset_spec) -> dict:
+    [replicated] = jobset_spec["replicatedJobs"]
+    return replicated["template"]["spec"]
+
+
+def container_of(job_spec) -> dict:
+    [container] = job_spec["template"]["spec"]["containers"]
+    return container
+
+
+TRAINING_JOBS = [
+    pytest.param(job_of(JOBSET["spec"]), id="jobset"),
+    pytest.param(job_of(RUNTIME["spec"]["template"]["spec"]), id="trainjob"),
+]
+
+
+def validate(document) -> None:
+    jsonschema.validate(document, SCHEMAS[document["kind"]])
+
+
+def validate_job(spec) -> None:
+    """The Job of a JobSet, by Kubernetes' own schema."""
+    document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
+    kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize("document", [JOBSET, RUNTIME, TRAINJOB], ids=lambda found: found["kind"])
+def test_custom_resources_follow_their_own_schemas(document):
+    validate(document)
+    misspelt = json.loads(json.dumps(document).replace("failurePolicy", "failurPolicy"))
+    misspelt = json.loads(json.dumps(misspelt).replace("numNodes", "numNode"))
+    with pytest.raises(jsonschema.ValidationError):
+        validate(misspelt)
+
+
+@pytest.mark.parametrize("spec", [*TRAINING_JOBS, pytest.param(PREP["spec"], id="prep")])
+def test_jobs_follow_kubernetes_own_schema(spec):
+    validate_job(spec)
+    misspelt = json.loads(json.dumps(spec).replace("podFailurePolicy", "podFailurPolicy"))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        validate_job(misspelt)
+
+
+@pytest.mark.parametrize("spec", TRAINING_JOBS)
+def test_each_exit_status_of_a_job_has_its_action(spec):
+    """Of a pod's exit status, or its eviction: what becomes of the JobSet."""
+
+    class Pod:
+        name = "vit-node-0-1"
+        conditions: frozenset[str] = frozenset()
+
+    policy = JOBSET["spec"]["failurePolicy"]
+    assert policy == RUNTIME["spec"]["template"]["spec"]["failurePolicy"]
+    found = {}
+    for code in (job.MISTAKE, job.AGAIN, job.ACCIDENT, 137):
+        action, message = pod_action(spec, Pod(), code)
+        reason = "PodFailurePolicy" if action == "FailJob" else "BackoffLimitExceeded"
+        found[code] = jobset_action(policy, reason, message)
+    Pod.conditions = frozenset(["DisruptionTarget"])
+    action, message = pod_action(spec, Pod(), 137)
+    assert action == "FailJob"
+    assert found == {
+        job.MISTAKE: "FailJobSet",
+        job.AGAIN: "RestartJobSetAndIgnoreMaxRestarts",
+        job.ACCIDENT: "RestartJobSet",
+        137: "RestartJobSet",
+    }
+    again = jobset_action(policy, "PodFailurePolicy", message)
+    assert again == "RestartJobSetAndIgnoreMaxRestarts"
+
+
+def test_numbers_that_are_written_twice_are_equal():
+    spec = job_of(JOBSET["spec"])
+    container = container_of(spec)
+    env = {variable["name"]: variable.get("value") for variable in container["env"]}
+    assert spec["completions"] == spec["parallelism"] == int(env["PET_NNODES"])
+    assert int(env["PET_NPROC_PER_NODE"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    name = f"{JOBSET['metadata']['name']}-{JOBSET['spec']['replicatedJobs'][0]['name']}-0-0"
+    assert env["PET_MASTER_ADDR"] == f"{name}.{JOBSET['metadata']['name']}"
+    trainer = TRAINJOB["spec"]["trainer"]
+    assert trainer["numProcPerNode"] == trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"]
+    args = container_of(PREP["spec"])["args"]
+    assert args[-1] == f"--shards=$(JOB_COMPLETION_INDEX)/{PREP['spec']['completions']}"
+    cores = container_of(PREP["spec"])["resources"]["requests"]["cpu"]
+    assert f"--workers={cores}" in args
+    assert TRAINJOB["spec"]["runtimeRef"]["name"] == RUNTIME["metadata"]["name"]
+
+
+@pytest.mark.parametrize("spec", TRAINING_JOBS)
+def test_a_save_has_the_grace_that_torchrun_gives_it(spec):
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > job.SHUTDOWN_S
+
+
+def test_the_commands_of_the_files_are_understood():
+    """Each line of words that a file has for our commands, read by the real command."""
+    lines = [container_of(job_of(JOBSET["spec"]))["args"], TRAINJOB["spec"]["trainer"]["args"]]
+    [line] = [line for line in SKY["run"].splitlines() if line.startswith("exec ")]
+    words = shlex.split(
+        line.partition(" job ")[2].replace("$DATA", SKY["envs"]["DATA"]), comments=True
+    )
+    for found in [*lines, words]:
+        args = job.read_command_line(found)
+        assert load_config(args.config, args.overrides).config.run.dir == "/runs/vit_b16"
+    command = container_of(PREP["spec"])["args"][0]
+    assert (REPOSITORY / "data_prep" / f"{command}.py").is_file()
+    assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [job.AGAIN]
+
+
+def test_the_dockerfile_passes_hadolint():
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([hadolint, REPOSITORY / "Dockerfile"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_image_gets_what_a_wheel_is_made_of():
+    """.dockerignore lets through what MANIFEST.in, setup.py and pyproject.toml name."""
+    ignore = (REPOSITORY / ".dockerignore").read_text().splitlines()
+    let_through = {line[1:] for line in ignore if line.startswith("!")}
+    needed = {"pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"}
+    needed |= {"vit", "data_prep", "launch", "configs", "CHANGELOG.md", "CITATION.cff"}
+    assert let_through == needed
+    assert all((REPOSITORY / name).exists() for name in let_through)
+
+
+def test_the_file_of_skypilot_follows_its_schema():
+    validate_sky(SKY)
+    for key, misspelt in (("num_nodes", "num_node"), ("recover_on_exit_codes", "recover_on_codes")):
+        with pytest.raises(jsonschema.ValidationError):
+            validate_sky(json.loads(json.dumps(SKY).replace(key, misspelt)))
+
+
+def validate_sky(task) -> None:
+    jsonschema.validate(task, SCHEMAS["sky_task"])
+    jsonschema.validate(task["resources"], SCHEMAS["sky_resources"])
+    for mount in task["file_mounts"].values():
+        jsonschema.validate(mount, SCHEMAS["sky_storage"])
+
+
+@pytest.mark.full
+def test_skypilot_reads_its_file():
+    if importlib.util.find_spec("sky.task") is None:  # `sky` alone is also our folder
+        pytest.skip("pip install skypilot (460 MB)")
+    task = importlib.import_module("sky.task").Task.from_yaml(
+        str(REPOSITORY / "sky" / "train.yaml")
+    )
+    [resources] = task.resources
+    assert resources.use_spot
+    assert task.num_nodes == SKY["num_nodes"]

@@ -1,0 +1,298 @@
+"""What Kubernetes does with the files of kube/, as far as processes can feel it.
+
+A pod is a process that is started with the command, arguments and variables of its container. With
+`isolated` it has its own network, host name, /etc/hosts (the names of a headless service) and
+process ids, so that it is process 1 as in a container. It is ended as a kubelet does: SIGTERM, the
+grace, SIGKILL. A failed pod is judged by `podFailurePolicy`, a failed Job by JobSet's
+`failurePolicy`, both read from the file: first rule that matches
+(https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy; kubernetes-sigs/
+jobset:keps/262-ConfigurableFailurePolicy).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import warm_python
+import yaml
+from processes import REPOSITORY, children, environment
+
+KUBE = REPOSITORY / "kube"
+INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SUBNET = "10.213.7"
+
+
+class Ended(NamedTuple):
+    """How a JobSet ended, and the exit codes of its pods in each attempt, in the order of their
+    ends."""
+
+    is_complete: bool
+    actions: list[str]
+    codes: list[list[int]]
+
+
+class Pod:
+    """The only container of a pod."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
+        self.name = name
+        self.log = log
+        self.conditions: set[str] = set()
+        self.kill_at: float | None = None
+        self._is_killed = False
+        self._is_isolated = command[0] == "nsenter"
+        with log.open("ab") as file:
+            self.process = subprocess.Popen(
+                command, env=env, stdout=file, stderr=file, start_new_session=True, cwd=REPOSITORY
+            )
+
+    def _first(self) -> int | None:
+        """Process id of what is process 1 in the pod, None if it is not there."""
+        pid = self.process.pid
+        if not self._is_isolated:
+            return pid
+        found = children(pid)  # of unshare, which is what nsenter has become
+        return found[0] if found else None
+
+    def signal(self, number: int) -> None:
+        pid = self._first()
+        self._is_killed |= number == signal.SIGKILL
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def terminate(self, grace_s: float) -> None:
+        """As a kubelet: SIGTERM now, SIGKILL after the grace (`poll` sends it)."""
+        if self.kill_at is None and self.process.poll() is None:
+            self.kill_at = time.monotonic() + grace_s
+            self.signal(signal.SIGTERM)
+
+    def poll(self) -> int | None:
+        code = self.process.poll()
+        if code is None and self.kill_at is not None and time.monotonic() > self.kill_at:
+            self.signal(signal.SIGKILL)
+        if code is None:
+            return None
+        if self._is_killed:  # of which unshare makes 1
+            return 128 + signal.SIGKILL
+        return code if code >= 0 else 128 - code
+
+
+class Cluster:
+    """Runs the Job in a file of kube/, and restarts it by the JobSet's policy."""
+
+    def __init__(self, folder: Path, isolated: bool):
+        self.folder = folder
+        self.isolated = isolated
+        self._networks: list[str] = []
+        self.pods: list[Pod] = []
+
+    def run(
+        self,
+        jobset: dict[str, Any],
+        arguments: list[object],
+        disturb: Callable[[int, list[Pod]], None] = lambda attempt, pods: None,
+        timeout_s: float = 300,
+        **variables: str,
+    ) -> Ended:
+        """Run a JobSet's only Job with other `arguments` until it is complete or has failed.
+
+        disturb(attempt, pods) is called again and again; `variables` replace those of the file.
+        """
+        spec = jobset["spec"]
+        [replicated] = spec["replicatedJobs"]
+        job = replicated["template"]["spec"]
+        prefix = f"{jobset['metadata']['name']}-{replicated['name']}-0"
+        service = jobset["metadata"]["name"]
+        deadline = time.monotonic() + timeout_s
+        actions: list[str] = []
+        codes: list[list[int]] = []
+        while True:
+            names = [f"{prefix}-{index}" for index in range(job["completions"])]
+            pods = [
+                self._start(job, index, names, service, arguments, variables)
+                for index in range(job["completions"])
+            ]
+            reason, message, ended = self._watch(
+                job, pods, lambda pods: disturb(len(codes), pods), deadline
+            )
+            codes.append(ended)
+            if not reason:
+                return Ended(True, actions, codes)
+            action = jobset_action(spec["failurePolicy"], reason, message)
+            actions.append(action)
+            counted = actions.count("RestartJobSet")
+            if action == "FailJobSet" or counted > spec["failurePolicy"]["maxRestarts"]:
+                return Ended(False, actions, codes)
+
+    def logs(self) -> str:
+        """What all pods have printed."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
+
+    def _start(
+        self,
+        job: dict[str, Any],
+        index: int,
+        names: list[str],
+        service: str,
+        arguments: list[object],
+        variables: dict[str, str],
+    ) -> Pod:
+        [container] = job["template"]["spec"]["containers"]
+        env = environment()
+        python = sys.executable if self.isolated else warm_python.python(env)
+        env["PYTHON_EXEC"] = python
+        env.update(variables_of(container, index), **variables)
+        words = [*container["command"], *map(str, arguments)]
+        command = [python, "-m", "vit"] if words[0] == "vitline" else words[:1]
+        command += [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in words[1:]]
+        if self.isolated:
+            command = [*self._namespaces(index, names, service), *command]
+        pod = Pod(names[index], command, env, self.folder / f"{names[index]}.log")
+        self.pods.append(pod)
+        return pod
+
+    def _watch(
+        self,
+        job: dict[str, Any],
+        pods: list[Pod],
+        disturb: Callable[[list[Pod]], None],
+        deadline: float,
+    ) -> tuple[str, str, list[int]]:
+        """Until all pods have ended: (reason, message) of the Job's failure, or ("", ""), and exit
+        codes in the order of their ends."""
+        grace_s = job["template"]["spec"]["terminationGracePeriodSeconds"]
+        running = list(pods)
+        failures = 0
+        codes: list[int] = []
+        reason = message = ""
+        while running:
+            assert time.monotonic() < deadline, self.logs()
+            disturb(pods)
+            for pod in list(running):
+                code = pod.poll()
+                if code is None:
+                    continue
+                running.remove(pod)
+                codes.append(code)
+                if code == 0 or reason:
+                    continue
+                action, message = pod_action(job, pod, code)
+                failures += action == "Count"
+                if action == "FailJob":
+                    reason = "PodFailurePolicy"
+                elif failures > job["backoffLimit"]:
+                    reason = "BackoffLimitExceeded"
+                    message = "Job has reached the specified backoff limit"
+            if reason:
+                for pod in running:
+                    pod.terminate(grace_s)
+            time.sleep(0.05)
+        return reason, message, codes
+
+    def _namespaces(self, index: int, names: list[str], service: str) -> list[str]:
+        """Words before a command that start it in the pod's own namespaces."""
+        if not self._networks:
+            self._make_networks(names, service)
+        script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
+        return [
+            *("nsenter", f"--net=/run/netns/{self._networks[index]}"),
+            *("unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *("bash", "-ec", script, "pod", str(self.folder / "hosts"), names[index]),
+        ]
+
+    def _make_networks(self, names: list[str], service: str) -> None:
+        mark = f"vt{os.getpid() % 100_000}"
+        ip("link", "add", f"{mark}b", "type", "bridge")
+        ip("link", "set", f"{mark}b", "up")
+        hosts = "127.0.0.1 localhost\n"
+        for number, name in enumerate(names):
+            network = f"{mark}n{number}"
+            self._networks.append(network)
+            ip("netns", "add", network)
+            ip("link", "add", network, "type", "veth", "peer", "name", "eth0", "netns", network)
+            ip("link", "set", network, "master", f"{mark}b", "up")
+            address = f"{SUBNET}.{number + 10}"
+            ip("-n", network, "addr", "add", f"{address}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                ip("-n", network, "link", "set", device, "up")
+            hosts += f"{address} {name}.{service} {name}\n"
+        (self.folder / "hosts").write_text(hosts)
+
+    def close(self) -> None:
+        """End all pods and take the networks down."""
+        for pod in self.pods:
+            if pod.process.poll() is None:
+                pod.signal(signal.SIGKILL)
+                pod.process.kill()
+                pod.process.wait()
+        for network in self._networks:
+            ip("netns", "delete", network)
+        if self._networks:
+            ip("link", "delete", f"vt{os.getpid() % 100_000}b")
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
+    """The container's variables in a pod of this completion index; secrets are not there."""
+    found = {"JOB_COMPLETION_INDEX": str(index)}
+    for variable in container.get("env", ()):
+        source = variable.get("valueFrom")
+        if source is None:
+            found[variable["name"]] = variable["value"]
+        elif "fieldRef" in source:
+            assert source["fieldRef"]["fieldPath"] == INDEX
+            found[variable["name"]] = str(index)
+        else:
+            assert source["secretKeyRef"]["optional"] is True
+    found.pop("TMPDIR", None)  # a volume
+    return found
+
+
+def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
+    """Action of the first rule of podFailurePolicy that matches a failed pod, with the message of a
+    Job that it fails; "Count" where none does."""
+    for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
+        if requirement := rule.get("onExitCodes"):
+            is_in = code in requirement["values"]
+            if is_in == (requirement["operator"] == "In"):
+                where = f"Container {requirement['containerName']} for pod default/{pod.name}"
+                what = f"{where} failed with exit code {code}"
+                return rule["action"], f"{what} matching {rule['action']} rule at index {number}"
+        elif any(condition["type"] in pod.conditions for condition in rule["onPodConditions"]):
+            what = f"Pod default/{pod.name} has condition DisruptionTarget"
+            return rule["action"], f"{what} matching {rule['action']} rule at index {number}"
+    return "Count", ""
+
+
+def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
+    """Action of the first rule of a JobSet's failurePolicy that matches a failed Job."""
+    for rule in policy["rules"]:
+        reasons = rule.get("onJobFailureReasons") or [reason]
+        patterns = rule.get("onJobFailureMessagePatterns") or [""]
+        if reason in reasons and any(re.search(pattern, message) for pattern in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+def evict(pod: Pod, grace_s: float) -> None:
+    """As a drain or a preemption does: the condition, then the kubelet."""
+    pod.conditions.add("DisruptionTarget")
+    pod.terminate(grace_s)
+
+
+def documents(name: str) -> list[dict[str, Any]]:
+    """The objects in a file of kube/."""
+    return list(yaml.safe_load_all((KUBE / name).read_text()))

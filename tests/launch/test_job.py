@@ -1,0 +1,65 @@
+"""`launch/job.py` as a scheduler starts it: what it says of an attempt, by its exit status."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+import time
+
+import pytest
+import warm_python
+from families import Family
+from processes import REPOSITORY, TINY, call, environment, last_step, metrics
+
+sys.path.insert(0, str(REPOSITORY / "launch"))
+judge = runpy.run_path(str(REPOSITORY / "launch" / "job.py"))["judge"]
+sys.path.pop(0)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "asked", "before", "after", "status"),
+    [
+        ("finished", "", "a", "b", 0),
+        ("finished", "SIGTERM", "a", "a", 0),
+        ("stopped", "SIGTERM", "a", "a", 75),
+        ("stopped", "", "", "a", 75),
+        ("mistake", "", "", "", 2),
+        ("mistake", "SIGTERM", "a", "a", 2),
+        ("mistake", "", "a", "b", 75),
+        (None, "SIGTERM", "", "", 75),
+        (None, "", "a", "b", 75),
+        (None, "", "", "a", 75),
+        (None, "", "a", "a", 1),
+        (None, "", "", "", 1),
+    ],
+)
+def test_an_attempt_has_one_of_four_exit_statuses(outcome, asked, before, after, status):
+    assert judge(outcome, asked, before, after)[0] == status
+
+
+@pytest.mark.slow
+def test_asked_to_end_it_saves_and_says_again_and_the_same_command_finishes(config, tmp_path):
+    env = environment()
+    env["PYTHON_EXEC"] = warm_python.python(env)
+    run_dir = tmp_path / "run"
+    line = [env["PYTHON_EXEC"], str(REPOSITORY / "launch" / "job.py"), "--config", str(config)]
+    line += [f"run.dir={run_dir}", *TINY, "train.steps=60", "checkpoint.every_steps=1000"]
+    line += ["eval.every_steps=1000"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with Family(line, env=env, cwd=REPOSITORY, **pipes) as family:
+        deadline = time.monotonic() + 240
+        while last_step(run_dir) < 3:
+            assert family.process.poll() is None, family.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        family.process.terminate()
+        printed, _ = family.communicate(240)
+    assert family.process.returncode == 75, printed
+    assert "stopped and saved (step_" in printed.splitlines()[-1], printed
+    again = call(line, env)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert [end["outcome"] for end in metrics(run_dir, "end")] == ["stopped", "finished"]
+    mistaken = call([*line, "train.stepz=5"], env)
+    assert mistaken.returncode == 2
+    assert mistaken.stderr.strip().endswith("did you mean train.steps?"), mistaken.stderr

@@ -1,0 +1,59 @@
+"""Arrays of runs, words before each command (containers), shards on the disks of nodes: on a real
+Slurm with two nodes."""
+
+from __future__ import annotations
+
+import pytest
+from processes import TINY, metrics, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+
+def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards, tmp_path):
+    config = write_config(tmp_path, shards, steps=6)
+    folder = tmp_path / "sweep"
+    options = ["--array=0-1", "--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"]
+    words = ["slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY]
+    job = cluster.submit(tmp_path / "log-%a", *options, *words)
+    job.wait()
+    logs = [(tmp_path / f"log-{task}").read_text() for task in range(2)]
+    for task in range(2):
+        assert metrics(folder / str(task), "end")[-1]["outcome"] == "finished", logs[task]
+        assert f"task {task} of {folder}: train.seed={task}; W&B group sweep" in logs[task]
+    tables = [log.partition("train.seed  step")[2].splitlines() for log in logs]
+    table = max(tables, key=len)
+    assert [line.split()[:2] for line in table[1:3]] == [["0", "0"], ["1", "1"]], logs
+    assert "(2 seeds, standard deviation)" in table[3]
+
+
+def test_words_of_srun_stand_before_every_python_and_shards_are_staged_on_each_node(
+    cluster, shards, tmp_path
+):
+    """A program in place of `apptainer exec IMAGE`, which writes down what it is to run."""
+    container = tmp_path / "container"
+    container.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nexec "$@"\n')
+    container.chmod(0o755)
+    config = write_config(tmp_path, shards, steps=6)
+    words = ["slurm/train.sh", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY]
+    job = cluster.submit(
+        tmp_path / "log",
+        *("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"),
+        *words,
+        SRUN_ARGS=f"--mpi=none {container}",
+        STAGE=str(tmp_path / "stage"),
+    )
+    assert job.wait()["JobState"] == "COMPLETED", job.log
+    assert metrics(tmp_path / "run", "end")[-1]["outcome"] == "finished"
+    calls = (tmp_path / "calls").read_text()
+    counts = {
+        what: sum(what in line for line in calls.splitlines())
+        for what in ("--print-config", "-m vit.data.warm", "exec python -m torch.distributed.run")
+    }
+    assert list(counts.values()) == [1, 2, 2], calls
+    assert calls.count("import os, socket, sys, time") == 2, "the check of the head node"
+    assert f"staging shards in {tmp_path / 'stage'} on each node" in job.log
+    assert "note: not all shards were staged" not in job.log
+    [start] = metrics(tmp_path / "run", "start")
+    assert start["world_size"] == 2
+    lines = metrics(tmp_path / "run", "train")
+    assert sum(line.get("loader_cache_misses", 0) for line in lines) == 0, "all were there"
