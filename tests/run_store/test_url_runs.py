@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from processes import TINY, Background, final_state, run, run_here, train, write_config
+from servers import forget_clients
 
 from vit.run.checkpoint import newest_checkpoint
 from vit.run.record import read_metrics
@@ -21,6 +22,7 @@ from vit.run_store.reading import local_run
 
 STEPS = 24
 LEASE_S = 2.0
+SECRET = "wJalrXUtnFEMI/K7MDENG"
 
 
 def settings(url: str, local: Path, *more: str) -> list[str]:
@@ -87,6 +89,8 @@ def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    forget_clients()
     config = write_config(tmp_path, shards, steps=9)
     url = f"{s3.new_bucket()}/runs/some run"
     train_here(config, url, tmp_path / "one", "train.steps=6")
@@ -107,6 +111,10 @@ def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
     starts = [json.loads(line) for line in b"".join(parts).splitlines() if b'"start"' in line[:20]]
     assert [start["restarts"] for start in starts] == [0, 1]
     assert_whole(url, tmp_path, 9)
+    assert SECRET.encode() not in b"".join(there.values())
+    left = (path for path in (tmp_path / "two").rglob("*") if path.is_file())
+    assert not any(SECRET.encode() in path.read_bytes() for path in left)
+    assert SECRET not in "".join(capfd.readouterr())
 
     capfd.readouterr()
     run_here("launch/eval.py", url, "--json")
