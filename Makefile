@@ -6,6 +6,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 DOCS_INSTALLED := .venv/.installed_docs
+LOCK_INSTALLED := .venv/.installed_lock
 PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs notebooks slurm/README.md kube sky benchmarks/README.md benchmarks/results \
 	CITATION.cff $(wildcard vit/model.py vit/step.py vit/train.py)
 RANKS ?= 2
@@ -13,7 +14,7 @@ RANKS ?= 2
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint check soak gpu-check docs clean
+.PHONY: demo test test-all lint check soak gpu-check lock audit docs clean
 
 demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
@@ -42,6 +43,18 @@ soak: $(INSTALLED)
 # Every promise on this machine's GPUs, with its number: ten minutes at most. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)
 	$(BIN)/python launch/gpu_check.py
+
+# requirements.lock: every package of every extra, with the hashes of its files, for `pip install --require-hashes`.
+lock: $(LOCK_INSTALLED)
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o requirements.lock
+
+# Known vulnerabilities of what is locked; needs PyPI's own service, which mirrors lack.
+audit: $(LOCK_INSTALLED)
+	$(BIN)/pip-audit --requirement requirements.lock --require-hashes --disable-pip
+
+$(LOCK_INSTALLED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .[lock]
+	@touch $@
 
 # The pages as a site in build/site; a link that leads nowhere is an error. Same paths as here, so the same links work.
 docs: $(DOCS_INSTALLED)
