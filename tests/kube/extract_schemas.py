@@ -29,21 +29,11 @@ CUT = {
 SKY = """
 import json, sky
 from sky.utils import schemas
-found = [schemas.get_task_schema(), schemas.get_resources_schema(), schemas.get_storage_schema()]
+found = [schemas.get_task_schema(), schemas.get_resources_schema()]
 print(json.dumps([sky.__version__, found]))
 """
 SKY_KEPT = {
-    "task": [
-        "name",
-        "workdir",
-        "num_nodes",
-        "resources",
-        "file_mounts",
-        "setup",
-        "run",
-        "envs",
-        "secrets",
-    ],
+    "task": ["name", "workdir", "num_nodes", "resources", "setup", "run", "envs", "secrets"],
     "resources": [
         "accelerators",
         "use_spot",
@@ -54,7 +44,6 @@ SKY_KEPT = {
         "cpus",
         "memory",
     ],
-    "storage": ["name", "source", "store", "persistent", "mode"],
 }
 
 
@@ -92,7 +81,7 @@ def extract(schema: Any, cut: tuple[str, ...]) -> Any:
 
 
 def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
-    """Where SkyPilot's schemas come from, and those of a task, its resources and its mounts."""
+    """Where SkyPilot's schemas come from, and those of a task and its resources."""
     done = subprocess.run([python, "-c", SKY], check=True, capture_output=True, text=True)
     version, found = json.loads(done.stdout.splitlines()[-1])
     schemas = {}
