@@ -14,6 +14,7 @@ import itertools
 import json
 import os
 import struct
+import threading
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -315,10 +316,20 @@ ROWS = ".rows.npy"
 """Suffix of their files."""
 
 
+_parsing = threading.Lock()
+"""np.load parses a header, and before 3.11.5 Python raises SystemError now and then where two
+threads parse at a time (python/cpython#106905)."""
+
+
 def load_rows(work: Work) -> np.ndarray:
-    """The index rows of a complete shard: those that are kept with it, else those of its tar."""
+    """The index rows of a complete shard: those that are kept with it, else those of its tar.
+
+    Threads may call it, since an object store takes a round trip for each.
+    """
     with work.output.staging() as folder:
         try:
-            return np.load(work.output.fetch(f"{work.shard.name}{ROWS}", folder))
+            rows_file = work.output.fetch(f"{work.shard.name}{ROWS}", folder)
+            with _parsing:
+                return np.load(rows_file)
         except (PrepError, FileNotFoundError):  # the data set was complete before
             return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))

@@ -52,7 +52,7 @@ def row(text: str, name: str) -> str:
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", "400")  # paths in messages are long, and broken anywhere
 
 
 def test_a_new_run_is_green_and_leaves_nothing(config, tmp_path, capsys):
