@@ -298,7 +298,7 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
     words = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
     output = call([*WITH_SHORT_FILES, *command("launch/train.py", *words, ranks=2)]).stderr
     assert len(re.findall(r"^error: .*: cannot be written", output, re.MULTILINE)) == 1, output
-    assert "rank 1" not in output
+    assert "\nrank 1: " not in output, output
     assert "exitcode  : 2 " in output
     assert "Traceback (most recent call last)" not in output.split("failed (exitcode")[0]
     assert not list((tmp_path / "run").rglob("*.safetensors*"))
