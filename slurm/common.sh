@@ -21,7 +21,9 @@ read -ra srun_words <<<"${SRUN_ARGS:-}"
 if (( ${#srun_words[@]} )); then
   on_one=(srun --nodes=1 --ntasks=1 --export=ALL)
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_one+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
-  on_one+=("${srun_words[@]}")
+  for word in "${srun_words[@]}"; do  # what it prints is read: no number of the task before it
+    [[ $word == --label || $word == -l ]] || on_one+=("$word")
+  done
 fi
 
 # Set `nodes`, and `ranks` on each of them: RANKS_PER_NODE, or the GPUs that Slurm gave or that are
