@@ -79,6 +79,18 @@ def test_ranks_that_move_are_left_alone():
     assert together(1, lambda world: watched(world, 0, limit_s=0.1, for_s=0.5)) == [[]]
 
 
+def test_a_rank_that_compares_no_more_is_not_taken_for_silent():
+    """It opens its loader anew after a rewind, which may take as long as its storage does."""
+
+    def work(world: World) -> list[Verdict]:
+        verdicts = watched(world, None, limit_s=0.5, for_s=0.2)
+        if world.rank != 1:
+            verdicts += watched(world, None, limit_s=0.5, for_s=2.0)
+        return verdicts
+
+    assert together(3, work) == [[]] * 3
+
+
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory):
     return make_shards(tmp_path_factory.mktemp("shards"))

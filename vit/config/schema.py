@@ -50,7 +50,7 @@ class DataConfig(Selection):
     patience_s: Annotated[float, Field(ge=0), MAY_CHANGE] = 480.0
     """Seconds for which a read is retried while a server, an object store or a mounted folder
     does not answer. 0: one attempt. The default is two minutes, which the last attempt may take,
-    less than the ten for which ranks wait for each other."""
+    less than `run.hang_timeout_s`, for which ranks wait for each other."""
     reader: Literal["index", "webdataset"] = "index"
     """How training images are read: `index` reads shards at random, in an exact order;
     `webdataset` streams `stream`, whose order is not exact."""

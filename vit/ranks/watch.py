@@ -41,6 +41,7 @@ class _Seen:
     """The last beat of a rank, as rank 0 saw it."""
 
     number: int = -1
+    """Of the beat; -1 before the first and after the last one of a rank that compares no more."""
     count: int = -1
     step: int = 0
     doing: str = ""
@@ -118,7 +119,7 @@ class Watch:
             self._is_away = False
 
     def close(self) -> None:
-        """Compare no longer; the other ranks may still do so, and see this one as away."""
+        """Compare no longer; others may still do so, and judge nobody without this rank."""
         if self._thread is None:
             return
         self._closed.set()
@@ -137,7 +138,8 @@ class Watch:
         for number in range(2**62):
             is_last = self._closed.wait(beat_s if number else 0)
             try:
-                store.set(f"beat {world.rank}", json.dumps(self._beat(number, is_last)))
+                beat = self._beat(-1 if is_last else number)
+                store.set(f"beat {world.rank}", json.dumps(beat))
                 if is_last:
                     return
                 verdict = self._verdict(store, seen, limit_s)
@@ -147,8 +149,8 @@ class Watch:
                 self._end(verdict)
                 return
 
-    def _beat(self, number: int, is_last: bool) -> list[int | str | bool]:
-        return [number, self._count, self._step, self._doing, self._is_away or is_last]
+    def _beat(self, number: int) -> list[int | str | bool]:
+        return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> Verdict | None:
         """The verdict that is in the store, or this rank's own, which it puts there."""
@@ -188,7 +190,7 @@ class Watch:
                 _note(seen[rank], json.loads(text), now)
         if self._world.is_main:
             own = seen.setdefault(self._world.rank, _Seen())
-            _note(own, self._beat(own.number + 1, False), now)
+            _note(own, self._beat(own.number + 1), now)
 
 
 def _note(seen: _Seen, beat: list, now: float) -> None:
