@@ -145,7 +145,9 @@ def inherited() -> dict[str, str]:
     """The environment for a process. Threads work for several tests at a time, so what they start
     bears no test's name."""
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
-    return {key: value for key, value in os.environ.items() if key not in hidden}
+    # a copy of the names: pytest sets and deletes its own in the main thread meanwhile
+    names = [name for name in list(os.environ) if name not in hidden]
+    return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
 
 # ---- for conftest.py -----------------------------------------------------------------------------

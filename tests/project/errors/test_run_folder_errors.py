@@ -90,8 +90,9 @@ def _(place):
         place.config, place.run_dir, "train.steps=100000", "log.every_steps=100", ranks=0
     )
     background.wait_for_step(100)
-    # holds still, so that what is compared does not change
+    # holds still, so that what is compared does not change, as soon as its last write has ended
     os.kill(background.process.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, background.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     try:
         place.train("train.steps=100000", "log.every_steps=100")
     finally:
