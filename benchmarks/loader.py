@@ -4,7 +4,7 @@
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     these alone
     python benchmarks/loader.py [--rounds N] [--data FOLDER] [--workers N ...] [--out FILE.json]
 
-JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/loader_data.py). Each
+JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/inputs/loader_data.py). Each
 contestant (benchmarks/peers.py) runs in processes of its own, which are stopped (SIGSTOP) while
 others have their turn, so that none prepares batches at the expense of another. Peers that are not
 installed are listed. FILE.json gets every round, FILE.md tables, FILE.png bars.
@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from loader_data import Data, bytes_rows, describe, make_data
+from inputs.loader_data import Data, bytes_rows, describe, make_data
 from measure import CORES, Result, as_result, create_parser, keep, machine, shown
 from peers import CONTESTANTS, FFCV, OURS, OURS_MARKED, V1, WHOLE, version
 

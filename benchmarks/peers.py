@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from loader_data import NUM_WINDOWS, Data, cut_windows
+from inputs.loader_data import NUM_WINDOWS, Data, cut_windows
 
 from vit.data.decode import native
 

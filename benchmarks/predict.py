@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from loader_data import make_data
+from inputs.loader_data import make_data
 from measure import CORES, Result, as_result, rows_of, show
 
 from vit.config import io as config_io

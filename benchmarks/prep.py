@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
+from inputs.prep_data import Data, make_data
 from measure import CORES, Result, create_parser, keep, machine, rows_of, shown, take_turns
 from PIL import Image
-from prep_data import Data, make_data
 
 from data_prep import imagenet
 from data_prep.write.catalogue import Source, open_catalogue

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from processes import TINY, Background, final_state, make_shards, run, train, write_config
+from ranks import together
 
 from vit.config.io import load_config
 from vit.exact.leaves import check_leaves, same_kernels
@@ -84,6 +88,71 @@ def test_killed_on_three_ranks_and_finished_on_two_no_bit_changes(config, alone,
     assert STEPS in hashes(tmp_path / "run")
 
 
+# ---- at length -----------------------------------------------------------------------------------
+
+MANY_RANKS = (1, 2, 3, 4, 6, 8)
+
+
+@pytest.fixture(scope="module")
+def eight_leaves(tmp_path_factory) -> Path:
+    """The same with eight leaves a step, for up to as many ranks, and 200 steps."""
+    folder = tmp_path_factory.mktemp("eight")
+    return write_config(folder, make_shards(folder), steps=200, batch=32)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_hundred_steps_on_one_to_eight_ranks(eight_leaves, tmp_path, precision):
+    """With dropout, drop path, mixing, RandAugment, an average and a guard that leaves updates
+    out."""
+    for ranks in MANY_RANKS:
+        run_dir = tmp_path / str(ranks)
+        train(eight_leaves, run_dir, *EXACT, f"train.precision={precision}", ranks=ranks)
+    found = {ranks: hashes(tmp_path / str(ranks)) for ranks in MANY_RANKS}
+    assert len(found[1]) == 67
+    assert all(of == found[1] for of in found.values())
+    assert {str(faults(tmp_path / str(ranks))) for ranks in MANY_RANKS} == {
+        str(faults(tmp_path / "1"))
+    }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_hundred_steps_of_the_demo_on_one_to_eight_ranks(tmp_path, precision):
+    digits = tmp_path / "digits"
+    subprocess.run([sys.executable, "-m", "data_prep.digits", "--out", digits], check=True)
+    settings = (
+        *("--config", "configs/demo.yaml", f"data.root={digits}", "data.micro_batch_size=8"),
+        *("train.exact_over_ranks=true", f"train.precision={precision}", "train.epochs=null"),
+        *("train.steps=200", "eval.every_epochs=null", "eval.every_steps=100", "log.wandb=off"),
+        *("eval.reference=null", "log.report=false"),
+    )
+    found = {}
+    for ranks in MANY_RANKS:
+        run_dir = tmp_path / str(ranks)
+        done = run("launch/train.py", *settings, f"run.dir={run_dir}", ranks=ranks, timeout_s=3600)
+        assert done.returncode == 0, done.stderr
+        found[ranks] = (hashes(run_dir), losses(run_dir))
+    assert list(found[1][0]) == [100, 200]
+    assert all(of == found[1] for of in found.values())
+
+
+@pytest.mark.full
+def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leaves, tmp_path):
+    train(eight_leaves, tmp_path / "whole", *EXACT)
+    run_dir = tmp_path / "run"
+    for number, ranks in enumerate((4, 2, 3, 8)):
+        killed = Background(eight_leaves, run_dir, *EXACT, ranks=ranks)
+        killed.wait_for_checkpoint(36 * (number + 1))
+        killed.kill_all()
+    train(eight_leaves, run_dir, *EXACT)
+    starts = record(run_dir, "start")
+    assert [start["world_size"] for start in starts] == [4, 2, 3, 8, 1]
+    assert [start["step"] for start in starts] == sorted({start["step"] for start in starts})
+    assert hashes(run_dir).items() <= hashes(tmp_path / "whole").items()
+    assert final_state(run_dir, 200) == final_state(tmp_path / "whole", 200)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("compiled", [False, True])
@@ -150,6 +219,28 @@ def test_threads_that_are_no_number_are_refused(monkeypatch, given):
     monkeypatch.setenv("OMP_NUM_THREADS", given)
     with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{given}', expected a number"):
         same_kernels(World(0, 1, torch.device("cpu")))
+
+
+def test_hosts_of_two_kinds_are_refused():
+    """Rank 0 is a host of another kind here, and says so in the same words."""
+
+    def rank(world):
+        if not world.is_main:
+            return same_kernels(world)
+        with world.fail_together():
+            pass
+        world.broadcast_from_main(lambda: "torch 2.11.0 on AMD EPYC 9654 with AVX512, 1 thread(s)")
+        with world.fail_together():
+            pass
+
+    other, refused = together(2, rank)
+    assert re.fullmatch(
+        r"train\.exact_over_ranks: \S+ computes by torch \S+ on .+ with \w+, 1 thread\(s\), rank 0"
+        r" by torch 2\.11\.0 on AMD EPYC 9654 with AVX512, 1 thread\(s\): use hosts of one kind,"
+        " with the same OMP_NUM_THREADS",
+        str(refused),
+    )
+    assert isinstance(other, Exception)
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ BELOW = {
     "vit.data": ("vit.system", "vit.config", "vit.ranks"),
     "vit.optim": ("vit.config",),
     "vit.layers": (),
-    "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks"),
+    "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks", "vit.system"),
     "vit.features": ("vit!", *ENGINE),
     "vit.run_store": (
         *("vit.run.folder", "vit.data.storage", "vit.config", "vit.ranks", "vit.system"),

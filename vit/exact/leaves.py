@@ -21,6 +21,7 @@ from vit.data.hashing import fold
 from vit.exact.by_sample import draw_by_sample
 from vit.exact.tree_sum import TreeSum, tree_sum
 from vit.ranks.world import World
+from vit.system.host import cpu_name
 
 _SEED_LEAF = 0x0D1
 _SEED_SAMPLE = 0x0D2
@@ -41,7 +42,9 @@ def same_kernels(world: World) -> str:
         with world.fail_together():
             torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
-        own = f"{version} on a CPU with {capability}, {torch.get_num_threads()} thread(s)"
+        threads = f"{torch.get_num_threads()} thread(s)"
+        # The name, too: libraries of matrix products choose kernels by maker and size of caches.
+        own = f"{version} on {cpu_name()} with {capability}, {threads}"
     expected = world.broadcast_from_main(lambda: own)
     with world.fail_together():
         if own != expected:

@@ -1,0 +1,173 @@
+"""What it costs that the weights do not depend on the number of ranks, beside plain DDP.
+
+    python benchmarks/exact.py [--ranks 1 2 4] [--leaves 2] [--rounds 5] [section.key=value ...]
+
+The same short training with and without `train.exact_over_ranks`, in turn, on each number of ranks:
+a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with a thread a rank. The global batch is the
+same on all, so a rank has `--leaves` micro-batches at the largest number of ranks and more at the
+others. Rates are of the steps between two lines of the record, so that the start does not count:
+images per processor second of all ranks, which other programs disturb least, and per second. "peak"
+is the largest resident set of a rank. "hashes" are those of all states at the end: exact runs have
+one, plain ones one for each number of ranks. FILE.json gets every round, FILE.md the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from measure import as_result, default_out, keep, machine, rows_of
+
+from vit.run.record import read_lines, read_metrics
+
+ROOT = Path(__file__).parents[1]
+LEAF_ROWS = 8
+EVERY_STEPS = 5
+"""Lines of the record."""
+FIRST = 10
+"""Step at which counting begins; by then allocators and caches have seen all shapes."""
+STEPS = 30
+SMALL = (
+    *("model.name=vit_ti16", "model.image_size=96", "model.depth=12", "model.embed_dim=192"),
+    *("model.num_heads=3", f"data.micro_batch_size={LEAF_ROWS}"),
+    *("data.num_workers=0", "train.device=cpu", "schedule.warmup_epochs=1"),
+    *("train.epochs=null", f"train.steps={STEPS}", "eval.every_epochs=null"),
+    *(f"eval.every_steps={STEPS + 1}", "eval.reference=null", f"log.every_steps={EVERY_STEPS}"),
+    *("log.wandb=off", "log.report=false", "log.sample_losses=0", "checkpoint.keep_last=1"),
+    f"checkpoint.every_steps={STEPS}",
+)
+CONTESTANTS = {"DDP": "false", "exact over ranks": "true"}
+
+
+def main() -> None:
+    """Run the command line above."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], metavar="N")
+    parser.add_argument("--leaves", type=int, default=2, help="a rank, at the largest number")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, metavar="FILE.json")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    args = parser.parse_intermixed_args()
+    load = os.getloadavg()[0]
+    batch = max(args.ranks) * args.leaves * LEAF_ROWS
+    found: dict[int, dict[str, list[Trained]]] = {}
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
+        place = Path(folder)
+        about = machine(place, ["torch"])
+        shards = place / "digits"
+        prepare = [sys.executable, "-m", "data_prep.digits", "--out", str(shards)]
+        subprocess.run(prepare, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+        settings = [*SMALL, f"data.global_batch_size={batch}", f"data.root={shards}"]
+        settings += args.overrides
+        for turn in range(args.rounds):
+            for ranks in args.ranks:
+                for name, exact in CONTESTANTS.items():
+                    run_dir = place / f"{turn}_{ranks}_{exact}"
+                    one = trained(
+                        ranks, run_dir, batch, [*settings, f"train.exact_over_ranks={exact}"]
+                    )
+                    rates = f"{one.images_per_cpu_s:.1f} images/CPU-s, {one.images_per_s:.1f}/s"
+                    print(f"{turn + 1}: {name}, {ranks} rank(s): {rates}", flush=True)
+                    found.setdefault(ranks, {}).setdefault(name, []).append(one)
+    report = {
+        "machine": about,
+        "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images a"
+        f" step in leaves of {LEAF_ROWS}.",
+        "rounds": args.rounds,
+        "load": load,
+        "runs": {
+            ranks: {name: [asdict(one) for one in runs] for name, runs in of.items()}
+            for ranks, of in found.items()
+        },
+    }
+    keep(args.out or default_out("exact", about["cpu"]), "exact", report, tables_of(found, batch))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one training showed."""
+
+    images_per_cpu_s: float
+    images_per_s: float
+    peak_mib: float
+    sha256: str
+
+
+def tables_of(found: dict[int, dict[str, list[Trained]]], batch: int) -> dict[str, list[list[str]]]:
+    """Return the tables: rates beside DDP's for each number of ranks, then memory and hashes."""
+    tables: dict[str, list[list[str]]] = {}
+    ends = [["", "peak of a rank, MiB, on " + ", ".join(map(str, found)), "hashes", "runs"]]
+    for ranks, of in found.items():
+        leaves = f"{ranks} rank(s) with {batch / LEAF_ROWS / ranks:g} leaves each"
+        per_cpu_s = {name: [one.images_per_cpu_s for one in runs] for name, runs in of.items()}
+        tables[f"{leaves}, images per processor second"] = rows_of(
+            as_result("", "images/CPU-s", per_cpu_s, ["DDP"])
+        )
+        per_s = {name: [one.images_per_s for one in runs] for name, runs in of.items()}
+        tables[f"{leaves}, images per second"] = rows_of(as_result("", "images/s", per_s, ["DDP"]))
+    for name in CONTESTANTS:
+        peaks = [max(one.peak_mib for one in of[name]) for of in found.values()]
+        hashes = [one.sha256 for of in found.values() for one in of[name]]
+        in_words = ", ".join(f"{peak:.0f}" for peak in peaks)
+        ends.append([name, in_words, str(len(set(hashes))), str(len(hashes))])
+    return {**tables, "Memory, and states at the end": ends}
+
+
+def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Trained:
+    """Train on that many ranks, a process each; what it costs is read while it runs."""
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *(f"--nproc_per_node={ranks}", "launch/train.py", "--config", "configs/demo.yaml"),
+            *(*settings, f"run.dir={run_dir}"),
+        ],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    last = STEPS - EVERY_STEPS  # the ranks still live when its line is there
+    began_s, cpu_began_s, _ = cost_at(FIRST, run_dir, process)
+    ended_s, cpu_ended_s, peak_mib = cost_at(last, run_dir, process)
+    if process.wait():
+        raise SystemExit(f"{run_dir}: the training has failed, see above")
+    num_images = (last - FIRST) * batch
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    [sha256] = [line["sha256"] for line in lines if line["kind"] == "checkpoint"]
+    return Trained(
+        num_images / (cpu_ended_s - cpu_began_s), num_images / (ended_s - began_s), peak_mib, sha256
+    )
+
+
+def cost_at(step: int, run_dir: Path, process: subprocess.Popen) -> tuple[float, float, float]:
+    """Wait for `step` in the record; return the time, the processor seconds of all ranks and the
+    largest resident set of one, MiB."""
+    path = run_dir / "metrics.jsonl"
+    while not path.exists() or not any(
+        line["kind"] == "train" and line["step"] >= step for line in read_lines(path)[0]
+    ):
+        if process.poll() is not None:
+            raise SystemExit(f"{run_dir}: the training has ended before step {step}, see above")
+        time.sleep(0.02)
+    now_s = time.perf_counter()
+    cpu_s = 0.0
+    peak_mib = 0.0
+    for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        cpu_s += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        peak = re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+        assert peak is not None, "of a process that lives"
+        peak_mib = max(peak_mib, int(peak[1]) / 1024)
+    return now_s, cpu_s, peak_mib
+
+
+if __name__ == "__main__":
+    main()
