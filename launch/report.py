@@ -2,6 +2,7 @@
 
     python launch/report.py                  the newest run under runs/
     python launch/report.py runs/demo        writes runs/demo/report/index.html
+    python launch/report.py runs/demo --to-wandb     and shows the run on Weights & Biases
 
 The page needs no server and no network. The run may be finished, stopped, killed or still running.
 What cannot be drawn is left out, with the reason on the page. Prints the page's path, then each
@@ -21,6 +22,7 @@ from vit.ranks.exit import run_command
 from vit.report.page import make_report
 from vit.report.pictures import PAINTERS
 from vit.run.folder import METRICS_FILE, is_in_use, newest_run
+from vit.run.to_wandb import ToWandb
 from vit.run_store.place import is_url
 from vit.run_store.reading import is_in_use as url_is_in_use
 from vit.run_store.reading import local_run, publish_report
@@ -35,6 +37,7 @@ def main() -> World:
     run = args.run or str(newest_run("RUN", METRICS_FILE))
     run_dir = local_run(run)
     in_use = url_is_in_use(run) if is_url(run) else is_in_use(run_dir)
+    to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
     # The GPU of a live run may have no memory left.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = distributed.join_world(device, "--device ")
@@ -50,6 +53,8 @@ def main() -> World:
         print(f"  {path}")
     for name, reason in report.pictures.reasons.items():
         print(f"  no {name}.png: {reason}")
+    if to_wandb is not None:
+        to_wandb.show(report.pictures.paths, print)
     if is_url(run):
         print(publish_report(run, run_dir))
     return world
@@ -69,6 +74,12 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         choices=["auto", "cpu", "cuda"],
         default="auto",
         help="for the model (default: auto, a GPU if there is one and no training uses it)",
+    )
+    parser.add_argument(
+        "--to-wandb",
+        action="store_true",
+        help="bring W&B's run to the state of metrics.jsonl: rebuilds one that is not there, and"
+        " uploads what one lacks; on the disk if there is no key or WANDB_MODE=offline",
     )
     return parser.parse_args(arguments)
 

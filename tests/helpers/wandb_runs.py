@@ -89,6 +89,29 @@ def expected(steps: range, restarts: int = 0) -> list[dict]:
     return [*trained, {"global_step": steps[-1], "restarts": restarts, "eval/top1": 50.0}]
 
 
+def recorded(folder: Path) -> list[dict]:
+    """The same of a run's metrics.jsonl: each line with numbers that no later line replaces."""
+    lines = record_of(folder)
+    restarts = 0
+    found = []
+    for number, line in enumerate(lines):
+        restarts = line.get("restarts", restarts)
+        is_replaced = any(
+            later["kind"] in ("start", "rewind") and later["step"] < line["step"]
+            for later in lines[number + 1 :]
+        )
+        if line["kind"] not in ("train", "eval", "fault", "rewind") or is_replaced:
+            continue
+        row = {
+            f"{line['kind']}/{key}": value
+            for key, value in line.items()
+            if key not in ("kind", "step") and isinstance(value, int | float)
+        }
+        if row:
+            found.append({"global_step": line["step"], "restarts": restarts, **row})
+    return found
+
+
 def one_run(
     folder: Path,
     steps: range = range(3),
@@ -99,7 +122,7 @@ def one_run(
     """A short training; returns the seconds that W&B took of its time, in the end and otherwise."""
     folder.mkdir(exist_ok=True)
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
-    record.write("start", steps.start, restarts=restarts)
+    record.write("start", max(steps.start - 1, 0), restarts=restarts)
     began = time.monotonic()
     record.start_wandb({"optim": {"lr": 0.1}})
     spent_s = time.monotonic() - began
@@ -141,10 +164,15 @@ def ours() -> list[int]:
 
 
 class Server:
-    """W&B's server as far as a run without tables needs it. `mode`: ok or hang."""
+    """W&B's server as far as a run without tables needs it.
 
-    def __init__(self, mode: str = "ok") -> None:
+    mode: ok or hang. can_rewind: as its documentation says (docs.wandb.ai/models/runs/rewind), for
+    accounts that have it.
+    """
+
+    def __init__(self, mode: str = "ok", can_rewind: bool = True) -> None:
         self.mode = mode
+        self.can_rewind = can_rewind
         self.history = list[dict]()
         self.files = dict[str, bytes]()
         self.names = list[str]()
@@ -177,13 +205,16 @@ class Server:
         if path.startswith("/put/"):
             self.files[path.removeprefix("/put/")] = body
         elif path.endswith("/file_stream"):
-            for line in (
-                json.loads(body).get("files", {}).get("wandb-history.jsonl", {}).get("content", [])
-            ):
-                self.history.append(json.loads(line))
+            sent = json.loads(body).get("files", {}).get("wandb-history.jsonl", {})
+            if lines := [json.loads(line) for line in sent.get("content", [])]:
+                at = sent["offset"]
+                assert at <= len(self.history), "a row would be missing"
+                self.history[at : at + len(lines)] = lines
         elif path == "/graphql":
             query = json.loads(body)
             self.bodies.append(body)
+            if "rewindRun" in query["query"] and not self.can_rewind:
+                return {"errors": [{"message": "not for this account"}]}
             return {"data": self.query(query["query"], query.get("variables") or {})}
         return {}
 
@@ -204,6 +235,11 @@ class Server:
                     "inserted": not self.history,
                 }
             }
+        if "rewindRun" in query:
+            kept = [line for line in self.history if line["_step"] <= variables["metricValue"]]
+            self.history[:] = kept
+            rewound = {**bucket, "sweepName": None, "historyLineCount": len(kept)}
+            return {"rewindRun": {"rewoundRun": rewound}}
         if "RunResumeStatus" in query and self.history:
             counts = {
                 "historyLineCount": len(self.history),

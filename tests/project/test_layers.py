@@ -31,7 +31,8 @@ BELOW = {
     "vit.weights": (
         *("vit!", "vit.layers", "vit.run.folder", "vit.run_store", "vit.config", "vit.system"),
     ),
-    "vit.run": ("vit!", "vit.run_store", "vit.weights", *ENGINE),
+    "vit.views": (),
+    "vit.run": ("vit!", "vit.run_store", "vit.views", "vit.weights", *ENGINE),
     "vit.report": ("vit!", "vit.predict", "vit.features", "vit.run", "vit.weights", *ENGINE),
     "vit.recipes": ("vit!", "vit.report", "vit.run", *ENGINE),
     "vit.predict": ("vit!", "vit.data", "vit.config", "vit.system"),
@@ -43,7 +44,7 @@ BELOW = {
     ),
     "vit.check": (
         *("vit!", "vit.measure", "vit.estimate", "vit.run", "vit.data", "vit.config", "vit.ranks"),
-        *("vit.run_store", "vit.system", "vit.weights"),
+        *("vit.run_store", "vit.system", "vit.views", "vit.weights"),
     ),
     "vit.measure": (
         *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),

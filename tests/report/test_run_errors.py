@@ -5,8 +5,11 @@ One by the real command, which shows what becomes of a ValueError; the others in
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,12 +18,15 @@ import pytest
 from error_rows import Row, pattern_of, rows, snapshot
 from processes import TINY, run, run_here, write_config
 
+import wandb
+from vit.run.folder import LOCK_FILE
 from vit.weights.files import read_weights
 from vit.weights.formats import WeightsError
 
 ROWS = rows("Asking a run")
 REPLAY = "launch/replay.py"
 SAMPLES = "launch/samples.py"
+TO_WANDB = ("launch/report.py", "--to-wandb")
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +57,55 @@ def damaged(folder: Path) -> list[object]:
     return [SAMPLES, folder / "run"]
 
 
+HOLDERS = list[subprocess.Popen]()
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "a+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_holder_is_left():
+    yield
+    while HOLDERS:
+        HOLDERS.pop().communicate()
+
+
+def without_wandb(folder: Path) -> list[object]:
+    sys.modules["wandb"] = None  # as if it were not installed
+    return [*TO_WANDB, folder / "run"]
+
+
+def switched_off(folder: Path) -> list[object]:
+    os.environ["WANDB_MODE"] = "disabled"
+    return [*TO_WANDB, folder / "run"]
+
+
+def while_training(folder: Path) -> list[object]:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, folder / "run" / LOCK_FILE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    HOLDERS.append(holder)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    return [*TO_WANDB, folder / "run"]
+
+
+def without_a_step(folder: Path) -> list[object]:
+    (folder / "run" / "metrics.jsonl").write_text("")
+    return [*TO_WANDB, folder / "run"]
+
+
 SCENARIOS: dict[str, Callable[[Path], list[object]]] = {
+    "`launch/report.py --to-wandb` without wandb": without_wandb,
+    "the same with W&B switched off": switched_off,
+    "the same for a run that is still training": while_training,
+    "the same for a run that has not done a step": without_a_step,
     "`launch/replay.py` for a step that the run never did": lambda folder: [
         *(REPLAY, folder / "run", "--step", 81234)
     ],
@@ -72,7 +126,9 @@ SCENARIOS: dict[str, Callable[[Path], list[object]]] = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_the_row_is_what_happens(row: Row, finished, tmp_path):
+def test_the_row_is_what_happens(row: Row, finished, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     folder = shutil.copytree(finished, tmp_path / "copy")
     script, *words = SCENARIOS[row.what](folder)
     before = snapshot(folder)

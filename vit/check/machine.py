@@ -28,7 +28,7 @@ from vit.data.decode.images import decoder_name
 from vit.ranks.alike import differences, places, software
 from vit.ranks.distributed import RankLost, World
 from vit.run.resume import settings_sha256
-from vit.run.wandb_process import wanted_mode
+from vit.views.wandb_view import wanted_mode
 
 ASKED = 5
 """How often a host asks for the time; the quickest answer counts."""

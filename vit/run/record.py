@@ -1,5 +1,5 @@
 """The record of a run: `metrics.jsonl` is the truth, console, Weights & Biases
-(`vit.run.wandb_process`) and TensorBoard (`vit.run.tensorboard`) are views of it.
+(`vit.views.wandb_view`) and TensorBoard (`vit.views.tensorboard`) are views of it.
 
 The loop hands over numbers that were read from the device one step late; rank 0 appends each set as
 one JSON object per line, and shows it. A restarted run appends, too: a `start` line says from which
@@ -26,15 +26,17 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
-from vit.run.tensorboard import TensorboardView
-from vit.run.wandb_process import WandbProcess, wanted_mode
 from vit.system.redact import shown, shown_values
+from vit.views.tensorboard import TensorboardView
+from vit.views.wandb_view import Rows, WandbProcess, wanted_mode
 
 SILENT_S = 60.0
 """A log file gets a line after this long without one: steps may take minutes each."""
 
 
 _OF_EACH_LINE = {"kind", "step", "time"}
+OF_PROVENANCE = ("command", "git", "python", "torch", "host")
+"""The keys of `provenance`, which a `start` line has as well."""
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
@@ -85,6 +87,21 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
         return {}
     numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
     return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
+
+
+def rows_of(lines: list[dict[str, Any]]) -> Rows:
+    """Return what W&B shows of the `lines` of a record, those that were replaced among them."""
+    kept: list[tuple[int, dict[str, float]]] = []
+    most = 0
+    restarts = 0
+    for line in lines:
+        if line["kind"] in ("start", "rewind"):
+            kept = [(step, numbers) for step, numbers in kept if step <= line["step"]]
+            restarts = line.get("restarts", restarts)
+        if numbers := numbers_of(line):
+            kept.append((line["step"], {"restarts": restarts, **numbers}))
+            most = max(most, len(kept))
+    return Rows(kept, most)
 
 
 class Record:
@@ -213,6 +230,7 @@ class Record:
                 mode,
                 run_config,
                 shown_values(sys.argv),
+                rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
                 self.say,
             )
 
@@ -226,6 +244,10 @@ class Record:
     def go_back(self, step: int, text: str, **values: Any) -> None:
         """Show and write that the run goes back to `step`: later lines so far do not count."""
         self.say(text)
+        if self._wandb is not None:
+            lines = read_lines(self._run_dir / METRICS_FILE)[0]
+            kept = rows_of([*lines, {"kind": "rewind", "step": step}]).rows
+            self._wandb.send(rewind=len(kept))
         self.write("rewind", step, **values)
         if self._tensorboard is not None:  # the steps come again: it begins with those that count
             self._tensorboard.close()
@@ -248,7 +270,7 @@ class Record:
     def close(self) -> None:
         """Close the live line, the file, the event file and the W&B run.
 
-        The latter may take a while: `vit.run.wandb_process` says how long.
+        The latter may take a while: `vit.views.wandb_view` says how long.
         """
         if not self.is_main:
             return

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from vit.run import wandb_process
-from vit.run.wandb_process import Mode, WandbProcess
+from vit.views import wandb_view
+from vit.views.wandb_view import Mode, Rows, WandbProcess
 
 SLOW = """
 import time
@@ -39,7 +39,7 @@ def init(mode, **_):
 
 
 def start(folder: Path, mode: Mode, said: list[str]) -> WandbProcess:
-    return WandbProcess(folder, "project", mode, {}, ["train.py"], said.append)
+    return WandbProcess(folder, "project", mode, {}, ["train.py"], Rows([], 0), said.append)
 
 
 @pytest.mark.parametrize(("mode", "why"), [("offline", "as asked"), ("online", "no API key")])
@@ -47,7 +47,7 @@ def test_opening_offline_takes_as_long_as_it_takes(tmp_path, monkeypatch, mode, 
     (tmp_path / "wandb.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(wandb_process.LIMITS_S, "run", 1.5)
+    monkeypatch.setitem(wandb_view.LIMITS_S, "run", 1.5)
     said = list[str]()
     process = start(tmp_path, mode, said)
     process.send(step=1, numbers={"train/loss": 1.0})
@@ -57,7 +57,7 @@ def test_opening_offline_takes_as_long_as_it_takes(tmp_path, monkeypatch, mode, 
 
 
 def test_a_message_that_json_cannot_hold_is_reported_and_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb_process, "__file__", shutil.which("true"))  # nothing reads them
+    monkeypatch.setattr(wandb_view, "SCRIPT", shutil.which("true"))  # nothing reads them
     said = list[str]()
     process = start(tmp_path, "offline", said)
     row = list[object]()

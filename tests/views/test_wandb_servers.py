@@ -22,7 +22,7 @@ from wandb_runs import (
     wait_for,
 )
 
-from vit.run import wandb_process
+from vit.views import wandb_view
 
 WAITING_S = 7.0
 """The promise: whatever the server does, a start and an end together wait for no more than this,
@@ -138,7 +138,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         url = answering(pieces)
     use_server(monkeypatch, url)
     if reason.startswith("CommError"):  # W&B's own, as soon as it has it
-        monkeypatch.setitem(wandb_process.LIMITS_S, "run", 60.0)
+        monkeypatch.setitem(wandb_view.LIMITS_S, "run", 60.0)
     spent_s = one_run(tmp_path)
     for each in held:
         each.close()
@@ -158,7 +158,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
 def test_in_a_longer_run_the_reason_is_wandbs_own(tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
-    monkeypatch.setattr(wandb_process, "INIT_S", 2.0)
+    monkeypatch.setattr(wandb_view, "INIT_S", 2.0)
     one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not ours()))
     (said,) = capfd.readouterr().err.splitlines()
     assert re.match(r"wandb: offline \(CommError: .* connection refused\); upload with: ", said), (
@@ -191,7 +191,8 @@ def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, ca
     assert holds(spent_s)
     assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
     assert re.match(
-        r"wandb: offline \(http://127.0.0.1:\d+ does not answer: .*\); upload with: wandb sync ",
+        r"wandb: offline \(http://127.0.0.1:\d+ does not answer: .*\); upload with: python"
+        r" launch/report.py \S+ --to-wandb$",
         last,
     ), last
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))

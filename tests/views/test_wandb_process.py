@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from processes import Background, train, write_config
 from wandb_runs import (
     Server,
     expected,
@@ -28,13 +29,14 @@ from wandb_runs import (
     parts,
     read_wandb,
     record_of,
+    recorded,
     use_server,
     wait_for,
 )
 
 from vit.config.schema import LogConfig
-from vit.run import wandb_process
 from vit.run.record import Record
+from vit.views import wandb_view
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,7 +66,7 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
     # the second goes on from a checkpoint at step 2
     for restarts, steps in enumerate((range(0, 4), range(2, 6))):
         record = Record(folder, LogConfig(), True, total_steps=6, first_step=steps.start)
-        record.write("start", steps.start, restarts=restarts)
+        record.write("start", max(steps.start - 1, 0), restarts=restarts)
         record.start_wandb({"optim": {"lr": 0.1}, "provenance": {"git": "abc"}})
         for step in steps:
             record.write("train", step, loss=1 / (step + 1), note="text", grad_norm=float("nan"))
@@ -96,36 +98,38 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
     )
     assert all(line.startswith("wandb: ") for line in said), "W&B itself prints nothing here"
 
-    read = [read_wandb(path) for path in parts(folder)]
-    assert [run_id for run_id, _, _ in read] == [(folder / "wandb_id").read_text()] * 2
-    for _, config, _ in read:
-        assert (config["optim"], config["provenance"]) == ({"lr": 0.1}, {"git": "abc"})
-    assert [numbers(history) for _, _, history in read] == [
-        expected(range(0, 4)),
-        expected(range(2, 6), restarts=1),
-    ]
-    for part, (_, _, history) in zip(parts(folder), read, strict=True):
-        (picture,) = (line for line in history if line.get("report/curves._type") == "image-file")
-        assert picture["global_step"] in (3, 5)
-        assert (part.parent / "files" / picture["report/curves.path"]).read_bytes() == (
-            tmp_path / "red.png"
-        ).read_bytes()
-        (table,) = (line for line in history if line.get("report/classes._type") == "table-file")
-        assert json.loads((part.parent / "files" / table["report/classes.path"]).read_text()) == {
-            "columns": ["class", "loss"],
-            "data": rows,
-        }
+    (part,) = parts(folder)  # of the second, which has all
+    run_id, config, history = read_wandb(part)
+    assert run_id == (folder / "wandb_id").read_text()
+    assert (config["optim"], config["provenance"]) == ({"lr": 0.1}, {"git": "abc"})
+    assert numbers(history) == recorded(folder)
+    assert [row["global_step"] for row in recorded(folder)] == [0, 1, 2, 3, 4, 5, 5]
+    (picture,) = (line for line in history if line.get("report/curves._type") == "image-file")
+    assert picture["global_step"] == 5
+    assert (part.parent / "files" / picture["report/curves.path"]).read_bytes() == (
+        tmp_path / "red.png"
+    ).read_bytes()
+    (table,) = (line for line in history if line.get("report/classes._type") == "table-file")
+    assert json.loads((part.parent / "files" / table["report/classes.path"]).read_text()) == {
+        "columns": ["class", "loss"],
+        "data": rows,
+    }
     assert not list(folder.glob(".wandb-feed*"))
     wait_for(lambda: not ours())
     assert [path.name for path in temporary.iterdir()] == []
     assert not list((folder / "wandb").glob("tmp-*"))
 
 
-def test_online_all_steps_arrive_under_one_id_over_restarts(tmp_path, server, capfd):
+@pytest.mark.parametrize("can_rewind", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_online_each_line_arrives_once_under_one_id_over_restarts(
+    tmp_path, server, capfd, can_rewind
+):
+    server.can_rewind = can_rewind
     one_run(tmp_path, range(0, 4))
+    first = numbers(server.history)
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6, first_step=2)
-    record.write("start", 2, restarts=1)
+    record.write("start", 1, restarts=1)
     record.start_wandb({})
     for step in range(2, 6):
         record.write("train", step, loss=1 / (step + 1))
@@ -135,26 +139,97 @@ def test_online_all_steps_arrive_under_one_id_over_restarts(tmp_path, server, ca
     run_id = (tmp_path / "wandb_id").read_text()
     # which is said where it takes seconds
     said = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
-    assert said == [f"wandb: {server.url}/me/vit/runs/{run_id}"] * 2
+    url = f"wandb: {server.url}/me/vit/runs/{run_id}"
+    refused = "wandb: steps that come again keep their first values there (no rewind: CommError:"
+    assert said[0] == said[-1] == url
+    assert [line.startswith(refused) for line in said[1:-1]] == [True] * (not can_rewind)
     assert set(server.names) == {run_id}
-    assert numbers(server.history) == expected(range(0, 4)) + expected(range(2, 6), restarts=1)
+    shown = numbers(server.history)
+    if can_rewind:
+        assert shown == recorded(tmp_path)
+        assert [row["restarts"] for row in shown] == [0, 0, 1, 1, 1, 1, 1]
+    else:  # the first attempt had five lines
+        assert shown == first + recorded(tmp_path)[5:]
     assert (tmp_path / "red.png").read_bytes() in server.files.values()
     assert not list(tmp_path.glob("wandb/offline-run-*"))
 
 
-def test_the_command_that_is_printed_uploads_all_parts(tmp_path, monkeypatch, capfd):
-    one_run(tmp_path / "my run", range(0, 4))
-    time.sleep(1.1 - time.time() % 1)
-    one_run(tmp_path / "my run", range(2, 6), restarts=1)
-    command = capfd.readouterr().err.splitlines()[-1].split("with: ")[1]
+@pytest.mark.full
+def test_lines_that_the_service_lacks_follow_at_the_next_start(tmp_path, server):
+    """It has lost the end of the first attempt, as when a host is lost."""
+    one_run(tmp_path, range(0, 6))
+    del server.history[3:]
+    one_run(tmp_path, range(6, 8), restarts=1)
+    assert numbers(server.history) == recorded(tmp_path)
+    assert [row["global_step"] for row in recorded(tmp_path)] == [*range(6), 5, 6, 7, 7]
+
+
+def test_a_run_that_goes_back_is_shown_without_what_it_gave_up(tmp_path):
+    record = Record(tmp_path, LogConfig(wandb="offline"), True, total_steps=10)
+    record.write("start", 0, restarts=0)
+    record.start_wandb({})
+    for step in range(1, 6):
+        record.write("train", step, loss=float(step))
+    wait_for(lambda: parts(tmp_path))
+    record.go_back(2, "back", at_step=5)
+    for step in range(4, 8):
+        record.write("train", step, loss=10.0 * step)
+    record.close()
+    (part,) = parts(tmp_path)
+    shown = numbers(read_wandb(part)[2])
+    assert shown == recorded(tmp_path)
+    assert [row["global_step"] for row in shown] == [1, 2, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_synced_between", [False, True])
+def test_the_command_that_is_printed_uploads_each_line_once(
+    tmp_path, monkeypatch, capfd, is_synced_between
+):
+    folder = tmp_path / "my run"
     server = Server()
-    use_server(monkeypatch, server.url)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+
+    def sync() -> None:
+        command = capfd.readouterr().err.splitlines()[-1].split("with: ")[1]
+        with monkeypatch.context() as with_key:
+            use_server(with_key, server.url)
+            done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    one_run(folder, range(0, 4))
+    before = recorded(folder)
+    if is_synced_between:
+        sync()
+    time.sleep(1.1 - time.time() % 1)
+    one_run(folder, range(2, 6), restarts=1)
+    sync()
     server.leave()
-    assert done.returncode == 0, done.stderr
-    assert numbers(server.history) == expected(range(0, 4)) + expected(range(2, 6), restarts=1)
-    assert len(list((tmp_path / "my run").glob("wandb/offline-run-*/*.wandb.synced"))) == 2
+    if is_synced_between:  # what is uploaded stays, and what comes again is not there twice
+        assert numbers(server.history) == before + recorded(folder)[len(before) :]
+    else:
+        assert numbers(server.history) == recorded(folder)
+    assert list(folder.glob("wandb/offline-run-*/*.wandb.synced"))
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
+    """By real processes: kill -9 after each of three checkpoints, then the same command."""
+    config = write_config(tmp_path, shards, steps=12)
+    run_dir = tmp_path / "run"
+    settings = ("log.wandb=offline", "checkpoint.every_steps=3")
+    for step in (3, 6, 9):
+        killed = Background(config, run_dir, *settings, ranks=0)
+        killed.wait_for_checkpoint(step)
+        killed.kill_all()
+        wait_for(lambda: not ours())
+        time.sleep(1.1 - time.time() % 1)
+    train(config, run_dir, *settings)
+    (part,) = parts(run_dir)
+    shown = numbers(read_wandb(part)[2])
+    assert shown == recorded(run_dir)
+    assert [row["global_step"] for row in shown if "train/loss" in row] == list(range(1, 13))
+    assert {row["restarts"] for row in shown} == {0, 1, 2, 3}
 
 
 # --- processes that die ---------------------------------------------------------------------------
@@ -183,6 +258,7 @@ import sys, time
 from pathlib import Path
 from vit.config.schema import LogConfig
 from vit.run.record import Record
+from vit.views import wandb_view
 record = Record(Path({str(tmp_path)!r}), LogConfig(), True, total_steps=9)
 record.write("start", 0, restarts=0)
 record.start_wandb({{}})
@@ -259,7 +335,7 @@ def test_the_mode_follows_the_config_and_then_wandbs_own_variable(
     monkeypatch, setting, variable, mode
 ):
     monkeypatch.setenv("WANDB_MODE", variable)
-    assert wandb_process.wanted_mode(setting) == mode
+    assert wandb_view.wanted_mode(setting) == mode
 
 
 @pytest.mark.parametrize(("setting", "environment"), [("off", None), ("auto", "disabled")])
