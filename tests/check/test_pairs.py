@@ -8,13 +8,22 @@ from itertools import combinations
 import pytest
 import torch
 
-from vit.check.collectives import BETWEEN, MAX_ROUNDS, WITHIN, all_rounds, judge_pairs, rounds_of
+from vit.check.collectives import (
+    BETWEEN,
+    MAX_ROUNDS,
+    WITHIN,
+    all_rounds,
+    judge_pairs,
+    num_rounds,
+    round_of,
+)
 from vit.ranks.distributed import World
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 8])
 def test_each_meets_each_other_once_and_one_at_a_time(number):
-    rounds = rounds_of(range(number))
+    ranks = range(number)
+    rounds = [round_of(ranks, each) for each in range(num_rounds(ranks))]
     for pairs in rounds:
         assert max(Counter(rank for pair in pairs for rank in pair).values(), default=1) == 1
     met = Counter(frozenset(pair) for pairs in rounds for pair in pairs)

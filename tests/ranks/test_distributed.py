@@ -157,6 +157,16 @@ def test_a_rank_that_does_not_come_is_named(monkeypatch):
     assert str(ended[1]).startswith("rank 2 did not come within")
 
 
+@pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
+def test_the_ranks_that_are_missing_are_found_by_halves(silent):
+    store = dist.HashStore()
+    ranks = [rank for rank in range(8) if rank != 4]  # one is known to be lost
+    silent = [ranks[place] for place in silent]
+    for rank in set(ranks) - {*silent}:
+        store.set(f"part 3 {rank}", "")
+    assert world_module.silent_ranks(store, "part 3", ranks) == silent
+
+
 def test_what_hosts_see_must_be_the_same():
     ended = together(
         3, lambda world: world.check_same(lambda: "b" if world.rank == 1 else "a", "data")

@@ -62,10 +62,11 @@ REWIND = ("guard.on_spike=rewind", "guard.rewind_skip_steps=1")
 
 ONE = World(0, 1, torch.device("cpu"))
 NOTHING = np.zeros(0, np.float32)
+NO_REPORTS = np.zeros((1, 1), np.float32)
 
 
 def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
-    return StepValues(loss, grad_norm, 0.0, 0, verdict, [(0.0,)], NOTHING, NOTHING, None)
+    return StepValues(loss, grad_norm, 0.0, 0, verdict, NO_REPORTS, NOTHING, NOTHING, None)
 
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:

@@ -23,7 +23,7 @@ from vit.data.stages import TALLIED
 from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.run.guard import Guard
-from vit.run.monitor import Monitor, Waiting, _collect_garbage, collect_garbage_at_log_lines, sum_up
+from vit.run.monitor import Monitor, Waiting, Waits, _collect_garbage, collect_garbage_at_log_lines
 from vit.run.record import Record
 from vit.run.state import RunState
 from vit.run.step_result import StepResult
@@ -117,6 +117,13 @@ def test_garbage_is_collected_at_log_lines_only():
 
 def test_waits_of_all_ranks_are_summed_up():
     """Steps wait for whoever is slowest; the rank that is slow most of the time is named."""
+
+    def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
+        waits = Waits()
+        for of_ranks in waits_s:
+            waits.add(of_ranks)
+        return waits.sum_up()
+
     found = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
     assert found == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
     assert found.is_uneven

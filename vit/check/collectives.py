@@ -113,17 +113,21 @@ def _now_s(device: torch.device) -> float:
 # --- pairs ----------------------------------------------------------------------------------------
 
 
-def rounds_of(members: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return rounds in which each of `members` meets each other once, one at a time (the circle
-    method of tournaments)."""
+def num_rounds(members: Sequence[int]) -> int:
+    """Return how many rounds it takes until each of `members` has met each other."""
+    return len(members) - 1 + len(members) % 2
+
+
+def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Return one of the `num_rounds` in which each of `members` meets each other once, one at a
+    time (the circle method of tournaments)."""
     seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    rounds = []
-    for _ in range(len(seats) - 1):
-        half = len(seats) // 2
-        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
-        rounds.append([(a, b) for a, b in pairs if a is not None and b is not None])
-        seats = [seats[0], seats[-1], *seats[1:-1]]
-    return rounds
+    # All but the first move on by a seat from round to round.
+    first = len(seats) - number
+    seats = [seats[0], *seats[first:], *seats[1:first]]
+    half = len(seats) // 2
+    pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+    return [(a, b) for a, b in pairs if a is not None and b is not None]
 
 
 def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
@@ -136,12 +140,12 @@ def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
     rails = [[ranks[place] for ranks in own if place < len(ranks)] for place in range(most)]
     found = []
     for kind, groups in ((WITHIN, own), (BETWEEN, rails)):
-        tournaments = [rounds_of(group) for group in groups if len(group) > 1]
-        longest = max(map(len, tournaments), default=0)
+        groups = [group for group in groups if len(group) > 1]
+        longest = max(map(num_rounds, groups), default=0)
         every = -(-longest // MAX_ROUNDS) or 1
         for number in range(0, longest, every):
-            own_round = [each[number] for each in tournaments if number < len(each)]
-            pairs = [pair for each in own_round for pair in each]
+            playing = [group for group in groups if number < num_rounds(group)]
+            pairs = [pair for group in playing for pair in round_of(group, number)]
             found.append((kind, pairs))
     return found
 

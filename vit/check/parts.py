@@ -24,13 +24,14 @@ import torch
 from vit.check.findings import Finding, Verdict, by_message
 from vit.ranks.alike import places
 from vit.ranks.exit import LOST, problem_of
-from vit.ranks.world import ENDED, AlreadyReported, World, store_errors
+from vit.ranks.world import ENDED, LOOKS_PER_S, AlreadyReported, World, silent_ranks, store_errors
 
 GRACE_S = 10.0
 """For what the other ranks still do after one has failed in a part of all."""
 MARGIN_S = 5.0
 """Between ranks: one may begin a part so much later than another."""
 POLL_S = 0.1
+"""Between two looks at the store; longer from 410 ranks on, as of `World.look_s`."""
 
 
 class Part(NamedTuple):
@@ -62,6 +63,7 @@ class Parts:
         """Why nothing can be tried any more that needs all ranks."""
         # A store's connection serves one call at a time, and the thread may wait in one.
         self._store = None if world.store is None else world.store.clone()
+        self._look_s = max(POLL_S, world.size / LOOKS_PER_S)
         self._thread = self._new_thread()
 
     @property
@@ -118,7 +120,7 @@ class Parts:
         """Do the part; return its value, its problem, or that it is late."""
         future: Future[Any] = self._thread.submit(part.run)
         while not future.done():
-            wait([future], timeout=POLL_S)
+            wait([future], timeout=self._look_s)
             if time.monotonic() > deadline and not future.done():
                 self._thread = self._new_thread()  # the other one may never come back
                 return {"late": True}
@@ -154,7 +156,7 @@ class Parts:
                 raise AlreadyReported("rank 0 has ended")
             if time.monotonic() > deadline or 0 in self.world.gone():
                 break
-            time.sleep(POLL_S)
+            time.sleep(self._look_s)
         else:
             return json.loads(store.get(f"{key} decided"))
         first = next(rank for rank in range(1, self.world.size) if store.check([f"{key} {rank}"]))
@@ -209,8 +211,9 @@ class Parts:
             gone = self.world.gone()
             if time.monotonic() > deadline + MARGIN_S or gone:
                 break
-            time.sleep(POLL_S)
-        there = [rank for rank in ranks if store.check([f"{key} {rank}"])]
+            time.sleep(self._look_s)
+        silent = set(silent_ranks(store, key, ranks))
+        there = [rank for rank in ranks if rank not in silent]
         texts = store.multi_get([f"{key} {rank}" for rank in there])
         return {rank: json.loads(text) for rank, text in zip(there, texts, strict=True)}
 
@@ -222,8 +225,8 @@ class Parts:
             return
         waiting = ""
         if self._store is not None:
-            ranks = set(range(self.world.size)) - self._lost
-            out = [rank for rank in ranks if not self._store.check([f"part {number} {rank}"])]
+            ranks = sorted(set(range(self.world.size)) - self._lost)
+            out = silent_ranks(self._store, f"part {number}", ranks)
             waiting = f"; no answer yet from {places(out, self.world.hosts)}" if out else ""
         said = f"ended by {by} in it{waiting}: if you did not send it, an error above says why"
         self.findings.append(Finding(name, Verdict.FAIL, said))

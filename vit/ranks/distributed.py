@@ -17,6 +17,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -140,22 +141,29 @@ def _agree_on_device(
     if not world.is_main:
         world.gather("rank", own)
 
-    def decide() -> tuple[str, list[str], list[tuple[str, int]]]:
+    def decide() -> tuple[str, list[tuple[str, int]]]:
         # Gathered here, so that the others get to know if a rank does not come.
         gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        return kind, [host.host for host in devices], [rank["pid"] for rank in gathered]
+        # Each rank gets this: a name for each host, and not for each rank.
+        rows = groupby(each.host for each in devices)
+        return kind, [(host, len(list(row))) for host, row in rows]
 
-    kind, hosts, pids = world.broadcast_from_main(decide)
-    if world.size == 1:
-        hosts, pids = [], []
-    host_pids = {rank: pid for rank, (its, pid) in enumerate(pids) if space and its == space}
+    kind, rows = world.broadcast_from_main(decide)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     chosen = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
-    return replace(world, device=chosen, hosts=tuple(hosts), _host_pids=host_pids)
+    if world.size == 1:
+        return replace(world, device=chosen)
+    hosts = tuple(host for host, number in rows for _ in range(number))
+    beside = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
+    pids = [each["pid"] for each in world.gathered("rank", beside)]
+    host_pids = {
+        rank: pid for rank, (its, pid) in zip(beside, pids, strict=True) if space and its == space
+    }
+    return replace(world, device=chosen, hosts=hosts, _host_pids=host_pids)
 
 
 def _pid_space() -> str:

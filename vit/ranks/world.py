@@ -38,7 +38,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -61,7 +61,12 @@ BROADCAST_BYTES = 2**26
 ENDED = "ended"
 """Key in the store under which a rank announces why it ends."""
 POLL_S = 0.25
-"""A rank that waits through the store polls it at least this often."""
+"""A rank that waits through the store looks there at least this often, up to 1,024 ranks."""
+LOOKS_PER_S = 4096
+"""Of all ranks together while they wait: one thread answers them, some 20,000 requests a second, of
+which a look is two."""
+FIRST_SHARE = 1 / 16
+"""Of the longest time between two looks: the shortest, where that is a millisecond or more."""
 
 
 class AlreadyReported(ValueError):
@@ -103,6 +108,12 @@ class World:
     def is_local_main(self) -> bool:
         """True on one rank of each host, which looks at files for the others."""
         return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
+
+    @property
+    def look_s(self) -> float:
+        """How long a rank that waits lets pass between two looks at the store, so that what all
+        ranks ask of it does not grow with their number."""
+        return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
         """Name of the host that `rank` runs on."""
@@ -250,7 +261,8 @@ class World:
             store.add(key, 1)
             if not self._wait_until(lambda store: store.add(key, 0) >= self.size, LONGEST_WAIT):
                 self._report_missing(key, LONGEST_WAIT)
-            return store.add(f"{key} problems", 0) > 0, store.get(f"{key} 0").decode()
+            has_failed = store.add(f"{key} problems", 0) > 0
+            return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
     def announce_end(self, message: str) -> None:
         """Let the ranks that wait through the store, now or later, know that this one ends."""
@@ -270,15 +282,19 @@ class World:
         if not self.is_main:
             return []
         keys = [f"{name} {rank}" for rank in range(self.size)]
-        store = self.store
         if not self._wait_until(lambda store: store.check(keys), limit):
             self._report_missing(name, limit)
-        return [json.loads(text) for text in store.multi_get(keys)]
+        return self.gathered(name, range(self.size))
+
+    def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
+        """What `ranks` have given to `gather(name)`, on any rank; rank 0 must have got it."""
+        assert self.store is not None, "there are other ranks"
+        return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
 
     def _report_missing(self, key: str, limit: timedelta) -> NoReturn:
         """Raise RankLost with the ranks that have not posted `key`."""
         assert self.store is not None, "there are other ranks"
-        missing = [r for r in range(self.size) if not self.store.check([f"{key} {r}"])]
+        missing = silent_ranks(self.store, key, range(self.size))
         raise RankLost(f"{self._names(missing)} did not come within {limit}")
 
     def _post(self, key: str, value: Any) -> None:
@@ -296,7 +312,7 @@ class World:
         """
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
-        pause_s = 0.001
+        pause_s = max(0.001, FIRST_SHARE * self.size / LOOKS_PER_S)
         gone = list[int]()
         with store_errors():
             while not ready(self.store):
@@ -309,7 +325,7 @@ class World:
                 if deadline is not None and time.monotonic() > deadline:
                     return False
                 time.sleep(pause_s)
-                pause_s = min(2 * pause_s, POLL_S)
+                pause_s = min(2 * pause_s, self.look_s)
         return True
 
     def gone(self) -> list[int]:
@@ -326,6 +342,16 @@ class World:
         names = f"rank {', '.join(map(str, ranks))}"
         hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
         return f"{names} on {', '.join(hosts)}" if hosts else names
+
+
+def silent_ranks(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]:
+    """Return those of `ranks` that have not posted `key`: one look if all have, else by halves."""
+    if not ranks or store.check([f"{key} {rank}" for rank in ranks]):
+        return []
+    if len(ranks) == 1:
+        return [*ranks]
+    half = len(ranks) // 2
+    return silent_ranks(store, key, ranks[:half]) + silent_ranks(store, key, ranks[half:])
 
 
 def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
@@ -188,7 +191,7 @@ class Monitor:
         self._losses.append(values.loss)
         if self.samples is not None:
             self.samples.add(step, values.losses, values.margins)
-        self._waits_s.append(tuple(report[0] for report in values.rank_reports))
+        self._waits.add(values.rank_reports[:, 0])
         self.state.bad_images += values.bad_images
         problem = self.guard.judge(step, values)
         self._log(step + 1, values, stats)
@@ -209,7 +212,7 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._losses = list[float]()
-        self._waits_s = list[tuple[float, ...]]()
+        self._waits = Waits()
 
     def _logs_after(self, step: int) -> bool:
         """Return whether a line of metrics is written when `step` steps are done.
@@ -226,7 +229,7 @@ class Monitor:
         plan = self.plan
         batch_size = plan.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
-        waiting = sum_up(self._waits_s)
+        waiting = self._waits.sum_up()
         wait_share = min(waiting.waited_s / spent_s, 1.0)
         images_per_s = len(self._losses) * batch_size / spent_s
         mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size, step - 1)
@@ -256,9 +259,9 @@ class Monitor:
         self.record.train_line(step, line)
         loader_images_per_s = self._loader_images_per_s(stats)
         loaders = [
-            dict(zip(LOADER_COUNTS, report[1:], strict=True))
-            for report in values.rank_reports
-            if len(report) > 1
+            dict(zip(LOADER_COUNTS, counts, strict=True))
+            for counts in values.rank_reports[:, 1:].tolist()
+            if counts
         ]
         change = abs(wait_share - self._reported_wait_share)
         if wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE:
@@ -352,12 +355,25 @@ class Waiting(NamedTuple):
         return self.max_s > UNEVEN * self.mean_s
 
 
-def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
-    """Sum up `waits_s`: for each step, how long each rank waited for its batch."""
-    totals = [sum(rank) for rank in zip(*waits_s, strict=True)]
-    longest = max(totals)
-    mean_s = sum(totals) / len(totals)
-    return Waiting(sum(map(max, waits_s)), longest, mean_s, totals.index(longest))
+class Waits:
+    """Adds up how long each rank waited for its batches: with each step, and not at the end of the
+    interval, for all are looked at with each step, too."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        self._totals_s: NDArray[np.float64] = np.zeros(1)
+
+    def add(self, waits_s: ArrayLike) -> None:
+        """Add (ranks,) of a step."""
+        of_ranks = np.asarray(waits_s, np.float64)
+        self._waited_s += float(of_ranks.max())
+        self._totals_s = self._totals_s + of_ranks
+
+    def sum_up(self) -> Waiting:
+        """Return the sums of the steps so far."""
+        totals_s = self._totals_s
+        rank = int(totals_s.argmax())
+        return Waiting(self._waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
 
 
 def advice(

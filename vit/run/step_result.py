@@ -62,8 +62,8 @@ class StepValues(NamedTuple):
     bad_images: int
     verdict: int
     """0 if the update was made; else a sum of `NON_FINITE` and `SPIKE`."""
-    rank_reports: list[tuple[float, ...]]
-    """The argument `report` of each rank's call."""
+    rank_reports: NDArray[np.float32]
+    """(ranks, size) the argument `report` of each rank's call."""
     losses: NDArray[np.float32]
     """(rows,) loss of each row of this rank, of the target that it was trained on: mixed and
     smoothed; NaN for a row of weight 0."""
@@ -110,18 +110,19 @@ class StepResult:
         """Return the numbers, after waiting for the device to finish this step."""
         if self._event is not None:
             self._event.synchronize()  # the only wait for the device, one step late
-        *sums, grad_norm = self._values[: self._num_shared].tolist()
+        shared = self._values[: self._num_shared]
+        sums = shared[: Slot.RANK_REPORTS].tolist()
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
-        reports = sums[Slot.RANK_REPORTS :]
-        size = self._report_size
+        # As an array: each rank reads all reports in each step, and there may be thousands.
+        reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),
-            grad_norm=grad_norm,
+            grad_norm=shared[-1].item(),
             stop=sums[Slot.STOP],
             bad_images=int(sums[Slot.BAD_IMAGES]),
             verdict=int(sums[Slot.VERDICT]),
-            rank_reports=[tuple(reports[i : i + size]) for i in range(0, len(reports), size)],
+            rank_reports=reports,
             losses=np.where(weights > 0, losses, np.float32(np.nan)),
             margins=np.where(weights > 0, row_margins, np.float32(np.nan)),
             norms=None if self._norms is None else self._norms.named(of_norms.tolist()),

@@ -39,6 +39,20 @@ def test_reads_what_was_written(root):
         split.read(15)
 
 
+def test_of_a_host_one_process_looks_at_the_shards_of_a_folder(root):
+    """Thousands of ranks would ask a shared file system for each shard otherwise."""
+    path = root / open_split(root, "train").filenames[1]
+    path.write_bytes(path.read_bytes()[:512])
+    with pytest.raises(ShardError, match="512 bytes, expected"):
+        open_split(root, "train")
+    split = open_split(root, "train", is_checked=True)
+    assert split.read(0) == jpeg(0)
+    with pytest.raises(ShardError):
+        split.read(PER_SHARD)
+    with pytest.raises(ShardError, match="512 bytes, expected"):
+        open_split(root, "train", root / "cache", is_checked=True)
+
+
 def test_offsets_are_tarfiles_and_dalis(root):
     split = open_split(root, "train")
     for shard, name in enumerate(split.filenames):
