@@ -91,6 +91,7 @@ def test_killed_on_three_ranks_and_finished_on_two_no_bit_changes(config, alone,
 # ---- at length -----------------------------------------------------------------------------------
 
 MANY_RANKS = (1, 2, 3, 4, 6, 8)
+SELDOM = "checkpoint.every_steps=20"
 
 
 @pytest.fixture(scope="module")
@@ -101,15 +102,17 @@ def eight_leaves(tmp_path_factory) -> Path:
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_hundred_steps_on_one_to_eight_ranks(eight_leaves, tmp_path, precision):
     """With dropout, drop path, mixing, RandAugment, an average and a guard that leaves updates
     out."""
     for ranks in MANY_RANKS:
         run_dir = tmp_path / str(ranks)
-        train(eight_leaves, run_dir, *EXACT, f"train.precision={precision}", ranks=ranks)
+        precision_too = (f"train.precision={precision}", SELDOM)
+        train(eight_leaves, run_dir, *EXACT, *precision_too, ranks=ranks)
     found = {ranks: hashes(tmp_path / str(ranks)) for ranks in MANY_RANKS}
-    assert len(found[1]) == 67
+    assert len(found[1]) == 10
     assert all(of == found[1] for of in found.values())
     assert {str(faults(tmp_path / str(ranks))) for ranks in MANY_RANKS} == {
         str(faults(tmp_path / "1"))
@@ -117,6 +120,7 @@ def test_two_hundred_steps_on_one_to_eight_ranks(eight_leaves, tmp_path, precisi
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_hundred_steps_of_the_demo_on_one_to_eight_ranks(tmp_path, precision):
     digits = tmp_path / "digits"
@@ -138,14 +142,15 @@ def test_two_hundred_steps_of_the_demo_on_one_to_eight_ranks(tmp_path, precision
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leaves, tmp_path):
-    train(eight_leaves, tmp_path / "whole", *EXACT)
+    train(eight_leaves, tmp_path / "whole", *EXACT, SELDOM)
     run_dir = tmp_path / "run"
     for number, ranks in enumerate((4, 2, 3, 8)):
-        killed = Background(eight_leaves, run_dir, *EXACT, ranks=ranks)
+        killed = Background(eight_leaves, run_dir, *EXACT, SELDOM, ranks=ranks)
         killed.wait_for_checkpoint(36 * (number + 1))
         killed.kill_all()
-    train(eight_leaves, run_dir, *EXACT)
+    train(eight_leaves, run_dir, *EXACT, SELDOM)
     starts = record(run_dir, "start")
     assert [start["world_size"] for start in starts] == [4, 2, 3, 8, 1]
     assert [start["step"] for start in starts] == sorted({start["step"] for start in starts})
@@ -154,8 +159,11 @@ def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leav
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("precision", "compiled"),
+    [("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)],
+)
 def test_one_hash_for_all_ranks_where_plain_runs_have_one_for_each(
     config, tmp_path, precision, compiled
 ):
