@@ -95,7 +95,7 @@ class Torchrun:
                 return self._process.wait(timeout=POLL_S)
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
-                if since is None and told.exists() and read_outcome(told) != "mistake":
+                if since is None and read_outcome(told) not in (None, "mistake"):
                     since = now
                 if since is not None and now > since + LEAVE_S:
                     self._process.kill()
@@ -172,3 +172,7 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
+    except OSError as error:  # such as a full disk for temporary files, which another host may have
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"error: {place}{error.strerror}", file=sys.stderr)
+        sys.exit(ACCIDENT)

@@ -23,6 +23,7 @@ from vit.data.order import make_order, sample_checksum
 from vit.ranks.distributed import World
 from vit.run import resume
 from vit.run.checkpoint import named_tensors, newest_checkpoint
+from vit.run.checkpoint_info import SEAL
 from vit.run.order_check import OrderCheck
 from vit.train import train
 
@@ -158,6 +159,7 @@ def test_a_checkpoint_from_before_a_setting_goes_on_only_as_it_was_made(config, 
     run = finished_run(config, tmp_path / "run", "train.ema_decay=0.9")
     [(path, info)] = [newest_checkpoint(run.folder)]
     del info["config"]["train"]["ema_warmup"]
+    del info[SEAL]  # which came later
     (path / "checkpoint.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"train\.ema_warmup: True there, False here"):
         resume.find_checkpoint(run.folder, config_io.to_dict(run.config), {}, set(), ALONE)

@@ -26,10 +26,12 @@ BELOW = {
     "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks", "vit.system"),
     "vit.features": ("vit!", *ENGINE),
     "vit.run_store": (
-        *("vit.run.folder", "vit.data.storage", "vit.config", "vit.ranks", "vit.system"),
+        *("vit.run.folder", "vit.run.checkpoint_info"),
+        *("vit.data.storage", "vit.config", "vit.ranks", "vit.system"),
     ),
     "vit.weights": (
-        *("vit!", "vit.layers", "vit.run.folder", "vit.run_store", "vit.config", "vit.system"),
+        *("vit!", "vit.layers", "vit.run.folder", "vit.run.checkpoint_info", "vit.run_store"),
+        *("vit.config", "vit.system"),
     ),
     "vit.views": (),
     "vit.run": ("vit!", "vit.run_store", "vit.views", "vit.weights", *ENGINE),

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
+from queue import Queue
 
 import pytest
+import torch
+import torch.distributed as dist
 from processes import Background, final_state, make_shards, metrics, train, write_config
 from ranks import together
 
@@ -89,6 +95,77 @@ def test_a_rank_that_compares_no_more_is_not_taken_for_silent():
         return verdicts
 
     assert together(3, work) == [[]] * 3
+
+
+class Cable:
+    """Passes on what two sides of connections say, until it is pulled: then nothing, and no end."""
+
+    def __init__(self, port: int):
+        self._to = port
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.port = self._server.getsockname()[1]
+        self._sockets = [self._server]
+        self._is_whole = threading.Event()
+        self._is_whole.set()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                ends = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                self._sockets += ends
+                for pair in (ends, ends[::-1]):
+                    threading.Thread(target=self._pass_on, args=pair, daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(65536):
+                self._is_whole.wait()
+                target.sendall(data)
+
+    def pull(self) -> None:
+        self._is_whole.clear()
+
+    def close(self) -> None:
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+        self._is_whole.set()
+
+
+@pytest.mark.parametrize("is_cut", [True, False])
+def test_a_rank_that_cannot_reach_the_store_ends_once_it_stands_still(is_cut, monkeypatch):
+    """A cable that was pulled ends no connection: who asks the store waits for ever."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    cable = Cable(store.port)
+    monkeypatch.setenv("MASTER_ADDR", "first")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    there = dist.TCPStore("127.0.0.1", cable.port, is_master=False)
+    world = World(1, 2, torch.device("cpu"), dist.PrefixStore("vit", there), ("first", "second"))
+    verdicts = Queue[Verdict]()
+    watch = Watch(world, 1.0, verdicts.put)
+    watch.start()
+    while not store.check(["vit/beat 1"]):
+        time.sleep(0.01)
+    if is_cut:
+        cable.pull()
+    for step in range(1, 20):  # it works on, for two limits: a store that is slow ends nobody
+        watch.mark(step, "in the step")
+        time.sleep(0.1)
+    assert verdicts.empty()
+    if is_cut:
+        found = verdicts.get(timeout=60)
+        assert found.is_cut_off
+        assert "rank 1 on second has not reached the store of torchrun at first:29500 for" in (
+            found.message
+        )
+        assert "; last at step 19, in the step: that host is gone" in found.message
+    else:
+        time.sleep(1.5)  # it stands still, and the store, which answers, is not to blame
+        assert verdicts.empty()
+    cable.close()
+    watch.close()
 
 
 @pytest.fixture(scope="module")

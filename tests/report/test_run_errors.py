@@ -15,10 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import wandb
 from error_rows import Row, pattern_of, rows, snapshot
 from processes import TINY, run, run_here, write_config
 
-import wandb
 from vit.run.folder import LOCK_FILE
 from vit.weights.files import read_weights
 from vit.weights.formats import WeightsError

@@ -39,6 +39,7 @@ from vit.data.shards.data_set import open_split
 from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.run.checkpoint import read_info
+from vit.run.checkpoint_info import sealed
 from vit.run.guard import Guard, Rewind, limit_of
 from vit.run.record import Record, read_metrics
 from vit.run.sample_losses import epoch_files, read_epoch
@@ -241,7 +242,7 @@ def test_killed_behind_the_rewind_or_before_it_is_noted_equals_uninterrupted(
     content = json.loads(info.read_text())
     assert content["passed_over"], "before anything is done again"
     if not is_noted:
-        info.write_text(json.dumps({**content, "passed_over": [], "rewinds": 0}))
+        info.write_text(json.dumps(sealed({**content, "passed_over": [], "rewinds": 0})))
     train(planted, tmp_path / "run", *SETTINGS, *REWIND)
     assert len(metrics(tmp_path / "run", "rewind")) == 1 + (not is_noted)
     assert not differing(final_state(finished, STEPS), final_state(tmp_path / "run", STEPS))

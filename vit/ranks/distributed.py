@@ -7,11 +7,9 @@ CPUs use gloo, GPUs NCCL; nothing else differs.
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import os
 import resource
-import signal
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +25,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.ranks.launcher import end_with_launcher
 from vit.ranks.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device, find_devices, gpu_addresses
 from vit.system.numa import bind_near
@@ -98,7 +97,7 @@ def join_world(
     size = world_size()
     store: dist.Store | None = None
     if size > 1:
-        _end_with_launcher()
+        end_with_launcher()
         try:
             store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
@@ -224,16 +223,6 @@ def _why_not_met(reason: str) -> str:
         f"rank 0 was not met at {address}:{port} ({first_line}): check that it runs there and"
         " MASTER_ADDR and MASTER_PORT name it"
     )
-
-
-def _end_with_launcher() -> None:
-    """Ask Linux for SIGTERM, which saves and stops, when torchrun dies.
-
-    Otherwise its ranks would train on unnoticed, next to the following attempt.
-    """
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
 
 
 def wrap(model: nn.Module, world: World) -> nn.Module:

@@ -20,6 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -35,8 +36,10 @@ from vit.ranks.distributed import (
     local_world_size,
     world_size,
 )
+from vit.ranks.launcher import end_launcher_later
 from vit.ranks.outcome import tell_outcome
 from vit.ranks.watch import Verdict
+from vit.system.files import FULL
 from vit.system.redact import guard_console, shown
 
 SILENT_S = 20.0
@@ -105,6 +108,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     guard_console()
     try:
         world = command()
+        sys.stdout.flush()  # a result that does not fit on its disk is an error
         if world is not None:
             leave_world(world)
     except AlreadyReported as error:
@@ -144,8 +148,9 @@ def leave_world(world: World) -> None:
 
 def leave(status: int) -> NoReturn:
     """End this process at once, without waiting for other ranks; they notice closed connections."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, which has been told
+            stream.flush()
     os._exit(status)
 
 
@@ -180,8 +185,9 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
 def leave_hung(verdict: Verdict) -> NoReturn:
     """End because `verdict` says that a rank keeps all others waiting; called on any thread.
 
-    The lowest rank that is not to blame prints it. One that is to blame and can still speak shows
-    where it stands. Nothing here waits for the store: the main thread may hold its connection.
+    The lowest rank that is not to blame prints it; of a host that is cut off, its first. One that
+    is to blame and can still speak shows where it stands. Nothing here waits for the store: the
+    main thread may hold its connection.
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
@@ -189,16 +195,19 @@ def leave_hung(verdict: Verdict) -> NoReturn:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame))
         print(f"rank {rank} stands here:\n{stack}", end="", file=sys.stderr, flush=True)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     speaker = min(set(range(world_size())) - {*verdict.ranks}, default=0)
-    if rank == speaker:
+    if is_first if verdict.is_cut_off else rank == speaker:
         print(message, file=sys.stderr, flush=True)
-    elif local_world_size() > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
+    elif local_world_size() > 1 and not is_first:
         deadline = time.monotonic() + SILENT_S
         while time.monotonic() < deadline and not _host_has_reported():
             time.sleep(REPORTED_S / 4)
         if _host_has_reported():
             leave(0)
     _report_to_torchrun(message)
+    if verdict.is_cut_off and is_first:
+        end_launcher_later()
     leave(1)
 
 
@@ -364,7 +373,7 @@ def _failed_to_compile(error: Exception) -> str:
 
 def _disk_full(error: Exception) -> str:
     """Message for a full disk or an exhausted quota; "" if `error` is about something else."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not isinstance(error, OSError) or error.errno not in FULL:
         return ""
     place = f"{error.filename}: " if error.filename else ""
     return (

@@ -2,9 +2,9 @@
 
 torchrun ends with 1 after every SIGTERM and turns our 2 into 1, so its exit status cannot tell
 whether another attempt makes sense. A launcher names a file of its own host in VIT_OUTCOME_FILE,
-the ranks of that host write one word into it, and launch/job.py reads it. After an accident there
-is none: who was killed cannot write. A mistake is told on the host whose rank reports it; the ranks
-of others end without a word. No torch here, so that launchers start at once.
+the ranks of that host make it a link to one word, and launch/job.py reads it. After an accident
+there is none: who was killed cannot write. A mistake is told on the host whose rank reports it; the
+ranks of others end without a word. No torch here, so that launchers start at once.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ def tell_outcome(outcome: Outcome) -> None:
         return
     path = Path(named)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(OSError):  # a full disk, perhaps: an attempt without a word is an accident
-        hidden.write_text(f"{outcome}\n")
+    with suppress(OSError):  # no folder: an attempt without a word is an accident
+        # A link has its word in its own entry, for which also a full disk has room.
+        os.symlink(outcome, hidden)
         os.replace(hidden, path)
 
 
 def read_outcome(path: Path) -> Outcome | None:
     """Return what the ranks of this host have told; None after an accident."""
     try:
-        word = path.read_text().strip()
-    except FileNotFoundError:
+        word = os.readlink(path)
+    except OSError:
         return None
     return next((outcome for outcome in get_args(Outcome) if outcome == word), None)

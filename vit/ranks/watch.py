@@ -8,6 +8,11 @@ that it has waited. But all ranks make the same marks in the same order, so the 
 others wait has made the fewest. The words go through torchrun's store, on a connection of their
 own: they pass also while the main thread is within a collective or holds the other connection.
 
+    thread        the store has not answered for the limit, and this rank has not moved -> the end
+
+A cable that was pulled ends no connection: what asks the store then waits for ever. So a second
+thread looks at the clock alone, and a host that is cut off ends by itself, with what it has lost.
+
 Beats are one small message of each rank, and rank 0 reads all of them with one: at 4,096 ranks and
 the default limit 10 messages a second and 400 kB every 30 s.
 """
@@ -15,6 +20,7 @@ the default limit 10 messages a second and 400 kB every 30 s.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +38,8 @@ LONGEST_BEAT_S = 30.0
 ENDS_BY_ITSELF_S = 30.0
 """Time in which a rank notices by itself that another has announced its end; one that stands in a
 collective of NCCL does not."""
+LEAVES_WITHIN_S = 10.0
+"""For the last word to a store; one that does not answer is left alone."""
 VERDICT = "watch verdict"
 """Key in the store of why all ranks end, and which ranks are to blame."""
 
@@ -58,6 +66,8 @@ class Verdict:
     message: str
     ranks: tuple[int, ...]
     """Those who are behind or silent; () if no rank is behind another."""
+    is_cut_off: bool = False
+    """This host knows nothing of the others, nor they of what it says."""
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
@@ -86,20 +96,26 @@ class Watch:
         self._doing = "starting"
         self._is_away = False
         self._looked_at: float
+        self._answered_at: float
         self._ended_at: float | None = None
         self._closed = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
         """Begin to compare, which each rank must do; again after `close`, too."""
-        if self._world.store is None or self._limit_s is None or self._thread is not None:
+        if self._world.store is None or self._limit_s is None or self._threads:
             return
         store = self._world.store.clone()
         self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._compare, args=(store, self._limit_s), name="watch", daemon=True
-        )
-        self._thread.start()
+        self._answered_at = time.monotonic()
+        beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
+        for work, its in (
+            (self._compare, (store, self._limit_s, beat_s, self._closed)),
+            (self._look_at_clock, (self._limit_s, beat_s, self._closed)),
+        ):
+            thread = threading.Thread(target=work, args=its, name="watch", daemon=True)
+            thread.start()
+            self._threads.append(thread)
 
     def mark(self, step: int, doing: str) -> None:
         """This rank has come to `doing` of `step`; as often, and in the same order, on each."""
@@ -120,34 +136,66 @@ class Watch:
 
     def close(self) -> None:
         """Compare no longer; others may still do so, and judge nobody without this rank."""
-        if self._thread is None:
-            return
         self._closed.set()
-        self._thread.join()
-        self._thread = None
+        for thread in self._threads:
+            thread.join(LEAVES_WITHIN_S)
+        self._threads = []
 
-    # --- the thread ------------------------------------------------------------------------------
+    # --- the threads -----------------------------------------------------------------------------
 
-    def _compare(self, store: dist.Store, limit_s: float) -> None:
+    def _compare(
+        self, store: dist.Store, limit_s: float, beat_s: float, closed: threading.Event
+    ) -> None:
         """Beat, and look at the others' beats, until `close` or a verdict."""
-        beat_s = min(limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
         world = self._world
         watched = range(world.size) if world.is_main else range(1)
         seen = {rank: _Seen() for rank in watched if rank != world.rank}
         self._looked_at = time.monotonic()
         for number in range(2**62):
-            is_last = self._closed.wait(beat_s if number else 0)
+            is_last = closed.wait(beat_s if number else 0)
             try:
                 beat = self._beat(-1 if is_last else number)
                 store.set(f"beat {world.rank}", json.dumps(beat))
                 if is_last:
                     return
                 verdict = self._verdict(store, seen, limit_s)
+                self._answered_at = time.monotonic()
             except dist.DistError:
-                return  # the store has ended: torchrun, or the first host; others notice that
+                return  # the store has ended: torchrun, or the first host; ranks may save yet
             if verdict is not None:
                 self._end(verdict)
                 return
+
+    def _look_at_clock(self, limit_s: float, beat_s: float, closed: threading.Event) -> None:
+        """End this rank where the store is silent and the main thread stands still; asks nobody."""
+        looked_at = moved_at = time.monotonic()
+        count = self._count
+        while not closed.wait(beat_s):
+            now = time.monotonic()
+            if now - looked_at > limit_s / 4:  # this process was stopped, as in `_look`
+                self._answered_at += now - looked_at
+                moved_at += now - looked_at
+            looked_at = now
+            if self._count != count:
+                count = self._count
+                moved_at = now
+            # The main rank alone may have to save what the others wait for, through a dead store.
+            is_saving = self._is_away and self._world.is_main
+            limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
+            silent_s = now - self._answered_at
+            if min(silent_s, now - moved_at) > limit_now_s:
+                self._end(Verdict(self._cut_off(silent_s), (), is_cut_off=True))
+                return
+
+    def _cut_off(self, silent_s: float) -> str:
+        """Say what does not answer, and where this rank stands."""
+        place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
+        world = self._world
+        return (
+            f"rank {world.rank} on {world.host_of(world.rank)} has not reached the store of"
+            f" torchrun at {place} for {silent_s:.0f} s; last at step {self._step}, {self._doing}:"
+            " that host is gone, or the network to it"
+        )
 
     def _beat(self, number: int) -> list[int | str | bool]:
         return [number, self._count, self._step, self._doing, self._is_away]

@@ -9,7 +9,8 @@ what is written when, and from which thread.
     runs/<name>/checkpoints/
       step_00012500/
         state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
-        checkpoint.json         format_version, RunState, config, size and sha256 of each file
+        checkpoint.json         format_version, RunState, config, size and sha256 of each file,
+                                and of itself (vit/run/checkpoint_info.py)
       latest                    "step_00012500"
 
 No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads.
@@ -19,7 +20,6 @@ sharded training can keep this format.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -35,6 +35,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.run.checkpoint_info import DamagedCheckpoint, check_files, read_info_file, sealed
 from vit.run.folder import (
     CHECKPOINTS,
     INFO_FILE,
@@ -46,8 +47,7 @@ from vit.run.folder import (
 )
 from vit.run.state import RunState
 from vit.step import TrainStep
-from vit.system.files import flush, remove_leftovers
-from vit.system.meter import Meter
+from vit.system.files import flush, remove_leftovers, replacing
 from vit.weights.files import WeightsError
 from vit.weights.save import save_weights
 
@@ -164,7 +164,7 @@ def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
 
     That happens when a resumed run makes up for an evaluation.
     """
-    info = json.loads((folder / INFO_FILE).read_text())
+    info = read_info(folder, verify=False)
     _write_info(folder, info | state)
     return info
 
@@ -195,15 +195,14 @@ def _write(
 
 
 def _write_info(folder: Path, info: dict[str, Any]) -> None:
-    _replace_text(folder / INFO_FILE, json.dumps(info, indent=1))
+    _replace_text(folder / INFO_FILE, json.dumps(sealed(info), indent=1))
     flush(folder)
 
 
 def _replace_text(path: Path, text: str) -> None:
-    hidden = path.with_name(f".{path.name}")
-    hidden.write_text(text)
-    flush(hidden)  # the rename must not reach the disk before the data
-    os.replace(hidden, path)
+    remove_leftovers(path.parent, path.name)
+    with replacing(path) as file:
+        file.write(text.encode())
 
 
 def _hidden(folder: Path) -> Path:
@@ -218,17 +217,6 @@ def _set_aside(folder: Path) -> Path:
     return aside
 
 
-def _sha256(path: Path, meter: Meter | None = None) -> str:
-    """Return the hash of a file; `meter` counts MiB."""
-    digest = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while chunk := file.read(2**24):
-            digest.update(chunk)
-            if meter is not None:
-                meter.update(file.tell() >> 20)
-    return digest.hexdigest()
-
-
 # --- reading --------------------------------------------------------------------------------------
 
 
@@ -238,40 +226,17 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
     Raises CheckpointError if it is damaged or was not written by this project.
     """
     try:
-        info = json.loads((folder / INFO_FILE).read_text())
-        version = int(info["format_version"])
-        files = info["files"]
-        info["step"], info["config"], info["facts"]  # what readers rely on
-    except (OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(
-            f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this"
-            " project"
-        ) from None
-    if version > FORMAT_VERSION:
-        raise NewerFormatError(
-            f"{folder}: written by a newer release (format {version}, this one reads up to"
-            f" {FORMAT_VERSION}): update the code"
-        )
-    if verify:
-        for name, expected in files.items():
-            _verify(folder / name, expected)
+        info = read_info_file(folder)
+        if info["format_version"] > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"{folder}: written by a newer release (format {info['format_version']}, this one"
+                f" reads up to {FORMAT_VERSION}): update the code"
+            )
+        if verify:
+            check_files(folder, info)
+    except DamagedCheckpoint as error:
+        raise CheckpointError(str(error)) from None
     return info
-
-
-def _verify(path: Path, expected: dict[str, Any]) -> None:
-    """Raise CheckpointError if size or hash of a file are not as `checkpoint.json` has them."""
-    size = path.stat().st_size if path.is_file() else 0
-    if size != expected["bytes"]:
-        raise CheckpointError(
-            f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is truncated"
-            " or missing"
-        )
-    with Meter(f"checking {path}", size >> 20, "MiB") as meter:
-        found = _sha256(path, meter)
-    if found != expected["sha256"]:
-        raise CheckpointError(
-            f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
-        )
 
 
 def newest_checkpoint(

@@ -24,10 +24,11 @@ import shutil
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from vit.system.files import temporary_beside
+from vit.system.files import replacing, temporary_beside
 from vit.system.host import file_system
 
 CONFIG_FILE = "config.yaml"
@@ -96,7 +97,8 @@ def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
     """Record that the run was asked to stop at `step` and is not finished; Slurm's script reads
     it."""
     text = json.dumps({"step": step, "signal": signal_name})
-    (run_dir / STOPPED_FILE).write_text(text + "\n")
+    with replacing(run_dir / STOPPED_FILE) as file:
+        file.write(f"{text}\n".encode())
 
 
 class RunLock:
@@ -138,8 +140,10 @@ class RunLock:
             file.close()
             raise
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        # Unbuffered: what a full disk refuses must not be tried again when the file is closed. The
+        # lock is held without it.
+        with suppress(OSError):
+            os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
 
     def _wait_for(self, file: IO[str]) -> None:

@@ -181,7 +181,7 @@ class Saver:
         if weights:
             self._describe_weights(state["facts"]["num_classes"])
         for path, averaged, tensors in self._files(weights):
-            save_weights(path, tensors, self._metadata(state, averaged))
+            save_weights(path, tensors, self._metadata(state, averaged), is_sealed=True)
         if not with_checkpoint:
             if self._store is not None:
                 self._store.push()

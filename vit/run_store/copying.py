@@ -18,6 +18,7 @@ from typing import Any
 
 from vit.data.storage.http import Version
 from vit.data.storage.object_store import ObjectStore
+from vit.run.checkpoint_info import read_info_file
 from vit.run.folder import CHECKPOINTS, INFO_FILE, METRICS_FILE
 from vit.run_store.lease import LEASE_FILE
 from vit.run_store.parts import RECORD_FOLDER
@@ -227,7 +228,7 @@ def bring_checkpoint(
 def _damage(folder: Path) -> str:
     """Return what is wrong with the files of a checkpoint, "" for nothing."""
     try:
-        files: dict[str, Any] = json.loads((folder / INFO_FILE).read_text())["files"]
+        files: dict[str, Any] = read_info_file(folder)["files"]
         for name, expected in files.items():
             size = (folder / name).stat().st_size if (folder / name).exists() else 0
             if size != expected["bytes"]:

@@ -274,8 +274,9 @@ class RunStore:
         except FileNotFoundError as error:
             raise UploadError(f"{self}: {what} ({error}): there is no such bucket{safe}") from None
         except OSError as error:
+            place = error.filename or self.folder  # of a URL that is a folder, that may be full
             raise UploadError(
-                f"{self.folder}: cannot be written ({error.strerror}): free some space{safe}"
+                f"{place}: cannot be written ({error.strerror}): free some space{safe}"
             ) from None
         except ValueError as error:
             raise UploadError(f"{error}{safe}") from None

@@ -20,6 +20,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a full disk: no space, a quota, a limit on the size of a file."""
+
 
 class ShardError(ValueError):
     """A damaged or missing shard, index or `_info.json`: which, what was expected, what to do."""

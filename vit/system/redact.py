@@ -11,6 +11,7 @@ import re
 import sys
 import urllib.parse
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, TextIO
 
 MASK = "***"
@@ -149,14 +150,23 @@ def keep_secret(*secrets: str) -> None:
 
 
 class _Guarded:
-    """A stream whose text is printed as `shown`; everything else is passed on."""
+    """A stream whose text is printed as `shown`; everything else is passed on.
 
-    def __init__(self, stream: TextIO):
+    is_view: what a full disk refuses is lost, and ends nothing; else it raises OSError.
+    """
+
+    def __init__(self, stream: TextIO, is_view: bool):
         self._stream = stream
+        self._lost = (OSError,) if is_view else ()
 
     def write(self, text: str) -> int:
-        self._stream.write(shown(text))
+        with suppress(*self._lost):
+            self._stream.write(shown(text))
         return len(text)
+
+    def flush(self) -> None:
+        with suppress(*self._lost):
+            self._stream.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -167,8 +177,12 @@ class _Guarded:
 
 
 def guard_console() -> None:
-    """From here on this process prints everything as `shown`, also warnings and stack traces."""
+    """From here on this process prints everything as `shown`, also warnings and stack traces.
+
+    stderr is for people: where it is a file on a full disk, what a run says is lost, and the run
+    goes on. What a command prints to stdout is its result.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, _Guarded):
-            setattr(sys, name, _Guarded(stream))
+            setattr(sys, name, _Guarded(stream, is_view=name == "stderr"))

@@ -27,6 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vit.layers.posemb import resample_posemb
+from vit.run.checkpoint_info import DamagedCheckpoint, checked_info
 from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.run_store.reading import local_run
 from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
@@ -422,7 +423,7 @@ def _with_facts(
 
 def _from_checkpoint(folder: Path) -> LoadedWeights:
     try:
-        info = json.loads((folder / INFO_FILE).read_text())
+        info = checked_info(folder)
         facts = info["facts"]
         loaded = _with_facts(
             LoadedWeights(folder, {}),
@@ -432,14 +433,13 @@ def _from_checkpoint(folder: Path) -> LoadedWeights:
             step=info["step"],
             class_names=facts.get("class_names", []),  # the first checkpoints had none
         )
-        files = [folder / name for name in info["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise WeightsError(
-            f"{folder}: {INFO_FILE} is damaged, so this is not a checkpoint of this project"
-        ) from None
+    except DamagedCheckpoint as error:
+        raise WeightsError(str(error)) from None
+    except (ValueError, KeyError, TypeError):
+        raise WeightsError(f"{folder}: {INFO_FILE} is damaged") from None
     tensors: dict[str, Tensor] = {}
-    for path in files:
-        tensors |= read_content(path).tensors
+    for name in info["files"]:
+        tensors |= read_content(folder / name).tensors
     averaged = any(name.startswith("ema.") for name in tensors)
     prefix = "ema." if averaged else "model."
     weights = {

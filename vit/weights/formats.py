@@ -28,6 +28,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.weights.seal import is_intact
+
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys under which training programs keep the weights (timm; DeiT and MAE). The first one wins: as
 in timm, the average."""
@@ -138,11 +140,17 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            return tensors, file.metadata() or {}
+            metadata = file.metadata() or {}
     except SafetensorError as error:
         raise WeightsError(
             f"{path} is cut short or no safetensors file ({error}): copy it again"
         ) from error
+    if not is_intact(path, metadata):
+        raise WeightsError(
+            f"{path}: its content does not match the sha256 in its metadata: it is damaged; copy it"
+            " again, or take a checkpoint of the run, checkpoints/step_<n>"
+        )
+    return tensors, metadata
 
 
 def _open_zip(path: Path) -> Any:

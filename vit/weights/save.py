@@ -23,6 +23,7 @@ from torch import Tensor
 
 from vit.system.files import flush, replacing
 from vit.weights.formats import WeightsError
+from vit.weights.seal import SEAL, UNSEALED, place_of_seal
 
 PIECE_BYTES = 2**24
 """Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
@@ -48,14 +49,20 @@ class Written(NamedTuple):
 
     num_bytes: int
     sha256: str
+    """Of the file; of a sealed one, as long as zeros were in the place of the seal."""
 
 
 def save_weights(
-    path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str],
+    *,
+    is_sealed: bool = False,
 ) -> Written:
     """Write plain (unsharded) tensors and string metadata as safetensors.
 
-    `path` then has the complete file or, if this fails, what it had before.
+    `path` then has the complete file or, if this fails, what it had before. is_sealed: add the
+    file's own hash to the metadata (`vit.weights.seal`).
 
     Raises:
         WeightsError: no space, no permission.
@@ -64,7 +71,8 @@ def save_weights(
     path = Path(path)
     # Larger types first: each tensor then begins at a multiple of its type's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    header = _header({name: tensors[name] for name in names}, metadata)
+    facts = {**metadata, SEAL: UNSEALED} if is_sealed else metadata
+    header = _header({name: tensors[name] for name in names}, facts)
     digest = hashlib.sha256(header)
     num_bytes = len(header)
     try:
@@ -78,6 +86,9 @@ def save_weights(
                     digest.update(piece)
                     file.write(piece)
                 num_bytes += len(data)
+            if is_sealed:
+                file.seek(place_of_seal(header))
+                file.write(digest.hexdigest().encode())
         flush(path.parent)
     except OSError as error:
         raise cannot_write(path, error) from error

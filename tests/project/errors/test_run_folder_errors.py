@@ -26,6 +26,7 @@ from error_rows import (
 from processes import REPOSITORY, TINY, Background, command, environment
 
 from vit.run.checkpoint import newest_checkpoint
+from vit.run.checkpoint_info import sealed
 
 scenario = Scenarios()
 
@@ -74,7 +75,7 @@ def _(place):
 def _(place):
     shutil.copytree(place.finished, place.run_dir)
     info = place.run_dir / "checkpoints" / "step_00000003" / "checkpoint.json"
-    info.write_text(json.dumps({**json.loads(info.read_text()), "format_version": 2}))
+    info.write_text(json.dumps(sealed({**json.loads(info.read_text()), "format_version": 2})))
     place.train("train.steps=3")
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vit.data.storage.http import ATTEMPT_S, Refused, Version, replaced
 from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
-from vit.system.files import temporary_file
+from vit.system.files import FULL, temporary_file
 from vit.system.redact import shown
 
 SMALLEST_PIECE = 64 << 10
@@ -36,7 +36,7 @@ VERSION_TAGS = (
 )
 """Fields of a file's description, by preference: tags that change with the bytes come before those
 that also change with permissions and labels."""
-LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+LOCAL_ERRORS = (*FULL, errno.EROFS)
 """Errors of this machine's disk; no store's client uses them."""
 T = TypeVar("T")
 

@@ -1,0 +1,174 @@
+"""Two hosts as namespaces of this machine: what a cable that is pulled, or a power cut, does."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import string
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from families import Family
+from processes import REPOSITORY, TINY, children, environment
+
+_letters = itertools.cycle(string.ascii_lowercase)
+SUBNET = "10.213.9"
+PORT = 29600
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True)
+
+
+class Host:
+    """A host name, a network and process ids of their own; the files are those of this machine."""
+
+    def __init__(self, name: str, network: str, folder: Path):
+        self.name = name
+        self._network = network
+        self._folder = folder
+        self._family: Family | None = None
+
+    @property
+    def log(self) -> Path:
+        """What its launcher and its rank have printed."""
+        return self._folder / f"{self.name}.log"
+
+    def start(self, words: list[str], **variables: str) -> None:
+        """Run a command line there."""
+        # The shell stays as process 1, which not even SIGKILL ends from within.
+        script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
+        inside = [
+            *("nsenter", f"--net=/run/netns/{self._network}"),
+            *("unshare", "--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc"),
+            *("bash", "-ec", script, "host", str(self._folder / "hosts"), self.name),
+        ]
+        with self.log.open("ab") as file:
+            self._family = Family(
+                [*inside, *words],
+                env={**environment(), **variables},
+                cwd=REPOSITORY,
+                stdout=file,
+                stderr=file,
+            )
+
+    def printed(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait_for(self, text: str, timeout_s: float = 240) -> str:
+        """Until it has printed `text`."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.printed():
+            assert self.status is None, f"{self.name} ended without {text!r}:\n{self.printed()}"
+            assert time.monotonic() < deadline, f"{self.name}: no {text!r}:\n{self.printed()}"
+            time.sleep(0.05)
+        return self.printed()
+
+    @property
+    def status(self) -> int | None:
+        """Exit status of the launcher, None while it runs."""
+        return None if self._family is None else self._family.process.poll()
+
+    def end(self, timeout_s: float) -> int:
+        """Exit status, once it has ended by itself."""
+        assert self._family is not None
+        try:
+            return self._family.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"{self.name} has not ended:\n{self.printed()}") from None
+
+    def kill(self) -> None:
+        """SIGKILL for all of its processes at once."""
+        if self._family is None:
+            return
+        for first in children(self._family.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(first, signal.SIGKILL)
+        self._family.process.wait()
+
+    def close(self) -> None:
+        if self._family is not None:
+            self._family.kill()
+
+
+class TwoHosts:
+    """Hosts `first` and `second` with a cable between them, which can be pulled."""
+
+    def __init__(self, folder: Path):
+        self._mark = f"vh{os.getpid() % 100_000}{next(_letters)}"
+        self.hosts: list[Host] = []
+        ip("link", "add", f"{self._mark}b", "type", "bridge")
+        ip("link", "set", f"{self._mark}b", "up")
+        table = "127.0.0.1 localhost\n"
+        for number, name in enumerate(("first", "second")):
+            network = f"{self._mark}n{number}"
+            ip("netns", "add", network)
+            ip("link", "add", network, "type", "veth", "peer", "name", "eth0", "netns", network)
+            ip("link", "set", network, "master", f"{self._mark}b", "up")
+            ip("-n", network, "addr", "add", f"{SUBNET}.{number + 10}/24", "dev", "eth0")
+            for device in ("eth0", "lo"):
+                ip("-n", network, "link", "set", device, "up")
+            table += f"{SUBNET}.{number + 10} {name}\n"
+            self.hosts.append(Host(name, network, folder))
+        (folder / "hosts").write_text(table)
+
+    def cut(self) -> None:
+        """Nothing passes any more, and nobody is told."""
+        ip("link", "set", f"{self._mark}n1", "down")
+
+    def mend(self) -> None:
+        ip("link", "set", f"{self._mark}n1", "up")
+
+    def slow_down(self, rate: str) -> None:
+        """Let no more pass than `rate`, as tc writes it, each way."""
+        for number in range(len(self.hosts)):
+            network = f"{self._mark}n{number}"
+            words = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]
+            made = subprocess.run(["tc", "qdisc", "add", "dev", network, "root", *words])
+            if made.returncode:
+                pytest.skip("this kernel has no slow links (tc tbf)")
+
+    def train(
+        self, config: Path, run_dir: Path, *overrides: str, launcher: tuple[str, ...] = ()
+    ) -> None:
+        """torchrun with a rank on each host."""
+        for host in self.hosts:
+            host.start(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d"),
+                    *(f"--rdzv-endpoint=first:{PORT}", "--rdzv-id=test", *launcher),
+                    *("launch/train.py", "--config", str(config), f"run.dir={run_dir}"),
+                    *TINY,
+                    *overrides,
+                ]
+            )
+
+    def close(self) -> None:
+        for host in self.hosts:
+            host.close()
+        for number in range(len(self.hosts)):
+            # Before the namespace, which lives as long as the last process in it.
+            ip("link", "delete", f"{self._mark}n{number}")
+            ip("netns", "delete", f"{self._mark}n{number}")
+        ip("link", "delete", f"{self._mark}b")
+
+
+@pytest.fixture
+def two_hosts(tmp_path: Path) -> Iterator[TwoHosts]:
+    """Needs root on Linux."""
+    if os.geteuid() != 0 or not sys.platform.startswith("linux"):
+        pytest.skip("network namespaces need root on Linux")
+    probe = subprocess.run(["ip", "link", "add", "vhprobe", "type", "bridge"], capture_output=True)
+    if probe.returncode:
+        pytest.skip(f"no network namespaces here: {probe.stderr.decode().strip()}")
+    ip("link", "delete", "vhprobe")
+    hosts = TwoHosts(tmp_path)
+    yield hosts
+    hosts.close()

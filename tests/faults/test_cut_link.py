@@ -1,0 +1,95 @@
+"""Two hosts of which one is cut off, switched off or slow: torchrun's own commands, in namespaces
+of this machine."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from processes import final_state, last_step, train, write_config
+
+pytestmark = pytest.mark.full
+STEPS = 400
+SPARSE = ("log.every_steps=20", "eval.every_steps=400", "checkpoint.every_steps=50")
+ENDS_WITHIN_S = 150.0
+"""Torchrun's own 30 s and ours, and the starts of a loaded machine."""
+
+
+def wait_for_step(run_dir, step: int, timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while last_step(run_dir) < step:
+        assert time.monotonic() < deadline, f"no step {step}"
+        time.sleep(0.05)
+
+
+@pytest.fixture
+def config(tmp_path, shards):
+    return write_config(tmp_path, shards, steps=STEPS)
+
+
+@pytest.fixture
+def whole(tmp_path, config):
+    """The state of a run whose two ranks are on one host."""
+    train(config, tmp_path / "whole", *SPARSE, ranks=2)
+    return final_state(tmp_path / "whole", STEPS)
+
+
+def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_path, config, whole):
+    """TCP sends again what was lost."""
+    run_dir = tmp_path / "run"
+    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=120")
+    wait_for_step(run_dir, 60)
+    two_hosts.cut()
+    time.sleep(6)
+    two_hosts.mend()
+    assert [host.end(ENDS_WITHIN_S) for host in two_hosts.hosts] == [0, 0]
+    assert final_state(run_dir, STEPS) == whole
+
+
+def test_after_a_longer_cut_both_sides_end_and_say_what_is_lost(two_hosts, tmp_path, config):
+    first, second = two_hosts.hosts
+    run_dir = tmp_path / "run"
+    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
+    wait_for_step(run_dir, 60)
+    two_hosts.cut()
+    assert first.end(ENDS_WITHIN_S) == 1
+    assert "error: rank 1 on second has not been heard of for 5 s; last at step" in first.printed()
+    assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store for ever"
+    told = "error: rank 1 on second has not reached the store of torchrun at first:"
+    assert second.printed().count(told) == 1
+    assert "last at step" in second.printed().partition(told)[2]
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
+def test_a_host_that_is_gone_ends_the_other(two_hosts, tmp_path, config, is_cut):
+    """Killed processes end their connections; a host without power says nothing."""
+    run_dir = tmp_path / "run"
+    first, second = two_hosts.hosts
+    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
+    wait_for_step(run_dir, 60)
+    if is_cut:
+        two_hosts.cut()
+    second.kill()
+    assert first.end(ENDS_WITHIN_S) == 1
+    silent = "error: rank 1 on second has not been heard of for 5 s; last at step"
+    assert (silent if is_cut else "lost the connection to another rank") in first.printed()
+
+
+def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
+    """Nobody is left who could judge; the other host ends by itself."""
+    run_dir = tmp_path / "run"
+    first, second = two_hosts.hosts
+    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
+    wait_for_step(run_dir, 60)
+    two_hosts.cut()
+    first.kill()
+    assert second.end(ENDS_WITHIN_S) == 137
+    assert "rank 1 on second has not reached the store of torchrun at first:" in second.printed()
+
+
+def test_a_slow_link_costs_time_only(two_hosts, tmp_path, config, whole):
+    run_dir = tmp_path / "run"
+    two_hosts.slow_down("10mbit")
+    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=60")
+    assert [host.end(4 * ENDS_WITHIN_S) for host in two_hosts.hosts] == [0, 0]
+    assert final_state(run_dir, STEPS) == whole

@@ -1,0 +1,350 @@
+"""Each place that writes, on a disk that is full, or becomes it in the middle of the work.
+
+One line for people names the place; what has its final name is whole, as it was before or as it is
+to be; nothing half-written is left; and with room the same call does all of it. Writers whose full
+disks have tests of their own: checkpoints and weights (tests/run/test_saver.py), the cache of
+blocks (tests/data/storage), `--check` (tests/check), shards (tests/data_prep/test_prep_errors.py).
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import shutil
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import chdir
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import warm_python
+from error_rows import leave_free, small_disk, snapshot
+from processes import TINY, call, command, environment, metrics, run_here
+
+from data_prep.read.archives import inflate_tar
+from vit.config.io import from_dict
+from vit.config.schema import LogConfig
+from vit.evaluate import save_predictions
+from vit.measure.certificate import write_promises
+from vit.model import create_model
+from vit.plan import Plan
+from vit.predict.output import csv_file
+from vit.ranks.distributed import World
+from vit.ranks.exit import problem_of
+from vit.ranks.outcome import OUTCOME_VARIABLE, read_outcome, tell_outcome
+from vit.report.page import write_html
+from vit.report.style import drawing
+from vit.run.checkpoint import checkpoint_folder, update_info, write_checkpoint
+from vit.run.folder import METRICS_FILE, RunLock, mark_stopped
+from vit.run.record import Record, read_lines
+from vit.run.sample_losses import SampleLosses
+from vit.run.state import RunState
+from vit.run_store.reading import local_run
+from vit.views.tensorboard import TensorboardView
+from vit.views.wandb_view import Rows, WandbProcess
+from vit.weights.card import Origin
+from vit.weights.export import export
+from vit.weights.programs import Subject
+
+ALONE = World(0, 1, torch.device("cpu"))
+FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
+PAGE_KIB = 4
+"""A file takes whole ones, and the smallest has one."""
+
+
+@pytest.fixture(scope="module")
+def mounted(tmp_path_factory) -> Iterator[Path]:
+    with small_disk(tmp_path_factory.mktemp("mounted") / "disk", "size=4m") as disk:
+        yield disk
+
+
+@pytest.fixture
+def disk(mounted, tmp_path) -> Iterator[Path]:
+    """An empty disk of 4 MiB."""
+    yield mounted
+    for path in mounted.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+# ---- the writers ---------------------------------------------------------------------------------
+
+
+class Writer(NamedTuple):
+    """What writes into a folder, after what is there before it."""
+
+    write: Callable[[Path], object]
+    prepare: Callable[[Path], object] = lambda folder: None
+    names: str = ""
+    """Of the file that the message is to name; "": the folder."""
+    notes: str = ""
+    """A file of JSON that has times in it."""
+
+
+def predictions(folder: Path, step: int = 7) -> None:
+    found = SimpleNamespace(predictions=torch.arange(3000))
+    split = SimpleNamespace(index={"label": np.arange(3000)})
+    save_predictions(folder, found, split, step)
+
+
+def losses(folder: Path) -> None:
+    plan = Plan(1, 4, 4, 1, 3, 0, 12, 8, 0, 8, 1)
+    samples = SampleLosses(folder, ALONE, plan, 1)
+    samples.add(0, *np.ones((2, 4), np.float32))
+    samples.write(samples.collect())
+
+
+def checkpoint(folder: Path) -> None:
+    state = asdict(RunState(step=3, facts=FACTS))
+    write_checkpoint(folder, {"model.a": torch.zeros(9000)}, state, {"a": {}}, 1, 2)
+
+
+def note_rewind(folder: Path) -> None:
+    update_info(checkpoint_folder(folder, 3), {"rewinds": 1})
+
+
+def table(folder: Path) -> None:
+    with csv_file(folder / "out.csv", 2) as writer:
+        for row in range(2000):
+            writer.writerow([f"image {row}", "", "cat", 0.5, "dog", 0.5])
+
+
+def picture(folder: Path, form: str) -> None:
+    with drawing(folder / f"curve.{form}", 2.0) as figure:
+        figure.subplots().plot([1, 2, 4])
+
+
+def subject() -> Subject:
+    model = {"name": "vit_ti8", "image_size": 16, "embed_dim": 16, "depth": 1, "num_heads": 2}
+    config = from_dict({"data": {"root": "-"}, "train": {"steps": 1}, "model": model}, "test")
+    return Subject(create_model(config.model, num_classes=3).eval(), config, 3, ["a", "b", "c"])
+
+
+def handed_over(folder: Path, program: str) -> None:
+    torch.manual_seed(0)
+    export(program, subject(), Origin("a run", "export", "0" * 64), folder / program)
+
+
+def recipe(folder: Path) -> None:
+    line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
+    with chdir(folder):  # the file says how it was made
+        run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")
+
+
+def compressed(folder: Path) -> None:
+    plain = io.BytesIO()
+    with tarfile.open(fileobj=plain, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("a"))
+    (folder / "images.tar.gz").write_bytes(gzip.compress(plain.getvalue(), mtime=0))
+
+
+def results(folder: Path) -> None:
+    promise = {"what": "it trains", "passed": True, "said": "yes"}
+    path = write_promises(folder, "a CPU", "cpu", [promise])
+    for written in (path, path.with_suffix(".md")):  # the date and the commit are in both
+        written.rename(folder / f"results{written.suffix}")
+
+
+def fetched(folder: Path) -> None:
+    """A run at a URL, read through the cache on this disk."""
+    there = Path(os.environ["PLACE_WITH_ROOM"])
+    (there / "weights").mkdir(exist_ok=True)
+    (there / "weights" / "last.safetensors").write_bytes(bytes(30_000))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vit.run_store.reading.cache_of", lambda url, kind: folder / "cache" / "run")
+        local_run(f"file://{there}")
+
+
+WRITERS = {
+    "predictions of an evaluation": Writer(
+        predictions, partial(predictions, step=6), "predictions.npz"
+    ),
+    "losses of images": Writer(losses, names="epoch_0001.npy"),
+    "a checkpoint": Writer(checkpoint, names="step_00000003"),
+    "a rewind in a checkpoint": Writer(note_rewind, checkpoint, "checkpoint.json"),
+    "the mark of a stop": Writer(
+        lambda folder: mark_stopped(folder, 3, "SIGTERM"), names="stopped_early"
+    ),
+    "a table of predictions": Writer(table, names="out.csv"),
+    **{
+        f"a picture, {form}": Writer(partial(picture, form=form), names=f"curve.{form}")
+        for form in ("png", "pdf", "svg")
+    },
+    "a page": Writer(
+        lambda folder: write_html(folder / "report" / "index.html", "page " * 9000),
+        names="index.html",
+    ),
+    **{
+        f"an export to {program}": Writer(partial(handed_over, program=program), names=program)
+        for program in ("timm", "huggingface", "torchvision", "npz")
+    },
+    "an imported recipe": Writer(recipe, names="recipe.yaml"),
+    "results of a measurement": Writer(results),
+    "an inflated tar": Writer(
+        lambda folder: inflate_tar(folder / "images.tar.gz"), compressed, "images.tar"
+    ),
+    "a copy of a run at a URL": Writer(fetched, notes="cache/run/.copy_of.json"),
+}
+
+
+def whole_files(folder: Path, notes: str) -> dict[str, str]:
+    """Digests of all files but `notes`, which must be JSON."""
+    found = snapshot(folder)
+    if found.pop(notes, None) is not None:
+        json.loads((folder / notes).read_text())
+    return found
+
+
+def line_of(write: Callable[[Path], object], folder: Path) -> str:
+    """What is printed of the error that `write` ends with."""
+    try:
+        write(folder)
+    except Exception as error:
+        return problem_of(error)
+    raise AssertionError("it was written")
+
+
+REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
+"""What is written as another one is."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name.endswith(REPEATED) else [])
+        for name in WRITERS
+    ],
+)
+def test_the_place_is_named_nothing_is_half_written_and_it_works_with_room(
+    name, disk, tmp_path, monkeypatch, capfd
+):
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib dates its files
+    monkeypatch.setenv("PLACE_WITH_ROOM", str(tmp_path))
+    writer = WRITERS[name]
+    whole = tmp_path / "whole" / "place"
+    whole.mkdir(parents=True)
+    writer.prepare(whole)
+    before = snapshot(whole)
+    writer.write(whole)
+    expected = whole_files(whole, writer.notes)
+    changed = [path for path in expected if expected[path] != before.get(path)]
+    new_bytes = max((whole / path).stat().st_size for path in changed)
+    place = disk / "room" / "place"
+    place.mkdir(parents=True)
+    for room_kib in {0, new_bytes // 2048 // PAGE_KIB * PAGE_KIB}:
+        writer.prepare(place)
+        filler = leave_free(disk, room_kib)
+        said = line_of(writer.write, place)
+        assert "No space left on device" in said
+        assert "\n" not in said
+        assert str(place / writer.names) in said or writer.names in said.split(":")[0]
+        found = whole_files(place, writer.notes)
+        for path in found.keys() | before.keys():
+            assert found.get(path) in (before.get(path), expected.get(path)), f"{path}: half"
+            assert not path.endswith(".tmp")
+            assert "/." not in f"/{path}" or path in expected
+        assert "Exception ignored" not in capfd.readouterr().err
+        filler.unlink()
+        writer.write(place)
+        assert whole_files(place, writer.notes) == expected
+        shutil.rmtree(place)
+        place.mkdir()
+
+
+# ---- what a run writes while it goes on ----------------------------------------------------------
+
+
+def test_a_line_of_the_record_that_found_no_room_is_written_again(disk):
+    folder = disk / "run"
+    folder.mkdir()
+    record = Record(folder, LogConfig(), True, total_steps=9)
+    filler = leave_free(disk, PAGE_KIB)
+    record.write("train", 1, loss=1.0)
+
+    def write_on() -> None:
+        for _ in range(200):
+            record.write("train", 2, loss=2.0)
+
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be written \(No space left"):
+        write_on()
+    record.close()
+    filler.unlink()
+    lines, num_unreadable = read_lines(folder / METRICS_FILE)
+    record = Record(folder, LogConfig(), True, total_steps=9)
+    record.write("train", 2, loss=2.0)
+    record.close()
+    again, _ = read_lines(folder / METRICS_FILE)
+    assert not num_unreadable
+    assert again[:-1] == lines
+
+
+def test_a_lock_needs_no_room(disk):
+    """A run is locked, whether or not its file can say by whom."""
+    folder = disk / "run"
+    folder.mkdir()
+    leave_free(disk, 0)
+    lock = RunLock(folder)
+    lock.acquire()
+    assert lock.is_held
+    lock.release()
+
+
+def test_the_word_for_a_launcher_needs_no_room(disk, monkeypatch):
+    """Else a run that has finished would be started again and again."""
+    monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
+    leave_free(disk, 0)
+    for word in ("stopped", "finished"):
+        tell_outcome(word)
+        assert read_outcome(disk / "outcome") == word
+
+
+# Its thread ends with the error, which the view meets then.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_tensorboard_ends_with_one_line(disk, capfd):
+    said = list[str]()
+    view = TensorboardView(disk, iter([]), said.append)
+    leave_free(disk, 0)
+    deadline = time.monotonic() + 60
+    while not said and time.monotonic() < deadline:
+        view.send(1, 0.0, {f"train/{number}": 1.0 for number in range(100)})
+        view._do("flush")
+    view.close()
+    assert len(said) == 1
+    assert "tensorboard: stopped (" in said[0]
+    assert "metrics.jsonl has everything" in said[0]
+
+
+def test_wandb_ends_with_one_line(disk):
+    said = list[str]()
+    (disk / "run").mkdir()
+    leave_free(disk, 0)
+    view = WandbProcess(disk / "run", "project", "offline", {}, [], Rows([], 0), said.append)
+    view.send(step=1, numbers={"train/loss": 1.0})
+    view.close()
+    lost = "metrics.jsonl has all that it could take"
+    assert said == [f"wandb: stopped (No space left on device); {lost}"]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_what_a_run_says_may_be_lost_and_what_a_command_answers_may_not(config, tmp_path):
+    python = warm_python.python(environment())
+    words = command("launch/train.py", "--config", config, *TINY, "train.steps=3", ranks=0)
+    words[0] = python
+    with_full = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", *words, f"run.dir={tmp_path / 'run'}"]
+    assert call(with_full).returncode == 0
+    assert metrics(tmp_path / "run", "end")[-1]["outcome"] == "finished"
+    done = call(["sh", "-c", 'exec "$@" >/dev/full', "sh", *words, "--print-config"])
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: No space left on device")
+    assert done.stderr.count("\n") == 1
