@@ -13,8 +13,9 @@ own: they pass also while the main thread is within a collective or holds the ot
 A cable that was pulled ends no connection: what asks the store then waits for ever. So a second
 thread looks at the clock alone, and a host that is cut off ends by itself, with what it has lost.
 
-Beats are one small message of each rank, and rank 0 reads all of them with one: at 4,096 ranks and
-the default limit 10 messages a second and 400 kB every 30 s.
+Beats are one small message of each rank, which then looks for a verdict and for rank 0's beat;
+rank 0 reads all of them with one request: at 4,096 ranks and the default limit 700 requests a
+second to the store, and 0.2 MB every 30 s on rank 0 (tests/scale counts them).
 """
 
 from __future__ import annotations

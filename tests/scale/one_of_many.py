@@ -1,0 +1,273 @@
+"""A whole training by one rank of n, in one process: what it says to the others, counted by part.
+
+    the rank     what launch/train.py calls, on a real folder of shards
+    the others   before rank 0 looks for their words, each says them by the code of `World`; the
+                 last rank finds what rank 0 has said before it
+    store        torch's interface over a dict; every request is counted, with its bytes
+    group        torch's interface; every collective is counted, and all ranks give the same
+
+    python tests/scale/one_of_many.py SHARDS --batch 4096 --ranks 64 512 4096 > counts.json
+
+Nobody is late here, so a rank that waits looks once; who really waits looks again, after
+`World.look_s` at the latest. Sums are those of n equal ranks: what is counted is right, the weights
+are not. `tests/scale/table.py` makes tables of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import vit.build
+import vit.train
+from vit.config.io import load_config
+from vit.ranks import distributed, exit
+from vit.ranks.watch import Watch
+from vit.ranks.world import World
+from vit.run.monitor import Monitor
+from vit.run.order_check import OrderCheck
+from vit.step import TrainStep
+from vit.system.devices import HostDevices
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.scale.counting import Connection, Counts, Group, Store
+
+RANKS_OF_A_HOST = 8
+MICRO_BATCH = 1
+"""Images, with `--exact`."""
+CONFIG = """
+model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
+data: {num_workers: 0}
+train: {steps: 12, precision: fp32, ema_decay: 0.9, device: cpu}
+checkpoint: {every_steps: 6}
+eval: {every_steps: 6}
+log: {wandb: "off", report: false, every_steps: 6}
+"""
+PARTS: tuple[tuple[Any, str, str], ...] = (
+    (distributed, "join_world", "start: ranks meet"),
+    (vit.build, "build", "start: rest"),
+    (vit.build, "open_data", "start: data"),
+    (vit.build, "_with_hosts", "start: hosts compared"),
+    (vit.build, "find_checkpoint", "start: checkpoint found"),
+    (vit.build, "_load_checkpoint", "start: checkpoint read"),
+    (TrainStep, "fix_bucket_layout", "start: DDP's buckets"),
+    (TrainStep, "__call__", "step"),
+    (Monitor, "queue", "step read, logged"),
+    (Monitor, "pause", "step read, logged"),
+    (OrderCheck, "compare", "order check"),
+    (vit.train, "evaluate", "evaluation"),
+    (vit.train, "save", "save"),
+    (vit.train, "finish", "end"),
+    (exit, "leave_world", "end"),
+    (Watch, "_verdict", "watch: a beat"),
+)
+"""Functions whose calls are the parts of a run; of one within another the inner one counts."""
+
+
+class _Waits(BaseException):
+    """A stand-in has said its word and would wait now."""
+
+
+class _Said:
+    """A stand-in's view of the store: what it says arrives, and where it looks it ends."""
+
+    def __init__(self, store: dist.Store):
+        self._store = store
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def add(self, key: str, value: int) -> int:
+        if not value:
+            raise _Waits
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        raise _Waits
+
+
+def host_of(rank: int) -> str:
+    return f"gpu-node-{rank // RANKS_OF_A_HOST:04d}.cluster"
+
+
+def others_speak(world: World, counts: Counts, function: Callable[..., Any], *words: Any) -> None:
+    """Let every other rank call `function` of `World` up to where it waits."""
+    with counts.of_others():
+        hosts = world.hosts or tuple(map(host_of, range(world.size)))
+        for rank in range(1, world.size):
+            said: Any = _Said(world.store)
+            other = World(rank, world.size, world.device, said, hosts)
+            own = words
+            if len(words) == 2 and isinstance(words[1], dict):  # `gather`: each has its own
+                own = (words[0], _value_of(rank, *words, other))
+            try:
+                function(other, *own)
+            except _Waits:
+                continue
+
+
+def _value_of(rank: int, name: str, value: dict[str, Any], other: World) -> Any:
+    if name == "software":
+        return value if other.is_local_main else None
+    boot = f"{rank // RANKS_OF_A_HOST:08d}-0000-4000-8000-000000000000 4026531836"
+    is_here = rank < RANKS_OF_A_HOST
+    pid = value["pid"] if is_here else [boot, 1_000_000 + rank]
+    return {"pid": pid, "found": {**value["found"], "host": host_of(rank)}}
+
+
+def let_others_speak(counts: Counts) -> None:
+    """From now on, before rank 0 looks for the words of the others, they say them."""
+    gather = World.gather
+    exchange = World._exchange
+    look = Watch._look
+
+    def gather_all(self: World, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
+        if self.is_main:
+            others_speak(self, counts, gather, name, value)
+        return gather(self, name, value, limit)
+
+    def exchange_all(self: World, key: str, problem: ValueError | None) -> tuple[bool, str]:
+        if self.is_main:
+            others_speak(self, counts, exchange, key, None)
+        return exchange(self, key, problem)
+
+    def beat(other: World) -> None:
+        assert other.store is not None
+        its = (other.store, 1.0, 1.0, threading.Event())
+        Watch(other, 1.0, lambda verdict: None)._compare(*its)
+
+    def look_at_all(self: Watch, store: dist.Store, seen: Any, limit_s: float) -> None:
+        if self._world.is_main:
+            others_speak(self._world, counts, beat)
+        look(self, store, seen, limit_s)
+
+    Watch._look = look_at_all
+    World.gather = gather_all
+    World._exchange = exchange_all
+
+
+def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
+    """Do what `launch/train.py` does, as `rank` of `size`."""
+    local = {"LOCAL_RANK": rank % RANKS_OF_A_HOST, "LOCAL_WORLD_SIZE": RANKS_OF_A_HOST}
+    known = {"RANK": rank, "WORLD_SIZE": size, **local}
+    os.environ.update({name: str(value) for name, value in known.items()})
+    host = HostDevices(host_of(rank), RANKS_OF_A_HOST, 0, 8, "no CUDA runtime is found")
+    dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])
+    config = load_config(*settings).config
+    world = distributed.join_world("cpu", found=host)
+    vit.train.train(vit.build.build(config, world))
+    world.barrier()
+    exit.leave_world(world)
+
+
+def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
+    """An `attempt` that is stopped at its first step, so that there is something to resume."""
+    train_on = vit.train._train_on
+
+    def stopped(*known: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return train_on(*known)
+
+    vit.train._train_on = stopped
+    attempt(settings, size, rank, store)
+    vit.train._train_on = train_on
+
+
+def first_and_last(
+    settings: tuple[Path, list[str]], size: int, counts: Counts
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return what rank 0 and the last rank of `size` say when they resume a run and end it."""
+    stopped_attempt(settings, size, 0, Store({}, counts))
+    words: dict[str, bytes] = {}
+    found = {}
+    for name, rank in (("first", 0), ("last", size - 1)):
+        counts.take()
+        counts.is_on = True
+        attempt(settings, size, rank, Store(words, counts))
+        counts.is_on = False
+        found[name] = counts.take()
+    return found
+
+
+def real(shards: Path, batch: int, folder: Path) -> None:
+    """As one of the ranks that torchrun has started, leave in `folder` what this one says."""
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    counts = Counts()
+    store, _, _ = next(dist.rendezvous("env://"))
+    for each in PARTS:
+        counts.watch(*each)
+    exit.leave = lambda status: None
+    config = folder / f"config{rank}.yaml"
+    config.write_text(CONFIG)
+    settings = (config, settings_of(shards, folder / "run", batch, size))
+    stopped_attempt(settings, size, rank, Connection(dist.PrefixStore("1", store), counts))
+    counts.take()
+    counts.is_on = True
+    attempt(settings, size, rank, Connection(dist.PrefixStore("2", store), counts))
+    (folder / f"{rank}.json").write_text(json.dumps(counts.take()))
+    sys.stdout.flush()
+    os._exit(0)  # what gloo's threads need, as `leave` does
+
+
+def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
+    return [
+        *(f"data.root={shards}", f"run.dir={run}", f"data.global_batch_size={batch}"),
+        f"eval.batch_size={batch // size}",
+    ]
+
+
+def main() -> None:
+    """Print the counts of each number of ranks as JSON."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("shards", type=Path, help="their val has as many images as --batch")
+    parser.add_argument("--batch", type=int, required=True, help="images, the most ranks or more")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[])
+    parser.add_argument("--real", type=Path, help="under torchrun: where each rank leaves counts")
+    parser.add_argument("--exact", action="store_true", help="with train.exact_over_ranks")
+    args = parser.parse_args()
+    if args.real:
+        real(args.shards, args.batch, args.real)
+
+    counts = Counts()
+    create = dist.init_process_group
+    dist.Backend.register_backend(
+        "counted", lambda store, rank, size, timeout: Group(rank, size, counts), devices=["cpu"]
+    )
+    dist.init_process_group = lambda backend, **known: create("counted", **known)
+    exit.leave = lambda status: None
+    for each in PARTS:
+        counts.watch(*each)
+    let_others_speak(counts)
+    gc.freeze()  # what was imported is not looked through again at each end
+    found = {}
+    with tempfile.TemporaryDirectory(prefix="one_of_many-") as name:
+        folder = Path(name)
+        shards = folder / "shards"
+        shutil.copytree(args.shards, shards)
+        counts.count_files(folder)
+        config = folder / "config.yaml"
+        config.write_text(CONFIG)
+        for size in args.ranks:
+            settings = settings_of(shards, folder / f"run{size}", args.batch, size)
+            if args.exact:
+                settings += ["train.exact_over_ranks=true", f"data.micro_batch_size={MICRO_BATCH}"]
+            found[size] = first_and_last((config, settings), size, counts)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`sbatch slurm/train.sh ... --check`: its table is in the log, and the job ends as it does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from processes import TINY, write_config
+
+pytestmark = [pytest.mark.slow, pytest.mark.full]
+
+TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
+# Both nodes are this machine. As the words of a container stand before a command, these give each
+# a name of its own, and n2 an empty folder where the data are.
+AS_A_NODE = """#!/bin/bash
+export HIDDEN={hidden}
+exec unshare --uts --mount bash -c '
+  hostname "$SLURMD_NODENAME"
+  [[ $SLURMD_NODENAME != n2 || -z $HIDDEN ]] || mount -t tmpfs none "$HIDDEN"
+  exec "$@"
+' as_a_node "$@"
+"""
+
+
+def checked(cluster, folder, shards, hidden=""):
+    """A job that tries what a training in `folder`/run needs."""
+    words = folder / "as_a_node"
+    words.write_text(AS_A_NODE.format(hidden=hidden))
+    words.chmod(0o755)
+    config = write_config(folder, shards)
+    setting = f"run.dir={folder / 'run'}"
+    line = ["slurm/train.sh", "--config", config, setting, *TINY, "--check"]
+    job = cluster.submit(folder / "log", *TWO_NODES, *line, SRUN_ARGS=str(words))
+    job.wait()
+    return job
+
+
+def rows(job):
+    """Part -> verdict and the first line of what was found."""
+    found = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
+    return {part: (verdict, said) for verdict, part, said in found}
+
+
+def test_a_check_of_two_nodes_ends_with_its_table_and_starts_nothing(cluster, shards, tmp_path):
+    job = checked(cluster, tmp_path, shards)
+    facts = job.facts()
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
+    assert "2 rank(s) on 2 host(s), cpu" in " ".join(job.log.split())
+    found = rows(job)
+    parts = {"software", "shards", "run folder", "collectives", "pairs", "step", "checkpoint"}
+    assert parts <= found.keys(), job.log
+    assert {verdict for verdict, _ in found.values()} <= {"ok", "note"}, job.log
+    assert job.log.splitlines()[-1].endswith("checked, and nothing was started; exit status 0")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_node_without_the_data_is_named_and_the_job_fails(cluster, shards, tmp_path):
+    job = checked(cluster, tmp_path, shards, hidden=shards)
+    facts = job.facts()
+    assert facts["JobState"] == "FAILED", job.log
+    assert facts["ExitCode"] != "0:0"
+    verdict, said = rows(job)["shards"]
+    assert verdict == "FAIL", job.log
+    # torchrun does not give rank 0 to the job's first node.
+    assert re.match(r"n2 \(rank [01]\): ", said), "where, and not the node that has them"
+    assert rows(job)["step"][0] == "-", "not tried"
+    assert re.search(r"checked, and nothing was started; exit status [1-9]", job.log)
+    assert not (tmp_path / "run").exists()
