@@ -280,12 +280,11 @@ def run(
     try:
         command(args)
     except (PrepError, ShardError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(redact.printed(f"error: {error}"), file=sys.stderr)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        print(
-            f"error: {place}{error.strerror or error}; when that is solved, {then}", file=sys.stderr
-        )
+        reason = f"error: {place}{error.strerror or error}; when that is solved, {then}"
+        print(redact.printed(reason), file=sys.stderr)
     except _Terminated:
         print(f"terminated; {then}", file=sys.stderr)
         return 128 + signal.SIGTERM

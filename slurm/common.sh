@@ -31,6 +31,8 @@ fi
 find_nodes() {
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}} || true
+  # before it is calculated with: bash would run the command in a[$(command)]
+  [[ $ranks =~ ^[0-9]+$ ]] || fail "RANKS_PER_NODE=$ranks: expected a number of ranks"
   (( ranks > 0 )) || ranks=1
   say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}:" \
     "${#nodes[@]} node(s) ($SLURM_JOB_NODELIST) with $ranks rank(s) each"

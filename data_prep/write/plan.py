@@ -27,6 +27,7 @@ from data_prep.write.catalogue_builder import Builder
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
 from data_prep.write.shard import Shard, Work
+from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
 """Images that may always be unreadable, except with --max-unreadable 0: one broken photo is no
@@ -222,7 +223,7 @@ def _catalogue_root(output: Output, dry: bool) -> Path:
     if output.local is not None:
         return output.local
     name = hashlib.sha256(str(output).encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"vit-data-prep-{os.getuid()}-{name}"
+    return private_folder(Path(tempfile.gettempdir()) / f"vit-data-prep-{os.getuid()}-{name}")
 
 
 def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:

@@ -1,4 +1,5 @@
-"""Each row of the table of faults in docs/resume.md names a test that exists."""
+"""Each row of the table of faults in docs/resume.md, and each promise of SECURITY.md, names tests
+that exist."""
 
 from __future__ import annotations
 
@@ -9,16 +10,29 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NAMED = re.findall(r"<br>`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "resume.md").read_text())
+FAULTS = (ROOT / "docs" / "resume.md").read_text()
+PROMISES = (ROOT / "SECURITY.md").read_text()
+NAMED = r"<br>`(tests/[\w/]+\.py)::(\w+)`"
 
 
-def test_every_row_names_a_test():
-    table = (ROOT / "docs" / "resume.md").read_text().partition("## Faults, one by one")[2]
-    rows = [line for line in table.partition("\n## ")[0].splitlines() if line.startswith("| ")]
-    assert len(rows) - 1 == len(NAMED) > 20
+def rows(page: str, heading: str) -> list[str]:
+    table = page.partition(heading)[2].partition("\n## ")[0]
+    return [line for line in table.splitlines() if line.startswith("| ")][1:]
 
 
-@pytest.mark.parametrize(("file", "name"), NAMED)
+def test_every_fault_names_a_test():
+    found = rows(FAULTS, "## Faults, one by one")
+    assert [len(re.findall(NAMED, row)) for row in found] == [1] * len(found)
+    assert len(found) > 20
+
+
+def test_every_promise_names_its_tests():
+    found = rows(PROMISES, "## What to rely on")
+    assert [row for row in found if not re.search(NAMED, row)] == []
+    assert len(found) > 10
+
+
+@pytest.mark.parametrize(("file", "name"), sorted({*re.findall(NAMED, FAULTS + PROMISES)}))
 def test_the_test_exists(file, name):
     tree = ast.parse((ROOT / file).read_text())
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}

@@ -194,7 +194,9 @@ def test_the_command_that_is_printed_uploads_each_line_once(
         command = capfd.readouterr().err.splitlines()[-1].split("with: ")[1]
         with monkeypatch.context() as with_key:
             use_server(with_key, server.url)
-            done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                command, shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
+            )
         assert done.returncode == 0, done.stderr
 
     one_run(folder, range(0, 4))

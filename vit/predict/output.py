@@ -24,9 +24,8 @@ from torch import Tensor
 from vit.predict.inputs import Place
 from vit.predict.predict import Predictions
 from vit.system.files import replacing, told
+from vit.system.redact import UNPRINTED
 
-_UNPRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's categories of control and format characters, lone surrogates and line ends."""
 BAR_CELLS = 20
 """Width of a probability of 1 in the table."""
 
@@ -151,7 +150,7 @@ def printable(name: str) -> str:
     """Return a name of a file on one line, without what a terminal cannot show or would obey."""
     return "".join(
         letter.encode("unicode_escape").decode()
-        if unicodedata.category(letter) in _UNPRINTED
+        if unicodedata.category(letter) in UNPRINTED
         else letter
         for letter in name
     )

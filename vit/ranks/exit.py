@@ -40,7 +40,7 @@ from vit.ranks.launcher import end_launcher_later
 from vit.ranks.outcome import tell_outcome
 from vit.ranks.watch import Verdict
 from vit.system.files import FULL
-from vit.system.redact import guard_console, shown
+from vit.system.redact import guard_console, printed, shown
 
 SILENT_S = 20.0
 """Longest wait of a rank without a message for one that has one: torchrun ends all at the first
@@ -156,7 +156,7 @@ def leave(status: int) -> NoReturn:
 
 def _leave_with_message(message: str, status: int) -> NoReturn:
     """Print `message`, hand it to the other ranks and to torchrun, and end."""
-    message = f"{_rank_prefix()}{message}"
+    message = printed(f"{_rank_prefix()}{message}")
     print(message, file=sys.stderr, flush=True)
     if status == 2:
         tell_outcome("mistake")

@@ -26,7 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
-from vit.system.redact import shown, shown_values
+from vit.system.redact import printed, shown, shown_values
 from vit.views.tensorboard import TensorboardView
 from vit.views.wandb_view import Rows, WandbProcess, wanted_mode
 
@@ -159,7 +159,7 @@ class Record:
     def say(self, text: str) -> None:
         """Show one line to people."""
         if self.is_main:
-            self._console.print(text, markup=False)
+            self._console.print(printed(text), markup=False)
             self._said_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:

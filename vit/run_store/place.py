@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from vit.config.schema import RunConfig
@@ -76,9 +77,12 @@ def cache_of(url: str, kind: str) -> Path:
     name = bare(url).rstrip("/")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
     try:
-        return default_folder() / kind / digest / name.rpartition("/")[2]
+        place = default_folder()
     except ShardError:
         raise ValueError(
             f"{shown(url)}: no folder on a disk of this machine is known for the run's working"
             " copy: name one with run.local_dir, as /scratch/name, or set TMPDIR"
         ) from None
+    with suppress(OSError):  # whoever writes there says what is wrong
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place / kind / digest / name.rpartition("/")[2]

@@ -14,6 +14,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -145,6 +146,21 @@ def locked_folder(path: Path) -> tuple[Path, int]:
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
+
+
+def private_folder(path: Path) -> Path:
+    """Make the folder `path`, whose name others can guess, for this user alone; return it.
+
+    Raises PermissionError if something of another user, or a link, is there.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        reason = "it is not a folder of this user's: remove it, or set TMPDIR"
+        raise PermissionError(errno.EPERM, reason, str(path))
+    path.chmod(0o700)
+    return path
 
 
 @contextmanager

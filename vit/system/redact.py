@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import unicodedata
 import urllib.parse
 from collections.abc import Iterable
 from contextlib import suppress
@@ -56,6 +57,11 @@ _SECRET_VARIABLE = re.compile(
     rf"|^{HEADER_VARIABLE}$",
     re.IGNORECASE,
 )
+UNPRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+"""Unicode's categories of control and format characters, lone surrogates and line ends."""
+_COMMANDS = re.compile(r"\x1b(?!\[[0-9;?]*[A-Za-z])|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
+"""Control characters but tab, line feed, carriage return and CSI sequences: titles of windows, the
+clipboard, bells."""
 _known: dict[str, str] = {}
 """Secrets that this process has used, in all forms in which they are sent, with what to show."""
 
@@ -149,8 +155,24 @@ def keep_secret(*secrets: str) -> None:
         _known.update(_forms(secret))
 
 
+def printed(message: str) -> str:
+    """Return a message for people, `shown`, with what a terminal would obey as its escape.
+
+    Names of files, classes and runs come from other people.
+    """
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in UNPRINTED and letter not in "\n\t"
+        else letter
+        for letter in shown(message)
+    )
+
+
 class _Guarded:
     """A stream whose text is printed as `shown`; everything else is passed on.
+
+    Colours and moves of the cursor pass, which progress lines are made of, and nothing else that a
+    terminal obeys.
 
     is_view: what a full disk refuses is lost, and ends nothing; else it raises OSError.
     """
@@ -160,8 +182,9 @@ class _Guarded:
         self._lost = (OSError,) if is_view else ()
 
     def write(self, text: str) -> int:
+        clean = _COMMANDS.sub(lambda found: repr(found[0])[1:-1], shown(text))
         with suppress(*self._lost):
-            self._stream.write(shown(text))
+            self._stream.write(clean)
         return len(text)
 
     def flush(self) -> None:

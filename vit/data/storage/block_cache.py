@@ -284,6 +284,10 @@ def _warn_once(folder: Path, reason: str | None) -> None:
 _warned = set[tuple[Path, str | None]]()
 
 
+def _is_of_another(place: Path) -> bool:
+    return os.path.lexists(place) and place.lstat().st_uid != os.geteuid()
+
+
 def default_folder(root: Path = Path("/")) -> Path:
     """Return a folder on a disk of this machine.
 
@@ -300,6 +304,9 @@ def default_folder(root: Path = Path("/")) -> Path:
     refused = []
     for place in places:
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        if place.name == f"vit-{os.getuid()}" and _is_of_another(place):
+            refused.append(f"{place} (another user's)")  # a name that others can guess
+            continue
         kind = file_system(existing, root)
         if not is_shared(kind) and kind != "tmpfs":
             return place

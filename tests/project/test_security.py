@@ -1,0 +1,432 @@
+"""What SECURITY.md promises and no test of one module shows: nothing that runs code is called
+anywhere, no setting reaches a shell as code, no name speaks to the terminal, temporary places are
+private."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from PIL import Image
+from processes import TINY, environment, write_config
+
+from vit.config.io import load_config
+from vit.data.decode.images import decode
+from vit.data.shards.index_file import open_index
+from vit.data.storage import block_cache
+from vit.report.source import ReportSource
+from vit.report.style import drawing
+from vit.run.sample_losses import read_epoch
+from vit.system import redact
+from vit.system.files import private_folder
+
+ROOT = Path(__file__).parents[2]
+
+# --- nothing runs what a file or a setting says ---------------------------------------------------
+
+FORBIDDEN = {
+    *("eval", "exec", "os.system", "os.popen", "marshal.load", "marshal.loads", "tempfile.mktemp"),
+    *("pickle.load", "pickle.loads", "pickle.Unpickler", "shelve.open", "joblib.load"),
+    *("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all"),
+}
+METHODS = {"extract", "extractall"}
+"""Of tarfile and zipfile: members are read in place."""
+
+
+SUSPECT = re.compile(
+    r"\b(?:eval|exec)\(|\bos\.(?:system|popen)|pickle|marshal|shelve|joblib|mktemp|torch\.load"
+    r"|yaml\.|\.extract|shell=|trust_remote"
+)
+"""Only sources with one of these are parsed, which takes its time."""
+
+
+def dangers(source: str) -> list[str]:
+    """Calls that run, or may run, what they are given."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.id if isinstance(node.func, ast.Name) else ""
+        if isinstance(node.func, ast.Attribute):
+            owner = node.func.value
+            name = f"{owner.id if isinstance(owner, ast.Name) else ''}.{node.func.attr}"
+        given = {word.arg: word.value for word in node.keywords}
+        text = ast.unparse(node) if name in ("torch.load", "yaml.load") else ""
+        if (
+            name in FORBIDDEN
+            or name.rpartition(".")[2] in METHODS
+            or (name == "torch.load" and "weights_only=True" not in text)
+            or (name == "yaml.load" and "Safe" not in text and "Strict" not in text)
+            or given.keys() & {"trust_remote_code"}
+            or any(
+                getattr(given[word], "value", True) is not False
+                for word in given.keys() & {"shell", "allow_pickle"}
+            )
+        ):
+            found.append(f"line {node.lineno}: {ast.unparse(node)[:80]}")
+    return found
+
+
+def test_nothing_is_called_that_runs_what_it_is_given():
+    files = [
+        path for room in ("vit", "data_prep", "launch") for path in (ROOT / room).rglob("*.py")
+    ]
+    assert len(files) > 200
+    found = {str(path.relative_to(ROOT)): dangers(path.read_text()) for path in files}
+    assert {path: lines for path, lines in found.items() if lines} == {}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "np.load(path, allow_pickle=True)",
+        "pickle.loads(data)",
+        "yaml.load(text, Loader=yaml.FullLoader)",
+        "yaml.load(text, yaml.UnsafeLoader)",
+        "subprocess.run(line, shell=True)",
+        "os.system(line)",
+        "eval(setting)",
+        "tar.extractall(folder)",
+        "AutoModel.from_pretrained(name, trust_remote_code=True)",
+    ],
+)
+def test_each_danger_would_be_found(call):
+    assert SUSPECT.search(call)
+    assert dangers(f"x = {call}")
+
+
+class Trap:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, sprung: Path):
+        self.sprung = sprung
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.sprung),)
+
+
+def objects(trap: Trap) -> bytes:
+    """An .npy file of Python objects, which is a pickle."""
+    file = io.BytesIO()
+    np.save(file, np.array([trap], dtype=object), allow_pickle=True)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("place", ["index", "losses", "predictions"])
+def test_arrays_of_objects_are_not_opened(place, tmp_path):
+    trap = Trap(tmp_path / "sprung")
+    path = tmp_path / "predictions.npz"
+    path.write_bytes(objects(trap))
+    if place == "predictions":
+        np.savez(path, predictions=np.array([trap], dtype=object))
+    read = {
+        "index": lambda: open_index(path),
+        "losses": lambda: read_epoch(path, 1, 1),
+        "predictions": lambda: ReportSource(tmp_path, None).predictions,
+    }
+    with pytest.raises(ValueError, match=r"damaged|another format|has no losses"):
+        read[place]()
+    assert not trap.sprung.exists()
+    np.load(io.BytesIO(objects(trap)), allow_pickle=True)
+    assert trap.sprung.exists(), "the trap itself works"
+
+
+@pytest.mark.parametrize("where", ["file", "setting"])
+def test_a_config_makes_no_objects(where, tmp_path):
+    value = f"!!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']"
+    path = tmp_path / "config.yaml"
+    path.write_text(f"run: {{dir: {value}}}\n" if where == "file" else "model: {}\n")
+    with pytest.raises(ValueError, match="python/object"):
+        load_config(path, [f"run.dir={value}"] if where == "setting" else [])
+    assert not (tmp_path / "harm").exists()
+
+
+def test_no_picture_starts_a_program():
+    """Pillow gives PostScript to Ghostscript, and has dozens of formats that few look at."""
+    drawing = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(drawing, "EPS")
+    data = drawing.getvalue()
+    assert Image.open(io.BytesIO(data)).format == "EPS", "Pillow itself would"
+    with pytest.raises(ValueError, match="no image; expected one of JPEG"):
+        decode(data)
+
+
+# --- no shell -------------------------------------------------------------------------------------
+
+HOSTILE = [
+    "data.root=/a b; touch HARM",
+    "run.dir=$(touch HARM)",
+    "run.name=`touch HARM`",
+    'data.split=\'"; touch HARM; "',
+    "data.files=*",
+    "log.wandb_project=a && touch HARM | touch HARM > HARM",
+]
+PROGRAMS = {
+    "scontrol": "echo node0",
+    "scancel": ":",
+    "nvidia-smi": ":",
+    "squeue": "echo node0",
+    "getent": ":",
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    # what is asked of Python here: the config, the run's folder, training
+    "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
+    'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
+}
+"""As much of a cluster as the scripts ask for."""
+
+
+@pytest.fixture
+def cluster(tmp_path) -> Path:
+    """A checkout with slurm/ alone, and the programs that it calls."""
+    (tmp_path / "bin").mkdir()
+    for name, lines in PROGRAMS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    (tmp_path / "slurm").symlink_to(ROOT / "slurm")
+    return tmp_path
+
+
+def batch(cluster: Path, script: str, *words: str, **variables: str) -> list[list[str]]:
+    """Run a batch script; return the words of each call of Python."""
+    given = {
+        **os.environ,
+        "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(cluster),
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "node0",
+        "SLURM_NNODES": "1",
+        "SLURM_ARRAY_TASK_ID": "0",
+        "SLURM_ARRAY_TASK_COUNT": "1",
+        **variables,
+    }
+    done = subprocess.run(
+        ["bash", ROOT / "slurm" / script, *words], env=given, capture_output=True, text=True
+    )
+    assert not list(cluster.rglob("HARM*")), done.stdout + done.stderr
+    if not (cluster / "words").exists():
+        return []
+    calls = (cluster / "words").read_text().split("\0\n")
+    return [line.split("\0") for line in calls if line]
+
+
+@pytest.mark.parametrize("script", ["train.sh", "sweep.sh"])
+def test_settings_come_through_the_batch_scripts_as_they_are(script, cluster):
+    stage = "/st age; touch HARM $(touch HARM)"
+    calls = batch(
+        cluster, script, *HOSTILE, STAGE=stage, SRUN_ARGS="--container-image=$(touch${IFS}HARM)"
+    )
+    trained = [words for words in calls if "launch/train.py" in words and "-m" in words]
+    assert len(trained) == 1
+    given = trained[0][trained[0].index("launch/train.py") + 1 :]
+    for setting in [*HOSTILE, f"data.cache_dir={stage}"]:
+        assert setting in given
+    if script == "sweep.sh":
+        assert given[-2].startswith("run.dir=$(touch HARM)/0")
+
+
+def test_lines_of_a_sweep_are_words_and_no_commands(cluster):
+    (cluster / "rates.txt").write_text("optim.lr=$(touch${IFS}HARM) model.depth=`touch`;touch\n")
+    calls = batch(cluster, "sweep.sh", "run.dir=runs", SWEEP="rates.txt")
+    given = next(words for words in calls if "launch/train.py" in words)
+    assert {"optim.lr=$(touch${IFS}HARM)", "model.depth=`touch`;touch"} <= set(given)
+
+
+def test_a_number_of_ranks_is_a_number(cluster):
+    """bash runs commands in what it calculates with."""
+    assert batch(cluster, "train.sh", RANKS_PER_NODE="a[$(touch HARM)]") == []
+
+
+def test_settings_come_through_the_spot_machines_script_as_they_are(cluster):
+    task = yaml.safe_load((ROOT / "sky" / "train.yaml").read_text())
+    program = cluster / "bin" / "vitline"
+    program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    (cluster / ".venv" / "bin").mkdir(parents=True)
+    (cluster / ".venv" / "bin" / "activate").touch()
+    given = {"DATA": "/a b;touch HARM *", "RUNS": "$(touch HARM)", "SKYPILOT_NODE_IPS": "1.2.3.4"}
+    done = subprocess.run(
+        ["bash", "-c", task["run"]],
+        env={**os.environ, **given, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}"},
+        cwd=cluster,
+        capture_output=True,
+        text=True,
+    )
+    assert f"data.root={given['DATA']}" in done.stdout.splitlines(), done.stderr
+    assert "run.dir=$(touch HARM)/vit_b16" in done.stdout.splitlines()
+    assert not (cluster / "HARM").exists()
+
+
+# --- the terminal ---------------------------------------------------------------------------------
+
+
+def test_a_name_does_not_speak_to_the_terminal(tmp_path):
+    """It may want to change the window's title, to fill the clipboard, to hide what is above."""
+    name = "a\x1b]0;title\x07\x1b]52;c;aGFybQ==\x07\x1b[2J\x9b2J\u202e.jpg"
+    done = subprocess.run(
+        [sys.executable, "-m", "data_prep.verify", str(tmp_path / name)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert r"a\x1b]0;title\x07\x1b]52;c;aGFybQ==\x07\x1b[2J\x9b2J\u202e.jpg" in done.stderr
+    assert not set("\x1b\x07\x9b\u202e") & set(done.stdout + done.stderr)
+
+
+def test_what_is_printed_in_passing_has_colours_and_no_other_commands(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", redact._Guarded(sys.stdout, is_view=False))
+    print("\x1b[1mbold\x1b[0m 50 %\r\x1b[2K größe\t猫 \x1b]0;title\x07 \x1bP \x9b \b")
+    assert capsys.readouterr().out == (
+        "\x1b[1mbold\x1b[0m 50 %\r\x1b[2K größe\t猫 \\x1b]0;title\\x07 \\x1bP \\x9b \\x08\n"
+    )
+
+
+def test_a_drawing_holds_names_as_text(tmp_path):
+    name = "--></svg><script>alert(1)</script> US$ & ]]>"
+    with drawing(tmp_path / "a.svg", 1) as figure:
+        figure.suptitle(name)
+    root = ElementTree.parse(tmp_path / "a.svg").getroot()
+    assert not [element for element in root.iter() if "script" in str(element.tag)]
+    assert "<script" not in (tmp_path / "a.svg").read_text()
+
+
+# --- temporary places -----------------------------------------------------------------------------
+
+
+def test_a_place_whose_name_can_be_guessed_is_this_users_alone(tmp_path):
+    path = tmp_path / "vit-0-name"
+    before = os.umask(0)
+    try:
+        assert private_folder(path) == path
+        assert path.stat().st_mode & 0o777 == 0o700
+        path.chmod(0o777)
+        private_folder(path)
+        assert path.stat().st_mode & 0o777 == 0o700
+    finally:
+        os.umask(before)
+    path.rmdir()
+    (tmp_path / "elsewhere").mkdir()
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PermissionError) as caught:
+        private_folder(path)
+    assert caught.value.errno == errno.EPERM
+    if os.geteuid() == 0:
+        path.unlink()
+        path.mkdir()
+        shutil.chown(path, 12345)
+        with pytest.raises(PermissionError):
+            private_folder(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_a_cache_that_another_user_has_put_there_is_not_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_cache, "is_shared", lambda kind: False)
+    monkeypatch.setattr(block_cache, "file_system", lambda path, root: "ext4")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.delenv("SLURM_TMPDIR", raising=False)
+    guessed = tmp_path / f"vit-{os.getuid()}"
+    assert block_cache.default_folder() == guessed
+    guessed.mkdir()
+    shutil.chown(guessed, 12345)
+    assert block_cache.default_folder() == tmp_path / "mine" / "vit"
+
+
+# --- the network, and what is left in TMPDIR ------------------------------------------------------
+
+WATCHED = """
+import os, runpy, sys
+
+def watch(event, given):
+    if event == "socket.connect" and not isinstance(given[1], (str, bytes)):
+        told(f"connects to {given[1]}")
+    elif event == "socket.getaddrinfo" and given[0] not in (None, "localhost", "127.0.0.1"):
+        told(f"asks for {given[0]}")
+    elif event == "os.mkdir" and is_temporary(given[0]) and given[1] & 0o077:
+        told(f"makes {given[0]} with mode {given[1]:o}")
+    elif event == "open" and given[2] & os.O_CREAT and is_temporary(given[0]):
+        created.append(given[0])
+
+def is_temporary(path):
+    return os.path.dirname(os.fsdecode(path) if isinstance(path, (str, bytes)) else "") == place
+
+def told(what):
+    with open(os.environ["TOLD"], "a") as file:
+        file.write(f"{sys.argv}: {what}\\n")
+
+created = []
+place = os.environ["TMPDIR"]
+os.umask(0)
+sys.addaudithook(watch)
+runner, *sys.argv = sys.argv[1:]
+sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "launch")]
+try:
+    if runner == "module":
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    for path in created:
+        if os.path.exists(path) and os.stat(path).st_mode & 0o077:
+            told(f"leaves {path} for others to read")
+"""
+
+
+def watched(folder: Path, *words: object) -> list[str]:
+    """Run a command of ours with eyes on the network and TMPDIR; return what was seen."""
+    (folder / "tmp").mkdir(exist_ok=True)
+    given = {name: value for name, value in environment().items() if "proxy" not in name.lower()}
+    given |= {"TOLD": str(folder / "told"), "TMPDIR": str(folder / "tmp"), "HOME": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", WATCHED, *map(str, words)],
+        env={**given, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / "told").read_text().splitlines() if (folder / "told").exists() else []
+
+
+def test_a_connection_and_an_open_folder_would_be_seen(tmp_path):
+    code = "import os, socket; os.mkdir(os.environ['TMPDIR'] + '/a'); socket.socket().connect_ex"
+    (tmp_path / "it.py").write_text(f"{code}(('127.0.0.1', 9))\n")
+    seen = watched(tmp_path, "file", tmp_path / "it.py")
+    assert [line.partition(": ")[2].split()[0] for line in seen] == ["makes", "connects"]
+
+
+@pytest.mark.full
+def test_nobody_is_called_and_nothing_is_open_to_others_unless_asked(tmp_path):
+    """Preparation, training with a report, evaluation, prediction, export."""
+    pixels = np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), np.uint8)
+    for number, image in enumerate(pixels):
+        path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(path)
+    data = tmp_path / "data"
+    prep = ("module", "data_prep.imagefolder", tmp_path / "images", "--out", data)
+    assert watched(tmp_path, *prep) == []
+    config = write_config(tmp_path, data, steps=2)
+    run_dir = tmp_path / "run"
+    settings = [word for word in TINY if not word.startswith("log.report")]
+    for words in (
+        ("launch/train.py", "--config", config, f"run.dir={run_dir}", *settings),
+        ("launch/eval.py", run_dir),
+        ("launch/predict.py", "--checkpoint", run_dir, tmp_path / "images"),
+        ("launch/export.py", run_dir, "--to", "timm"),
+    ):
+        assert watched(tmp_path, "file", *words) == [], words
+    assert list((tmp_path / "tmp").iterdir()) == []
