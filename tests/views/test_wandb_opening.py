@@ -11,6 +11,7 @@ from vit.views import wandb_view
 from vit.views.wandb_view import Mode, Rows, WandbProcess
 
 SLOW = """
+import os
 import time
 from types import SimpleNamespace
 
@@ -30,9 +31,12 @@ def init(mode, **_):
         raise errors.UsageError("no API key. More")
     time.sleep(2.5)
     shown = open("shown", "w")
+    os.makedirs("wandb/offline-run-1-a")
     return SimpleNamespace(
+        id="a",
+        settings=SimpleNamespace(sync_dir="wandb/offline-run-1-a"),
         define_metric=lambda *_, **__: None,
-        log=lambda values: shown.write(f"{values} "),
+        log=lambda values, step, commit: shown.write(f"{step}: {values} "),
         finish=lambda exit_code: shown.write("finished") and shown.close(),
     )
 """
@@ -53,7 +57,7 @@ def test_opening_offline_takes_as_long_as_it_takes(tmp_path, monkeypatch, mode, 
     process.send(step=1, numbers={"train/loss": 1.0})
     process.close()
     assert [line.partition(";")[0] for line in said] == [f"wandb: offline ({why})"]
-    assert (tmp_path / "shown").read_text() == "{'global_step': 1, 'train/loss': 1.0} finished"
+    assert (tmp_path / "shown").read_text() == "0: {'global_step': 1, 'train/loss': 1.0} finished"
 
 
 def test_a_message_that_json_cannot_hold_is_reported_and_left_out(tmp_path, monkeypatch):
