@@ -63,8 +63,8 @@ ENDED = "ended"
 POLL_S = 0.25
 """A rank that waits through the store looks there at least this often, up to 1,024 ranks."""
 LOOKS_PER_S = 4096
-"""Of all ranks together while they wait: one thread answers them, some 20,000 requests a second, of
-which a look is two."""
+"""Of all ranks together while they wait: one thread answers them, in 31 microseconds a request
+(docs/clusters.md), and a look is two: a quarter of its time."""
 FIRST_SHARE = 1 / 16
 """Of the longest time between two looks: the shortest, where that is a millisecond or more."""
 
