@@ -77,14 +77,14 @@ while true; do
     "a longer --time gives it more than a few steps"
   "${torchrun[@]}" launch/train.py "$@" </dev/null &
   step=$!
-  asked=$SECONDS
+  waited_s=0
   status=0
   while kill -0 "$step" 2>/dev/null; do
     if [[ $warned == no ]]; then
       wait "$step" || true  # a signal ends `wait` early, and only then runs its trap
     else
-      if (( SECONDS >= asked + 10 )); then  # a trainer that was just starting did not get it
-        asked=$SECONDS
+      waited_s=$(( waited_s + 1 ))
+      if (( waited_s % 10 == 0 )); then  # a trainer that was just starting did not get it
         ask_to_save
       fi
       sleep 1 || true  # SIGTERM ends it, too

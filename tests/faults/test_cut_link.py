@@ -9,8 +9,8 @@ import pytest
 from processes import final_state, last_step, train, write_config
 
 pytestmark = pytest.mark.full
-STEPS = 400
-SPARSE = ("log.every_steps=20", "eval.every_steps=400", "checkpoint.every_steps=50")
+STEPS = 200
+SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=50")
 ENDS_WITHIN_S = 150.0
 """Torchrun's own 30 s and ours, and the starts of a loaded machine."""
 
@@ -38,7 +38,7 @@ def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_pat
     """TCP sends again what was lost."""
     run_dir = tmp_path / "run"
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=120")
-    wait_for_step(run_dir, 60)
+    wait_for_step(run_dir, 40)
     two_hosts.cut()
     time.sleep(6)
     two_hosts.mend()
@@ -50,7 +50,7 @@ def test_after_a_longer_cut_both_sides_end_and_say_what_is_lost(two_hosts, tmp_p
     first, second = two_hosts.hosts
     run_dir = tmp_path / "run"
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
-    wait_for_step(run_dir, 60)
+    wait_for_step(run_dir, 40)
     two_hosts.cut()
     assert first.end(ENDS_WITHIN_S) == 1
     assert "error: rank 1 on second has not been heard of for 5 s; last at step" in first.printed()
@@ -66,7 +66,7 @@ def test_a_host_that_is_gone_ends_the_other(two_hosts, tmp_path, config, is_cut)
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
-    wait_for_step(run_dir, 60)
+    wait_for_step(run_dir, 40)
     if is_cut:
         two_hosts.cut()
     second.kill()
@@ -80,7 +80,7 @@ def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
-    wait_for_step(run_dir, 60)
+    wait_for_step(run_dir, 40)
     two_hosts.cut()
     first.kill()
     assert second.end(ENDS_WITHIN_S) == 137

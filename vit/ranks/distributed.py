@@ -26,6 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.ranks.launcher import end_with_launcher
+from vit.ranks.meeting import may_restart, part_of_attempt
 from vit.ranks.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device, find_devices, gpu_addresses
 from vit.system.numa import bind_near
@@ -102,6 +103,8 @@ def join_world(
             store, rank, _ = next(dist.rendezvous("env://", timeout=COLLECTIVE_TIMEOUT))
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise ValueError(_why_not_met(str(error))) from None
+        if may_restart():
+            store = part_of_attempt(store, rank, size, limit or COLLECTIVE_TIMEOUT)
     own_store = dist.PrefixStore("vit", store) if store is not None else None
     global _joined
     _joined = world = World(rank, size, torch.device("cpu"), own_store)

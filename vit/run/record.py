@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
+from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
 from vit.views.tensorboard import TensorboardView
 from vit.views.wandb_view import Rows, WandbProcess, wanted_mode
@@ -134,6 +135,8 @@ class Record:
         self._run_dir = run_dir
         self._config = config
         self._said_at = time.monotonic()
+        self._began_s = time.time()
+        self._began_at = steady_s()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
         self.lock = lock or RunLock(run_dir)
         self.lock.acquire()
@@ -172,7 +175,9 @@ class Record:
             return
         for key, value in values.items():
             values[key] = shown_values(_finite(value))
-        line = {"kind": kind, "step": step, "time": round(time.time(), 3), **values}
+        # As far apart as what has passed: a clock that is set meanwhile would make hours of it.
+        time_s = self._began_s + steady_s() - self._began_at
+        line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
         self._append(json.dumps(line) + "\n")
         self._step = step
         self._restarts = values.get("restarts", self._restarts)

@@ -20,6 +20,14 @@ def duration(seconds: float) -> str:
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
+def steady_s() -> float:
+    """Seconds of a clock that nobody sets: differences are what has passed, also of jumps of the
+    time of day, and on Linux of a machine's sleep."""
+    if hasattr(time, "CLOCK_BOOTTIME"):
+        return time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.monotonic()
+
+
 class Meter:
     """Shows on stderr how many of `total` things are done, the rate and the remaining time.
 

@@ -125,7 +125,8 @@ class BlockCache:
                 log.warning("%s: damaged; it is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
-            if time.time() - status.st_mtime > TOUCH_AFTER_S:
+            # Also of a time to come: a clock was ahead, and the block would count as just used.
+            if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
                 with suppress(OSError):  # a read-only cache
                     os.utime(fd)
             return data
@@ -218,7 +219,10 @@ class BlockCache:
                 status = path.stat()
                 if path.suffix == ".block":
                     blocks.append((status.st_mtime, status.st_size, path))
-                elif path.suffix == ".part" and time.time() - status.st_mtime > ABANDONED_AFTER_S:
+                elif (
+                    path.suffix == ".part"
+                    and abs(time.time() - status.st_mtime) > ABANDONED_AFTER_S
+                ):
                     remove_unless_locked(path)
         left = sum(size for _, size, _ in blocks)
         for _, size, path in sorted(blocks):

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from vit.system.files import ShardError
+from vit.system.meter import steady_s
 
 WARN_AFTER_S = 3.0
 """Shorter interruptions are not reported."""
@@ -76,7 +77,7 @@ class RetryPolicy:
         """
         global _retries
         place = _server_or_folder(where)
-        began_s = time.time()
+        began = time.time(), steady_s()
         failed_s = 0.0
         refusals = 0
         for number in itertools.count(1):
@@ -86,7 +87,7 @@ class RetryPolicy:
                 now_s = time.monotonic()
                 failed_s = failed_s or now_s
                 refusals = 0 if error.final is None else refusals + 1
-                outage = _outage_of(place, began_s, failed_s)
+                outage = _outage_of(place, began, failed_s)
                 left_s = self.limit_s - (now_s - min(failed_s, outage.failed_s))
                 if left_s <= 0 or refusals >= error.num_refusals:
                     if error.final is not None:
@@ -101,7 +102,7 @@ class RetryPolicy:
                     log.warning(
                         "%s: has not answered since %s (%s); trying %s",
                         where,
-                        time.strftime("%H:%M:%S", time.localtime(outage.began_s)),
+                        time.strftime("%H:%M:%S", time.localtime(outage.began[0])),
                         error,
                         f"for another {left_s:.0f} s"
                         if error.final is None
@@ -119,7 +120,7 @@ class RetryPolicy:
             else:
                 ended = _outages.pop(place, None)
                 if ended is not None and ended.is_reported:
-                    away_s = time.time() - ended.began_s
+                    away_s = steady_s() - ended.began[1]
                     log.warning("%s: answers again after %.0f s", where, away_s)
                 return result
         raise AssertionError("unreachable")
@@ -149,8 +150,8 @@ def _exhausted(where: str, error: RetryableError, number: int, elapsed_s: float)
 class _Outage:
     """An outage of one server or folder, as this process has seen it."""
 
-    began_s: float
-    """`time.time()` before the first attempt that failed."""
+    began: tuple[float, float]
+    """`time.time()` and `steady_s()` before the first attempt that failed."""
     failed_s: float
     """`time.monotonic()` of the first failure; the times below are monotonic, too."""
     awaited_until_s: float
@@ -165,12 +166,12 @@ an outage: one after another they would wait many times as long. Single dict ope
 lock."""
 
 
-def _outage_of(place: str, began_s: float, failed_s: float) -> _Outage:
+def _outage_of(place: str, began: tuple[float, float], failed_s: float) -> _Outage:
     """Return the outage that a failure belongs to; a forgotten one is replaced."""
     known = _outages.get(place)
     if known is not None and time.monotonic() > known.awaited_until_s + FORGOTTEN_AFTER_S:
         _outages.pop(place, None)
-    return _outages.setdefault(place, _Outage(began_s, failed_s, failed_s, failed_s + WARN_AFTER_S))
+    return _outages.setdefault(place, _Outage(began, failed_s, failed_s, failed_s + WARN_AFTER_S))
 
 
 def _server_or_folder(where: str) -> str:
