@@ -36,9 +36,9 @@ lint: $(INSTALLED)
 check: lint
 	$(AT_ONCE) -m "not slow and not full"
 
-# Kills and exits by the hundred: minutes to an hour. COUNT is the number of kills per case and of finished runs.
+# Kills, signals, stops and leaks in numbers, one line each: under an hour on two cores. COUNT is the number of kills; PARTS chooses.
 soak: $(INSTALLED)
-	$(BIN)/python tests/soak.py $(if $(COUNT),--count $(COUNT))
+	$(BIN)/python tests/faults/soak.py $(if $(COUNT),--count $(COUNT)) $(if $(PARTS),--parts $(PARTS))
 
 # Every promise on this machine's GPUs, with its number: ten minutes at most. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)

@@ -7,7 +7,7 @@ import random
 import re
 
 import pytest
-from faults import STEPS, settings, trained_through
+from faults.outage import STEPS, settings, trained_through
 from processes import Background, final_state, train
 from remote_shards import files_of
 from servers import WebServer

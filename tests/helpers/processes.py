@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -270,8 +270,18 @@ class Background:
         """Process ids of the ranks, the first rank's first: torchrun gives each a session of its
         own, so only the family tree tells, or, of warm ones, the mark."""
         found = bearing(self._family.mark) if self._warm else children(self.process.pid)
-        lines = {pid: _command_line(pid) for pid in sorted(found) if pid != self.process.pid}
-        return [pid for pid, line in lines.items() if "launch/train.py" in line]
+        lines = {pid: _command_line(pid) for pid in found if pid != self.process.pid}
+        ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
+        return sorted(ranks, key=_rank_of)  # numbers of processes begin anew at some time
+
+    def workers(self) -> list[int]:
+        """Process ids of what does the work of `trainers`: the same, or the forks of warm ones,
+        which SIGSTOP stops. Those that have not begun are left out."""
+        found = []
+        for pid in self.trainers():
+            with suppress(OSError, ValueError):  # it is not forked yet
+                found.append(warm_python.fork_of(pid) if self._warm else pid)
+        return found
 
     def kill_all(self) -> None:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel
@@ -304,6 +314,13 @@ def _command_line(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
     except OSError:
         return ""
+
+
+def _rank_of(pid: int) -> int:
+    try:
+        return int(environment_of(pid, "RANK") or 0)
+    except OSError:
+        return 0
 
 
 def environment_of(pid: int, name: str) -> str:

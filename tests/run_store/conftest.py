@@ -2,122 +2,17 @@
 
 from __future__ import annotations
 
-import http.client
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 
 import pytest
-from servers import S3Server, forget_clients
+from faults.way import Way
+from servers import S3Server
 
 
 @pytest.fixture(scope="module")
 def s3() -> Iterator[S3Server]:
     with S3Server() as server:
         yield server
-
-
-class Way:
-    """A way to an S3 server with faults; the environment names it as the server.
-
-    `fault`: called with method and path of each request, in the order in which they come; it
-    returns None for a good one, a status with S3's code ("503 SlowDown") to answer, "cut" for a
-    connection that ends in the middle of the body, or "hold" to wait until `held` is let go.
-    `requests`: of all that came.
-    """
-
-    def __init__(self, port: int):
-        self.server_port = port
-        self.fault: Callable[[str, str], str | None] = lambda method, path: None
-        self.requests: list[tuple[str, str]] = []
-        self.is_holding = threading.Event()
-        self.let_go = threading.Event()
-        handler = type("Handler", (_Passes,), {"way": self})
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> Way:
-        self._environment = pytest.MonkeyPatch()
-        self._environment.setenv("AWS_ENDPOINT_URL", self.url)
-        forget_clients()
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.let_go.set()
-        self._server.shutdown()
-        self._server.server_close()
-        self._environment.undo()
-        forget_clients()
-
-    def is_good(self) -> None:
-        """From here on there are no faults."""
-        self.fault = lambda method, path: None
-
-
-class _Passes(BaseHTTPRequestHandler):
-    way: Way
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _pass_on(self) -> None:
-        way = self.way
-        way.requests.append((self.command, self.path))
-        fault = way.fault(self.command, self.path)
-        if fault == "cut":
-            self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
-            self.close_connection = True
-            self.connection.close()
-            return
-        body = self._body()
-        if fault == "hold":
-            way.is_holding.set()
-            way.let_go.wait()
-        elif fault:
-            status, _, code = fault.partition(" ")
-            text = f"<Error><Code>{code}</Code><Message>{code} it is</Message></Error>".encode()
-            self._answer(int(status), [("Content-Type", "application/xml")], text)
-            return
-        server = http.client.HTTPConnection("127.0.0.1", way.server_port, timeout=60)
-        headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
-        server.request(self.command, self.path, body, headers)
-        answer = server.getresponse()
-        content = answer.read()
-        self._answer(answer.status, answer.getheaders(), content)
-        server.close()
-
-    def _body(self) -> bytes:
-        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
-            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        body = b""
-        while size := int(self.rfile.readline().split(b";")[0], 16):
-            body += self.rfile.read(size)
-            self.rfile.readline()
-        self.rfile.readline()
-        return body
-
-    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
-        with suppress(ConnectionError):  # the client was killed
-            self.send_response_only(status)
-            for name, value in headers:
-                if name.lower() not in (*_HOP, "content-length") or self.command == "HEAD":
-                    self.send_header(name, value)
-            if self.command != "HEAD":
-                self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(content)
-
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = _pass_on
-
-
-_HOP = ("connection", "keep-alive", "transfer-encoding", "expect")
 
 
 @pytest.fixture

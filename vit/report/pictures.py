@@ -36,6 +36,7 @@ from vit.report.norms import plot_norms
 from vit.report.samples import pick_images
 from vit.report.source import ReportSource, as_sentence
 from vit.run.folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
+from vit.system.files import remove_leftovers
 
 NUM_AUGMENTED = 24
 """Images in `augmented.png`."""
@@ -100,6 +101,7 @@ def draw_pictures(
             " runs/demo"
         )
     source = ReportSource(run_dir, device)
+    remove_leftovers(run_dir / REPORT_FOLDER)
     pictures = Pictures()
     # A new model draws random weights before it gets the run's.
     with torch.random.fork_rng(devices=[]):

@@ -43,7 +43,7 @@ from vit.run.folder import (
     RunLock,
     complete_checkpoints,
     mark_stopped,
-    weights_file,
+    remove_unfinished,
 )
 from vit.run.state import RunState
 from vit.step import TrainStep
@@ -92,9 +92,7 @@ def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
     folder = checkpoint_folder(run_dir, step)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for abandoned in folder.parent.glob(".tmp_*"):
-            shutil.rmtree(abandoned)
-        remove_leftovers(weights_file(run_dir, "last").parent)
+        remove_unfinished(run_dir)
         free_bytes = shutil.disk_usage(folder.parent).free
     except OSError as error:
         raise _unwritable(folder, error) from None

@@ -28,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from vit.system.files import replacing, temporary_beside
+from vit.system.files import remove_leftovers, replacing, temporary_beside
 from vit.system.host import file_system
 
 CONFIG_FILE = "config.yaml"
@@ -99,6 +99,15 @@ def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
     text = json.dumps({"step": step, "signal": signal_name})
     with replacing(run_dir / STOPPED_FILE) as file:
         file.write(f"{text}\n".encode())
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what killed processes left unfinished in a run folder; for the one that may write
+    there. Raises OSError."""
+    for checkpoint in (run_dir / CHECKPOINTS).glob(".tmp_*"):
+        shutil.rmtree(checkpoint)
+    for name in (".", "weights", SAMPLES_FOLDER, REPORT_FOLDER):
+        remove_leftovers(run_dir / name)
 
 
 class RunLock:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.run.folder import SAMPLES_FOLDER
-from vit.system.files import remove_leftovers, replacing
+from vit.system.files import replacing
 
 PIECE = 2**22
 """Rows that ranks add up at a time: 16 MiB on each device."""
@@ -124,7 +124,6 @@ class SampleLosses:
             shape = (self._plan.steps_per_epoch, 2, self._plan.global_batch_size)
             if not path.exists() or _shape_of(path) != shape:
                 path.parent.mkdir(exist_ok=True)
-                remove_leftovers(path.parent)
                 with replacing(path) as file:
                     # Full length from the start: what follows only changes it in place.
                     np.save(file, np.full(shape, np.nan, np.float16))

@@ -6,12 +6,13 @@ Every rank calls `open_place` and `put_start`; the main rank alone talks to a st
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from vit.config.schema import Config
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted
-from vit.run.folder import RunLock
+from vit.run.folder import RunLock, remove_unfinished
 from vit.run_store.place import is_url
 from vit.run_store.store import RunStore
 
@@ -39,6 +40,9 @@ def lock_place(lock: RunLock, folder: Path, store: RunStore | None) -> None:
         store.open(lock)
     elif folder.is_dir():
         lock.acquire()
+    if lock.is_held:
+        with suppress(OSError):  # whoever writes there next says why it cannot
+            remove_unfinished(folder)
 
 
 def put_start(store: RunStore | None, world: World) -> None:

@@ -1,0 +1,273 @@
+"""Break a run in a named phase, without a part of it that is made for that: what the record, the
+run's folder, a server and /proc show says which phase it is in.
+
+    phase        it is there while
+    start        the ranks live and the record has no `ready` line of this attempt
+    step         the newest line is that of a step after which nothing is due
+    save         an unfinished file or folder of rank 0's thread is in the run's folder
+    upload       the server holds one of the run's objects back
+    evaluation   the record has the step after which it is due, and not its result
+    data wait    the server holds the data back, and the record stands still
+    report       the record has the end of the run, and the page is not there
+
+A moment in it is drawn, and then nothing is left to chance: all ranks are stopped (SIGSTOP), and
+only if the phase is still there the fault comes, to ranks that cannot leave it. Otherwise they go
+on to the next time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from faults.way import Way
+from processes import Background
+from servers import S3Server, WebServer
+
+from vit.run.folder import METRICS_FILE, REPORT_FOLDER
+
+Phase = Literal["start", "step", "save", "upload", "evaluation", "data wait", "report"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+SAVE_EVERY_STEPS = 3
+EVALUATE_EVERY_STEPS = 6
+"""As `processes.write_config` has them."""
+STILL_S = 0.3
+"""For so long a record has no new line before a run counts as waiting; a step takes a tenth."""
+LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
+"""Of the drawn delay before the fault, for phases that last as long, warm; it is halved after each
+time that came too late."""
+FOUND_WITHIN_S = 240.0
+
+
+class Missed(Exception):
+    """The run has ended before the phase was there at the moment that was drawn."""
+
+
+@dataclass
+class Served:
+    """Where a run's data come from and where it goes to, and what holds either back.
+
+    settings: of the run's command. `hold`: called once at the start of the attempt that is to be
+    broken. `is_held`: whether the server holds a request now. `let_go`: all goes on.
+    """
+
+    settings: tuple[str, ...] = ()
+    hold: Callable[[], None] = lambda: None
+    is_held: Callable[[], bool] = lambda: False
+    let_go: Callable[[], None] = lambda: None
+
+
+@contextmanager
+def served(
+    phase: Phase, folder: Path, shards: Path, rng: random.Random, s3: S3Server | None = None
+) -> Iterator[Served]:
+    """What a phase needs besides a folder; `upload` needs a server. The run's own folder is
+    `folder / "run"` in any case."""
+    if phase == "upload":
+        assert s3 is not None, "an upload needs a server"
+        with _uploaded(s3, folder, rng) as found:
+            yield found
+    elif phase == "data wait":
+        files = {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir()}
+        with WebServer(files) as web:
+            yield _fetched(web, folder, shards)
+    elif phase == "report":
+        yield Served(("log.report=true",))
+    elif phase == "evaluation":
+        yield Served(("eval.batch_size=1",))  # so that it lasts
+    else:
+        yield Served()
+
+
+@contextmanager
+def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served]:
+    """A run at a URL, of whose objects the server holds one that is drawn."""
+    with Way(s3.port) as way:
+        url = f"{s3.new_bucket()}/runs/x"
+        left = [rng.randrange(1, 40)]  # of some 50 with saves in a run of 24 steps
+        is_saving = False
+
+        def fault(method: str, path: str) -> str | None:
+            nonlocal is_saving
+            is_saving |= "/samples/" in path  # a save's first; config and record come at the start
+            if method != "PUT" or not is_saving or "lease.json" in path:
+                return None
+            left[0] -= 1
+            return "hold" if left[0] == 0 else None
+
+        def hold() -> None:
+            way.fault = fault
+
+        def let_go() -> None:
+            way.is_good()
+            way.let_go.set()
+
+        local = f"run.local_dir={folder / 'run'}"
+        yield Served(
+            (f"run.dir={url}", local, "run.lease_s=2"),
+            hold,
+            lambda: way.is_holding.is_set() and not way.let_go.is_set(),
+            let_go,
+        )
+
+
+def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
+    """Data behind a server that answers no more from a step on; the cache holds half of them, so
+    that blocks are fetched all the time."""
+    room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
+    asked_before = [0]
+
+    def hold() -> None:
+        asked_before[0] = len(web.requests)
+        web.hang_after = 0
+
+    def let_go() -> None:
+        web.hang_after = None
+
+    return Served(
+        (
+            f"data.root={web.url}/set",
+            f"data.cache_dir={folder / 'cache'}",
+            f"data.cache_gib={room_gib}",
+            "data.patience_s=120",
+        ),
+        hold,
+        lambda: web.hang_after is not None and len(web.requests) > asked_before[0],
+        let_go,
+    )
+
+
+# ---- what a run is doing -------------------------------------------------------------------------
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The record's complete lines, of all attempts."""
+    path = run_dir / METRICS_FILE
+    rows = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return [json.loads(row) for row in rows]
+
+
+def unfinished(run_dir: Path) -> list[Path]:
+    """What a save, or a page, writes now, or a kill has left."""
+    found = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
+    return [*found, *run_dir.glob("*/.*.tmp")]
+
+
+@dataclass
+class Watched:
+    """An attempt of a run, from outside. num_starts: `start` lines before it."""
+
+    run: Background
+    run_dir: Path
+    served: Served
+    steps: int
+    num_starts: int = 0
+    _seen: tuple[int, float] = field(default=(0, 0.0))
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Of this attempt; none before its `start` line."""
+        lines = lines_of(self.run_dir)
+        starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
+        return lines[starts[-1] :] if len(starts) > self.num_starts else []
+
+    def is_in(self, phase: Phase) -> bool:
+        """Whether it is there now."""
+        if phase == "save" and not unfinished(self.run_dir):
+            return False
+        if phase == "upload":
+            return self.served.is_held()
+        lines = self.lines()
+        kinds = [line["kind"] for line in lines]
+        if phase == "start":
+            return "ready" not in kinds
+        if phase == "save":
+            return "ready" in kinds and "end" not in kinds
+        if phase == "report":
+            page = self.run_dir / REPORT_FOLDER / "index.html"
+            return "end" in kinds and not page.exists()
+        if phase == "data wait":
+            return self.served.is_held() and self._stands_still(len(lines))
+        steps = [line["step"] for line in lines if line["kind"] == "train"]
+        if not steps:
+            return False
+        results = {line["step"] for line in lines if line["kind"] == "eval"}
+        is_due = steps[-1] % EVALUATE_EVERY_STEPS == 0 or steps[-1] == self.steps
+        if phase == "evaluation":
+            return is_due and steps[-1] not in results
+        return steps[-1] % SAVE_EVERY_STEPS != 0 and not is_due and not unfinished(self.run_dir)
+
+    def _stands_still(self, num_lines: int) -> bool:
+        """Whether the record has had no new line for `STILL_S`."""
+        now = time.monotonic()
+        if num_lines != self._seen[0]:
+            self._seen = num_lines, now
+        return now - self._seen[1] > STILL_S and self._seen[1] > 0
+
+    @contextmanager
+    def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
+        """All ranks are stopped while the phase is there, to the end of the block; yields their
+        process ids. scale: of the drawn delay. Raises Missed."""
+        deadline = time.monotonic() + FOUND_WITHIN_S
+        self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
+        self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
+        pids = self.run.workers()  # now: to look for them takes longer than a save
+        while True:
+            self._wait_until(lambda: self.is_in(phase), phase, deadline)
+            time.sleep(rng.uniform(0, LONGEST_S.get(phase, 0.0) * scale))
+            if phase == "start":
+                pids = self.run.workers()  # some have begun meanwhile
+            with stopped(pids):
+                if pids and self.run.process.poll() is None and self.is_in(phase):
+                    yield pids
+                    return
+
+    def _is_ready(self) -> bool:
+        return any(line["kind"] == "ready" for line in self.lines())
+
+    def _wait_until(self, is_there: Callable[[], bool], phase: Phase, deadline: float) -> None:
+        while not is_there():
+            if self.run.process.poll() is not None or time.monotonic() > deadline:
+                raise Missed(f"{phase}: not seen\n{self.run.end()}")
+            time.sleep(0.001 if phase == "save" else 0.004)  # a look costs what the ranks need
+
+
+@contextmanager
+def stopped(pids: Iterable[int]) -> Iterator[None]:
+    """Processes stand still, with all of their threads, to the end of the block."""
+    pids = list(pids)
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    try:
+        for pid in pids:
+            _wait_until_stopped(pid)
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def _wait_until_stopped(pid: int) -> None:
+    """A thread in a system call that cannot be interrupted, as fsync, completes it first."""
+    deadline = time.monotonic() + FOUND_WITHIN_S
+    while any(state not in "TtZX" for state in states_of_threads(pid).values()):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        time.sleep(0.0005)
+
+
+def states_of_threads(pid: int) -> dict[int, str]:
+    """Thread id -> R, S, D, T ..., of a process that lives."""
+    found = {}
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with suppress(OSError):  # the thread, or the process, has ended meanwhile
+            found[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()[0]
+    return found

@@ -1,0 +1,59 @@
+"""Runs that go on, after kills, on another number of ranks each time, and two runs at once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+from faults.kills import Whole
+from faults.phases import lines_of, stopped
+from processes import TINY, Background, run, train
+
+EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
+
+
+def on_each_number(
+    whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
+) -> list[str]:
+    """Train in `folder` on so many ranks one after another; all but the last are killed, as far as
+    the way to the end is divided evenly, one rank or all of them. Returns what is wrong.
+
+    `whole` runs exactly over ranks, or only its batches are compared.
+    """
+    run_dir = folder / "run"
+    for number, ranks in enumerate(numbers[:-1], 1):
+        background = Background(whole.config, run_dir, *whole.settings, ranks=ranks)
+        background.wait_for_step(whole.steps * number // len(numbers) - rng.randrange(3))
+        if rng.random() < 0.5:
+            background.kill_all()
+        else:
+            os.kill(rng.choice(background.workers()), signal.SIGKILL)
+            background.end()
+    train(whole.config, run_dir, *whole.settings, ranks=numbers[-1])
+    sizes = [line["world_size"] for line in lines_of(run_dir) if line["kind"] == "start"]
+    faults = [] if sizes == [*numbers] else [f"ranks of the starts: {sizes}"]
+    expected = whole.state(1) if EXACT[0] in whole.settings else None
+    return faults + whole.faults_of(run_dir, expected)
+
+
+def two_at_once(whole: Whole, folder: Path) -> list[str]:
+    """Train twice at the same time on this node, and once more into a folder that is in use.
+    Returns what is wrong."""
+    folders = [folder / "one", folder / "two"]
+    jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
+    jobs[0].wait_for_step(1)
+    words = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
+    with stopped(jobs[0].workers()):  # it lasts longer than a third waits for its end
+        third = run("launch/train.py", *words, ranks=2)
+    faults = []
+    if third.returncode == 0 or "in use by a live run" not in third.stderr:
+        faults.append(f"a third into the first's folder: {third.returncode}, {third.stderr}")
+    for job, run_dir in zip(jobs, folders, strict=True):
+        said = job.end()
+        if job.process.returncode != 0:
+            faults.append(f"status {job.process.returncode}: {said}")
+        faults += whole.faults_of(run_dir, whole.state(2))
+    return faults

@@ -1,0 +1,271 @@
+"""What a run must survive, in numbers: each part prints one line, and the exit status is 1 if one
+of them failed. Under an hour on two cores.
+
+    python tests/faults/soak.py [--count 100] [--parts kills signals ...] [--seed 0]
+
+    kills      `count` times SIGKILL of a random rank, or of all, in a random phase
+    signals    SIGTERM and SIGUSR1 in each phase, count / 50 times
+    stops      SIGSTOP of a rank, of a loader worker and of the thread that writes, for 60 s each
+    ranks      a run on 4, 2, 3 and 1 ranks, with kills: plain (its batches) and exact (its bits)
+    jobs       two runs at once on this node, and a third into the folder of the first
+    steps      memory, descriptors and threads of two ranks over 10 * `count` saves
+    starts     the same of one process over `count` starts
+    outage     the server of the data is away for `--away-minutes` (http, S3)
+    exits      count / 5 finished runs on two ranks, each with status 0
+    secrets    tests/project/test_secrets.py
+
+What is killed and compared forks interpreters that have imported torch, to save time; `steps`,
+`starts` and `exits`, for which it matters, have interpreters of their own. A part that fails tells
+the cases, and the folder with their runs stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+import families
+import warm_python
+from faults import flat, outage, ranks, stops
+from faults.kills import Whole, broken_and_continued
+from faults.phases import PHASES, Phase
+from processes import REPOSITORY, make_shards, train, write_config
+from servers import S3Server
+
+from vit.system.meter import Meter, duration
+
+STOPPED_FOR_S = 60.0
+
+
+class Failed(Exception):
+    """Of a part: what it has found, one thing a line."""
+
+
+@dataclass(frozen=True)
+class Soak:
+    """A folder for all runs, their shards, and what the command line asks for."""
+
+    folder: Path
+    shards: Path
+    whole: Whole
+    count: int
+    away_minutes: float
+    seed: int
+
+    def new_folder(self, name: str) -> Path:
+        """Of a case."""
+        path = self.folder / name.replace(" ", "_")
+        path.mkdir()
+        return path
+
+    # ---- the parts: each returns its line, or raises Failed --------------------------------------
+
+    def kills(self) -> str:
+        """SIGKILL in random phases."""
+        rng = random.Random(self.seed)
+        # all phases before any comes twice as often as another
+        drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
+        cases = [(phase, signal.SIGKILL) for phase in drawn[: self.count]]
+        rng.shuffle(cases)
+        phases = Counter(phase for phase, _ in cases)
+        said = ", ".join(f"{phase} {phases[phase]}" for phase in PHASES)
+        tally = self._broken("kills", cases, rng)
+        return f"SIGKILL of a random rank or all in a random phase ({said}): {tally}"
+
+    def signals(self) -> str:
+        """SIGTERM and SIGUSR1 in each phase."""
+        numbers = (signal.SIGTERM, signal.SIGUSR1)
+        times = max(self.count // 50, 1)
+        cases = [(phase, number) for phase in PHASES for number in numbers] * times
+        tally = self._broken("signals", cases, random.Random(self.seed))
+        return f"SIGTERM and SIGUSR1 in each of {len(PHASES)} phases, {times} times: {tally}"
+
+    def _broken(
+        self, name: str, cases: Sequence[tuple[Phase, signal.Signals]], rng: random.Random
+    ) -> str:
+        faults = []
+        with S3Server() as s3, Meter(name, len(cases), "cases") as meter:
+            for number, (phase, which) in enumerate(cases):
+                folder = self.new_folder(f"{name}{number}_{phase}")
+                broken = broken_and_continued(self.whole, folder, phase, which, rng, s3)
+                if broken.faults:
+                    faults.append(f"{folder}: {which.name} {broken}")
+                else:
+                    shutil.rmtree(folder)
+                meter.update(number + 1)
+        return _tally(len(cases), faults, "weights and optimizer bit-equal, sample checksums exact")
+
+    def stops(self) -> str:
+        """SIGSTOP, all three at once: they wait for most of the time."""
+        self.whole.state(2)  # made once, before threads ask for it
+        with ThreadPoolExecutor(len(stops.TARGETS)) as pool:
+            futures = {
+                target: pool.submit(
+                    stops.stopped_and_continued,
+                    self.whole,
+                    self.new_folder(f"stopped_{target}"),
+                    target,
+                    STOPPED_FOR_S,
+                    random.Random(self.seed + number),
+                )
+                for number, target in enumerate(stops.TARGETS)
+            }
+        faults = [
+            f"{target}: {fault}" for target, done in futures.items() for fault in done.result()
+        ]
+        tally = _tally(len(futures), faults, "went on to the same bits")
+        return f"SIGSTOP for {STOPPED_FOR_S:.0f} s of {', '.join(stops.TARGETS)}: {tally}"
+
+    def ranks(self) -> str:
+        """4 -> 2 -> 3 -> 1."""
+        faults = []
+        for name, settings in (("plain", ()), ("exact", ranks.EXACT)):
+            whole = Whole(self.folder, self.shards, *settings, steps=48, batch=24)
+            rng = random.Random(self.seed)
+            found = ranks.on_each_number(whole, self.new_folder(f"ranks_{name}"), (4, 2, 3, 1), rng)
+            faults += [f"{name}: {fault}" for fault in found]
+        tally = _tally(2, faults, "each batch the planned one; exact: the bits of one rank")
+        return f"4 -> 2 -> 3 -> 1 ranks, killed in between, plain and exact: {tally}"
+
+    def jobs(self) -> str:
+        """Two runs at once."""
+        times = max(self.count // 20, 1)
+        faults = [
+            fault
+            for number in range(times)
+            for fault in ranks.two_at_once(self.whole, self.new_folder(f"jobs{number}"))
+        ]
+        tally = _tally(times, faults, "each as alone, a third in the same folder refused")
+        return f"two jobs at once on one node: {tally}"
+
+    def steps(self) -> str:
+        """Memory over many saves of one run."""
+        saves = 10 * self.count
+        whole = Whole(self.folder, self.shards, steps=3 * saves)
+        sentences, faults = flat.over_steps(whole, self.new_folder("steps"))
+        tally = _tally(1, faults, "; ".join(sentences))
+        return f"{saves} saves, {saves // 2} evaluations, {3 * saves} steps in one go: {tally}"
+
+    def starts(self) -> str:
+        """Memory over many starts in one process."""
+        sentence, faults = flat.over_starts(self.whole, self.new_folder("starts"), self.count)
+        return f"{self.count} starts in one process: {_tally(1, faults, sentence)}"
+
+    def outage(self) -> str:
+        """The server of the data is away."""
+        away_s = 60 * self.away_minutes
+        faults = []
+        for kind in ("http", "s3"):
+            folder = self.new_folder(f"outage_{kind}")
+            said, equal = outage.trained_through(kind, folder, self.shards, away_s, 120 + away_s)
+            faults += [] if equal else [f"{kind}: different from the undisturbed run\n{said}"]
+        tally = _tally(2, faults, "waited, bit-equal")
+        return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
+
+    def exits(self) -> str:
+        """Whole runs: the end of an interpreter with threads of gloo is a race of its own."""
+        times = max(self.count // 5, 1)
+        config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
+        faults = []
+        with Meter("exits", times, "runs") as meter:
+            for number in range(times):
+                try:
+                    train(config, self.new_folder(f"exit{number}") / "run", ranks=2, cold=True)
+                except (AssertionError, subprocess.TimeoutExpired) as error:
+                    faults.append(str(error))
+                meter.update(number + 1)
+        return f"runs on two ranks that are left to finish: {_tally(times, faults, 'status 0')}"
+
+    def secrets(self) -> str:
+        """Planted, and looked for in all that is left and printed."""
+        line = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/project/test_secrets.py"]
+        done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
+        faults = [] if done.returncode == 0 else [done.stdout + done.stderr]
+        told = (done.stdout.strip().splitlines() or [""])[-1]
+        return f"eight kinds of planted secrets: {_tally(1, faults, f'nowhere ({told})')}"
+
+
+def _tally(num_cases: int, faults: Sequence[str], words: str) -> str:
+    """What a line ends with. Raises Failed if there are faults."""
+    if faults:
+        raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
+    return f"{num_cases}/{num_cases} {words}" if num_cases > 1 else words
+
+
+PARTS: dict[str, Callable[[Soak], str]] = {
+    name: getattr(Soak, name)
+    for name in (
+        *("kills", "signals", "stops", "ranks", "jobs", "steps", "starts", "outage", "exits"),
+        "secrets",
+    )
+}
+
+
+def read_command_line() -> argparse.Namespace:
+    """The flags above."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=100, help="of kills (default: %(default)s)")
+    parser.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=[*PARTS], help="(default: all)"
+    )
+    parser.add_argument("--away-minutes", type=float, default=1.0, help="(default: %(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of phases, moments and victims (default: %(default)s)"
+    )
+    parser.add_argument("--folder", type=Path, help="for the runs (default: a temporary one)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The command line above."""
+    args = read_command_line()
+    if args.folder is None:  # outside of the session's own, which goes with it
+        args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    families.begin_session()
+    began_s = time.monotonic()
+    failed = []
+    try:
+        with redirect_stdout(sys.stderr):
+            shards = make_shards(args.folder)
+        whole = Whole(args.folder, shards)
+        soak = Soak(args.folder, shards, whole, args.count, args.away_minutes, args.seed)
+        for name in args.parts:
+            part_began_s = time.monotonic()
+            try:
+                line = PARTS[name](soak)
+            except Exception as error:  # the other parts are still to come
+                failed.append(name)
+                line = f"{name}: FAILED: {error}"
+            print(f"{line} [{duration(time.monotonic() - part_began_s)}]", flush=True)
+    finally:
+        warm_python.stop()
+        left = families.end_session()
+    for line in left:
+        print(f"left over: {line}")
+    verdict = f"FAILED: {', '.join(failed)}; see {args.folder}" if failed else "nothing failed"
+    print(f"{verdict} [{duration(time.monotonic() - began_s)}]")
+    if not failed:
+        shutil.rmtree(args.folder)
+    return int(bool(failed or left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""SIGSTOP for a while of a rank, a loader worker and the thread that writes, and SIGCONT: the run
+goes on to the same bits.
+
+A signal stops a process with all of its threads. The thread that writes is stopped alone, as by a
+disk that does not answer, by the means of debuggers (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT):
+training goes on to the next save, and waits there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from faults.kills import Whole
+from faults.phases import Served, Watched, lines_of, states_of_threads, stopped
+from processes import Background, children
+
+TARGETS = ("rank", "worker", "writer")
+_SEIZE = 0x4206
+_INTERRUPT = 0x4207
+_DETACH = 17
+"""Of <linux/ptrace.h>."""
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+_libc.ptrace.restype = ctypes.c_long
+
+
+def stopped_and_continued(
+    whole: Whole, folder: Path, target: str, for_s: float, rng: random.Random
+) -> list[str]:
+    """Train on two ranks in `folder`, stop `target` (of `TARGETS`) for so long, and compare.
+
+    Returns what is wrong. Meanwhile the run must come to stand, but not for a worker, for which
+    another one may work. Raises PermissionError where threads may not be traced.
+    """
+    run_dir = folder / "run"
+    run = Background(
+        whole.config,
+        run_dir,
+        f"data.num_workers={2 if target == 'worker' else 0}",
+        f"data.stall_timeout_s={2 * for_s + 60}",
+        f"run.hang_timeout_s={2 * for_s + 60}",
+    )
+    watched = Watched(run, run_dir, Served(), whole.steps)
+    if target == "writer":
+        with watched.stopped_in("save", rng) as pids:
+            thread = _newest_thread(pids[0])
+            _trace(_SEIZE, thread)
+            _trace(_INTERRUPT, thread)
+        faults = _waits(run_dir, for_s, lambda: states_of_threads(pids[0]).get(thread) == "t")
+        _trace(_DETACH, thread)
+    else:
+        run.wait_for_step(rng.randrange(1, whole.steps // 2))
+        pids = run.workers()
+        if target == "worker":
+            pids = [child for pid in pids for child in children(pid)]
+        victim = rng.choice(pids)
+        with stopped([victim]):
+            if target == "worker":
+                time.sleep(for_s)
+                faults = []
+            else:
+                faults = _waits(
+                    run_dir, for_s, lambda: {*states_of_threads(victim).values()} == {"T"}
+                )
+    said = run.end()
+    if run.process.returncode != 0:
+        return [*faults, f"status {run.process.returncode}: {said}"]
+    return faults + whole.faults_of(run_dir, whole.state(2))
+
+
+def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
+    """What is wrong in the next `for_s`: the record must come to stand, and not end."""
+    time.sleep(0.9 * for_s)
+    before = len(lines_of(run_dir))
+    time.sleep(0.1 * for_s)
+    faults = [] if is_stopped() else ["it was not stopped to the end"]
+    lines = lines_of(run_dir)
+    return faults if len(lines) == before else [*faults, f"went on to {lines[-1]}"]
+
+
+def _newest_thread(pid: int) -> int:
+    """Of rank 0 that writes: each save has a thread of its own, made after all others."""
+
+    def began_at(thread: int) -> int:
+        stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
+        return int(stat.rpartition(")")[2].split()[19])
+
+    return max(states_of_threads(pid), key=began_at)
+
+
+def _trace(request: int, thread: int) -> None:
+    if _libc.ptrace(request, thread, None, None) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"thread {thread}: {os.strerror(error)}")

@@ -1,0 +1,77 @@
+"""What a process holds does not grow with its steps and starts; and a leak would be seen."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+from faults.flat import Look, judged, look, over_starts, over_steps
+from faults.kills import Whole
+from faults.phases import unfinished
+from processes import TINY, run_here, write_config
+
+
+@pytest.mark.parametrize(
+    ("leak", "named"),
+    [
+        ({}, []),
+        ({"MiB": 0.05}, ["MiB"]),
+        ({"descriptors": 0.1}, ["descriptors"]),
+        ({"threads": 0.1}, ["threads"]),
+    ],
+)
+def test_a_leak_is_seen_through_the_noise(leak, named):
+    """One descriptor of ten saves; 50 KiB a save, an eighth of the state."""
+    rng = np.random.default_rng(0)
+    looks = [
+        Look(
+            at,
+            200 + 5 * (at < 20) + rng.uniform(-1, 1) + leak.get("MiB", 0) * at,
+            int(30 + rng.integers(3) + leak.get("descriptors", 0) * at),
+            int(9 + leak.get("threads", 0) * at),
+        )
+        for at in range(300)
+    ]
+    _, faults = judged(looks, 299)
+    assert [fault.split()[0] for fault in faults] == named
+
+
+@pytest.mark.slow
+def test_starts_leave_no_descriptor_and_no_thread_and_clear_away_what_kills_left(
+    tmp_path: Path, shards
+):
+    config = write_config(tmp_path, shards)
+    run_dir = tmp_path / "run"
+    looks = []
+    for number in range(1, 4):
+        steps = (f"train.steps={3 * number}", "--allow-change", "train.steps")
+        run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
+        looks.append(look("self", number))
+    assert looks[-1].descriptors <= looks[1].descriptors
+    assert looks[-1].threads <= looks[1].threads
+    (run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()
+    for name in (".config.yaml", "weights/.last.safetensors", "report/.index.html"):
+        (run_dir / name).parent.mkdir(exist_ok=True)
+        (run_dir / f"{name}.elsewhere.1.tmp").touch()
+        (run_dir / f"{name}.{socket.gethostname()}.1.tmp").touch()
+    assert len(unfinished(run_dir)) == 7
+    run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
+    assert sorted(path.name for path in unfinished(run_dir)) == [
+        *(".config.yaml.elsewhere.1.tmp", ".index.html.elsewhere.1.tmp"),
+        ".last.safetensors.elsewhere.1.tmp",
+    ], "of other hosts only what is old: it may be in work"
+
+
+@pytest.mark.full
+def test_over_many_saves_of_one_run(tmp_path, shards):
+    sentences, faults = over_steps(Whole(tmp_path, shards, steps=600), tmp_path / "steps")
+    assert not faults
+    assert len(sentences) == 2
+
+
+@pytest.mark.full
+def test_over_many_starts_in_one_process(tmp_path, shards):
+    _, faults = over_starts(Whole(tmp_path, shards), tmp_path / "starts", 30)
+    assert not faults

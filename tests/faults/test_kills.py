@@ -1,0 +1,45 @@
+"""A run that is broken in a named phase ends with the bits of the one that is not.
+`tests/faults/soak.py` does it by the hundred."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+from faults.kills import Whole, broken_and_continued
+from faults.phases import PHASES
+from servers import S3Server
+
+NUMBERS = (signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, shards) -> Whole:
+    return Whole(tmp_path_factory.mktemp("whole"), shards)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
+def test_broken_in_each_phase(whole, tmp_path, phase, number):
+    with S3Server() as s3:
+        broken = broken_and_continued(
+            whole, tmp_path, phase, number, random.Random(f"{phase} {number}"), s3, ranks=2
+        )
+    assert not broken.faults
+
+
+def test_what_differs_is_found(whole, tmp_path):
+    """Of a record whose checksum, steps and evaluations are not those of the plan."""
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"kind": "start", "step": 0}\n{"kind": "train", "step": 2}\n'
+        '{"kind": "epoch", "step": 5, "first_batch": 0, "last_batch": 4, "exact": true,'
+        ' "sample_checksum": "0123456789abcdef"}\n'
+    )
+    (tmp_path / ".config.yaml.host.0.tmp").touch()
+    steps, evaluations, checksum, left = whole.faults_of(tmp_path)
+    assert steps == "steps of the record: [2]"
+    assert evaluations == "evaluations of the record: []"
+    assert f"by brute force {whole.checksum(0, 4)}" in checksum
+    assert left.startswith("left over: ")
