@@ -298,7 +298,7 @@ def open_data(config: Config, world: World) -> RunData:
         facts["teacher_sha256"] = teacher.sha256
     if config.train.exact_over_ranks:
         facts["micro_batch_size"] = plan.micro_batch_size
-        facts["kernels"] = same_kernels(world)
+        facts["kernels"] = same_kernels(world) + (", compiled" if config.train.compile else "")
     found = (plan, train_set, batches, sets, comparison, image_format, num_classes, weights)
     return RunData(*found, checked, disk, facts, teacher)
 
@@ -345,6 +345,13 @@ def create_train_step(
         models += [] if teacher is None else [teacher.model]
         why_eager = compile_where_it_works(models, world)
     is_compiled = config.train.compile and not why_eager
+    with world.fail_together():
+        if why_eager and config.train.exact_over_ranks:
+            raise ValueError(
+                f"train.exact_over_ranks: torch.compile does not work here ({why_eager}), and other"
+                " kernels give other bits: install what it needs, or set train.compile=false from"
+                " the first step on"
+            )
     leaves = None
     if config.train.exact_over_ranks:
         leaves = Leaves(model, plan.num_leaves, plan.micro_batch_size, world, config.train.seed)

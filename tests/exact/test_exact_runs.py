@@ -10,7 +10,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import TINY, Background, final_state, make_shards, run, train, write_config
+from processes import (
+    TINY,
+    Background,
+    call,
+    command,
+    environment,
+    final_state,
+    make_shards,
+    run,
+    train,
+    write_config,
+)
 from ranks import together
 
 from vit.config.io import load_config
@@ -266,3 +277,21 @@ def test_a_resume_with_other_leaves_is_refused(config, alone):
     done = run(*words, "data.micro_batch_size=2")
     assert done.returncode == 2
     assert "data.micro_batch_size: 4 there, 2 here" in done.stderr
+    assert "train.exact_over_ranks=false --allow-change train.exact_over_ranks" in done.stderr
+
+
+@pytest.mark.full
+def test_what_is_compiled_cannot_go_on_eager_nor_begin_where_nothing_compiles(config, tmp_path):
+    """Both would go on with other bits, without a word."""
+    train(config, tmp_path / "run", *EXACT, "train.steps=3")
+    words = ["--config", config, *TINY, *EXACT, "train.compile=true"]
+    resumed = run("launch/train.py", *words, f"run.dir={tmp_path / 'run'}")
+    assert resumed.returncode == 2
+    assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
+    # A warm interpreter has looked for a compiler already.
+    env = {**environment(), "CXX": "/nonexistent"}
+    words += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
+    new = call(command("launch/train.py", *words, ranks=0), env)
+    assert new.returncode == 2
+    assert "exact_over_ranks: torch.compile does not work here (" in new.stderr
+    assert not (tmp_path / "new").exists()

@@ -14,6 +14,7 @@ from test_step import CONFIG, make_batch
 from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
+from vit.estimate.memory import LiveBytes
 from vit.exact.leaves import Leaves
 from vit.exact.tree_sum import Node, Stack, TreeSum, held_bytes, leaves_of, nodes_of, tree_sum
 from vit.model import create_model
@@ -159,29 +160,49 @@ def test_what_comes_from_other_ranks_counts():
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
+def peak_over_count(num_leaves: int, world: World) -> float:
+    """Bytes of all tensors that live at a time, the most of any rank, over those that are counted.
+
+    Each gradient is one number, repeated: there is nothing else of any size.
+    """
+    parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
+    with LiveBytes() as live:
+        adding = TreeSum(parameters, num_leaves, world, bucket_bytes=4 * 96 * 200)
+        for _ in range(2):
+            for _ in adding.leaves:
+                with adding.leaf():
+                    torch.stack([p.sum() for p in parameters]).sum().backward()
+            adding.finish()
+    most = world.max_(torch.tensor(float(live.peak)))
+    return float(most) / held_bytes(6 * 96 * 100, num_leaves, world.size)
+
+
 SCRIPT = f"""
 import sys
 # The repository first: tests/ has folders of the same names.
 sys.path += [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests")!r}]
 sys.path += [{str(REPOSITORY / "tests" / "helpers")!r}, {str(Path(__file__).parent)!r}]
-from test_tree_sum import CASES, gradients, hash_of
+from test_tree_sum import CASES, gradients, hash_of, peak_over_count
 from vit.ranks.distributed import join_world
 from vit.ranks.exit import leave_world
 world = join_world("cpu")
 found = [hash_of(gradients(*case, world)) for case in CASES]
 sys.stdout.write(f"{{world.rank}} {{' '.join(found)}}\\n")  # at once: lines of ranks may mix
+peaks = [f"{{peak_over_count(leaves, world):.2f}}" for leaves in (6, 8)]
+sys.stdout.write(f"{{world.rank}} peaks {{' '.join(peaks)}}\\n")
 leave_world(world)
 """
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_have_the_bits_of_one_process(tmp_path, ranks):
+def test_processes_have_the_bits_of_one_process_and_hold_what_is_counted(tmp_path, ranks):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(tmp_path / "script.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
     one = World(0, 1, torch.device("cpu"))
     expected = " ".join(hash_of(gradients(*case, one)) for case in CASES)
-    assert sorted(done.stdout.splitlines()) == [f"{rank} {expected}" for rank in range(ranks)]
+    printed = [f"{rank} {said}" for rank in range(ranks) for said in (expected, "peaks 1.00 1.00")]
+    assert sorted(done.stdout.splitlines()) == sorted(printed)
 
 
 # ---- one step against a plain loop ---------------------------------------------------------------

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -137,8 +137,9 @@ class _Bucket:
     waits_for: int
     """Parameters whose gradients are not yet complete."""
     num_parameters: int
-    sent: tuple[Any, Tensor, Tensor] | None = None
-    """The exchange under way, what it sends, and what it receives."""
+    sent: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
+    """The exchanges under way, one for each node of the rank that is left with most: what each
+    sends, and what it receives."""
 
 
 class TreeSum:
@@ -254,20 +255,20 @@ class TreeSum:
         if self.world.size == 1:
             return
         piece = bucket.num_padded // self.world.size
-        own = self._held[: len(self._stack.nodes)]
-        pieces = [vector[part].view(self.world.size, piece) for vector in own]
-        # Piece r of every node, next to each other, goes to rank r.
-        sent = pieces[0] if len(pieces) == 1 else torch.stack(pieces, dim=1)
-        sizes = [len(nodes) * piece for nodes in self._left]
-        received = torch.empty(sum(sizes), device=self._device)
-        work = dist.all_to_all_single(
-            received,
-            sent.reshape(-1),
-            output_split_sizes=sizes,
-            input_split_sizes=[len(own) * piece] * self.world.size,
-            async_op=True,
-        )
-        bucket.sent = (work, sent, received)
+        # One exchange for each node: several in one would have to be copied next to each other.
+        for turn in range(max(map(len, self._left))):
+            takes_part = [turn < len(nodes) for nodes in self._left]
+            own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
+            received = torch.empty(sum(takes_part) * piece, device=self._device)
+            # Piece r goes to rank r.
+            work = dist.all_to_all_single(
+                received,
+                own,
+                output_split_sizes=[piece * takes for takes in takes_part],
+                input_split_sizes=[len(own) // self.world.size] * self.world.size,
+                async_op=True,
+            )
+            bucket.sent.append((work, own, received))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -275,11 +276,12 @@ class TreeSum:
         total = self._held[0]
         gathers: list[tuple[Any, Tensor]] = []
         for bucket in self._buckets if self.world.size > 1 else ():
-            assert bucket.sent is not None, "each rank has its last leaf inside `leaf()`"
-            work, _, received = bucket.sent
-            work.wait()
-            bucket.sent = None
-            piece = self._finish_piece(received.view(-1, bucket.num_padded // self.world.size))
+            assert bucket.sent, "each rank has its last leaf inside `leaf()`"
+            for work, _, _ in bucket.sent:
+                work.wait()
+            length = bucket.num_padded // self.world.size
+            piece = self._finish_piece([received.split(length) for _, _, received in bucket.sent])
+            bucket.sent = []
             # Sent already, so free.
             out = total[bucket.first : bucket.first + bucket.num_padded]
             work = dist.all_gather_into_tensor(out, piece, async_op=True)
@@ -294,14 +296,18 @@ class TreeSum:
         self._next_leaf = 0
         self._next_bucket = 0
 
-    def _finish_piece(self, vectors: Tensor) -> Tensor:
-        """Add (nodes, n) the nodes that all ranks are left with, in their order; return (n,)."""
+    def _finish_piece(self, received: list[tuple[Tensor, ...]]) -> Tensor:
+        """Add the nodes that all ranks are left with, in their order; return (n,).
+
+        received: (n,) each; first the first node of each rank, then the second ones, and so on.
+        """
+        of_turn = [iter(vectors) for vectors in received]
         stack = Stack(self.num_leaves)
         sums: list[Tensor] = []
-        nodes = (node for nodes in self._left for node in nodes)
-        for vector, node in zip(vectors, nodes, strict=True):
-            sums.append(vector)
-            for _ in range(stack.push(node)):
-                right = sums.pop()
-                sums[-1] += right
+        for nodes in self._left:
+            for node, vectors in zip(nodes, of_turn, strict=False):
+                sums.append(next(vectors))
+                for _ in range(stack.push(node)):
+                    right = sums.pop()
+                    sums[-1] += right
         return sums[0]

@@ -133,6 +133,11 @@ def check_belongs(
     lines += _changed_facts(info["facts"], facts)
     if lines:
         hint = f", or accept a change with --allow-change {next(iter(changed))}" if changed else ""
+        if any(_changes_bits(key, info["facts"], facts) for key in _NOT_DATA):
+            hint += (
+                "; or go on without the same bits: train.exact_over_ranks=false --allow-change"
+                " train.exact_over_ranks"
+            )
         differences = "\n".join(lines)
         raise ValueError(
             f"{path} belongs to a run with other settings:\n{differences}\nUse another run.dir,"
@@ -157,6 +162,12 @@ def _changed_settings(
     }
 
 
+def _changes_bits(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
+    """Return whether a fact of `_NOT_DATA` is another one here, and not new: switched on by this
+    resume, which is a change of a setting."""
+    return key in there and key in here and there[key] != here[key]
+
+
 def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
     """Return a line for each fact about the data that is not as stored."""
     there = {"chosen": "all samples", **stored}
@@ -175,8 +186,7 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
         for key, value in here.items()
         if key != "teacher_sha256"
         and there.get(key) != value
-        # Switched on by this resume, which is a change of a setting.
-        and not (key in _NOT_DATA and key not in there)
+        and (key not in _NOT_DATA or _changes_bits(key, there, here))
     ]
     # If the classes of one have no names, there is nothing to compare.
     pairs = zip(old_names, new_names, strict=False)
