@@ -45,7 +45,7 @@ from vit.run.folder import RunLock
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
 from vit.run.record import Record
 from vit.run.reference import Comparison, create_comparison
-from vit.run.resume import find_checkpoint, restart_best, settings_sha256
+from vit.run.resume import find_checkpoint, renew_bits, restart_best, settings_sha256
 from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
 from vit.run.start_record import start_record
@@ -191,7 +191,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
         state = RunState(facts={**data.facts, "grid_size": grid_size(model)})
         if found is not None:
-            state = _load_checkpoint(*found, train_step, data.plan)
+            state = _load_checkpoint(*found, train_step, data)
             times.end("checkpoint")
 
         # 6. The record: main rank first, since it creates the folder.
@@ -381,19 +381,20 @@ def create_train_step(
 
 
 def _load_checkpoint(
-    folder: Path, info: dict[str, Any], train_step: TrainStep, plan: Plan
+    folder: Path, info: dict[str, Any], train_step: TrainStep, data: RunData
 ) -> RunState:
     """Load the checkpoint into `train_step`; ValueError if it is beyond the end of the run."""
     state = checkpoints.state_of(info)
     with train_step.world.fail_together():
-        if state.step > plan.total_steps:
+        if state.step > data.plan.total_steps:
             raise ValueError(
                 f"{folder.parents[1]} has come to step {state.step}, the run is to end at"
-                f" {plan.total_steps}: nothing is left to train"
+                f" {data.plan.total_steps}: nothing is left to train"
             )
     checkpoints.load_checkpoint(folder, train_step)
-    if not state.is_finished(plan):
+    if not state.is_finished(data.plan):
         restart_best(folder.parents[1], state, train_step.world)
+    renew_bits(state.facts, data.facts)
     state.restarts += 1
     return state
 

@@ -270,6 +270,13 @@ def test_it_can_be_switched_on_for_the_rest_of_a_run(config, tmp_path):
     changes = ("--allow-change", "train.exact_over_ranks", "--allow-change", "train.steps")
     train(config, run_dir, *more, *changes)
     assert [line["step"] for line in record(run_dir, "start")] == [0, 3]
+    words = ["launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, "train.steps=9"]
+    # From here on the leaves are known; and no more once it was switched off.
+    refused = run(*words, *more[1:2], "data.micro_batch_size=2", *changes[2:])
+    assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
+    train(config, run_dir, "train.steps=7", *changes)
+    train(config, run_dir, "train.steps=9", more[1], "data.micro_batch_size=2", *changes)
+    assert [line["step"] for line in record(run_dir, "start")] == [0, 3, 6, 7]
 
 
 def test_a_resume_with_other_leaves_is_refused(config, alone):

@@ -53,6 +53,14 @@ def find_checkpoint(
     return folder / CHECKPOINTS / name, info
 
 
+def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:
+    """Let the facts of a checkpoint say what decides the bits from here on, in place: a resume may
+    have switched `train.exact_over_ranks` on or off."""
+    for key in _NOT_DATA:
+        stored.pop(key, None)
+    stored |= {key: facts[key] for key in _NOT_DATA if key in facts}
+
+
 def restart_best(folder: Path, state: RunState, world: World) -> None:
     """Let the next evaluation count as the best if the best weights are not those of `state`.
 
