@@ -10,7 +10,7 @@ from processes import final_state, last_step, train, write_config
 
 pytestmark = pytest.mark.full
 STEPS = 200
-SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=50")
+SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
 """Torchrun's own 30 s and ours, and the starts of a loaded machine."""
 
@@ -58,6 +58,21 @@ def test_after_a_longer_cut_both_sides_end_and_say_what_is_lost(two_hosts, tmp_p
     told = "error: rank 1 on second has not reached the store of torchrun at first:"
     assert second.printed().count(told) == 1
     assert "last at step" in second.printed().partition(told)[2]
+
+
+def test_restarts_of_torchrun_go_on_when_the_cable_is_back(two_hosts, tmp_path, config, whole):
+    run_dir = tmp_path / "run"
+    first, second = two_hosts.hosts
+    restarts = ("--max-restarts=3", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=60")
+    two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", launcher=restarts)
+    wait_for_step(run_dir, 40)
+    two_hosts.cut()
+    first.wait_for("has not been heard of")
+    second.wait_for("has not reached the store")
+    two_hosts.mend()
+    assert [host.end(ENDS_WITHIN_S) for host in two_hosts.hosts] == [0, 0]
+    assert "resumed at step" in first.printed()
+    assert final_state(run_dir, STEPS) == whole
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
