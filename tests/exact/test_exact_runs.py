@@ -228,9 +228,18 @@ def test_batches_that_a_guard_passes_over_are_the_same_where_shares_are_unequal(
 
 def test_a_batch_norm_is_refused():
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
-    with pytest.raises(ValueError, match="exact_over_ranks: 1 is a batch norm"):
+    with pytest.raises(ValueError, match=r"exact_over_ranks: 1 \(BatchNorm1d\) keeps"):
         check_leaves(model)
+    with pytest.raises(ValueError, match=r"0 \(InstanceNorm1d\) keeps"):
+        check_leaves(torch.nn.Sequential(torch.nn.InstanceNorm1d(2, track_running_stats=True)))
     check_leaves(torch.nn.Sequential(torch.nn.BatchNorm1d(2, track_running_stats=False)))
+
+
+def test_a_library_that_is_kept_from_instructions_is_another_kind_of_host(monkeypatch):
+    alone = World(0, 1, torch.device("cpu"))
+    usual = same_kernels(alone)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert same_kernels(alone) == f"{usual}, ONEDNN_MAX_CPU_ISA=AVX2"
 
 
 @pytest.mark.parametrize("given", ["", "0", "many"])

@@ -104,6 +104,15 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
     assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, "nothing is known of how they vary"
 
 
+def test_a_run_that_goes_back_keeps_the_facts_of_now():
+    """The checkpoint may be of before `train.exact_over_ranks` was switched on."""
+    saved = RunState(step=10, facts={"seed": 1}, restarts=0)
+    now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
+    state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
+    assert (state.step, state.facts, state.restarts) == (10, now.facts, 2)
+    assert state.passed_over == [[20, 27]]
+
+
 def test_the_window_begins_anew_where_images_change_their_size(config, shards, tmp_path):
     """The loss jumps there: limits of smaller images would leave out each update behind it."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
 from vit.data.hashing import fold
 from vit.exact.by_sample import draw_by_sample
@@ -25,6 +25,8 @@ from vit.system.host import cpu_name
 
 _SEED_LEAF = 0x0D1
 _SEED_SAMPLE = 0x0D2
+_KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+"""Variables by which oneDNN and MKL are kept from instructions that the CPU has."""
 
 
 def same_kernels(world: World) -> str:
@@ -45,6 +47,8 @@ def same_kernels(world: World) -> str:
         threads = f"{torch.get_num_threads()} thread(s)"
         # The name, too: libraries of matrix products choose kernels by maker and size of caches.
         own = f"{version} on {cpu_name()} with {capability}, {threads}"
+        limits = [f"{name}={os.environ[name]}" for name in _KERNEL_LIMITS if name in os.environ]
+        own = ", ".join([own, *limits])
     expected = world.broadcast_from_main(lambda: own)
     with world.fail_together():
         if own != expected:
@@ -58,11 +62,11 @@ def same_kernels(world: World) -> str:
 def check_leaves(model: nn.Module) -> None:
     """Raise ValueError if a pass over a leaf changes what the next one does."""
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and module.track_running_stats:
+        if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
-                f"train.exact_over_ranks: {name} is a batch norm, whose statistics follow from the"
-                " order in which a rank sees images: take a model without batch norms, or set it"
-                " to false"
+                f"train.exact_over_ranks: {name} ({type(module).__name__}) keeps statistics, which"
+                " follow from the order in which a rank sees images: take a model without such"
+                " norms, or set it to false"
             )
 
 

@@ -61,7 +61,8 @@ class Rewind(Exception):
         """Return the state to go on with: that of the checkpoint, which passes over the batches
         around this step.
 
-        given_up: the state of now, whose counts of the whole run go on.
+        given_up: the state of now, whose counts and facts of the whole run go on: the checkpoint's
+        may be of before `train.exact_over_ranks` was switched on.
         """
         window = [max(self.step - skip_steps, saved.step), self.step + skip_steps + 1]
         return replace(
@@ -69,6 +70,7 @@ class Rewind(Exception):
             passed_over=[*saved.passed_over, window],
             rewinds=given_up.rewinds + 1,
             restarts=given_up.restarts,
+            facts=given_up.facts,
             elapsed_s=given_up.elapsed_s,
         )
 
