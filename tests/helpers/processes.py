@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 import vit.train
 from data_prep import imagefolder
+from vit.weights.seal import SEAL
 
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
@@ -356,6 +357,11 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
     assert losses, "a run keeps them by default"
     return {**{name: digest(bytes_of(tensor)) for name, tensor in tensors.items()}, **losses}
+
+
+def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
+    """Those of a file of weights that is written anew, without the hash of the old one."""
+    return {key: value for key, value in metadata.items() if key != SEAL}
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 from error_rows import Row, pattern_of, rows, snapshot
 from PIL import Image
-from processes import TINY, run_here, write_config
+from processes import TINY, as_by_another_program, run_here, write_config
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -78,7 +78,8 @@ def evaluate(*words: str) -> Callable[[Path, Path], None]:
 def with_other_classes(base: Path, place: Path) -> None:
     source = base / "weights" / "last.safetensors"
     with safe_open(source, "pt") as file:
-        metadata = {**file.metadata(), "class_names": '["red", "green", "blue"]'}
+        metadata = as_by_another_program(file.metadata())
+        metadata["class_names"] = '["red", "green", "blue"]'
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     save_file(tensors, place / "other.safetensors", metadata)
     run_here("launch/visualize.py", "compare", source, place / "other.safetensors")

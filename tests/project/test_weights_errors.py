@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from error_rows import Row, pattern_of, rows, snapshot
-from processes import TINY, run, train, write_config
+from processes import TINY, as_by_another_program, run, train, write_config
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -103,7 +103,7 @@ def another_family(place):
 
 def no_place(place):
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
-        metadata = file.metadata()
+        metadata = as_by_another_program(file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     config = json.loads(metadata["config"])
     config["model"]["init_values"] = 0.1
@@ -136,7 +136,7 @@ def frozen_beyond_the_depth(place):
 def of_other_classes(place):
     path = place.folder / "other.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
-        metadata = file.metadata()
+        metadata = as_by_another_program(file.metadata())
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     save_file(tensors, path, metadata | {"class_names": json.dumps(["a", "b", "c"])})
     return path

@@ -147,8 +147,9 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
     if not is_intact(path, metadata):
         raise WeightsError(
-            f"{path}: its content does not match the sha256 in its metadata: it is damaged; copy it"
-            " again, or take a checkpoint of the run, checkpoints/step_<n>"
+            f"{path}: its content does not match the sha256 in its metadata: it is damaged (copy it"
+            " again, or take a checkpoint of the run, checkpoints/step_<n>), or another program has"
+            " changed it (save it without 'sha256' in the metadata)"
         )
     return tensors, metadata
 
