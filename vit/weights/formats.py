@@ -28,7 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.weights.seal import is_intact
+from vit.weights.seal import SEAL, is_intact
 
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys under which training programs keep the weights (timm; DeiT and MAE). The first one wins: as
@@ -151,6 +151,7 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             " again, or take a checkpoint of the run, checkpoints/step_<n>), or another program has"
             " changed it (save it without 'sha256' in the metadata)"
         )
+    metadata.pop(SEAL, None)  # of this file: what is made of these tensors has another
     return tensors, metadata
 
 
