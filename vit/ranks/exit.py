@@ -197,7 +197,8 @@ def leave_hung(verdict: Verdict) -> NoReturn:
         print(f"rank {rank} stands here:\n{stack}", end="", file=sys.stderr, flush=True)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     speaker = min(set(range(world_size())) - {*verdict.ranks}, default=0)
-    if is_first if verdict.is_cut_off else rank == speaker:
+    speaks = is_first if verdict.is_cut_off else rank == speaker
+    if speaks:
         print(message, file=sys.stderr, flush=True)
     elif local_world_size() > 1 and not is_first:
         deadline = time.monotonic() + SILENT_S
