@@ -10,6 +10,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 
+import boto3
 import pytest
 from processes import TINY, Background, final_state, run, run_here, train, write_config
 from servers import forget_clients
@@ -248,6 +249,18 @@ def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
     steps_of = Counter(line["step"] for line in lines if line["kind"] == "train")
     assert set(steps_of.values()) == {1}
     assert len(steps_of) == lines[-1]["step"]
+
+
+@pytest.mark.parametrize("name", ["../../../harm", "{tmp}/harm"])
+def test_a_file_whose_name_leads_out_of_the_run_is_refused(s3, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    bucket = s3.new_bucket()
+    for key, data in (("checkpoint.json", b"{}"), (name.format(tmp=tmp_path), b"harm")):
+        boto3.client("s3").put_object(Bucket=bucket[5:], Key=f"run/{key}", Body=data)
+    with pytest.raises(ValueError, match=r"harm', which leads out of its folder"):
+        local_run(f"{bucket}/run")
+    assert not list(tmp_path.rglob("harm"))
 
 
 @pytest.mark.full

@@ -9,7 +9,6 @@ hanging changes nothing in the file and never stops the run.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -17,6 +16,7 @@ import platform
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -200,12 +200,21 @@ class Record:
         except OSError as error:
             # Nothing may follow a line that was cut short by a full disk: the next start removes
             # it. Closing the file would try to write it once more.
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self._file.close()
             raise ValueError(
                 f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); checkpoints"
                 " are untouched. Free some space and run the same command again"
             ) from None
+
+    def flush(self) -> None:
+        """Force the lines so far to the disk; on the main rank, from any thread.
+
+        A machine that loses its power loses what the system has not written yet: the steps before a
+        checkpoint, which nobody does again. Raises OSError.
+        """
+        with suppress(ValueError):  # closed, after an error that has been told
+            os.fsync(self._file.fileno())
 
     def progress(self, step: int, text: str) -> None:
         """Move the live line to `step`; without a terminal, print a line after a silent minute."""

@@ -175,8 +175,7 @@ class Saver:
         """Write the copy; in the thread."""
         assert self._snapshot is not None, "it was taken"
         began = time.perf_counter()
-        if self.samples is not None:
-            self._write_samples(self.samples, collected)
+        self._write_lines(collected)
         self._snapshot.wait()
         if weights:
             self._describe_weights(state["facts"]["num_classes"])
@@ -223,9 +222,12 @@ class Saver:
         with suppress(OSError):  # a file system without links: timm then takes another file
             link_to(last.name, last.with_name(HUB_FILES[0]))
 
-    def _write_samples(self, samples: SampleLosses, collected: list[Written]) -> None:
+    def _write_lines(self, collected: list[Written]) -> None:
+        """Bring to the disk what a checkpoint counts on: losses of images, lines of the record."""
         try:
-            samples.write(collected)
+            if self.samples is not None:
+                self.samples.write(collected)
+            self._record.flush()
         except OSError as error:
             raise cannot_write(Path(error.filename or self._run_dir), error) from None
 

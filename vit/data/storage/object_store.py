@@ -87,9 +87,17 @@ class ObjectStore:
     def list_below(self) -> dict[str, Version]:
         """Return all files below the folder, as `a/b`; "" is the URL itself, where that is a file.
 
-        {} where nothing is there.
+        {} where nothing is there. Raises Refused for a name that, as a path, leads out of the
+        folder: keys of a store are any text, and what lists them writes files of these names.
         """
-        return self._call("", _list_below)
+        found = self._call("", _list_below)
+        for name in found:
+            if name.startswith("/") or ".." in name.split("/"):
+                raise Refused(
+                    f"{self}: holds a file named {name!r}, which leads out of its folder; nothing"
+                    " of it is fetched: remove that file, or ask where it comes from"
+                )
+        return found
 
     def changed_at(self, name: str) -> datetime | None:
         """Return when a file was written, by the store's own clock; None where it does not say."""

@@ -1,0 +1,68 @@
+"""A machine that loses its power loses what was not forced to the disk: nothing that counts on it
+may be there already."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from processes import TINY, run_here
+
+
+class Disk:
+    """What would be there after a power cut: of each file the bytes of its last fsync, and the
+    folders whose entries were forced since they changed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):
+        self.run_dir = run_dir
+        self.forced: dict[int, bytes] = {}
+        self.pending = set[Path]()
+        self.checkpoints: list[int] = []
+        for function in (self.fsync, self.replace):
+            name = function.__name__
+            monkeypatch.setattr(self, f"_{name}", getattr(os, name), raising=False)
+            monkeypatch.setattr(os, name, function)
+
+    def fsync(self, descriptor: int) -> None:
+        self._fsync(descriptor)  # type: ignore[attr-defined]
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        self.pending.discard(path)
+        if path.is_file():
+            self.forced[path.stat().st_ino] = path.read_bytes()
+
+    def replace(self, source: Path | str, target: Path | str) -> None:
+        source, target = Path(source), Path(target)
+        if not source.is_symlink() and target.is_relative_to(self.run_dir):
+            for path in source.iterdir() if source.is_dir() else [source]:
+                assert self.is_forced(path), f"{target} gets its name before {path} is on the disk"
+            if source.is_dir():
+                assert source not in self.pending, "the names of its files may be gone"
+                self.look_at_record(int(target.name.removeprefix("step_")))
+            elif target.name == "latest":
+                assert target.parent not in self.pending, "the name that it says may be gone"
+            self.pending.add(target.parent)
+        self._replace(source, target)  # type: ignore[attr-defined]
+
+    def is_forced(self, path: Path) -> bool:
+        return self.forced.get(path.stat().st_ino) == path.read_bytes()
+
+    def look_at_record(self, step: int) -> None:
+        self.checkpoints.append(step)
+        forced = self.forced.get((self.run_dir / "metrics.jsonl").stat().st_ino, b"").splitlines()
+        lines = [json.loads(line) for line in forced]
+        trained = [line["step"] for line in lines if line["kind"] == "train"]
+        assert trained[:step] == [*range(1, step + 1)], "the steps before are not done again"
+        assert [line["step"] for line in lines if line["kind"] == "eval"] == [6][: step // 6]
+        for path in (self.run_dir / "samples").iterdir():
+            assert self.is_forced(path)
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux for a file's name")
+def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path, config, monkeypatch):
+    disk = Disk(monkeypatch, tmp_path / "run")
+    run_here(
+        *("launch/train.py", "--config", config, f"run.dir={disk.run_dir}", *TINY), "train.steps=6"
+    )
+    assert disk.checkpoints == [3, 6]
