@@ -134,7 +134,10 @@ class Run:
                 evaluator.close()
             leave(self.store, error)
             self.record.close()
-            self.signals.restore()
+            # A rank of several is to wait for the others: rank 0 draws the report meanwhile, and
+            # whoever asks a finished run to stop must not end it by one of those who wait.
+            if error is not None or self.world.size == 1:
+                self.signals.restore()
 
     def models(self) -> dict[str, nn.Module]:
         """Return the model, and its moving average if there is one, by name: model and ema."""
@@ -148,8 +151,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     """Build the run of `config`, from its newest checkpoint if its folder has one.
 
     allow_change: settings that may differ from the checkpoint's. Raises ValueError for what a user
-    can get wrong, and `vit.ranks.exit.Interrupted` if SIGTERM or SIGINT comes meanwhile, also while
-    this rank waits for another.
+    can get wrong, and `vit.ranks.exit.Interrupted` if SIGTERM, SIGHUP or SIGINT comes meanwhile,
+    also while this rank waits for another.
     """
     folder, store = open_place(config, world)
     is_new = world.is_main and not folder.is_dir()

@@ -38,7 +38,9 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         # Who is behind has moved just now, however long the others have waited.
         ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
         ([beat(8, 70), beat(9, 1), beat(8, 70)], (0, 2), "rank 0 on h0, 2 on h2 has not moved"),
-        ([beat(9, 61), beat(9, 62)], (), "all 2 ranks have stood at step 7, in the step, for 61 s"),
+        # They show where they stand, up to four: one of them may hang within the step.
+        ([beat(9, 61), beat(9, 62)], (0, 1), "all 2 ranks have stood at step 7, in the step, for"),
+        ([beat(9, 61)] * 9, (0, 1, 2, 3), "none is behind: the network between them hangs, or one"),
         (
             [beat(9, 61), beat(9, 1, heard_s=61)],
             (1,),

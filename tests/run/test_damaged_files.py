@@ -145,9 +145,25 @@ def test_if_all_checkpoints_are_damaged_that_is_said_and_all_are_kept(pristine, 
     for path in folder.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
     said = list[str]()
-    with pytest.raises(CheckpointError, match="all 2 checkpoints are damaged and set aside"):
-        newest_checkpoint(folder, verify=True, say=said.append)
+    for _ in range(2):  # whoever starts a job again by itself does not begin the run anew
+        with pytest.raises(CheckpointError, match="all checkpoints are damaged or gone"):
+            newest_checkpoint(folder, verify=True, say=said.append)
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(said) == 2
+    shutil.rmtree(folder / "checkpoints")
+    assert newest_checkpoint(folder, verify=True) is None
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that gives EIO")
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(pristine, tmp_path):
+    folder = shutil.copytree(pristine, tmp_path / "run")
+    info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"
+    whole = info.rename(tmp_path / "whole")
+    info.symlink_to("/proc/self/mem")  # its first page
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)") as error:
+        newest_checkpoint(folder, verify=True)
+    assert str(info.parent) in str(error.value)
+    whole.rename(info)
+    assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST
 
 
 def test_a_checkpoint_from_before_it_had_a_hash_of_its_info_is_read(pristine, tmp_path):

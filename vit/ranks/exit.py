@@ -56,7 +56,7 @@ _LOWER = (
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM or SIGINT came before there was a step to save."""
+    """SIGTERM, SIGHUP or SIGINT came before there was a step to save."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -66,15 +66,18 @@ class Interrupted(KeyboardInterrupt):
 class StopSignals:
     """Remembers that this process was asked to end; all ranks act at the next step.
 
-    Until `remember_only` is called there is nothing to save: SIGTERM and SIGINT end the process at
-    once, also while it waits for another rank. SIGUSR1, which batch scripts send ahead of a time
-    limit, is always remembered: the first step is done and saved.
+    Until `remember_only` is called there is nothing to save: SIGTERM, SIGHUP and SIGINT end the
+    process at once, also while it waits for another rank. SIGUSR1, which batch scripts send ahead
+    of a time limit, is always remembered: the first step is done and saved. SIGHUP comes of a
+    terminal or connection that is closed; where it is ignored, as after nohup, it stays so.
     """
 
     def __init__(self) -> None:
         self.received = ""
         self._ends_at_once = True
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -102,8 +105,8 @@ def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world it joined, and end the process.
 
     Exit status 0: it returned. 2: a mistake that the user can fix, one message without a stack.
-    1: anything else, with its stack. 130, 143: interrupted. A mistake is a ValueError raised by our
-    own code; one from inside a library is a bug and keeps its stack.
+    1: anything else, with its stack. 129, 130, 143: interrupted. A mistake is a ValueError raised
+    by our own code; one from inside a library is a bug and keeps its stack.
     """
     guard_console()
     try:
@@ -186,7 +189,7 @@ def leave_hung(verdict: Verdict) -> NoReturn:
     """End because `verdict` says that a rank keeps all others waiting; called on any thread.
 
     The lowest rank that is not to blame prints it; of a host that is cut off, its first. One that
-    is to blame and can still speak shows where it stands. Nothing here waits for the store: the
+    may be to blame and can still speak shows where it stands. Nothing here waits for the store: the
     main thread may hold its connection.
     """
     rank = _rank()

@@ -41,6 +41,8 @@ ENDS_BY_ITSELF_S = 30.0
 collective of NCCL does not."""
 LEAVES_WITHIN_S = 10.0
 """For the last word to a store; one that does not answer is left alone."""
+NAMED = 4
+"""Ranks of many that are in the same state, in what people read."""
 VERDICT = "watch verdict"
 """Key in the store of why all ranks end, and which ranks are to blame."""
 
@@ -66,7 +68,8 @@ class Verdict:
 
     message: str
     ranks: tuple[int, ...]
-    """Those who are behind or silent; () if no rank is behind another."""
+    """Those who are behind or silent, or the first ones if no rank is behind another: they show
+    where they stand."""
     is_cut_off: bool = False
     """This host knows nothing of the others, nor they of what it says."""
 
@@ -282,8 +285,9 @@ def judge(
         each = known[behind[0]]
         return Verdict(
             f"all {len(known)} ranks have stood at step {each.step}, {each.doing}, for"
-            f" {waited_s:.0f} s and none is behind: the network between them hangs",
-            (),
+            f" {waited_s:.0f} s and none is behind: the network between them hangs, or one of them"
+            " there",
+            (*behind[:NAMED],),
         )
     return Verdict(_sentence(behind, known, "has not moved", waited_s, host_of), (*behind,))
 
@@ -295,10 +299,10 @@ def _sentence(
     for_s: float,
     host_of: Callable[[int], str],
 ) -> str:
-    """Say of up to four of `ranks` where they are and what they were doing."""
+    """Say of up to `NAMED` of `ranks` where they are and what they were doing."""
     first = known[ranks[0]]
-    named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:4])
-    more = f" and {len(ranks) - 4} more" if len(ranks) > 4 else ""
+    named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:NAMED])
+    more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     return (
         f"rank {named}{more} {what} for {for_s:.0f} s; last at step {first.step}, {first.doing},"
         " and the others wait for it"

@@ -35,7 +35,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.run.checkpoint_info import DamagedCheckpoint, check_files, read_info_file, sealed
+from vit.run.checkpoint_info import (
+    DamagedCheckpoint,
+    UnreadableCheckpoint,
+    check_files,
+    read_info_file,
+    reading,
+    sealed,
+)
 from vit.run.folder import (
     CHECKPOINTS,
     INFO_FILE,
@@ -57,6 +64,10 @@ STATE_FILE = "state.safetensors"
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be read or written; one line for people."""
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint that the system refuses to read, and that may be whole."""
 
 
 class NewerFormatError(CheckpointError):
@@ -232,6 +243,8 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
             )
         if verify:
             check_files(folder, info)
+    except UnreadableCheckpoint as error:
+        raise UnreadableError(str(error)) from None
     except DamagedCheckpoint as error:
         raise CheckpointError(str(error)) from None
     return info
@@ -243,25 +256,40 @@ def newest_checkpoint(
     """Return the newest checkpoint of a run and its info, None for a run without one.
 
     verify: compare sizes and hashes, rename damaged checkpoints, report them to `say` and try the
-    next older one; one rank does that. Raises CheckpointError if all checkpoints are damaged.
+    next older one; one rank does that. Raises CheckpointError if all checkpoints are damaged, and
+    again until a person decides: whoever starts jobs by itself must not begin a run anew.
     """
-    candidates = complete_checkpoints(run_dir)
+    try:
+        candidates, has_one = _listed(run_dir)
+    except UnreadableCheckpoint as error:
+        raise UnreadableError(str(error)) from None
     for folder in candidates:
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
             if not folder.exists():  # the run goes on, and has removed it: there is a newer one
                 return newest_checkpoint(run_dir, verify, say)
-            # A newer format is not damage: nothing to set aside.
-            if not verify or isinstance(error, NewerFormatError):
+            # These are no damage: nothing to set aside.
+            if not verify or isinstance(error, (NewerFormatError, UnreadableError)):
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
-    if candidates:
+    if candidates or (verify and has_one):
         raise CheckpointError(
-            f"{run_dir}: all {len(candidates)} checkpoints are damaged and set aside; the same"
-            " command again starts over"
+            f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or gone; put a good one back, or"
+            " remove this folder, and the same command starts over"
         )
     return None
+
+
+def _listed(run_dir: Path) -> tuple[list[Path], bool]:
+    """Return the complete checkpoints of a run, newest first, and whether it has ever had one.
+
+    Raises UnreadableCheckpoint.
+    """
+    with reading(run_dir / CHECKPOINTS):
+        # `glob` takes a folder that may not be read for an empty one.
+        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
+        return complete_checkpoints(run_dir), Path(LATEST_FILE).name in names
 
 
 def load_checkpoint(folder: Path, train_step: TrainStep) -> None:

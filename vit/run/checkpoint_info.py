@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,24 @@ class DamagedCheckpoint(ValueError):
     """A file of a checkpoint is missing or not as it was written; one line for people."""
 
 
+class UnreadableCheckpoint(DamagedCheckpoint):
+    """The system refuses to read a checkpoint, which may be whole; one line for people."""
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turn what the system says about the files in `folder` into an error of this module."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise DamagedCheckpoint(f"{folder}: a file is missing or damaged") from None
+    except OSError as error:
+        raise UnreadableCheckpoint(
+            f"{error.filename or folder}: cannot be read ({error.strerror}); check its permissions"
+            " and its disk. Nothing was changed"
+        ) from None
+
+
 def sealed(info: dict[str, Any]) -> dict[str, Any]:
     """Return `info` with the hash of its values."""
     plain = json.loads(json.dumps(info))  # as it will be read
@@ -31,13 +51,18 @@ def sealed(info: dict[str, Any]) -> dict[str, Any]:
 def read_info_file(folder: Path) -> dict[str, Any]:
     """Return the content of `checkpoint.json`.
 
-    Raises DamagedCheckpoint if it is not as it was written, or is another program's.
+    Raises DamagedCheckpoint if it is not as it was written, or is another program's, and
+    UnreadableCheckpoint.
     """
     try:
-        info = json.loads((folder / INFO_FILE).read_text())
+        with reading(folder):
+            content = (folder / INFO_FILE).read_bytes()
+        info = json.loads(content)
         info["format_version"] = int(info["format_version"])
         info["step"], info["config"], info["facts"], dict(info["files"])  # what readers rely on
-    except (OSError, ValueError, KeyError, TypeError):
+    except UnreadableCheckpoint:
+        raise
+    except (ValueError, KeyError, TypeError):
         raise DamagedCheckpoint(
             f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this"
             " project"
@@ -58,16 +83,18 @@ def checked_info(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, info: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint if a file that `info` names has another size or hash."""
+    """Raise DamagedCheckpoint if a file that `info` names has another size or hash, and
+    UnreadableCheckpoint if it cannot be read."""
     for name, expected in info["files"].items():
         path = folder / name
-        size = path.stat().st_size if path.is_file() else 0
+        with reading(folder):
+            size = path.stat().st_size if path.is_file() else 0
         if size != expected["bytes"]:
             raise DamagedCheckpoint(
                 f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is"
                 " truncated or missing"
             )
-        with Meter(f"checking {path}", size >> 20, "MiB") as meter:
+        with reading(folder), Meter(f"checking {path}", size >> 20, "MiB") as meter:
             found = _sha256(path, meter)
         if found != expected["sha256"]:
             raise DamagedCheckpoint(

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 from vit.system.redact import guard_console
 
-LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 LOOK_EACH_S = 1.0
 """Seconds between two looks at the parent, for when the pipe does not show its end."""

@@ -205,7 +205,20 @@ def guard_console() -> None:
     stderr is for people: where it is a file on a full disk, what a run says is lost, and the run
     goes on. What a command prints to stdout is its result.
     """
+    _open_closed_streams()
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Guarded):
+        if not isinstance(stream, _Guarded):
             setattr(sys, name, _Guarded(stream, is_view=name == "stderr"))
+
+
+def _open_closed_streams() -> None:
+    """Open what this process was started without (`>&-`, some launchers), as /dev/null."""
+    # The next file that is opened would get such a number, and what C++ prints would go into it.
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    # Python has None in place of them, which libraries do not expect.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for good)
