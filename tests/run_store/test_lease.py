@@ -10,6 +10,7 @@ import threading
 import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -87,9 +88,50 @@ def test_who_finds_the_lease_of_another_or_none_has_lost_it(store, tmp_path):
     path.unlink()
     second = held(store)
     path.unlink()
-    with pytest.raises(LeaseLost, match="was removed while the run was using it"):
+    with pytest.raises(
+        LeaseLost, match="its lease is gone: the run was removed there, or another job"
+    ):
         second.confirm()
     second.release()
+
+
+def test_a_renewal_that_comes_late_costs_the_next_job_nothing(store, tmp_path):
+    """Who was suspended between its look at the lease and its write replaces another's."""
+    first = held(store, "a", lease_s=1.0)
+    die(first)
+    late = first._content()
+    second = held(store, "b", lease_s=1.0)
+    path = tmp_path / "run" / LEASE_FILE
+    path.write_bytes(late)
+    second.confirm()
+    assert json.loads(path.read_text())["place"] == "b", "it has written its own again"
+    with pytest.raises(LeaseLost, match="has taken over the run"):
+        first.confirm()
+    second.release()
+
+
+class _Slow(ObjectStore):
+    """A store that writes late; then `follower` writes its lease again."""
+
+    def __init__(self, store: ObjectStore, path: Path, follower: str):
+        super().__init__(store.url, store.retry)
+        self._path = path
+        self._follower = follower
+
+    def write(self, *args: Any, **keywords: Any) -> bool:
+        time.sleep(0.8)
+        is_written = super().write(*args, **keywords)
+        self._path.write_text(self._follower)
+        return is_written
+
+
+def test_who_has_written_late_looks_once_more(store, tmp_path):
+    first = held(store, "a", lease_s=1.0)
+    die(first)
+    path = tmp_path / "run" / LEASE_FILE
+    others = {**json.loads(path.read_text()), "token": "x", "holder": "job 7"}
+    with pytest.raises(LeaseLost, match="job 7 has taken over"):
+        first.confirm(_Slow(store, path, json.dumps(others)))
 
 
 def _race(url: str, barrier: Barrier, won: multiprocessing.Queue[bool]) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -94,7 +95,8 @@ def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
     forget_clients()
     config = write_config(tmp_path, shards, steps=9)
     url = f"{s3.new_bucket()}/runs/some run"
-    train_here(config, url, tmp_path / "one", "train.steps=6")
+    with s3.only("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
+        train_here(config, url, tmp_path / "one", "train.steps=6")
     shutil.rmtree(tmp_path / "one")  # that machine is gone
     train_here(config, url, tmp_path / "two", "--allow-change", "train.steps")
     there = objects_of(s3, url)
@@ -187,6 +189,25 @@ def test_slow_down_and_cut_uploads_cost_time_only(s3, way, tmp_path, config, who
 
 
 @pytest.mark.full
+def test_a_store_that_is_away_when_a_save_begins_costs_time_only(s3, way, tmp_path, config, whole):
+    """For longer than a renewal of the lease is tried, and than the lease lasts."""
+    url = f"{s3.new_bucket()}/runs/x"
+    began: list[float] = []
+
+    def fault(method: str, path: str) -> str | None:
+        num_saves = sum(each[0] == "PUT" and "latest" in each[1] for each in way.requests)
+        if num_saves >= 2 and "lease.json" in path and not began:
+            began.append(time.monotonic())
+        return "503 SlowDown" if began and time.monotonic() < began[0] + 2 * LEASE_S else None
+
+    way.fault = fault
+    train_at(config, url, tmp_path / "one")
+    assert began
+    assert final_state(tmp_path / "one", STEPS) == whole
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
     s3, way, tmp_path, config, ranks
@@ -264,6 +285,39 @@ def test_a_file_whose_name_leads_out_of_the_run_is_refused(s3, tmp_path, monkeyp
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("at", ["weights/last.safetensors", "record/part", "state.safetensors"])
+def test_who_was_suspended_in_an_upload_writes_over_nothing_of_the_next_job(
+    s3, way, tmp_path, config, at
+):
+    url = f"{s3.new_bucket()}/runs/x"
+    sent: list[str] = []
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "PUT" and at in path:
+            sent.append(path)
+            return "hold" if len(sent) == 2 else None
+        return None
+
+    way.fault = fault
+    words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
+    first = Background(config, tmp_path / "one", *words, ranks=0, cold=True)
+    assert way.is_holding.wait(120), first.end()
+    os.kill(first.process.pid, signal.SIGSTOP)
+    way.is_good()
+    train_at(config, url, tmp_path / "two")
+    before = objects_of(s3, url)
+    way.let_go.set()
+    os.kill(first.process.pid, signal.SIGCONT)
+    said = first.end()
+    assert first.process.returncode == 2, said
+    assert "another job has taken it over and has ended" in said
+    after = objects_of(s3, url)
+    changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
+    assert changed <= {sent[1].partition("/runs/x/")[2].partition("?")[0]}, "what was on its way"
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
 def test_a_damaged_checkpoint_at_the_url_is_passed_over(s3, tmp_path, config, whole):
     import boto3
 
@@ -302,6 +356,28 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
     assert done.returncode == 2
     assert "holds no run, its working copy" in done.stderr
     assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), "nothing is removed"
+
+
+@pytest.mark.full
+def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
+    """The store is a folder by its URL, so that copying takes no other tool."""
+    words = ["--config", config, *TINY]
+    home = tmp_path / "home"
+    run_here("launch/train.py", *words, f"run.dir={home}", "train.steps=6")
+    url = f"file://{tmp_path}/there"
+    shutil.copytree(home, tmp_path / "there")
+    more = "--allow-change", "train.steps"
+    train_here(config, url, tmp_path / "copy", "train.steps=9", *more)
+    lines = record_at(url, tmp_path)
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 10))
+    assert not (tmp_path / "there" / "metrics.jsonl").exists()
+    back = tmp_path / "back"
+    shutil.copytree(tmp_path / "there", back)
+    parts = sorted((back / "record").iterdir())
+    (back / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
+    run_here("launch/train.py", *words, f"run.dir={back}", "train.steps=12", *more)
+    lines = read_metrics(back / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 13))
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from vit.config.base import Section, Selection
 from vit.config.eval_section import VAL
+from vit.config.run_checks import run_rules
 from vit.config.size_checks import image_size_rules
 from vit.data.row_filter import RowFilter
 from vit.data.shards.members import SETTINGS, SampleLayout
@@ -58,9 +59,7 @@ def find_problems(config: Config) -> list[str]:
     rules |= _augment_rules(config.augment)
     rules |= _mixing_rules(config.augment, config.train.epochs)
     rules |= _grey_rules(config.augment, config.model.in_chans)
-    rules["run.local_dir has no effect where run.dir is a folder: give a URL, or leave it out"] = (
-        config.run.local_dir is not None and "://" not in (config.run.dir or "")
-    )
+    rules |= run_rules(config.run)
     return [problem for problem, holds in rules.items() if holds]
 
 

@@ -14,7 +14,10 @@ from here: clocks of the machines may differ. `place` is the folder in which the
 holds that folder's lock knows that the holder is dead, and does not wait.
 
 A holder that was suspended, or cut off from the store, for longer may find another's token: it has
-lost the lease, and stops. It looks once more before it publishes a checkpoint.
+lost the lease, and stops. It looks before each file that it uploads or removes, unless it has just
+renewed its lease. If it was suspended in the middle of a renewal, its write replaces the other's
+lease; the other knows the token that it has followed and writes its own again, and who has written
+late waits for that, and looks once more.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ from typing import Any
 
 from vit.data.storage.object_store import ObjectStore
 from vit.run.folder import LOCK_WAIT_S
+from vit.system.meter import steady_s
 
 LEASE_FILE = "lease.json"
 RENEWALS = 4
@@ -63,6 +67,10 @@ class Lease:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._problem = ""
+        self._confirmed_s = 0.0
+        """Before the last look that found the lease to be ours, by `steady_s`."""
+        self._followed = ""
+        """Token of the job from which this one has taken over."""
 
     @property
     def is_lost(self) -> bool:
@@ -84,6 +92,7 @@ class Lease:
             looked_s = time.monotonic()
             found = watched.look()
             if found is None or found["place"] == self._place or watched.has_expired():
+                self._followed = found["token"] if found is not None else self._followed
                 if found is not None and found["place"] != self._place:
                     print(
                         f"{self._store}: {found['holder']} has not renewed its lease for"
@@ -125,27 +134,46 @@ class Lease:
         found = read_lease(self._store)
         return is_in_time and found is not None and found["token"] == self._token
 
-    def confirm(self) -> None:
+    def ensure(self, store: ObjectStore) -> None:
+        """`confirm`, unless that was done so recently that nobody else can have the run."""
+        if steady_s() - self._confirmed_s > self._lease_s / 2:
+            self.confirm(store)
+
+    def confirm(self, store: ObjectStore | None = None) -> None:
         """Write the lease again. Raises LeaseLost if another job has the run, or it is gone, and
-        ShardError if the store does not answer."""
+        ShardError if the store does not answer.
+
+        store: the same one with another patience than a part of `lease_s`.
+        """
         with self._lock:
             if not self._problem and self._is_held:
-                found = read_lease(self._store)
-                if found is None:
-                    self._problem = (
-                        f"{self._store}: was removed while the run was using it, so nothing more is"
-                        " saved there"
-                    )
-                elif found["token"] != self._token:
-                    self._problem = (
-                        f"{self._store}: {found['holder']} has taken over the run, because this job"
-                        f" did not reach the store for {self._lease_s:g} s: this one ends, and"
-                        " nothing more of it is saved there"
-                    )
-                else:
-                    self._store.write(LEASE_FILE, self._content(), in_use=True)
+                self._renew(store or self._store)
             if self._problem:
                 raise LeaseLost(self._problem)
+
+    def _renew(self, store: ObjectStore) -> None:
+        is_late = True
+        while is_late:
+            looked_s = steady_s()
+            found = read_lease(store)
+            if found is None:
+                self._problem = (
+                    f"{store}: its lease is gone: the run was removed there, or another job has"
+                    " taken it over and has ended; nothing more of this one is saved there"
+                )
+                return
+            if found["token"] not in (self._token, self._followed):
+                self._problem = (
+                    f"{store}: {found['holder']} has taken over the run, because this job did not"
+                    f" reach the store for {self._lease_s:g} s: this one ends, and nothing more of"
+                    " it is saved there"
+                )
+                return
+            store.write(LEASE_FILE, self._content(), in_use=True)
+            is_late = steady_s() - looked_s > self._lease_s / 2
+            if is_late:  # it may have replaced another's, who writes it again with its next renewal
+                time.sleep(self._lease_s / 2)
+        self._confirmed_s = looked_s
 
     def release(self) -> None:
         """Let another job have the run. Raises nothing: a lease that stays expires."""

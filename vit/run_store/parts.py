@@ -19,6 +19,7 @@ from pathlib import Path
 
 from vit.data.storage.http import Version
 from vit.data.storage.object_store import ObjectStore
+from vit.run.folder import METRICS_FILE
 
 RECORD_FOLDER = "record"
 JOIN_FROM = 64
@@ -50,10 +51,20 @@ def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
 
 
 def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
-    """Return the record as far as it is at `store`, b"" for none."""
-    names = [name for _, _, name in parts_in(listing)]
+    """Return the record as far as it is at `store`, b"" for none.
+
+    A run that somebody has copied there from a folder has it as `metrics.jsonl`.
+    """
+    parts = parts_in(listing) or [
+        (0, listing[name].size, name) for name in (METRICS_FILE,) if name in listing
+    ]
+
+    def read(part: tuple[int, int, str]) -> bytes:
+        start, stop, name = part
+        return store.read_all(name)[: stop - start]  # the next job may be joining parts just now
+
     with ThreadPoolExecutor(NUM_THREADS) as pool:
-        content = b"".join(pool.map(store.read_all, names))
+        content = b"".join(pool.map(read, parts))
     return content[: content.rfind(b"\n") + 1]
 
 

@@ -145,6 +145,9 @@ class RunStore:
         """Remember where the next part begins; make that the end of the last one."""
         self._record_bytes = len(record)
         parts = parts_in(self._there)
+        if record and not parts:  # a run that was copied there from a folder
+            self._store.write(part_name(0), record)
+            self._store.remove(METRICS_FILE)
         if parts and parts[-1][1] != len(record):  # the last one was cut short in a mounted folder
             start, _, name = parts[-1]
             self._store.write(name, record[start:])
@@ -186,7 +189,7 @@ class RunStore:
         """Make the URL equal to the working copy; return the seconds that it took."""
         began = time.monotonic()
         with self._told("the upload failed"):
-            self._lease.confirm()
+            self._lease.confirm(self._store)
             names = plain_names(files_below(self.folder))
             for name in names:
                 self._upload(name)
@@ -200,7 +203,20 @@ class RunStore:
     def _push_record(self, store: ObjectStore) -> None:
         lines = new_lines(self.folder / METRICS_FILE, self._record_bytes)
         if lines:
-            store.write(part_name(self._record_bytes), lines, in_use=True)
+            self._lease.ensure(store)
+            name = part_name(self._record_bytes)
+            if not store.write(name, lines, only_new=True, in_use=True):
+                # An attempt whose answer was lost, or what a kill has cut short in a folder; or the
+                # part of a job that has taken over, which nothing would bring back.
+                there = store.read_all(name)
+                if not lines.startswith(there):
+                    self._lease.confirm(store)
+                    raise LeaseLost(
+                        f"{store}: another job has written {name}: this one ends, and nothing more"
+                        " of it is saved there"
+                    )
+                if there != lines:
+                    store.write(name, lines, in_use=True)
             self._record_bytes += len(lines)
 
     def _push_checkpoints(self) -> None:
@@ -212,7 +228,7 @@ class RunStore:
                 if self._is_there(name):
                     continue
                 if name == info_name(folder.name):
-                    self._lease.confirm()  # the upload before it may have taken an hour
+                    self._lease.confirm(self._store)  # the checkpoint counts from here on
                 self._upload(name)
         if here and self._latest != here[0].name:
             self._store.write(LATEST_FILE, f"{here[0].name}\n".encode(), in_use=True)
@@ -233,11 +249,13 @@ class RunStore:
         stamp = self._copy.stamp(name)
         if stamp[0] < 0:  # gone since the folder was listed
             return
+        self._lease.ensure(self._store)  # the upload before it may have taken an hour
         self._store.upload(self.folder / name, name, in_use=True)
         self._there[name] = Version(stamp[0], "")
         self._copy.note(name, stamp=stamp)
 
     def _remove(self, name: str) -> None:
+        self._lease.ensure(self._store)
         self._store.remove(name, in_use=True)
         self._there.pop(name, None)
         self._copy.forget(name)
@@ -255,6 +273,7 @@ class RunStore:
         if with_record and self._record_bytes and not self.is_lost:
             once = ObjectStore(self._store.url, replace(self._store.retry, limit_s=0.0))
             with suppress(ValueError, OSError):
+                self._lease.confirm(once)
                 self._push_record(once)
         self._lease.release()
 

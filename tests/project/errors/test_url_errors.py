@@ -34,6 +34,11 @@ def _(place):
     place.train("run.dir=https://example.org/run")
 
 
+@scenario("a slip in the URL of `run.dir`")
+def _(place):
+    place.train("run.dir=s3:/bucket/run")
+
+
 @scenario("`run.local_dir` of a run in a folder")
 def _(place):
     place.train("run.local_dir=/tmp/elsewhere")

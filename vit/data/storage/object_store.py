@@ -13,13 +13,14 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from vit.data.storage.http import ATTEMPT_S, Refused, Version, replaced
 from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
-from vit.system.files import FULL, temporary_file
+from vit.system.files import FULL, ShardError, temporary_file
 from vit.system.redact import shown
 
 SMALLEST_PIECE = 64 << 10
@@ -182,12 +183,22 @@ class ObjectStore:
         """
 
         def put(fs: Any, folder: str) -> bool:
-            self._make_parent(fs, f"{folder}/{name}")
-            mode = {"mode": "create"} if only_new else {}
-            try:
-                fs.pipe_file(f"{folder}/{name}", data, **mode, **_timeout(fs))
-            except FileExistsError:
-                return False
+            where = f"{folder}/{name}"
+            self._make_parent(fs, where)
+            if only_new:
+                try:
+                    fs.pipe_file(where, data, mode="create", **_timeout(fs))
+                    return True
+                except FileExistsError:
+                    return False
+                except OSError as error:
+                    # s3fs knows the answer of Amazon; others refuse without naming the condition,
+                    # or know no conditions.
+                    if error.errno == errno.EINVAL and fs.exists(where, **_timeout(fs)):
+                        return False
+                    if error.errno != errno.ENOSYS:
+                        raise
+            fs.pipe_file(where, data, **_timeout(fs))
             return True
 
         return self._call(name, put, in_use)
@@ -209,11 +220,16 @@ class ObjectStore:
                     if on_bytes is not None:
                         on_bytes(self.value)
 
-            size = _version(fs, folder, name).size
+            version = _version(fs, folder, name)
             with temporary_file(path) as file:
                 where = f"{folder}/{name}" if name else folder
                 fs.get_file(where, file.name, callback=Progress(), **self._transfer)
-                _check_arrived(os.path.getsize(file.name), size)
+                _check_arrived(os.path.getsize(file.name), version.size)
+                # It comes in several requests: of a run that goes on, weights of two steps.
+                now = _version(fs, folder, name)
+                if now != version:
+                    reason = str(replaced(version, now).strerror)
+                    raise RetryableError(reason, final=ShardError(f"{self}/{name}: {reason}"))
                 os.replace(file.name, path)
 
         self._call(name, get)
@@ -230,7 +246,8 @@ class ObjectStore:
     def remove_unfinished(self) -> None:
         """Remove parts of uploads below the folder that were cut off: unseen, they cost money.
 
-        Only S3 keeps such parts until they are removed.
+        Only S3 keeps such parts until they are removed. Tried once, and raises nothing: listing
+        them is a permission of its own, which few have, and not all servers know how.
         """
         if self.kind is not S3:
             return
@@ -247,7 +264,8 @@ class ObjectStore:
                         UploadId=upload["UploadId"],
                     )
 
-        self._call("", abort)
+        with suppress(ValueError, OSError):
+            ObjectStore(self.url, replace(self.retry, limit_s=0.0))._call("", abort)
 
     def _make_parent(self, fs: Any, path: str) -> None:
         """Make the folder of a file, in a store that has folders."""
