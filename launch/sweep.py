@@ -44,7 +44,8 @@ class Row(NamedTuple):
 def main() -> None:
     """Run the command line above."""
     args = read_command_line()
-    rows = [read_run(folder) for folder in run_folders(Path(args.folder))]
+    is_early = args.when_finished is not None
+    rows = [read_run(folder) for folder in run_folders(Path(args.folder), may_be_none=is_early)]
     num_finished = sum(row.outcome == "finished" for row in rows)
     if args.when_finished is not None and num_finished < args.when_finished:
         print(f"{args.folder}: {num_finished} of {args.when_finished} runs are finished")
@@ -53,10 +54,10 @@ def main() -> None:
         print(line)
 
 
-def run_folders(folder: Path) -> list[Path]:
+def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
     """Return the run folders in `folder`, by number where names are numbers. Raises ValueError."""
     found = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
-    if not found:
+    if not found and not may_be_none:
         raise ValueError(f"{folder}: no runs in it; expected FOLDER/NAME/{METRICS_FILE}")
     return sorted(found, key=lambda path: (not path.name.isdigit(), path.name.zfill(9)))
 

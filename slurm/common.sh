@@ -7,9 +7,24 @@ activate_python() { [[ ! -f .venv/bin/activate ]] || source .venv/bin/activate; 
 
 say() { echo "[$(date '+%F %T')] $*"; }
 
+# What SIGTERM has ended is no mistake of the user: train.sh sets `ended` when it came.
 fail() {
+  if [[ ${ended:-no} == yes ]]; then
+    say "not started: ended by SIGTERM" >&2
+    exit 143
+  fi
   say "error: $*" >&2
   exit 2
+}
+
+# Set the array named $1 to the words of $2. Lines and quotes are understood as by a shell; nothing
+# is expanded or run.
+split_words() {
+  local -n words=$1
+  local text
+  words=()
+  text=$(xargs --no-run-if-empty printf '%s\n' <<<"$2") || return
+  [[ -z $text ]] || mapfile -t words <<<"$text"
 }
 
 count_gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'; }
@@ -17,7 +32,7 @@ count_gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'; }
 # Words before a command that run it on the job's first node, as SRUN_ARGS says: in a container there
 # may be a Python that the node itself lacks. Without SRUN_ARGS none.
 on_one=()
-read -ra srun_words <<<"${SRUN_ARGS:-}"
+split_words srun_words "${SRUN_ARGS:-}" || fail "SRUN_ARGS=$SRUN_ARGS: a quote is not closed"
 if (( ${#srun_words[@]} )); then
   on_one=(srun --nodes=1 --ntasks=1 --export=ALL)
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_one+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
@@ -31,8 +46,8 @@ fi
 find_nodes() {
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}} || true
-  # before it is calculated with: bash would run the command in a[$(command)]
-  [[ $ranks =~ ^[0-9]+$ ]] || fail "RANKS_PER_NODE=$ranks: expected a number of ranks"
+  # before it is calculated with: bash would run the command in a[$(command)], and 08 is octal
+  [[ $ranks =~ ^(0|[1-9][0-9]*)$ ]] || fail "RANKS_PER_NODE=$ranks: expected a number of ranks"
   (( ranks > 0 )) || ranks=1
   say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}:" \
     "${#nodes[@]} node(s) ($SLURM_JOB_NODELIST) with $ranks rank(s) each"

@@ -5,7 +5,7 @@
 #
 # Task K trains in runs/seeds/K with train.seed=K; with SWEEP, with the settings in line K (from 0) of
 # that file. Each task is a job like slurm/train.sh: saved, queued again, continued. They are one
-# group in W&B. The task that finds all runs finished prints their table
+# group in W&B. The last task prints their table
 # (python launch/sweep.py runs/seeds prints it at any time).
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
@@ -35,17 +35,39 @@ done
 settings=("train.seed=$task")
 if [[ -n ${SWEEP:-} ]]; then
   [[ -f $SWEEP ]] || fail "SWEEP=$SWEEP: there is no such file"
-  mapfile -t lines < <(grep -v '^[[:space:]]*\(#\|$\)' "$SWEEP")
+  mapfile -t lines < <(tr -d '\r' <"$SWEEP" | grep -v '^[[:space:]]*\(#\|$\)')
+  (( ${#lines[@]} )) || fail "SWEEP=$SWEEP: there are no settings in it"
   (( task < ${#lines[@]} )) \
     || fail "task $task, and $SWEEP has ${#lines[@]} lines: --array=0-$(( ${#lines[@]} - 1 ))"
-  read -ra settings <<<"${lines[task]}"
+  split_words settings "${lines[task]}" || fail "$SWEEP: a quote is not closed: ${lines[task]}"
 fi
 export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(basename "$folder")}
 
-# However slurm/train.sh ends, in this same shell, which Slurm's signals come to.
+# However slurm/train.sh ends, in this same shell, which Slurm's signals come to. The last task prints
+# the table, also where others have failed.
 print_table() {
+  local if_finished=(--when-finished "$SLURM_ARRAY_TASK_COUNT")
+  if [[ $folder == *://* ]]; then
+    say "no table: $folder is no folder"
+    return
+  fi
   activate_python
-  "${on_one[@]}" python launch/sweep.py "$folder" --when-finished "$SLURM_ARRAY_TASK_COUNT" || true
+  # What was ended may be queued again, by Slurm or by itself, and is not the last then.
+  [[ ${ended:-no} == yes ]] || ! is_last || if_finished=()
+  "${on_one[@]}" python launch/sweep.py "$folder" "${if_finished[@]}" || true
+  (( ${#if_finished[@]} )) || rm -f "$folder/.ended.$SLURM_ARRAY_JOB_ID".*
+}
+
+# Whether all other tasks have left the queue or come to this line; of two that come here at a time
+# both may be told so.
+is_last() {
+  local other ended_here="$folder/.ended.$SLURM_ARRAY_JOB_ID"
+  mkdir -p "$folder"
+  touch "$ended_here.$task"
+  ls -a "$folder" >/dev/null  # over NFS it shows the files of others
+  for other in $(squeue --noheader --array --jobs="$SLURM_ARRAY_JOB_ID" --format=%K); do
+    [[ -e $ended_here.$other ]] || return 1
+  done
 }
 trap print_table EXIT
 say "task $task of $folder: ${settings[*]}; W&B group $WANDB_RUN_GROUP"

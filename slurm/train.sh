@@ -50,10 +50,33 @@ print(local_folder(RunConfig(**yaml.safe_load(sys.stdin)["run"])))' <<<"$describ
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun
 
+# Run a step to its end, and set `status`. Behind the shell: traps wait for what is in front of it,
+# and staging may take hours.
+run_step() {
+  local step waited_s=0
+  "$@" </dev/null &
+  step=$!
+  status=0
+  while kill -0 "$step" 2>/dev/null; do
+    if [[ $warned == no ]]; then
+      wait "$step" || true  # a signal ends `wait` early, and only then runs its trap
+    else
+      waited_s=$(( waited_s + 1 ))
+      if (( waited_s % 10 == 0 )); then  # a trainer that was just starting did not get it
+        ask_to_save
+      fi
+      sleep 1 || true  # SIGTERM ends it, too
+    fi
+  done
+  wait "$step" || status=$?
+}
+
 # ---- 2. shards to a disk of each node, if STAGE names a folder there; training caches what is left
-if [[ -n ${STAGE:-} ]]; then
+if [[ -n ${STAGE:-} && " $* " != *" --check "* ]]; then
   say "staging shards in $STAGE on each node"
-  "${on_each[@]}" python -m vit.data.warm "$@" </dev/null \
+  run_step "${on_each[@]}" python -m vit.data.warm "$@"
+  [[ $ended == no ]] || fail
+  [[ $status == 0 ]] \
     || say "note: not all shards were staged, see above; training reads the rest as it goes"
 fi
 
@@ -75,22 +98,7 @@ while true; do
   say "training in $run, from $checkpoint_before"
   [[ $warned == no ]] || say "note: the signal came before training began;" \
     "a longer --time gives it more than a few steps"
-  "${torchrun[@]}" launch/train.py "$@" </dev/null &
-  step=$!
-  waited_s=0
-  status=0
-  while kill -0 "$step" 2>/dev/null; do
-    if [[ $warned == no ]]; then
-      wait "$step" || true  # a signal ends `wait` early, and only then runs its trap
-    else
-      waited_s=$(( waited_s + 1 ))
-      if (( waited_s % 10 == 0 )); then  # a trainer that was just starting did not get it
-        ask_to_save
-      fi
-      sleep 1 || true  # SIGTERM ends it, too
-    fi
-  done
-  wait "$step" || status=$?
+  run_step "${torchrun[@]}" launch/train.py "$@"
   marker_now=$(marker)
   if [[ $status == 0 || $ended == yes || $(checkpoint) == "$checkpoint_before" ]] || stopped_early
   then
@@ -123,7 +131,7 @@ elif [[ $ended == yes ]]; then
 else
   say "stopped and saved: $(<"$run/stopped_early"). Queueing job $SLURM_JOB_ID again"
   status=0
-  trap 'exit 0' TERM  # which is how Slurm ends a job that it queues again
+  trap 'ended=yes; exit 0' TERM  # which is how Slurm ends a job that it queues again
   scontrol requeue "$SLURM_JOB_ID" \
     || fail "Slurm does not queue the job again: submit the same command again, it goes on"
   sleep 600 &

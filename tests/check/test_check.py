@@ -7,12 +7,20 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from error_rows import leave_free, small_disk
-from processes import TINY, Background, call, command, environment, run, run_here
+from families import Family
+from processes import REPOSITORY, TINY, Background, call, command, environment, run, run_here
+
+from vit.run_store.lease import Lease
+from vit.run_store.place import store_at
+from vit.system.meter import digits
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 
 PARTS = [
     *("software", "shards", "run folder", "W&B", "clocks", "collectives", "config", "data"),
@@ -199,6 +207,60 @@ def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, whe
     assert re.search(expected.format(pid=pids[victim]), told), seen + seen_later
     assert checking.process.returncode != 0
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_checkpoint_leaves_none(config, tmp_path, number):
+    large = ("model.embed_dim=768", "model.num_heads=12", "model.depth=4", "model.image_size=16")
+    line = command("launch/train.py", *words(config, tmp_path / "run", *large), ranks=0)
+    before = everything(tmp_path)
+    with Family(line, env=environment(), cwd=REPOSITORY, **PIPES) as checking:
+        deadline = time.monotonic() + 200
+        while not list(tmp_path.glob(".check.*/checkpoints/*")):
+            assert checking.process.poll() is None, checking.communicate(60)[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        checking.process.send_signal(number)
+        text, _ = checking.communicate(60)
+    assert checking.process.returncode == 128 + number, text
+    assert f"ended by {number.name} in it" in row(text, "checkpoint")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.full
+def test_a_run_at_a_url_is_looked_at_there(config, tmp_path, capsys, monkeypatch):
+    """Who has it, and what it would go on from: on a machine that has nothing of it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    url = f"file://{tmp_path}/bucket/run"
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+
+    def line(name: str, *more: str) -> list[str]:
+        return words(config, url, f"run.local_dir={tmp_path / name}", "train.steps=3", *more)
+
+    run_here("launch/train.py", *[word for word in line("there") if word != "--check"])
+    capsys.readouterr()
+    before = everything(tmp_path / "bucket")
+    run_here("launch/train.py", *line("here"))
+    said = row(capsys.readouterr().out, "start")
+    assert "goes on at step 3 from step_00000003, at its URL" in said
+    with pytest.raises(ValueError, match=r"FAILED \(start\)"):
+        run_here("launch/train.py", *line("here", "optim.lr=1"))
+    assert "belongs to a run with other settings" in row(capsys.readouterr().out, "start")
+    lease = Lease(store_at(url, 0.0), 60.0)
+    lease.acquire("another machine")
+    with pytest.raises(ValueError, match=r"FAILED \(run folder\)"):
+        run_here("launch/train.py", *line("here"))
+    lease.release()
+    assert re.search(r"in use by \S+.* live or killed", row(capsys.readouterr().out, "run folder"))
+    assert everything(tmp_path / "bucket") == before
+
+
+def test_a_rate_below_one_is_no_zero():
+    assert [digits(value) for value in (2711.6, 27.12, 0.271, 0.00271)] == [
+        *("2,712", "27.1", "0.27", "0.0027")
+    ]
 
 
 @pytest.mark.full

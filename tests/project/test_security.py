@@ -208,6 +208,7 @@ def batch(cluster: Path, script: str, *words: str, **variables: str) -> list[lis
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NODELIST": "node0",
         "SLURM_NNODES": "1",
+        "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "0",
         "SLURM_ARRAY_TASK_COUNT": "1",
         **variables,
@@ -238,15 +239,30 @@ def test_settings_come_through_the_batch_scripts_as_they_are(script, cluster):
 
 
 def test_lines_of_a_sweep_are_words_and_no_commands(cluster):
-    (cluster / "rates.txt").write_text("optim.lr=$(touch${IFS}HARM) model.depth=`touch`;touch\n")
+    line = (
+        "optim.lr=$(touch${IFS}HARM) model.depth=`touch`;touch 'data.files=[a, \"$(touch HARM)\"]'"
+    )
+    (cluster / "rates.txt").write_text(f"{line}\r\n")
     calls = batch(cluster, "sweep.sh", "run.dir=runs", SWEEP="rates.txt")
     given = next(words for words in calls if "launch/train.py" in words)
-    assert {"optim.lr=$(touch${IFS}HARM)", "model.depth=`touch`;touch"} <= set(given)
+    expected = [*line.split()[:2], 'data.files=[a, "$(touch HARM)"]', "run.dir=runs/0"]
+    assert given[given.index(expected[0]) :][:4] == expected
 
 
-def test_a_number_of_ranks_is_a_number(cluster):
-    """bash runs commands in what it calculates with."""
-    assert batch(cluster, "train.sh", RANKS_PER_NODE="a[$(touch HARM)]") == []
+def test_words_of_srun_are_told_apart_as_by_a_shell(cluster):
+    container = cluster / "my container"
+    container.write_text('#!/bin/bash\necho "$1" >> in_container\nexec "$@"\n')
+    container.chmod(0o755)
+    batch(cluster, "train.sh", SRUN_ARGS=f"--mpi=none\n'{container}'")
+    words = (cluster / "in_container").read_text().split()
+    assert words == ["python", "python", "bash"], "config, folder, torchrun"
+
+
+@pytest.mark.parametrize("ranks", ["a[$(touch HARM)]", "08"])
+def test_a_number_of_ranks_is_a_number(ranks, cluster):
+    """bash runs commands in what it calculates with, and 08 is no number to it."""
+    assert batch(cluster, "train.sh", RANKS_PER_NODE=ranks) == []
+    assert batch(cluster, "train.sh", SRUN_ARGS="'not closed") == []
 
 
 def test_settings_come_through_the_spot_machines_script_as_they_are(cluster):

@@ -69,8 +69,8 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         monitor.flush()
     record.close()
     line = (
-        r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes (\d+)"
-        r" images/s; (.*)"
+        r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes"
+        r" ([\d.]+) images/s; (.*)"
     )
     told = re.findall(line, capsys.readouterr().err, re.MULTILINE)
     lines = metrics(tmp_path, "train")
@@ -85,7 +85,7 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         assert shares[0] > 50
         assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same was said again"
         for _, rate, remedy in told:
-            assert 0 < int(rate) <= ROWS / PAUSE_S
+            assert 0 < float(rate) <= ROWS / PAUSE_S
             assert (
                 remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
             )

@@ -96,6 +96,35 @@ class Cluster:
             families.MARK: f"{os.environ[families.MARK]}.cluster.",  # sbatch hands it to jobs
         }
         self.submitted: list[Job] = []
+        self.nodes: dict[str, subprocess.Popen] = {}
+
+    def start(self, *command: object) -> subprocess.Popen:
+        """A daemon, in a session of its own, with its output in `daemons.log`."""
+        path = f"{self.environment['PATH']}:/usr/sbin:/sbin"
+        with open(self.folder / "daemons.log", "ab") as log:
+            return subprocess.Popen(
+                [*map(str, command)],
+                env={**self.environment, "PATH": path},
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def start_node(self, name: str) -> None:
+        """slurmd of a node, with all that it starts in a process namespace of its own: its end is
+        theirs, as when a machine loses its power."""
+        slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
+        # bash takes in what is orphaned, as an init does; unshare itself ignores SIGTERM.
+        line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
+        apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
+        self.nodes[name] = self.start(*apart, "bash", "-c", line)
+
+    def end_node(self, name: str, number: signal.Signals) -> None:
+        """Signal what is first in the namespace of a node."""
+        pid = self.nodes[name].pid
+        children = Path(f"/proc/{pid}/task/{pid}/children")
+        for child in children.read_text().split() if children.exists() else ():
+            os.kill(int(child), number)
 
     def call(self, *command: object) -> str:
         """Output of one of Slurm's commands, which must succeed."""
@@ -224,27 +253,12 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(folder)
     started: list[subprocess.Popen] = []
 
-    def start(*command: object) -> None:
-        with open(folder / "daemons.log", "ab") as log:
-            environ = {
-                **cluster.environment,
-                "PATH": f"{cluster.environment['PATH']}:/usr/sbin:/sbin",
-            }
-            started.append(
-                subprocess.Popen(
-                    [*map(str, command)],
-                    env=environ,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-            )
-
     def wait_until(true: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + 120
         while not true():
             logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
-            if time.monotonic() > deadline or any(daemon.poll() is not None for daemon in started):
+            daemons = [*started, *cluster.nodes.values()]
+            if time.monotonic() > deadline or any(each.poll() is not None for each in daemons):
                 raise AssertionError(f"{what}:\n{logs[-3000:]}")
             time.sleep(0.05)
 
@@ -252,20 +266,23 @@ def cluster() -> Iterator[Cluster]:
         files = [
             f"--{name}-file={folder / 'munge'}.{name}" for name in ("key", "pid", "seed", "log")
         ]
-        start("munged", "--foreground", "--force", f"--socket={folder / 'munge.socket'}", *files)
+        munged = ("munged", "--foreground", "--force", f"--socket={folder / 'munge.socket'}")
+        started.append(cluster.start(*munged, *files))
         wait_until((folder / "munge.socket").exists, "munged does not start")
-        start("slurmctld", "-D", "-f", folder / "slurm.conf")
+        started.append(cluster.start("slurmctld", "-D", "-f", folder / "slurm.conf"))
         for node in ("n1", "n2"):
-            start("slurmd", "-D", "-f", folder / "slurm.conf", "-N", node)
+            cluster.start_node(node)
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
         # before the daemons, or they would be orphans
         wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
+        for node in cluster.nodes:
+            cluster.end_node(node, signal.SIGTERM)
         for daemon in reversed(started):
             daemon.send_signal(signal.SIGTERM)
-        for daemon in reversed(started):
+        for daemon in [*cluster.nodes.values(), *reversed(started)]:
             try:
                 daemon.wait(15)
             except subprocess.TimeoutExpired:

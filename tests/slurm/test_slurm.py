@@ -168,6 +168,27 @@ def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(
     assert "OMP_NUM_THREADS" not in job.log
 
 
+def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
+    """Its slurmd, its step and its ranks are gone at once, without a word. Slurm gives the node up
+    after SlurmdTimeout and queues the job again, which waits for the node's return."""
+    job = submit_training(cluster, tmp_path, shards)
+    run_dir = tmp_path / "run"
+    wait_for_step(job, run_dir, 60)
+    cluster.end_node("n2", signal.SIGKILL)
+    assert cluster.nodes["n2"].wait(30) != 0
+    job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
+    cluster.start_node("n2")
+    facts = job.wait()
+    # What Slurm had to tell a dead node, to end this job there, may reach it when it is back: then
+    # the job is saved and queued once more.
+    assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
+    assert int(facts["Restarts"]) >= 1
+    first, second, *_ = starts(run_dir)
+    assert (first, second % 50) == (0, 0)
+    assert second > 0
+    assert final_state(run_dir, STEPS) == whole
+
+
 def trainers(run_dir: Path) -> list[int]:
     """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines
     theirs is the one without torchrun."""

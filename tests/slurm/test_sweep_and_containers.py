@@ -3,6 +3,9 @@ Slurm with two nodes."""
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 from processes import TINY, metrics, write_config
 
@@ -24,6 +27,56 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
     table = max(tables, key=len)
     assert [line.split()[:2] for line in table[1:3]] == [["0", "0"], ["1", "1"]], logs
     assert "(2 seeds, standard deviation)" in table[3]
+
+
+def test_a_sweep_whose_tasks_fail_ends_with_a_table_too(cluster, shards, tmp_path):
+    """Its lines are those of an editor on Windows, with a value that has spaces in it."""
+    config = write_config(tmp_path, shards, steps=6)
+    folder = tmp_path / "sweep"
+    lines = tmp_path / "lines.txt"
+    source = f'"data.sources=[{{root: {shards}, weight: 1}}]"'
+    lines.write_bytes(f"optim.lr=-1\r\n# lower\r\n\r\noptim.lr=2e-3 {source}\r\n".encode())
+    options = ["--array=0-1", "--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"]
+    words = ["slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY]
+    cluster.submit(tmp_path / "log-%a", *options, *words, SWEEP=str(lines)).wait()
+    failed, finished = [(tmp_path / f"log-{task}").read_text() for task in range(2)]
+    assert "optim.lr is -1, expected greater than 0" in failed
+    assert "0 of 2 runs are finished" in failed
+    assert metrics(folder / "1", "end")[-1]["outcome"] == "finished", finished
+    assert re.search(r"^run .* outcome .*\n +1 .* finished ", finished, re.MULTILINE), finished
+    assert [path.name for path in folder.iterdir()] == ["1"]
+
+
+def test_signals_are_heard_while_shards_are_staged(cluster, shards, tmp_path):
+    """The time limit: training begins, and is saved and queued again; scancel: it does not."""
+    slow = tmp_path / "slow"
+    slow.write_text(
+        '#!/bin/bash\n[[ "$*" != *vit.data.warm* ]] || { echo staging now; exec sleep 600; }\n'
+        'exec "$@"\n'
+    )
+    slow.chmod(0o755)
+    options = ["--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=20"]
+    jobs = []
+    for name in ("limit", "cancelled"):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name, shards, steps=1_000_000)
+        words = ["slurm/train.sh", "--config", config, f"run.dir={tmp_path / name / 'run'}", *TINY]
+        variables = {"SRUN_ARGS": f"--mpi=none\n{slow}", "STAGE": str(tmp_path / "stage")}
+        jobs.append(cluster.submit(tmp_path / name / "log", *options, *words, **variables))
+    for job in jobs:
+        job.wait(lambda facts, job=job: "staging now" in job.log)
+    limit, cancelled = jobs
+    limit.cancel("--batch", "--signal=USR1")
+    cancelled.cancel()
+    limit.wait(lambda facts: facts["Restarts"] == "1")
+    assert metrics(tmp_path / "limit" / "run", "end")[-1]["outcome"] == "stopped", limit.log
+    assert "note: not all shards were staged" in limit.log
+    cancelled.wait()
+    deadline = time.monotonic() + 60
+    while "not started: ended by SIGTERM" not in cancelled.log:
+        assert time.monotonic() < deadline, cancelled.log
+        time.sleep(0.2)
+    assert "training in" not in cancelled.log
 
 
 def test_words_of_srun_stand_before_every_python_and_shards_are_staged_on_each_node(

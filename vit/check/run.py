@@ -27,6 +27,7 @@ from vit.check.trial import Trial
 from vit.config.schema import Config
 from vit.ranks.distributed import AlreadyReported, World
 from vit.ranks.exit import Interrupted, StopSignals
+from vit.run_store.lease import holder_of
 from vit.run_store.place import is_url, try_store
 from vit.system.meter import Meter
 
@@ -67,6 +68,7 @@ def check(
             signals.remember_only()  # torchrun sends it again
             parts.interrupt(current, every[current].name, error.number.name)
             _tell(config, world, parts, began_s)
+            storage.remove_passing()
         raise
     finally:
         signals.restore()
@@ -86,12 +88,17 @@ def check(
 def look_at_place(place: str | None, run_dir: Path) -> list[str]:
     """Try the folder in which a run is worked on, and its URL, if it has one.
 
-    Raises ValueError if the run could not write there.
+    Raises ValueError if the run could not write there, or another job has it.
     """
     found = storage.look_at_folder(run_dir)
     if is_url(place):
         store = try_store(str(place))
         found += [Verdict.OK, f"{store}: a file can be written and removed"]
+        if holder := holder_of(str(place)):
+            raise ValueError(
+                f"{store}: in use by {holder}, live or killed just now: wait for its end, stop it,"
+                " or use another run.dir"
+            )
     return found
 
 
@@ -140,7 +147,8 @@ def _parts(config: Config, world: World, trial: Trial) -> Iterator[Part]:
         needs=("collectives",),
     )
     yield Part("data", trial.open_data, trial.judge_data, is_joint=True, needs=("shards",))
-    yield Part("start", trial.look_at_checkpoint, trial.judge_checkpoint, needs=("data",))
+    needs = ("data", "run folder")
+    yield Part("start", trial.look_at_checkpoint, trial.judge_checkpoint, needs=needs)
     yield Part(
         "reading",
         lambda: storage.read_rate(

@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from vit.ranks.distributed import World
 from vit.run.folder import CHECKPOINTS, is_in_use
 from vit.system.files import ShardError, flush, locked_folder, remove_leftovers
 from vit.system.host import file_system, is_shared
+from vit.system.meter import digits
 from vit.system.urls import resolve
 
 READ_S = 2.0
@@ -121,7 +122,7 @@ def judge_reading(found: dict[int, list[float] | None], world: World) -> Iterato
     which = (
         f", the slowest of {len(told)} hosts ({world.host_of(slowest)})" if len(told) > 1 else ""
     )
-    said = f"{rate_text(rate)}, {images:,.0f} images/s from shards{which}"
+    said = f"{rate_text(rate)}, {digits(images)} images/s from shards{which}"
     yield Finding("reading", Verdict.OK, f"{said}; what was read before comes from memory")
 
 
@@ -132,6 +133,10 @@ def place_of(run_dir: Path) -> Path:
     """Return the folder to try: the run's, or the nearest above it that is there."""
     folder = run_dir.absolute()
     return next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+
+
+_passing: list[Path] = []
+"""Folders in which a thread of this process writes now."""
 
 
 @contextmanager
@@ -146,11 +151,22 @@ def passing_folder(run_dir: Path) -> Iterator[Path]:
         folder, lock = locked_folder(place / "check")
     except OSError as error:
         raise cannot_write(run_dir, place, error) from None
+    _passing.append(folder)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        _passing.remove(folder)
         os.close(lock)
+
+
+def remove_passing() -> None:
+    """Remove what a thread is writing, before this process ends in the middle of it."""
+    for folder in list(_passing):
+        hidden = folder.with_name(folder.name.replace(".tmp", ".end.tmp"))
+        with suppress(OSError):
+            folder.rename(hidden)  # by its old name the thread makes nothing new
+            shutil.rmtree(hidden, ignore_errors=True)
 
 
 def cannot_write(run_dir: Path, place: Path, error: OSError) -> ValueError:

@@ -40,8 +40,10 @@ from vit.run.resume import check_belongs
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
 from vit.run_store.place import is_url, local_folder
+from vit.run_store.reading import newest_info
 from vit.step import TrainStep
 from vit.system.host import free_memory_bytes
+from vit.system.meter import digits
 from vit.weights.files import grid_size
 
 STEPS = 3
@@ -135,17 +137,22 @@ class Trial:
         """
         if not self._world.is_main:
             return None
-        found = checkpoints.newest_checkpoint(self.run_dir, verify=False)
+        place = self._config.run.dir
+        is_away = is_url(place)
+        # Of a run at a URL no more than what each checkpoint says of itself.
+        where = newest_info(str(place)) if is_away else self.run_dir
+        found = checkpoints.newest_checkpoint(where, verify=False)
         if found is None:
-            is_away = is_url(self._config.run.dir)
-            lines = ["no working copy here: a start looks at its URL" if is_away else "a new run"]
+            lines = ["a new run"]
         else:
             folder, info = found
             settings = config_io.to_dict(self._config)
             check_belongs(folder, info, settings, self.data.facts, self._allowed)
-            checkpoints.read_info(folder, verify=True)
+            if not is_away:
+                checkpoints.read_info(folder, verify=True)
+            state = "at its URL, not fetched here" if is_away else "whose files are whole"
             step = checkpoints.state_of(info).step
-            lines = [f"goes on at step {step:,} from {folder.name}, whose files are whole"]
+            lines = [f"goes on at step {step:,} from {folder.name}, {state}"]
         keep_last = self._config.checkpoint.keep_last
         if found is None or found[1]["step"] < self.data.plan.total_steps:
             lines += check_disk(Preflight((), {}), self.data.disk, self.run_dir, keep_last).lines
@@ -239,7 +246,7 @@ class Trial:
         height, width = own["size"]
         last_s = max(each["last_s"] or 0.0 for each in found.values())
         first_s = max(each["first_s"] for each in found.values())
-        speed = f"{last_s:.3g} s each ({batch / last_s:,.0f} images/s), " if last_s else ""
+        speed = f"{last_s:.3g} s each ({digits(batch / last_s)} images/s), " if last_s else ""
         compiled = (
             " with compilation" if self._config.train.compile and not own["why_eager"] else ""
         )
@@ -266,8 +273,8 @@ class Trial:
         read = self._images_per_s.get("read")
         if last_s and read is not None and read < batch / last_s / hosts:
             notes.append(
-                f"a host takes {batch / last_s / hosts:,.0f} images/s and reads {read:,.0f}: stage"
-                " the shards on its own disk (data.cache_dir)"
+                f"a host takes {digits(batch / last_s / hosts)} images/s and reads {digits(read)}:"
+                " stage the shards on its own disk (data.cache_dir)"
             )
         yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
 

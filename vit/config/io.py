@@ -310,7 +310,8 @@ def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = No
         lines.append(f"{section}:")
         for key, value in group.items():
             line = f"  {key}: {_scalar(value)}"
-            comment = (comments or {}).get(f"{section}.{key}")
+            # In one line, whatever a value was given with: what follows the line would be YAML.
+            comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())
             lines.append(f"{line:<44}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,7 @@ from vit.run.record import provenance
 from vit.step import Part
 from vit.system.files import replacing
 from vit.system.gpus import find_device
+from vit.system.meter import digits
 
 Table = list[list[str]]
 """The first row is its head, the first column names the rows."""
@@ -206,13 +207,6 @@ def peak_text(tflops: float, source: str) -> str:
     """Return the peak of a device for people."""
     rate = f"{digits(tflops)} TFLOP/s" if tflops >= 1 else f"{digits(1e3 * tflops)} GFLOP/s"
     return f"peak {rate} ({source})"
-
-
-def digits(value: float) -> str:
-    """Return three digits or more."""
-    if value >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def _mode(row: Mapping[str, Any]) -> str:

@@ -31,7 +31,7 @@ from vit.run.sample_losses import SampleLosses
 from vit.run.state import RunState
 from vit.run.step_result import StepResult, StepValues
 from vit.system.host import num_cores
-from vit.system.meter import duration
+from vit.system.meter import digits, duration
 
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
 """What each rank reports of its loader with a line of metrics."""
@@ -248,9 +248,9 @@ class Monitor:
         size = f" of {height}x{width} px" if self.image_format.stages else ""
         share = "" if mfu is None else f" MFU {mfu:.0%},"
         line = (
-            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {images_per_s:.0f} images/s{size},"
-            f"{share} data wait {wait_share:.0%}{slow_rank} | loss {loss:.3f} | lr {lr:.2e} | ETA"
-            f" {duration(eta_s)}"
+            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {digits(images_per_s)}"
+            f" images/s{size},{share} data wait {wait_share:.0%}{slow_rank} | loss {loss:.3f}"
+            f" | lr {lr:.2e} | ETA {duration(eta_s)}"
         )
         if not self._logs_after(step):
             self.record.progress(step, line)
@@ -399,7 +399,7 @@ def advice(
         )
     rate = ""
     if images_per_s is not None:
-        rate = f"; the loader makes {images_per_s:.0f} images/s"
+        rate = f"; the loader makes {digits(images_per_s)} images/s"
     work = _work(add_up(loaders)) if loaders else ""
     cores = num_cores()
     ranks = local_world_size()

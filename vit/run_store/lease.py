@@ -34,6 +34,7 @@ from typing import Any
 
 from vit.data.storage.object_store import ObjectStore
 from vit.run.folder import LOCK_WAIT_S
+from vit.run_store.place import store_at
 from vit.system.meter import steady_s
 
 LEASE_FILE = "lease.json"
@@ -241,6 +242,16 @@ class _Watched:
         """Whether it was not written for as long as it says."""
         assert self._found is not None, "there is one"
         return time.monotonic() - self._changed_s > self._found["lease_s"]
+
+
+def holder_of(url: str) -> str | None:
+    """Return who has the run at `url` by a lease that has not expired; None if nobody has.
+
+    Raises ValueError if the store cannot be used.
+    """
+    watched = _Watched(store_at(url, 0.0))
+    found = watched.look()
+    return None if found is None or watched.has_expired() else found["holder"]
 
 
 def read_lease(store: ObjectStore) -> dict[str, Any] | None:

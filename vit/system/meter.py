@@ -94,3 +94,12 @@ class Meter:
             self._live.update(self._task, completed=done, description=text)
         else:
             print(text, file=sys.stderr, flush=True)
+
+
+def digits(value: float) -> str:
+    """Return three digits or more: 2,712, 27.1, 0.27, 0.0027."""
+    if value >= 100:
+        return f"{value:,.0f}"
+    if value >= 0.1:
+        return f"{value:.{1 if value >= 10 else 2}f}"
+    return f"{value:.2g}"
