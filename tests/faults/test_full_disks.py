@@ -309,16 +309,26 @@ def test_the_word_for_a_launcher_needs_no_room(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# Its thread ends with the error, which the view meets then.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_tensorboard_ends_with_one_line(disk, capfd):
+# What a thread raises, and nobody takes, is printed with its stack.
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
+def test_tensorboard_ends_with_one_line(disk, free_kib):
     said = list[str]()
-    view = TensorboardView(disk, iter([]), said.append)
-    leave_free(disk, 0)
-    deadline = time.monotonic() + 60
-    while not said and time.monotonic() < deadline:
-        view.send(1, 0.0, {f"train/{number}": 1.0 for number in range(100)})
-        view._do("flush")
+
+    def lines() -> Iterator[tuple[int, float, dict[str, float]]]:
+        deadline = time.monotonic() + 60
+        while not said and time.monotonic() < deadline:
+            yield 1, 0.0, {f"train/{number}": 1.0 for number in range(100)}
+            time.sleep(0.05)
+
+    if free_kib:
+        leave_free(disk, free_kib)
+        view = TensorboardView(disk, lines(), said.append)
+    else:
+        view = TensorboardView(disk, [], said.append)
+        leave_free(disk, free_kib)
+        for line in lines():
+            view.send(*line)
     view.close()
     assert len(said) == 1
     assert "tensorboard: stopped (" in said[0]

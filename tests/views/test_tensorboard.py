@@ -160,6 +160,15 @@ def test_there_are_never_more_than_two_files(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
+def test_a_picture_that_is_gone_is_a_line(tmp_path, capsys):
+    record = started(tmp_path, 0)
+    record.log_pictures({"curves": tmp_path / "gone.png"})
+    record.write("train", 1, loss=1.0)
+    record.close()
+    assert "tensorboard: cannot show report/curves (" in capsys.readouterr().err
+    assert [event[::2] for event in shown(tmp_path)["train/loss"]] == [(1, 1.0)]
+
+
 @pytest.mark.parametrize("when", ["at the start", "in the middle"])
 def test_what_goes_wrong_ends_the_view_alone(when, tmp_path, capsys):
     if when == "at the start":

@@ -238,15 +238,23 @@ def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
 
 
 @pytest.mark.parametrize("which", ["wandb_process.py", "wandb-core"])
-def test_if_a_process_of_wandb_dies_all_of_the_run_is_shown_again(tmp_path, capfd, which):
-    def kill() -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_if_a_process_of_wandb_dies_or_hangs_all_of_the_run_is_shown_again(
+    tmp_path, capfd, monkeypatch, which, number
+):
+    def strike() -> None:
         wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")))
         for pid in ours():
             if which in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, number)
         time.sleep(1.1)  # W&B names its folders by the second
 
-    one_run(tmp_path, range(4), setting="offline", meanwhile=kill)
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(wandb_view, "LIMITS_S", {**wandb_view.LIMITS_S, "end": 5.0})
+    one_run(tmp_path, range(4), setting="offline", meanwhile=strike)
+    wait_for(lambda: not ours())
     assert re.search(
         r"^wandb: offline \(.*\); upload with: wandb sync ", capfd.readouterr().err, re.M
     )

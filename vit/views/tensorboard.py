@@ -12,11 +12,11 @@ neither training nor the record waits for it, and what goes wrong there ends the
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
-
-FLUSH_S = 2
 
 
 class TensorboardView:
@@ -34,26 +34,26 @@ class TensorboardView:
     ):
         self._say = say
         self._writer: Any = None
-        folder = run_dir / "tensorboard"
         try:
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            remedy = "pip install tensorboard, or log.tensorboard=false to silence this"
-            say(f"tensorboard: not installed: metrics.jsonl only ({remedy})")
-            return
-        try:
+
+            folder = run_dir / "tensorboard"
             before = list(folder.glob("events.out.tfevents.*"))
+            threading.excepthook = partial(_report, threading.excepthook)
             # purge_step: the mark. max_queue: without a limit, so that nobody waits for the disk.
-            self._writer = SummaryWriter(folder, purge_step=0, max_queue=0, flush_secs=FLUSH_S)
+            self._writer = SummaryWriter(folder, purge_step=0, max_queue=0, flush_secs=2)
             for line in lines:
                 self.send(*line)
-            self._writer.flush()
-            for path in before:
+            self._do("flush")
+            for path in before if self._writer is not None else ():
                 # A TensorBoard that is reading it would wait for ever for one that is gone.
                 if path.stat().st_size:
                     os.truncate(path, 0)
                 else:
                     path.unlink()
+        except ImportError:
+            remedy = "pip install tensorboard, or log.tensorboard=false to silence this"
+            say(f"tensorboard: not installed: metrics.jsonl only ({remedy})")
         except Exception as error:
             self._stop(error)
 
@@ -68,8 +68,12 @@ class TensorboardView:
         from PIL import Image
 
         for name, path in pictures.items():
-            pixels = np.asarray(Image.open(path).convert("RGB"))
-            self._do("add_image", name, pixels, step, None, "HWC")
+            try:
+                pixels = np.asarray(Image.open(path).convert("RGB"))
+            except OSError as error:
+                self._say(f"tensorboard: cannot show {name} ({error})")
+            else:
+                self._do("add_image", name, pixels, step, None, "HWC")
 
     def close(self) -> None:
         """Write what is left."""
@@ -85,3 +89,9 @@ class TensorboardView:
     def _stop(self, error: Exception) -> None:
         self._writer = None
         self._say(f"tensorboard: stopped ({error}); metrics.jsonl has everything")
+
+
+def _report(before: Callable[[Any], object], args: Any) -> None:
+    """Print what a thread raises as `before` does, but of tensorboard's: the view says it."""
+    if not type(args.thread).__module__.startswith("tensorboard."):
+        before(args)

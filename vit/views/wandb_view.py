@@ -21,11 +21,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
@@ -179,9 +181,17 @@ class WandbProcess:
             self._launch(reason)
 
     def _kill(self) -> None:
-        """End the process. W&B's own service ends when it does."""
+        """End the process, and W&B's own service: one that hangs does not see that it is alone."""
         if self._process is not None:
+            services = []
+            with suppress(OSError):  # not Linux
+                pid = self._process.pid
+                if self._process.poll() is None:  # else its number may be another process's
+                    services = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             self._process.kill()
+            for service in services:
+                with suppress(ProcessLookupError):
+                    os.kill(int(service), signal.SIGKILL)
             self._process.wait()
             folder = temporary_folder(self._console.parent, self._process.pid)
             shutil.rmtree(folder, ignore_errors=True)
