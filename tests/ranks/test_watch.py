@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import time
 from contextlib import suppress
 from dataclasses import replace
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from processes import Background, final_state, make_shards, metrics, train, write_config
 from ranks import together
 
+from vit.ranks import watch as watch_module
 from vit.ranks.watch import Verdict, Watch, _Seen, judge
 from vit.ranks.world import LONGEST_WAIT, World
 
@@ -97,6 +100,23 @@ def test_a_rank_that_compares_no_more_is_not_taken_for_silent():
         return verdicts
 
     assert together(3, work) == [[]] * 3
+
+
+def test_time_in_which_this_process_was_stopped_is_nobodys_silence(monkeypatch):
+    """As by Slurm's suspend, which stops all; a rank that is silent afterwards is named."""
+    store = dist.HashStore()
+    world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
+    watch = Watch(world, LIMIT_S, print)
+    seen = {1: _Seen()}
+    watch._looked_at = 0.0
+    store.set("beat 1", json.dumps([0, 4, 7, "in the step", False]))
+    found = {}
+    for now_s in (3.0, 6.0, *range(1006, 1080, 3)):
+        monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now_s))  # noqa: B023
+        watch._look(store, seen, LIMIT_S)
+        found[now_s] = judge(seen, LIMIT_S, now_s, world.host_of)
+    assert next(now_s for now_s, verdict in found.items() if verdict is not None) == 1066
+    assert found[1066].message.startswith("rank 1 on second has not been heard of for 60 s")
 
 
 class Cable:

@@ -11,7 +11,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from vit.run.checkpoint import newest_checkpoint, write_checkpoint
+from vit.run.checkpoint import checkpoint_folder, newest_checkpoint, write_checkpoint
 from vit.run.state import RunState
 from vit.weights.files import read_weights
 
@@ -48,6 +48,25 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
     state = RunState()
     assert state.take_best("val", (10.0, math.nan))
     assert (state.best_top1, state.best_loss) == (10.0, None)
+
+
+def test_half_a_checkpoint_is_none_and_takes_no_place_of_those_that_are_kept(tmp_path):
+    """As a mounted bucket leaves it, which renames a folder by copying its files."""
+
+    def save(step: int) -> None:
+        state = {"step": step, "facts": {}}
+        write_checkpoint(tmp_path, {"model.step": torch.tensor(step)}, state, {}, 1, 2)
+
+    save(1)
+    half = checkpoint_folder(tmp_path, 3)
+    half.mkdir()
+    (half / "state.safetensors").write_bytes(b"half")
+    found, _ = newest_checkpoint(tmp_path, verify=True)
+    assert found == checkpoint_folder(tmp_path, 1)
+    assert half.exists(), "nobody says that it is damaged"
+    save(2)
+    assert newest_checkpoint(tmp_path)[0] == checkpoint_folder(tmp_path, 2)
+    assert checkpoint_folder(tmp_path, 1).exists()
 
 
 def test_the_newest_checkpoint_is_read_while_the_run_removes_what_was_the_newest(tmp_path):
