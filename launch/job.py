@@ -9,7 +9,8 @@ passed on: the ranks save and stop.
 
 Exit status: 0 finished; 75 run it again: it was asked to stop, or failed after a newer checkpoint
 than it began with; 2 a mistake, which would come back; 1 an accident before a newer checkpoint, of
-which a scheduler should allow a few.
+which a scheduler should allow a few, or one after which the run's store does not say whether there
+is a newer one.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ import check_versions  # noqa: F401
 
 from vit.config.command_line import training_parser
 from vit.config.io import load_config
+from vit.data.storage.http import Refused
 from vit.ranks.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
 from vit.run.folder import LATEST_FILE
 from vit.run_store.copying import complete_in
 from vit.run_store.place import is_url, store_at
+from vit.system.files import ShardError
 from vit.system.redact import shown
 
 FINISHED = 0
@@ -121,24 +124,32 @@ def main() -> int:
             environment.setdefault("PET_RDZV_CONF", f"timeout={MEET_S}")
         launcher_status = torchrun.run(words, environment, file)
         outcome = read_outcome(file)
-    status, text = judge(outcome, torchrun.asked, before, newest_checkpoint(run_dir))
+    status, text = judge(
+        outcome, torchrun.asked, before, newest_checkpoint(run_dir, may_refuse=True)
+    )
     print(
         f"{shown(run_dir)}: {text} (torchrun: {launcher_status}); exit status {status}", flush=True
     )
     return status
 
 
-def judge(outcome: Outcome | None, asked: str, before: str, after: str) -> tuple[int, str]:
+def judge(
+    outcome: Outcome | None, asked: str, before: str | None, after: str | None
+) -> tuple[int, str]:
     """Return the exit status of an attempt, and why.
 
     outcome: what its ranks told; asked: the signal that came, or ""; before, after: the newest
-    checkpoint at its start and at its end, or "".
+    checkpoint at its start and at its end, "", or None where the store did not say.
     """
-    checkpoint = after or "no checkpoint"
+    checkpoint = "the store does not say which" if after is None else after or "no checkpoint"
     if outcome == "finished":
         return FINISHED, "finished"
     if outcome == "stopped":
         return AGAIN, f"stopped and saved ({checkpoint})"
+    if after is None or before is None:
+        # To the ranks a store that is away is a mistake, which would never be tried again.
+        text = "the store does not say whether there is a newer checkpoint"
+        return (AGAIN, f"ended by {asked}; {text}") if asked else (ACCIDENT, f"failed; {text}")
     if after != before:
         return AGAIN, f"failed, but came from {before or 'the start'} to {checkpoint}"
     if outcome == "mistake":
@@ -148,11 +159,18 @@ def judge(outcome: Outcome | None, asked: str, before: str, after: str) -> tuple
     return ACCIDENT, f"failed without a newer checkpoint ({checkpoint})"
 
 
-def newest_checkpoint(run_dir: str) -> str:
-    """Name of the newest checkpoint of a run, in a folder or at a URL; "" without one."""
+def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
+    """Name of the newest checkpoint of a run, in a folder or at a URL; "" without one, None if the
+    store does not answer. may_refuse: or does not let us look, as when keys have expired."""
     if is_url(run_dir):
-        found = complete_in(store_at(run_dir, PATIENCE_S).list_below())
-        return max(found, default="")
+        store = store_at(run_dir, PATIENCE_S)
+        try:
+            return max(complete_in(store.list_below()), default="")
+        except ShardError as error:
+            if isinstance(error, Refused) and not may_refuse:
+                raise
+            print(error, file=sys.stderr)
+            return None
     file = Path(run_dir) / LATEST_FILE
     try:
         os.listdir(file.parent)  # over NFS it shows what another host has just written

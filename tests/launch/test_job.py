@@ -32,6 +32,11 @@ sys.path.pop(0)
         (None, "", "", "a", 75),
         (None, "", "a", "a", 1),
         (None, "", "", "", 1),
+        ("finished", "", "a", None, 0),
+        ("stopped", "SIGTERM", None, None, 75),
+        ("mistake", "", "a", None, 1),
+        ("mistake", "", None, "a", 1),
+        (None, "SIGTERM", "a", None, 75),
     ],
 )
 def test_an_attempt_has_one_of_four_exit_statuses(outcome, asked, before, after, status):

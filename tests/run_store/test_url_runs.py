@@ -237,6 +237,28 @@ def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
 
 
 @pytest.mark.full
+def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, tmp_path, config):
+    """The ranks end with status 2; whether there is a newer checkpoint cannot be seen then."""
+    url = f"{s3.new_bucket()}/runs/x"
+    is_expired = False
+
+    def fault(method: str, path: str) -> str | None:
+        nonlocal is_expired
+        is_expired |= "step_00000006" in path
+        return "400 ExpiredToken" if is_expired else None
+
+    way.fault = fault
+    words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
+    done = run("launch/job.py", *words, cold=True)
+    assert done.returncode == 1, done.stderr
+    assert "the store does not say whether there is a newer checkpoint" in done.stdout
+    way.is_good()
+    done = run("launch/job.py", *words, cold=True)
+    assert done.returncode == 0, done.stderr
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
 def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
     s3, tmp_path, config, shards
 ):
