@@ -38,14 +38,14 @@ from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan, make_plan, rates
 from vit.ranks.alike import compare_hosts
 from vit.ranks.distributed import World, wrap
-from vit.ranks.exit import Interrupted, StopSignals, leave_hung
+from vit.ranks.exit import Interrupted, StopSignals, leave_hung, problem_of
 from vit.ranks.watch import Verdict, Watch
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import RunLock
 from vit.run.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
 from vit.run.record import Record
 from vit.run.reference import Comparison, create_comparison
-from vit.run.resume import find_checkpoint, renew_bits, restart_best, settings_sha256
+from vit.run.resume import check_same_settings, find_checkpoint, renew_bits, restart_best
 from vit.run.sample_losses import SampleLosses
 from vit.run.saver import Saver
 from vit.run.start_record import start_record
@@ -126,7 +126,9 @@ class Run:
             # A second Ctrl-C: whatever the thread waits for may never come.
             self.saver.close(at_once=isinstance(error, KeyboardInterrupt))
             if error is not None:
-                reason = f"{type(error).__name__}: {error}"
+                reason = type(error).__name__
+                if isinstance(error, Exception):
+                    reason = problem_of(error)
                 with suppress(ValueError):  # a full disk: the first error is the one to report
                     self.record.write("end", self.state.step, outcome="error", reason=reason)
         finally:
@@ -150,9 +152,8 @@ class Run:
 def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
     """Build the run of `config`, from its newest checkpoint if its folder has one.
 
-    allow_change: settings that may differ from the checkpoint's. Raises ValueError for what a user
-    can get wrong, and `vit.ranks.exit.Interrupted` if SIGTERM, SIGHUP or SIGINT comes meanwhile,
-    also while this rank waits for another.
+    allow_change: settings that may differ from the checkpoint's. Raises ValueError for mistakes,
+    and `vit.ranks.exit.Interrupted` if SIGTERM, SIGHUP or SIGINT comes, also in a wait for others.
     """
     folder, store = open_place(config, world)
     is_new = world.is_main and not folder.is_dir()
@@ -162,6 +163,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
     settings = config_io.to_dict(config)
     try:
         # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
+        check_same_settings(settings, world)
         world.main_first(lambda: lock_place(lock, folder, store) if world.is_main else None)
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
@@ -169,7 +171,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         times.end("data")
         found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
         times.end("checkpoint")
-        checked = _with_hosts(data.checked, settings, world)
+        checked = _with_hosts(data.checked, world)
         with world.fail_together():
             checked = _check_disk(checked, config, data, found, folder, world)
 
@@ -306,11 +308,11 @@ def open_data(config: Config, world: World) -> RunData:
     return RunData(*found, checked, disk, facts, teacher)
 
 
-def _with_hosts(checked: Preflight, settings: dict[str, Any], world: World) -> Preflight:
+def _with_hosts(checked: Preflight, world: World) -> Preflight:
     """Add what several hosts have alike, and what not: else that shows as a hang, or as other
     numbers."""
-    own = {"config": settings_sha256(settings), "JPEG decoder": decoder_name()}
-    return replace(checked, lines=(*checked.lines, *compare_hosts(world, own)))
+    lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
+    return replace(checked, lines=(*checked.lines, *lines))
 
 
 def _config_of_step(config: Config, found: tuple[Path, dict] | None, plan: Plan) -> Config:

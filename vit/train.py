@@ -387,7 +387,7 @@ def finish(run: Run, monitor: Monitor) -> Outcome:
     if not run.world.is_main:
         return outcome
     if outcome == "stopped":
-        mark_stopped(run.folder, state.step, run.signals.received)
+        mark_stopped(run.folder, state.step, run.signals.received or "of another rank")
         run.record.say(
             f"stopped at step {state.step} of {run.plan.total_steps}, saved; the same command"
             " continues from here"

@@ -1,26 +1,32 @@
-"""A terminal that is closed, and a signal to ranks that have nothing left to do."""
+"""A terminal that is closed, signals before the first step and after the last one, a limit that is
+reached, ranks that were started otherwise."""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from faults.phases import lines_of, stopped
-from processes import Background, children, final_state, train
+from processes import COMMANDS, TINY, Background, call, children, command, final_state, train
 
-from vit.ranks.exit import StopSignals
+from vit.ranks.exit import Interrupted, StopSignals, problem_of
 
 STEPS = 48
 
 
 def test_a_closed_terminal_is_remembered_but_not_after_nohup():
+    def heard(number, frame):
+        """In place of the default, by which this process would end."""
+
     before = signal.getsignal(signal.SIGHUP)
     try:
-        for handler, expected in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, "")):
+        for handler, expected in ((heard, "SIGHUP"), (signal.SIG_IGN, "")):
             signal.signal(signal.SIGHUP, handler)
             signals = StopSignals()
             signals.remember_only()
@@ -30,6 +36,67 @@ def test_a_closed_terminal_is_remembered_but_not_after_nohup():
             assert signal.getsignal(signal.SIGHUP) == handler
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_before_the_first_step_is_not_lost_where_errors_are_ignored():
+    signals = StopSignals()
+    try:
+        with suppress(Interrupted):  # as a `__del__` does
+            os.kill(os.getpid(), signal.SIGTERM)
+        signals.remember_only()
+        assert signals.received == "SIGTERM"
+    finally:
+        signals.restore()
+
+
+def test_where_no_more_files_may_be_opened_the_limit_is_named():
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
+        with pytest.raises(OSError, match="Too many open files") as error:
+            open("/dev/null").close()
+        said = problem_of(error.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    assert said == (
+        "Too many open files: this process may have 3; raise that (`ulimit -n`) and run the same"
+        " command again"
+    )
+
+
+OTHERWISE = """
+import os, runpy, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+sys.argv = [*sys.argv[1:-1], *([sys.argv[-1]] if os.environ["RANK"] == "1" else [])]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("optim.lr=0.5", "optim.lr: 0.001 there, 0.5 here"),
+        ("eval.every_steps=5", "eval.every_steps: 6 there, 5 here"),
+        ("data.num_workers=1", ""),
+    ],
+)
+def test_ranks_that_are_started_with_other_settings_are_refused(tmp_path, config, word, said):
+    """As where the config file of one host was edited: each would train a model of its own."""
+    script = tmp_path / "otherwise.py"
+    script.write_text(OTHERWISE)
+    run_dir = tmp_path / "run"
+    words = ("--config", config, f"run.dir={run_dir}", *TINY, "train.steps=2", word)
+    line = command("launch/train.py", *words, ranks=2)
+    line.insert(line.index(str(COMMANDS / "launch/train.py")), str(script))
+    done = call(line)
+    if not said:
+        assert done.returncode == 0, done.stderr
+        return
+    assert "error: rank 1 on " in done.stderr
+    assert f" was started with other settings than rank 0 (there):\n  {said}\nStart" in done.stderr
+    assert done.returncode != 0
+    assert not run_dir.exists()
 
 
 @pytest.mark.full

@@ -15,10 +15,12 @@ import torch
 from processes import bytes_of
 from torch import Tensor
 
+from vit.config.io import from_dict
 from vit.run.checkpoint import CheckpointError, newest_checkpoint, read_info, write_checkpoint
 from vit.run.checkpoint_info import SEAL
-from vit.run.folder import weights_file
+from vit.run.folder import RunLock, weights_file
 from vit.run.state import RunState
+from vit.run_store.store import RunStore
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.formats import WeightsError, read_content
 from vit.weights.save import save_weights
@@ -151,6 +153,24 @@ def test_if_all_checkpoints_are_damaged_that_is_said_and_all_are_kept(pristine, 
     assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(said) == 2
     shutil.rmtree(folder / "checkpoints")
     assert newest_checkpoint(folder, verify=True) is None
+
+
+@pytest.mark.full
+def test_no_start_of_a_run_at_a_url_whose_checkpoints_are_all_damaged_begins_anew(
+    pristine, tmp_path
+):
+    there = shutil.copytree(pristine, tmp_path / "there")
+    for path in there.glob("checkpoints/step_*/state.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    values = {"run": {"dir": f"file://{there}"}, "data": {"root": "-"}, "train": {"steps": 9}}
+    for number in range(2):  # on machines that have nothing
+        values["run"]["local_dir"] = str(tmp_path / str(number))
+        store = RunStore(from_dict(values, "test"))
+        lock = RunLock(store.folder)
+        with pytest.raises(ValueError, match="all checkpoints are damaged or gone"):
+            store.open(lock)
+        lock.release()
+        store.close()
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that gives EIO")

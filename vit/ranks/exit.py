@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -81,11 +82,13 @@ class StopSignals:
         self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_second = bool(self.received)
+        # Also where it raises: what ignores errors, as a `__del__` does, would lose the signal.
+        self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
-        if self.received and number == signal.SIGINT:  # a second Ctrl-C: stop now
+        if is_second and number == signal.SIGINT:  # a second Ctrl-C: stop now
             raise KeyboardInterrupt
-        self.received = signal.Signals(number).name
 
     def remember_only(self) -> None:
         """From now on signals only set `received`: there are steps, which look at it."""
@@ -297,6 +300,7 @@ def _whose_remedy_is_known(error: Exception) -> str:
     return (
         out_of_memory(error)
         or _disk_full(error)
+        or _too_many_open(error)
         or _has_no_order(error)
         or _failed_to_compile(error)
     )
@@ -372,6 +376,19 @@ def _failed_to_compile(error: Exception) -> str:
     return (
         f"torch.compile failed ({reason}): set train.compile=false, which changes only the speed;"
         f" {verbose}=1 shows the stack"
+    )
+
+
+def _too_many_open(error: Exception) -> str:
+    """Message where this process, or the host, may open no more files; "" for anything else."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    if error.errno == errno.ENFILE:
+        return f"{error.strerror}: this host allows no more; see what else runs there"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"{error.strerror}: this process may have {limit:,}; raise that (`ulimit -n`) and run the"
+        " same command again"
     )
 
 

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from vit.config import io as config_io
@@ -30,6 +31,15 @@ BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
 
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
 """Facts that decide the bits of `train.exact_over_ranks`, and what a message calls them."""
+
+
+OF_A_HOST = {
+    *(f"data.{name}" for name in ("root", "cache_dir", "cache_gib", "patience_s")),
+    *(f"data.{name}" for name in ("num_workers", "prefetch_gib", "stall_timeout_s")),
+    *(f"run.{name}" for name in ("dir", "local_dir", "lease_s")),
+    *("distill.teacher", "eval.sets", "init.checkpoint"),
+}
+"""Settings that may differ between ranks: places on a host, and how fast it is."""
 
 
 def find_checkpoint(
@@ -98,18 +108,45 @@ def may_change(key: str) -> bool:
     return name in fields and MAY_CHANGE in fields[name].metadata
 
 
-def settings_sha256(settings: dict[str, Any]) -> str:
-    """Return a short hash of the settings that decide what a run computes.
-
-    What `may_change`, such as a folder on a host's own disk, may differ between hosts, too.
-    """
-    fixed = {
+def _shared(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that all ranks must have alike: all but those of `OF_A_HOST`."""
+    return {
         f"{section}.{name}": value
         for section, values in settings.items()
         for name, value in values.items()
-        if not may_change(f"{section}.{name}")
+        if f"{section}.{name}" not in OF_A_HOST
     }
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def settings_sha256(settings: dict[str, Any]) -> str:
+    """Return a short hash of the settings that all ranks must have alike."""
+    return hashlib.sha256(json.dumps(_shared(settings), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def check_same_settings(settings: dict[str, Any], world: World) -> None:
+    """Raise ValueError, on rank 0, if another rank has other settings, and AlreadyReported there.
+
+    Each rank would train a model of its own, or wait for what the others never do.
+    """
+    own = int(settings_sha256(settings), 16)
+    ends = torch.tensor([own, -own], device=world.device)
+    largest, smallest = world.max_(ends).tolist()
+    if largest == -smallest:
+        return
+    if not world.is_main:
+        world.gather("settings", _shared(settings))
+
+    def tell() -> None:
+        found = world.gather("settings", _shared(settings))
+        rank = next(rank for rank, values in enumerate(found) if values != found[0])
+        differing = config_io.differences(found[0], found[rank]).items()
+        listed = "\n".join(f"  {key}: {old} there, {new} here" for key, (old, new) in differing)
+        raise ValueError(
+            f"rank {rank} on {world.host_of(rank)} was started with other settings than rank 0"
+            f" (there):\n{listed}\nStart all with the same command and the same config file"
+        )
+
+    world.broadcast_from_main(tell)
 
 
 def _newest_of_this_run(

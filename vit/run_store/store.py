@@ -166,13 +166,15 @@ class RunStore:
         bring(self._store, wanted, self._copy, f"{self}")
         here = complete_checkpoints(self.folder)
         there = complete_in(self._there)
+        found = None
         if there and (not here or here[0].name < there[0]):
             found = bring_checkpoint(self._store, self._there, self._copy, self._set_aside)
-            if found is None and not here:
-                raise ValueError(
-                    f"{self}: all {len(there)} checkpoints are damaged; the same command again"
-                    " starts over"
-                )
+        # Written after a checkpoint: whoever starts jobs by itself must not begin the run anew.
+        if not here and found is None and LATEST_FILE in self._there:
+            raise ValueError(
+                f"{self}/{CHECKPOINTS}: all checkpoints are damaged or gone; put a good one back,"
+                " or remove `latest` there, and the same command starts over"
+            )
 
     def _set_aside(self, folder: str, problem: str) -> None:
         """Let a damaged checkpoint count no more; the next save removes its tensors."""
