@@ -63,6 +63,9 @@ def test_what_is_shown_of_a_text():
         "pipe:AWS_SECRET_ACCESS_KEY=abc aws s3 cp s3://b/a -": (
             "pipe:AWS_SECRET_ACCESS_KEY=*** aws s3 cp s3://b/a -"
         ),
+        "pipe:gsutil -o Credentials:gs_secret_access_key=abc cat gs://b/a m.class_token=1": (
+            "pipe:gsutil -o Credentials:gs_secret_access_key=*** cat gs://b/a m.class_token=1"
+        ),
     }.items():
         assert redact.shown(text) == expected
         assert redact.shown(expected) == expected, "shown twice is shown once"

@@ -50,7 +50,7 @@ _OPTION = re.compile(
     rf"""(?P<secret>"[^"]*"|'[^']*'|{_WORD})"""
 )
 _ASSIGNMENT = re.compile(
-    rf"""(?P<before>\b\w*(?:SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS_KEY)\w*=)(?P<secret>"[^"]*"|'[^']*'|{_WORD})"""
+    rf"""(?P<before>\b\w*(?:TOKEN|CREDENTIAL|(?i:SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY))\w*=)(?P<secret>"[^"]*"|'[^']*'|{_WORD})"""
 )
 _SECRET_VARIABLE = re.compile(
     r"(?:SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|SAS|CONNECTION_STRING|(?:API|ACCESS|SECRET|STORAGE|ACCOUNT|PRIVATE)_?KEY)(?:_ID)?$"

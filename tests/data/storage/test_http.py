@@ -286,12 +286,15 @@ def test_another_host_is_not_given_the_login(web, folder):
     assert not any("Authorization" in headers for headers in web.headers)
 
 
-def test_redirected_in_a_circle(web, folder):
+def test_redirected_in_a_circle_or_out_of_the_web(web, folder):
     web.redirects = {"/set/a.tar": f"{web.url}/set/a.tar"}
     with pytest.raises(
         ShardError,
         match=r"a.tar: redirected again and again, at last to .*/set/a.tar; correct the address",
     ):
+        folder.stat("a.tar")
+    web.redirects = {"/set/a.tar": "file:///etc/hostname"}
+    with pytest.raises(ShardError, match=r"a.tar: redirected to file:///etc/hostname, which is no"):
         folder.stat("a.tar")
 
 

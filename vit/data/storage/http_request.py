@@ -72,7 +72,10 @@ def get(
         before = _server(at)
         at = urllib.parse.urljoin(at, location)
         if not on_the_web(at):
-            break
+            raise ShardError(
+                f"{shown(address(url, name))}: redirected to {shown(at)}, which is no address of"
+                " the web and not followed; correct the address"
+            )
         # A login in a URL is valid for its entire server, but must not reach another one.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
