@@ -10,7 +10,8 @@ passed on: the ranks save and stop.
 Exit status: 0 finished; 75 run it again: it was asked to stop, or failed after a newer checkpoint
 than it began with; 2 a mistake, which would come back; 1 an accident before a newer checkpoint, of
 which a scheduler should allow a few, or one after which the run's store does not say whether there
-is a newer one.
+is a newer one. With `--check`, which trains nothing: 0 without a failure, 75 if it was asked to
+stop, else 2, so that it is not repeated.
 """
 
 from __future__ import annotations
@@ -124,9 +125,11 @@ def main() -> int:
             environment.setdefault("PET_RDZV_CONF", f"timeout={MEET_S}")
         launcher_status = torchrun.run(words, environment, file)
         outcome = read_outcome(file)
-    status, text = judge(
-        outcome, torchrun.asked, before, newest_checkpoint(run_dir, may_refuse=True)
-    )
+    if args.check:
+        status, text = judge_check(launcher_status, torchrun.asked)
+    else:
+        after = newest_checkpoint(run_dir, may_refuse=True)
+        status, text = judge(outcome, torchrun.asked, before, after)
     print(
         f"{shown(run_dir)}: {text} (torchrun: {launcher_status}); exit status {status}", flush=True
     )
@@ -159,6 +162,15 @@ def judge(
     return ACCIDENT, f"failed without a newer checkpoint ({checkpoint})"
 
 
+def judge_check(launcher_status: int, asked: str) -> tuple[int, str]:
+    """Return the exit status of a check, and why; `asked` as in `judge`."""
+    if launcher_status == 0:
+        return FINISHED, "checked, and nothing was started"
+    if asked:
+        return AGAIN, f"the check was ended by {asked}"
+    return MISTAKE, "the check has failed, see its table"
+
+
 def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     """Name of the newest checkpoint of a run, in a folder or at a URL; "" without one, None if the
     store does not answer. may_refuse: or does not let us look, as when keys have expired."""
@@ -181,7 +193,10 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
 
 def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
-    return training_parser("python launch/job.py", __doc__).parse_intermixed_args(words)
+    parser = training_parser("python launch/job.py", __doc__)
+    parser.add_argument("--check", action="store_true", help="as launch/train.py's")
+    parser.add_argument("--check-limit-s", type=float, metavar="S", help="as launch/train.py's")
+    return parser.parse_intermixed_args(words)
 
 
 if __name__ == "__main__":

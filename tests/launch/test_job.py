@@ -13,7 +13,8 @@ from families import Family
 from processes import REPOSITORY, TINY, call, environment, last_step, metrics
 
 sys.path.insert(0, str(REPOSITORY / "launch"))
-judge = runpy.run_path(str(REPOSITORY / "launch" / "job.py"))["judge"]
+job = runpy.run_path(str(REPOSITORY / "launch" / "job.py"))
+judge = job["judge"]
 sys.path.pop(0)
 
 
@@ -41,6 +42,29 @@ sys.path.pop(0)
 )
 def test_an_attempt_has_one_of_four_exit_statuses(outcome, asked, before, after, status):
     assert judge(outcome, asked, before, after)[0] == status
+
+
+@pytest.mark.parametrize(
+    ("launcher_status", "asked", "status"), [(0, "", 0), (1, "", 2), (1, "SIGTERM", 75)]
+)
+def test_a_check_is_not_repeated_unless_it_was_ended(launcher_status, asked, status):
+    assert job["judge_check"](launcher_status, asked)[0] == status
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_a_pod_checks_in_place_of_training(config, tmp_path):
+    env = environment()
+    env["PYTHON_EXEC"] = warm_python.python(env)
+    line = [env["PYTHON_EXEC"], str(REPOSITORY / "launch" / "job.py"), "--config", str(config)]
+    line += [f"run.dir={tmp_path / 'run'}", *TINY, "--check", "--check-limit-s=50"]
+    green = call(line, env)
+    assert green.returncode == 0, green.stdout + green.stderr
+    assert "checked, and nothing was started" in green.stdout.splitlines()[-1]
+    red = call([*line, "data.root=/nowhere"], env)
+    assert red.returncode == 2, red.stdout + red.stderr
+    assert "/nowhere" in red.stdout
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
