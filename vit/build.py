@@ -8,7 +8,7 @@ last, once everything else has succeeded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluator, create_evaluators
 from vit.exact.leaves import Leaves, check_leaves, same_kernels
 from vit.freeze import create_trained_model
+from vit.layers.init import undrawn
 from vit.loss import choose_class_weights, create_loss
 from vit.one_reader import load_initial_weights
 from vit.open_data import choose_num_classes, open_split, open_train_set
@@ -176,7 +177,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             checked = _check_disk(checked, config, data, found, folder, world)
 
         # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
-        with world.fail_together():
+        with world.fail_together(), nullcontext() if found is None else undrawn():
             torch.manual_seed(config.train.seed)
             model = create_trained_model(config, data.num_classes)
         model.to(world.device)

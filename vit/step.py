@@ -390,16 +390,20 @@ class TrainStep:
         """Set gradients to None, or to zero where several passes over `batch` add up under DDP."""
         # Zeros stay in DDP's buckets. Without them the passes under `no_sync` would allocate a
         # second set (2.5 GB for H), which the last pass copies into the buckets. For a single pass
-        # the fill is not worth its time. `wrapped` differs from `model` under DDP only.
-        accumulates = self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
-        self.optimizer.zero_grad(set_to_none=not accumulates)
+        # the fill is not worth its time.
+        self.optimizer.zero_grad(set_to_none=not self._accumulates(batch))
+
+    def _accumulates(self, batch: Batch) -> bool:
+        """Whether several passes over `batch` add up under DDP, where `wrapped` is not `model`."""
+        return self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
 
     def fix_bucket_layout(self, batch: Batch) -> None:
         """Bring DDP's buckets into their final layout, before the first step of a process.
 
         DDP re-orders its buckets after the first synchronised backward pass, and from 3 ranks on
         a different layout sums in a different order: a resumed run would differ in the last bit
-        from one that was not interrupted. Two throw-away passes reach the fixed point.
+        from one that was not interrupted. A throw-away pass tells it the order, and the next
+        forward pass lays the buckets out.
         """
         if self.wrapped is self.model:  # not under DDP
             return
@@ -412,8 +416,12 @@ class TrainStep:
             micro_batch = replace(micro_batch, images=images)
         # Batch norms of timm models would keep the passes in their running statistics.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
-        for _ in range(2):
-            self._losses(micro_batch)[0].sum().backward()
+        self._losses(micro_batch)[0].sum().backward()
+        if self._accumulates(batch):
+            self._losses(micro_batch)[0].sum().backward()  # zeros are to stay in the new buckets
+        else:
+            with no_sync(self.wrapped):
+                self._losses(micro_batch)
         self._clear_gradients(batch)
         for buffer, value in zip(self.model.buffers(), buffers, strict=True):
             buffer.copy_(value)
