@@ -213,7 +213,8 @@ def test_a_new_run_that_is_preempted_before_its_first_step_is_marked_too(tmp_pat
 
 
 @pytest.mark.slow
-def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
+def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "WARNING")  # torch's own default
     config = write_config(tmp_path, shards, steps=5000)
     background = Background(config, tmp_path / "run", ranks=2, cold=True)
     background.wait_for_step(4)
@@ -224,6 +225,8 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards):
         assert time.monotonic() < deadline, "ranks train on although torchrun is dead"
         time.sleep(0.1)
     assert (tmp_path / "run" / "stopped_early").exists(), "they should have saved"
+    output = background.end()
+    assert "TCPStore" not in output, "a page of torch's stack for each request to a dead store"
 
 
 @pytest.mark.slow

@@ -113,7 +113,8 @@ def environment() -> dict[str, str]:
         for key, value in inherited().items()
         if not key.startswith(("WANDB", "RANK", "WORLD_SIZE", "LOCAL_RANK"))
     }
-    return {**kept, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONUNBUFFERED": "1"}
+    kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def command(

@@ -24,7 +24,7 @@ import torch
 from vit.check.findings import Finding, Verdict, by_message
 from vit.ranks.alike import places
 from vit.ranks.exit import LOST, problem_of
-from vit.ranks.world import ENDED, LOOKS_PER_S, AlreadyReported, World, silent_ranks, store_errors
+from vit.ranks.world import ENDED, LOOKS_PER_S, AlreadyReported, World, silent_ranks
 
 GRACE_S = 10.0
 """For what the other ranks still do after one has failed in a part of all."""
@@ -91,7 +91,7 @@ class Parts:
                 self.findings.append(Finding(part.name, Verdict.SKIPPED, said))
                 self._failed.add(part.name)
             else:
-                with store_errors():
+                with self.world.asking_store():
                     self._run(number, part)
 
     def _run(self, number: int, part: Part) -> None:

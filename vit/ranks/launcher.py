@@ -6,11 +6,16 @@ import ctypes
 import os
 import select
 import signal
+import socket
 import sys
 from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
 """How long torchrun may take to end after its ranks; by default it gives them as long."""
+ANSWERS_WITHIN_S = 2.0
+"""For a store on another host, when torchrun has died on this one."""
+_launcher = 0
+"""Process id of the torchrun that has started this rank; 0 before `end_with_launcher`."""
 
 
 def end_with_launcher() -> None:
@@ -18,9 +23,23 @@ def end_with_launcher() -> None:
 
     Otherwise its ranks would train on unnoticed, next to the following attempt.
     """
+    global _launcher
+    _launcher = os.getppid()
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
+
+
+def took_store_along() -> bool:
+    """Whether torchrun has died on this host, and the store that ranks share does not answer."""
+    if _launcher in (0, os.getppid()):
+        return False
+    address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    try:
+        socket.create_connection(address, ANSWERS_WITHIN_S).close()
+    except OSError:
+        return True
+    return False
 
 
 def end_launcher_later() -> None:

@@ -31,7 +31,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from vit.ranks.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, World
+from vit.ranks.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, StoreLost, World
 
 BEATS_PER_LIMIT = 20
 """A verdict comes at most a tenth later than the limit."""
@@ -109,7 +109,11 @@ class Watch:
         """Begin to compare, which each rank must do; again after `close`, too."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
-        store = self._world.store.clone()
+        try:
+            with self._world.asking_store():
+                store = self._world.store.clone()
+        except StoreLost:
+            return  # as in `_compare`
         self._closed = threading.Event()
         self._answered_at = time.monotonic()
         beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
@@ -158,13 +162,14 @@ class Watch:
         for number in range(2**62):
             is_last = closed.wait(beat_s if number else 0)
             try:
-                beat = self._beat(-1 if is_last else number)
-                store.set(f"beat {world.rank}", json.dumps(beat))
-                if is_last:
-                    return
-                verdict = self._verdict(store, seen, limit_s)
+                with world.asking_store():
+                    beat = self._beat(-1 if is_last else number)
+                    store.set(f"beat {world.rank}", json.dumps(beat))
+                    if is_last:
+                        return
+                    verdict = self._verdict(store, seen, limit_s)
                 self._answered_at = time.monotonic()
-            except dist.DistError:
+            except StoreLost:
                 return  # the store has ended: torchrun, or the first host; ranks may save yet
             if verdict is not None:
                 self._end(verdict)

@@ -37,6 +37,7 @@ import itertools
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -48,6 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from vit.ranks.launcher import took_store_along
 from vit.system.host import process_state
 
 T = TypeVar("T")
@@ -96,6 +98,10 @@ class World:
     """How long it took until all ranks had met."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
     """Process ids of the ranks on this host, where they can be compared."""
+    _has_lost_store: threading.Event = field(
+        default_factory=threading.Event, repr=False, compare=False
+    )
+    """Set for good once the store did not answer: its connection is not opened again."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
     """Numbers the keys in the store: all ranks call the functions below in the same order."""
 
@@ -254,7 +260,7 @@ class World:
         """
         store = self.store
         assert store is not None, "there are other ranks"
-        with store_errors():
+        with self.asking_store():
             store.set(f"{key} {self.rank}", "" if problem is None else _message(problem))
             if problem is not None:
                 store.add(f"{key} problems", 1)
@@ -267,7 +273,7 @@ class World:
     def announce_end(self, message: str) -> None:
         """Let the ranks that wait through the store, now or later, know that this one ends."""
         if self.store is not None:
-            with suppress(dist.DistError):
+            with suppress(StoreLost):
                 self._post(ENDED, message)
 
     def gather(self, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
@@ -299,7 +305,8 @@ class World:
 
     def _post(self, key: str, value: Any) -> None:
         assert self.store is not None, "there are other ranks"
-        self.store.set(key, json.dumps(value))
+        with self.asking_store():
+            self.store.set(key, json.dumps(value))
 
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
@@ -314,7 +321,7 @@ class World:
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         pause_s = max(0.001, FIRST_SHARE * self.size / LOOKS_PER_S)
         gone = list[int]()
-        with store_errors():
+        with self.asking_store():
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
@@ -327,6 +334,19 @@ class World:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, self.look_s)
         return True
+
+    @contextmanager
+    def asking_store(self) -> Iterator[None]:
+        """Raise StoreLost where the store does not answer, without asking one that is known to be
+        gone: torch prints a page of its own stack for each request to such a store."""
+        lost = StoreLost("lost the connection to the first host's launcher, or to rank 0")
+        if self._has_lost_store.is_set() or took_store_along():
+            raise lost
+        try:
+            yield
+        except dist.DistError:
+            self._has_lost_store.set()
+            raise lost from None
 
     def gone(self) -> list[int]:
         """Ranks of this host whose processes have ended."""
@@ -363,16 +383,6 @@ def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         if sum(each.nbytes for each in some) >= BROADCAST_BYTES:
             yield by_type.pop(tensor.dtype)
     yield from by_type.values()
-
-
-@contextmanager
-def store_errors() -> Iterator[None]:
-    """Raise StoreLost when the store does not answer."""
-    try:
-        yield
-    except dist.DistError:
-        where = "the first host's launcher, or to rank 0"
-        raise StoreLost(f"lost the connection to {where}") from None
 
 
 def _message(error: BaseException) -> str:
