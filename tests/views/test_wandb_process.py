@@ -155,6 +155,23 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(
 
 
 @pytest.mark.full
+def test_lines_follow_where_pictures_have_taken_steps_of_the_service(tmp_path, server):
+    """A finished run that is trained on; they are rows there, which no line of the record is."""
+    server.can_rewind = False
+    Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
+    for restarts, steps in enumerate((range(3), range(3, 6))):
+        record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
+        record.write("start", max(steps.start - 1, 0), restarts=restarts)
+        record.start_wandb({})
+        for step in steps:
+            record.write("train", step, loss=1 / (step + 1))
+        record.log_pictures({"curves": tmp_path / "red.png"})
+        record.close()
+    assert [row["global_step"] for row in numbers(server.history)] == [*range(6)]
+    assert numbers(server.history) == recorded(tmp_path)
+
+
+@pytest.mark.full
 def test_lines_that_the_service_lacks_follow_at_the_next_start(tmp_path, server):
     """It has lost the end of the first attempt, as when a host is lost."""
     one_run(tmp_path, range(0, 6))

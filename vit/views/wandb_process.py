@@ -92,7 +92,8 @@ def _follow(feed: int, parent: int) -> Iterator[dict[str, Any]]:
 
 class _SoFar(NamedTuple):
     """What the feed holds at an opening: messages, those of them that are rows and count, how many
-    rows the attempt started from, and the most there ever were."""
+    rows the attempt started from, and the most that W&B can have: those of the feed that nobody has
+    shown yet are not among them."""
 
     num_messages: int
     rows: frozenset[int]
@@ -103,16 +104,14 @@ class _SoFar(NamedTuple):
 def _look_through(feed: int, start: dict[str, Any]) -> _SoFar:
     rows: list[int] = []
     kept = start["kept"]
-    most = start["most"]
     number = -1
     for number, message in enumerate(Messages(feed).read()):
         if "numbers" in message:
             rows.append(number)
         elif "rewind" in message:
-            most = max(most, len(rows))
             kept = message["rewind"]
             del rows[kept:]
-    return _SoFar(number + 1, frozenset(rows), kept, max(most, len(rows)))
+    return _SoFar(number + 1, frozenset(rows), kept, start["most"])
 
 
 # --- one opened run -------------------------------------------------------------------------------
@@ -155,8 +154,10 @@ def _show(feed: int, parent: int, why_offline: str, report: Callable[..., None])
             else:
                 report(say=opened.run.url)
         report(awaits="end")
-        if _show_to_end(wandb, opened, so_far, _follow(feed, parent), report):
+        num_rows = _show_to_end(wandb, opened, so_far, _follow(feed, parent), report)
+        if num_rows is None:
             return
+        start["most"] = max(start["most"], num_rows)
         opened.run.finish()
         time.sleep(1.1 - time.time() % 1)  # W&B names its folders by the second
 
@@ -167,8 +168,9 @@ def _show_to_end(
     so_far: _SoFar,
     feed: Iterator[dict[str, Any]],
     report: Callable[..., None],
-) -> bool:
-    """Show the feed from its first line; return whether it was to its end, not to a rewind."""
+) -> int | None:
+    """Show the feed from its first line; return None at its end, at a rewind how many rows the run
+    has got."""
     run = opened.run
     row = 0
     failed = False
@@ -180,7 +182,7 @@ def _show_to_end(
             failed = message["end"]["failed"]
             break
         if "rewind" in message and not is_old:
-            return False
+            return row
         if "numbers" in message:
             if is_old and number not in so_far.rows:
                 continue
@@ -196,7 +198,7 @@ def _show_to_end(
     wandb.teardown()  # waits for the service, which has written everything when it ends
     _remove_parts(run)
     _part(run).joinpath(ROWS_FILE).write_text(str(row))
-    return True
+    return None
 
 
 def _open_run(
