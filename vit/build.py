@@ -190,7 +190,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         # 4. The training step and the evaluators.
         its = _config_of_step(config, found, data.plan)
         known = (data.plan, data.num_classes, model, world, data.class_weights, data.teacher)
-        train_step = create_train_step(its, *known)
+        train_step = create_train_step(its, *known, is_filled_later=found is not None)
         evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
         times.end("model")
 
@@ -331,8 +331,12 @@ def create_train_step(
     world: World,
     class_weights: tuple[float, ...] | None = None,
     teacher: Teacher | None = None,
+    is_filled_later: bool = False,
 ) -> TrainStep:
-    """Move `model` to its device, compile and wrap it, and create all that updates it."""
+    """Move `model` to its device, compile and wrap it, and create all that updates it.
+
+    is_filled_later: all of it will be replaced by a checkpoint's values on each rank.
+    """
     model.to(world.device)
     # The order matters. The moving average copies the model before anything is compiled into it.
     # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
@@ -361,7 +365,7 @@ def create_train_step(
     leaves = None
     if config.train.exact_over_ranks:
         leaves = Leaves(model, plan.num_leaves, plan.micro_batch_size, world, config.train.seed)
-    wrapped = model if leaves else wrap(model, world)
+    wrapped = model if leaves else wrap(model, world, sync=not is_filled_later)
     learning_rate, weight_decay = rates(config, plan)
     return TrainStep(
         model,

@@ -228,15 +228,15 @@ def _why_not_met(reason: str) -> str:
     )
 
 
-def wrap(model: nn.Module, world: World) -> nn.Module:
+def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
     """`model` under DDP, or itself in a world of one.
 
-    Rank 0's weights go to all ranks, and before each forward pass its buffers if it has batch
-    norms, whose buffers change in training.
+    Rank 0's weights go to all ranks, unless a checkpoint's will (sync=False); and before each
+    forward pass its buffers if it has batch norms, whose buffers change in training.
     """
     if world.size == 1:
         return model
-    options: dict[str, Any] = {"gradient_as_bucket_view": True}
+    options: dict[str, Any] = {"gradient_as_bucket_view": True, "init_sync": sync}
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
