@@ -230,6 +230,11 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        """Rank 0's weights are not known to the other rank that is played: it gets ones. Whole
+        numbers are those of DDP's buckets, which all have alike."""
+        for tensor in tensors if self.rank() else ():
+            if tensor.is_floating_point():
+                tensor.fill_(1)
         return self._done("broadcast", tensors)
 
     def barrier(self, opts: Any = None) -> Any:

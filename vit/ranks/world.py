@@ -153,10 +153,14 @@ class World:
             return
         for some in _in_pieces(tensors):
             # One broadcast for some hundred tensors: each takes as long as a message to all ranks.
-            flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in some])
+            sizes = [tensor.numel() for tensor in some]
+            if self.is_main:
+                flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in some])
+            else:
+                flat = torch.empty(sum(sizes), dtype=some[0].dtype, device=self.device)
             dist.broadcast(flat, src=0)
             if not self.is_main:
-                parts = flat.split([tensor.numel() for tensor in some])
+                parts = flat.split(sizes)
                 for tensor, part in zip(some, parts, strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
