@@ -205,7 +205,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             lambda: start_record(config, world, folder, lock, data, checked, state, train_step)
         )
         put_start(store, world)
-        saver = _start_saver(config, folder, data, train_step, state, record, store)
+        saver = _create_saver(config, folder, data, train_step, record, store)
         times.end("record")
         # From here on a signal is remembered, and the loop acts on it at the next step.
         signals.remember_only()
@@ -409,16 +409,15 @@ def _load_checkpoint(
     return state
 
 
-def _start_saver(
+def _create_saver(
     config: Config,
     folder: Path,
     data: RunData,
     train_step: TrainStep,
-    state: RunState,
     record: Record,
     store: RunStore | None,
 ) -> Saver:
-    """Create what saves the run; a run that is finished already needs no memory for it."""
+    """Create what saves the run."""
     settings = config_io.to_dict(config)
     class_names = data.batches.split.class_names
     keep_last = config.checkpoint.keep_last
@@ -427,7 +426,4 @@ def _start_saver(
     if config.log.sample_losses and isinstance(data.batches, TrainBatches):
         every_epochs = config.log.sample_losses
         samples = SampleLosses(folder, train_step.world, data.plan, every_epochs)
-    saver = Saver(folder, train_step, settings, class_names, keep_last, record, samples, store)
-    if not state.is_finished(data.plan):
-        saver.prepare()
-    return saver
+    return Saver(folder, train_step, settings, class_names, keep_last, record, samples, store)

@@ -168,6 +168,7 @@ def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(
     assert "OMP_NUM_THREADS" not in job.log
 
 
+@pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
     """Its slurmd, its step and its ranks are gone at once, without a word. Slurm gives the node up
     after SlurmdTimeout and queues the job again, which waits for the node's return."""

@@ -29,6 +29,7 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
     assert "(2 seeds, standard deviation)" in table[3]
 
 
+@pytest.mark.patient
 def test_a_sweep_whose_tasks_fail_ends_with_a_table_too(cluster, shards, tmp_path):
     """Its lines are those of an editor on Windows, with a value that has spaces in it."""
     config = write_config(tmp_path, shards, steps=6)
@@ -47,6 +48,7 @@ def test_a_sweep_whose_tasks_fail_ends_with_a_table_too(cluster, shards, tmp_pat
     assert [path.name for path in folder.iterdir()] == ["1"]
 
 
+@pytest.mark.patient
 def test_signals_are_heard_while_shards_are_staged(cluster, shards, tmp_path):
     """The time limit: training begins, and is saved and queued again; scancel: it does not."""
     slow = tmp_path / "slow"

@@ -83,8 +83,8 @@ class Saver:
         return self._error is not None or (self._store is not None and self._store.is_lost)
 
     def prepare(self) -> None:
-        """Begin to get memory for the copy, so that the first save does not wait for it."""
-        if self._world.is_main:
+        """Begin to get memory for the copy, once, so that the first save does not wait for it."""
+        if self._world.is_main and self._snapshot is None:
             self._snapshot = Snapshot(named_tensors(self._train_step), self._world.device)
             self._start(self._snapshot.prepare)
 
@@ -97,6 +97,7 @@ class Saver:
         """
         began = time.perf_counter()
         collected = self.samples.collect() if self.samples is not None else []
+        self.prepare()  # a save before the first step
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
@@ -119,7 +120,12 @@ class Saver:
         )
 
     def report(self) -> None:
-        """Write a line for each checkpoint that has become complete since the last call."""
+        """Write a line for each checkpoint that has become complete since the last call; called
+        behind each step."""
+        self.prepare()  # not before a step: gigabytes of new pages would slow a resumed run's first
+        self._tell_complete()
+
+    def _tell_complete(self) -> None:
         while self._complete:
             step, values = self._complete.popleft()
             self._record.write("checkpoint", step, **values)
@@ -139,7 +145,7 @@ class Saver:
             self._thread.join()
             self._thread = None
         with suppress(ValueError):
-            self.report()
+            self._tell_complete()
         if self._snapshot is not None and self._thread is None:
             self._snapshot.close()
             self._snapshot = None
@@ -160,7 +166,7 @@ class Saver:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        self.report()
+        self._tell_complete()
         if self._error is not None:
             raise self._error
 
