@@ -36,8 +36,11 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+# In the end the project's own folder is first: tests/data_prep has the name of a package, too, and
+# one that is installed to be edited is looked for last.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import families
 import warm_python

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from faults.kills import Whole, broken_and_continued
@@ -43,3 +47,11 @@ def test_what_differs_is_found(whole, tmp_path):
     assert evaluations == "evaluations of the record: []"
     assert f"by brute force {whole.checksum(0, 4)}" in checksum
     assert left.startswith("left over: ")
+
+
+def test_make_soak_finds_all_that_it_imports(tmp_path):
+    """As in a new environment, where nothing but the installation names the project's folder."""
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    line = [sys.executable, Path(__file__).with_name("soak.py"), "--help"]
+    asked = subprocess.run(line, cwd=tmp_path, env=kept, capture_output=True, text=True)
+    assert asked.returncode == 0, asked.stderr
