@@ -16,6 +16,7 @@ from faults.phases import lines_of, stopped
 from processes import COMMANDS, TINY, Background, call, children, command, final_state, train
 
 from vit.ranks.exit import Interrupted, StopSignals, problem_of
+from vit.run.resume import settings_sha256
 
 STEPS = 48
 
@@ -76,8 +77,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ("optim.lr=0.5", "optim.lr: 0.001 there, 0.5 here"),
-        ("eval.every_steps=5", "eval.every_steps: 6 there, 5 here"),
+        ("optim.lr=0.5", "optim.lr: 0.001 on rank 0, 0.5 on rank 1"),
+        ("eval.every_steps=5", "eval.every_steps: 6 on rank 0, 5 on rank 1"),
         ("data.num_workers=1", ""),
     ],
 )
@@ -94,7 +95,7 @@ def test_ranks_that_are_started_with_other_settings_are_refused(tmp_path, config
         assert done.returncode == 0, done.stderr
         return
     assert "error: rank 1 on " in done.stderr
-    assert f" was started with other settings than rank 0 (there):\n  {said}\nStart" in done.stderr
+    assert f" was started with other settings than rank 0:\n  {said}\nStart" in done.stderr
     assert done.returncode != 0
     assert not run_dir.exists()
 
@@ -145,3 +146,12 @@ def _pending(pid: int) -> int:
         return 0
     lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
+
+
+def test_places_on_a_host_are_no_other_settings():
+    def hash_of(rate: float, place: str) -> str:
+        data = {"root": place, "sources": [{"root": f"{place}/more"}]}
+        return settings_sha256({"optim": {"lr": rate}, "data": data})
+
+    assert hash_of(0.1, "/local/a") == hash_of(0.1, "/local/b")
+    assert hash_of(0.1, "/local/a") != hash_of(0.2, "/local/a")

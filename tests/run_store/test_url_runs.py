@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import boto3
@@ -131,6 +132,18 @@ def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
     assert local_run(weights).read_bytes() == there["weights/best.safetensors"]
 
 
+def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
+    """A fault that keeps the `number`-th PUT to a path with `at` in it waiting; `sent` gets all."""
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "PUT" and at in path:
+            sent.append(path)
+            return "hold" if len(sent) == number else None
+        return None
+
+    return fault
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("at", ["state.safetensors", "checkpoint.json", "latest", "record/part"])
@@ -140,15 +153,7 @@ def test_killed_amid_an_upload_it_goes_on_elsewhere_and_ends_with_the_same_bits(
     train(config, tmp_path / "whole", ranks=ranks)
     expected = final_state(tmp_path / "whole", STEPS)
     url = f"{s3.new_bucket()}/runs/x"
-    sent: list[str] = []
-
-    def fault(method: str, path: str) -> str | None:
-        if method == "PUT" and at in path:
-            sent.append(path)
-            return "hold" if len(sent) == 3 else None
-        return None
-
-    way.fault = fault
+    way.fault = holds(at, 3, [])
     words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
     background = Background(config, tmp_path / "one", *words, ranks=ranks)
     assert way.is_holding.wait(120), background.end()
@@ -313,14 +318,7 @@ def test_who_was_suspended_in_an_upload_writes_over_nothing_of_the_next_job(
 ):
     url = f"{s3.new_bucket()}/runs/x"
     sent: list[str] = []
-
-    def fault(method: str, path: str) -> str | None:
-        if method == "PUT" and at in path:
-            sent.append(path)
-            return "hold" if len(sent) == 2 else None
-        return None
-
-    way.fault = fault
+    way.fault = holds(at, 2, sent)
     words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
     first = Background(config, tmp_path / "one", *words, ranks=0, cold=True)
     assert way.is_holding.wait(120), first.end()

@@ -34,12 +34,13 @@ _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed 
 
 
 OF_A_HOST = {
-    *(f"data.{name}" for name in ("root", "cache_dir", "cache_gib", "patience_s")),
+    *(f"data.{name}" for name in ("root", "sources", "cache_dir", "cache_gib", "patience_s")),
     *(f"data.{name}" for name in ("num_workers", "prefetch_gib", "stall_timeout_s")),
     *(f"run.{name}" for name in ("dir", "local_dir", "lease_s")),
-    *("distill.teacher", "eval.sets", "init.checkpoint"),
+    *("distill.teacher", "eval.reference", "eval.sets", "init.checkpoint"),
 }
-"""Settings that may differ between ranks: places on a host, and how fast it is."""
+"""Settings that may differ between ranks: places on a host, and how fast it is. `vit.build`
+compares the training data that are there."""
 
 
 def find_checkpoint(
@@ -140,10 +141,12 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
         found = world.gather("settings", _shared(settings))
         rank = next(rank for rank, values in enumerate(found) if values != found[0])
         differing = config_io.differences(found[0], found[rank]).items()
-        listed = "\n".join(f"  {key}: {old} there, {new} here" for key, (old, new) in differing)
+        listed = "\n".join(
+            f"  {key}: {old} on rank 0, {new} on rank {rank}" for key, (old, new) in differing
+        )
         raise ValueError(
-            f"rank {rank} on {world.host_of(rank)} was started with other settings than rank 0"
-            f" (there):\n{listed}\nStart all with the same command and the same config file"
+            f"rank {rank} on {world.host_of(rank)} was started with other settings than rank 0:\n"
+            f"{listed}\nStart all with the same command and the same config file"
         )
 
     world.broadcast_from_main(tell)
