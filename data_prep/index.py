@@ -31,6 +31,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -143,8 +144,8 @@ def index(
     print(f"{output}: indexed, {num_classes:,} {unit}{fits}")
     _print_notes(output, invalid, found, num_classes)
     is_local = output is source and output.local
-    check = f"; check it with: python -m data_prep.verify {output}" if is_local else ""
-    print(f"train on it with {_settings(output, list(splits))}{check}")
+    check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    print(f"train on it with {_settings(output, list(splits))}{check if is_local else ''}")
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
@@ -205,7 +206,7 @@ def _settings(output: Output, splits: list[str]) -> str:
     """The settings that a training run needs for a data set."""
     train = next((name for name in splits if name.lower().startswith("train")), splits[0])
     val = next((name for name in splits if name != train), None)
-    settings = f"data.root={output}"
+    settings = quote(f"data.root={output}")
     if train != "train":
         settings += f" data.train_split={train}"
     if val is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from shlex import quote
 from typing import Any
 
 from vit.build import Run
@@ -223,7 +224,7 @@ def _tell_reference(run: Run) -> None:
     if unlike:
         say(
             f"reference: other than its recipe: {'; '.join(unlike)} (python"
-            f" launch/recipe.py diff {header.recipe} {run.folder} says what they do)"
+            f" launch/recipe.py diff {header.recipe} {quote(str(run.folder))} says what they do)"
         )
 
 
@@ -396,7 +397,7 @@ def finish(run: Run, monitor: Monitor) -> Outcome:
         run.record.say(
             f"not evaluated: the run has {state.step} steps, and an evaluation is due"
             f" every {run.plan.eval_every_steps} steps (eval.every_steps, eval.every_epochs);"
-            f" python launch/eval.py {run.folder} evaluates its weights"
+            f" python launch/eval.py {quote(str(run.folder))} evaluates its weights"
         )
     run.record.write("end", state.step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
     if outcome == "finished" and run.config.log.report:
@@ -417,8 +418,8 @@ def _report(run: Run) -> None:
         report = make_report(run.folder, run.world.device, in_use=False)
     except (Exception, KeyboardInterrupt) as error:  # a view must not decide how the run ended
         run.record.say(
-            f"no report ({type(error).__name__}: {error}); python launch/report.py {run.folder}"
-            " tries again"
+            f"no report ({type(error).__name__}: {error}); python launch/report.py"
+            f" {quote(str(run.folder))} tries again"
         )
         return
     pictures = report.pictures

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,7 @@ class DataSet:
     @property
     def index_it(self) -> str:
         """How to make the files that accompany the tars."""
-        return f"run `python -m data_prep.index {self.shown}`, which writes it"
+        return f"run `python -m data_prep.index {quote(self.shown)}`, which writes it"
 
     @property
     def class_names(self) -> list[str]:

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import numpy as np
@@ -115,8 +116,8 @@ class Shard(NamedTuple):
     def rebuild(self, *names: str) -> str:
         """How files that accompany the tars are made again."""
         return (
-            f"delete {' and '.join(names)} and run `python -m data_prep.index {self.shown}`, which"
-            " makes them from the tars"
+            f"delete {' and '.join(names)} and run `python -m data_prep.index"
+            f" {quote(self.shown)}`, which makes them from the tars"
         )
 
 
@@ -209,7 +210,7 @@ def _check_idx(
     """`.idx` has the lines that the tar gives; numbers: of the samples, None for all."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
-        remedy = f"run `python -m data_prep.index {shard.shown}`, which writes it"
+        remedy = f"run `python -m data_prep.index {quote(shard.shown)}`, which writes it"
         yield Found("indexes", path.name, f"absent; {remedy}")
         return
     lines = path.read_bytes().splitlines(True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -109,8 +110,8 @@ def _load_index(output: Output, split: str, folder: Path) -> np.ndarray:
     name = f"{split}.index.npy"
     if output.size(name) < 0:
         raise ShardError(
-            f"{output}/{name}: no such file; run `python -m data_prep.index {output}`, which"
-            " writes it"
+            f"{output}/{name}: no such file; run `python -m data_prep.index"
+            f" {quote(str(output))}`, which writes it"
         )
     return open_index(output.fetch(name, folder))
 

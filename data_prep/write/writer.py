@@ -34,6 +34,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
@@ -102,8 +103,8 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
                 output.local.rmdir()  # nothing was written
     if output.size("dataset.md") < 0:
         write_card(output)
-        check = f"; check it with: python -m data_prep.verify {output}" if output.local else ""
-        print(f"look at {output}/contact_sheet.png and dataset.md{check}")
+        check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
+        print(f"look at {output}/contact_sheet.png and dataset.md{check if output.local else ''}")
 
 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:

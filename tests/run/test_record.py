@@ -46,6 +46,41 @@ def test_each_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     record.close()
 
 
+def test_a_file_that_is_removed_or_replaced_meanwhile_is_written_again(tmp_path, capsys):
+    record = record_in(tmp_path)
+    record.write("train", 1, name="ä")
+    (tmp_path / METRICS_FILE).unlink()
+    record.write("train", 2)
+    record.flush()
+    assert [line["step"] for line in written(tmp_path)] == [1, 2]
+    (tmp_path / "edited").write_text('{"kind": "train", "step": 1}\n')
+    (tmp_path / "edited").replace(tmp_path / METRICS_FILE)
+    record.write("train", 3)
+    record.write("train", 4)
+    record.close()
+    assert [line["step"] for line in written(tmp_path)] == [1, 2, 3, 4]
+    assert written(tmp_path)[0]["name"] == "ä"
+    told = capsys.readouterr().err
+    assert told.count("metrics.jsonl: was removed or replaced while the run wrote to it") == 2
+
+
+def test_the_record_of_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = record_in(folder)
+    record.write("train", 1)
+    folder.rename(tmp_path / "moved")
+    record.write("train", 2)
+    folder.mkdir()
+    other = record_in(folder)
+    other.write("train", 10)
+    record.write("train", 3)
+    other.close()
+    record.close()
+    assert [line["step"] for line in written(folder)] == [10]
+    assert [line["step"] for line in written(tmp_path / "moved")] == [1, 2, 3]
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_are_not_finite_become_null(tmp_path, value):
     record = record_in(tmp_path)

@@ -20,6 +20,7 @@ import threading
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from shlex import quote
 
 from vit.config.base import SourceConfig
 from vit.config.io import load_config
@@ -104,7 +105,7 @@ def warm(
         places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
         report += (
             f"; other bytes than indexed in {places}; copy what is damaged again (`python -m"
-            f" data_prep.verify {tars.folder}` lists the images)"
+            f" data_prep.verify {quote(str(tars.folder))}` lists the images)"
         )
     elif lacking_bytes and cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(

@@ -185,20 +185,23 @@ class RunLock:
                 )
             time.sleep(0.2)
 
+    def is_in_place(self) -> bool:
+        """Whether the folder is still the one that was locked: not removed, moved or replaced."""
+        if self._file is None:
+            return True
+        try:
+            return os.path.samestat(
+                os.fstat(self._file.fileno()), os.stat(self._run_dir / LOCK_FILE)
+            )
+        except OSError:  # no such file; or NFS, whose file is gone
+            return False
+
     def check_in_place(self) -> None:
         """Raise ValueError if the folder was removed, moved or replaced since it was locked.
 
         Whoever uses its path then sees no lock: a second run may be writing there already.
         """
-        if self._file is None:
-            return
-        try:
-            is_ours = os.path.samestat(
-                os.fstat(self._file.fileno()), os.stat(self._run_dir / LOCK_FILE)
-            )
-        except OSError:  # no such file; or NFS, whose file is gone
-            is_ours = False
-        if not is_ours:
+        if not self.is_in_place():
             raise ValueError(
                 f"run.dir={self._run_dir}: was removed, moved or replaced while the run was using"
                 " it, so nothing more is saved there. If it was moved, move it back: the same"

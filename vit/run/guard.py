@@ -24,6 +24,7 @@ import math
 import statistics
 from contextlib import suppress
 from dataclasses import replace
+from shlex import quote
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,7 @@ class Guard:
         )
 
     def _replay(self, step: int) -> str:
-        return f"python launch/replay.py {self._run_dir} --step {step + 1}"
+        return f"python launch/replay.py {quote(str(self._run_dir))} --step {step + 1}"
 
     def _largest_losses(self, step: int, values: StepValues) -> list[tuple[str, float | None]]:
         """Return keys and losses of the rows with the largest losses, of all ranks, not finite ones

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
+from vit.system.files import replacing
 from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
 from vit.views.tensorboard import TensorboardView
@@ -195,6 +196,7 @@ class Record:
         if self._file.closed:
             return
         try:
+            self._restore_if_gone()
             self._file.write(line)
             self._file.flush()
         except OSError as error:
@@ -206,6 +208,24 @@ class Record:
                 f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); checkpoints"
                 " are untouched. Free some space and run the same command again"
             ) from None
+
+    def _restore_if_gone(self) -> None:
+        """Write the lines so far again, if somebody has removed or replaced the file meanwhile.
+
+        They are still in the one that is open here, which nobody else can reach. Raises OSError.
+        """
+        path = self._run_dir / METRICS_FILE
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                return
+        if not self.lock.is_in_place():
+            return  # the whole folder is gone, or another run's: the next save tells
+        self._file.seek(0)
+        with replacing(path) as file:
+            file.write(self._file.read().encode())
+        self._file.close()
+        self._file = _open_to_append(path)
+        self.say(f"{path}: was removed or replaced while the run wrote to it; it is there again")
 
     def flush(self) -> None:
         """Force the lines so far to the disk; on the main rank, from any thread.
@@ -316,7 +336,7 @@ def _open_to_append(path: Path) -> TextIO:
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
-    return path.open("a", encoding="utf-8")
+    return path.open("a+", encoding="utf-8")
 
 
 def provenance() -> dict[str, str]:

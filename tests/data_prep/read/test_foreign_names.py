@@ -171,7 +171,7 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
 
 
 def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
-    root = tmp_path / "root"
+    root = tmp_path / "my shards"
     root.mkdir()
     for split in ("train", "validation"):
         write_tar(
@@ -183,8 +183,8 @@ def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
         capsys.readouterr().out
         == f"train: 6 samples in 1 shards\nvalidation: 6 samples in 1 shards\n{root}: indexed, 4"
         " classes\nnote: labels are 1 to 3; models get an output for classes without images, too: 0"
-        f"\ntrain on it with data.root={root} data.val_split=validation; check it"
-        f" with: python -m data_prep.verify {root}\n"
+        f"\ntrain on it with 'data.root={root}' data.val_split=validation; check it"
+        f" with: python -m data_prep.verify '{root}'\n"
     )
 
 

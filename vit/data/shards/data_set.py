@@ -24,6 +24,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,7 +186,7 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
         if reason:
             raise ShardError(
                 f"{path} is {reason}: a start makes it first, from {sum(sizes) / 1e9:.1f} GB;"
-                f" `python -m data_prep.index {shown}` does it ahead"
+                f" `python -m data_prep.index {quote(shown)}` does it ahead"
             )
     return len(sizes), sum(sizes)
 
@@ -340,8 +341,8 @@ def _remote_index(
         reason = f"unreadable ({error})"
     if reason:
         raise ShardError(
-            f"{place}: {reason}; make it again with `python -m data_prep.index {folder} --out"
-            " ROOT`, ROOT being another folder, and give data.root=ROOT"
+            f"{place}: {reason}; make it again with `python -m data_prep.index"
+            f" {quote(str(folder))} --out ROOT`, ROOT being another folder, and give data.root=ROOT"
         )
     if not has_checksums(index):
         log.warning("%s: %s", place, UNCHECKED)

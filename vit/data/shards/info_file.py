@@ -211,7 +211,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
     if any(name.endswith(".tar") for name in names):
         raise ShardError(
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
-            f" {root}`, else repeat the command that writes them"
+            f" {shlex.quote(str(root))}`, else repeat the command that writes them"
         )
     # data_prep refuses to write shards into the folder of the images themselves.
     command = shlex.join(
@@ -228,7 +228,8 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     place = f"{root}/_info.json"
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(
-            f"{place}: no `splits`; move it away and run `python -m data_prep.index {root}`"
+            f"{place}: no `splits`; move it away and run `python -m data_prep.index"
+            f" {shlex.quote(str(root))}`"
         )
     check_types(info, INFO, place)
     version = info.get("format_version", FORMAT_VERSION)

@@ -16,6 +16,7 @@ from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from vit.data.storage.block_cache import BlockCache, ends_with_checksum, with_checksum
@@ -157,9 +158,8 @@ class RemoteFolder:
                 ) from error
 
     def _not_indexed(self, problem: str) -> ShardError:
-        shards = str(self)
-        if isinstance(self._server, WebFolder):
-            shards = f"'{self}/train-{{0000..0099}}.tar'"
+        is_web = isinstance(self._server, WebFolder)
+        shards = quote(f"{self}/train-{{0000..0099}}.tar" if is_web else str(self))
         return ShardError(
             f"{self}: {problem} there; `python -m data_prep.index {shards} --out ROOT` makes the"
             " index in a folder, and data.root=ROOT then reads the shards from this URL"
