@@ -28,11 +28,14 @@ class BuildWithCommands(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            added = (("launch", "*.py"), ("configs", "*.yaml"), ("configs/reference", "*.csv"))
-            for folder, pattern in added:
-                target = Path(self.build_lib, "vit", folder)
-                target.mkdir(parents=True, exist_ok=True)
-                for path in Path(folder).glob(pattern):
+            for folder, pattern in (
+                ("launch", "*.py"),
+                ("configs", "*.yaml"),
+                ("configs", "*.csv"),
+            ):
+                for path in Path(folder).rglob(pattern):
+                    target = Path(self.build_lib, "vit", path)
+                    target.parent.mkdir(parents=True, exist_ok=True)
                     shutil.copy(path, target)
 
 

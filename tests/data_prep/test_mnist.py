@@ -314,7 +314,7 @@ def test_the_recipe_trains_on_it(small, tmp_path):
         "log.report=false",
     ]
     where = [f"data.root={tmp_path / 'root'}", f"run.dir={tmp_path / 'run'}"]
-    done = run("launch/train.py", "--config", "configs/mnist.yaml", *where, *overrides)
+    done = run("launch/train.py", "--config", "configs/small/mnist.yaml", *where, *overrides)
     assert done.returncode == 0, done.stdout + done.stderr
     losses = [line["loss"] for line in metrics(tmp_path / "run", "train")]
     assert losses[0] == pytest.approx(np.log(10), abs=2e-3), (

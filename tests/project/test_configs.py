@@ -12,7 +12,7 @@ import torch
 from processes import metrics, run
 
 from vit.build import build
-from vit.config.io import load_config, to_dict
+from vit.config.io import load_config, recipe_name, to_dict
 from vit.estimate.forecast import make_forecast
 from vit.model import create_model
 from vit.ranks.distributed import World
@@ -20,7 +20,7 @@ from vit.system.gpus import find_gpu
 from vit.train import train
 
 ROOT = Path(__file__).parents[2]
-RECIPES = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = sorted((ROOT / "configs").rglob("*.yaml"))
 HEADER = ("source", "command")
 
 # He et al. 2022 (arXiv 2111.06377), Table 11, "Training ViT from scratch on ImageNet": the column
@@ -87,7 +87,7 @@ TABLES = {
     # 392 = 28 * 14
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
-PUBLISHED = [path for path in RECIPES if path.stem in TABLES]
+PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
 # Those of other sources: tests/recipes/test_shipped.py.
 # What a recipe may set beyond its source: where things are, hardware, and how often it looks.
 OURS = {
@@ -105,7 +105,7 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
 def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     config = load_config(path).config
     with torch.device("meta"):
@@ -117,14 +117,16 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     assert re.search(r"^# (result|published)\s+\S", header[0], re.M)
 
 
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
 def test_the_command_in_a_recipe_names_that_recipe(path):
     assert re.search(
-        rf"^# command .*(--config|--finetune) configs/{path.name}", path.read_text(), re.M
+        rf"^# command .*(--config|--finetune) configs/{recipe_name(path)}.yaml",
+        path.read_text(),
+        re.M,
     )
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PUBLISHED, ids=recipe_name)
 def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
     config, origins = load_config(path)
     values = to_dict(config)
@@ -171,7 +173,7 @@ def test_the_page_of_plans_has_what_every_header_says():
         text = path.read_text()
         if hours := re.search(r"8 H200: (\S+ to \S+) h", text):
             (memory,) = re.findall(r"about (\d+) GiB \(launch/plan.py\)", text)
-            stated.append(f"| `{path.stem}` | {memory} | {hours[1]} |")
+            stated.append(f"| `{recipe_name(path)}` | {memory} | {hours[1]} |")
     assert re.findall(r"^\| `\S+` \| \d+ \| \S+ to \S+ \|$", page, re.M) == stated
     assert len(stated) > 30
 
@@ -179,17 +181,18 @@ def test_the_page_of_plans_has_what_every_header_says():
 def test_the_page_has_every_recipe_and_its_published_result():
     page = (ROOT / "docs" / "recipes.md").read_text()
     for path in RECIPES:
-        assert f"`{path.stem}`" in page
+        name = recipe_name(path)
+        assert f"`{name}`" in page
         if found := re.search(r"^# published ((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M):
-            (row,) = re.findall(rf"^\| `{path.stem}` \|.*$", page, re.M)
+            (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.M)
             said = re.findall(r"\d\d\.\d", re.sub(r"arXiv [\d.]+", "", found[1]))
-            assert set(said) == set(re.findall(r"\d\d\.\d", row.split("|")[4])), path.stem
+            assert set(said) == set(re.findall(r"\d\d\.\d", row.split("|")[4])), name
 
 
 FINETUNED = [path for path in PUBLISHED if "_ft" in path.stem]
 
 
-@pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FINETUNED, ids=recipe_name)
 def test_a_finetuning_recipe_starts_from_the_run_of_its_base(path):
     config = load_config(path).config
     base = load_config(ROOT / "configs" / f"{path.stem.partition('_ft')[0]}.yaml").config
@@ -261,7 +264,7 @@ def test_a_small_one_trains_and_is_evaluated(name, bases):
     assert last["num_images"] == last["num_images_ema"] == 23
 
 
-@pytest.mark.parametrize("path", FINETUNED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FINETUNED, ids=recipe_name)
 def test_a_small_one_is_finetuned_from_its_base(path, bases, tmp_path, shards, capsys):
     base = bases(path.stem.partition("_ft")[0])
     overrides = [

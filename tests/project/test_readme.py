@@ -335,7 +335,7 @@ def test_the_map_names_every_folder():
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda page: page.name
+    "page", [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml"))], ids=lambda page: page.name
 )
 def test_no_number_is_still_to_be_filled_in(page):
     assert not re.search(r"\b[A-Z]+_(TIME|RESULT)\b|\bRESULT\b|\bTODO\b", page.read_text())

@@ -13,7 +13,7 @@ import yaml
 from processes import metrics
 
 from vit.build import build
-from vit.config.io import load_config, to_dict
+from vit.config.io import load_config, recipe_name, to_dict
 from vit.estimate.forecast import make_forecast
 from vit.ranks.distributed import World
 from vit.system.gpus import find_gpu
@@ -22,8 +22,10 @@ from vit.train import train
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-CHEAPEST = "vit_s16_in1k_90ep"
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+BY_RUN = {load_config(path).config.run.dir: path for path in CONFIGS}
+"""Recipes by the folder of their run."""
+CHEAPEST = "big_vision/vit_s16_90ep"
 """The one that trains, small, in `make test`; the others with the mark `full`."""
 # Where things are, hardware, and how often a run looks.
 PLACES = {
@@ -119,9 +121,9 @@ ALGOPERF = {
     "eval.crop_pct": 0.875,
 }
 TABLES = {
-    "vit_b16_paper_300ep": PAPER,
-    "vit_b16_paper_300ep_ft384": PAPER_FINETUNE,
-    "algoperf_vit_s16": ALGOPERF,
+    "paper/vit_b16_300ep": PAPER,
+    "paper/vit_b16_300ep_ft384": PAPER_FINETUNE,
+    "algoperf/vit_s16": ALGOPERF,
 }
 
 
@@ -131,7 +133,40 @@ def entry(path: Path, word: str) -> str:
     return " ".join(re.sub(r"^# ", "", found[1], flags=re.M).split()) if found else ""
 
 
-EQUALS = [path for path in CONFIGS if entry(path, "equals")]
+# The commands of published.yaml, or the recipe, that a recipe equals but for what its header names.
+EQUALS = {
+    "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
+    "big_vision/vit_s16_300ep": "bv_s16_300ep",
+    "big_vision/vit_s16_90ep": "bv_s16_90ep",
+    "deit/vit_b16_300ep": "deit_b16",
+    "deit/vit_b16_300ep_ft384": "deit_b16_ft384",
+    "deit/vit_b16_distilled_300ep": "deit_b16_distilled",
+    "deit3/vit_b16_400ep": "jax_deit3_b16_400ep",
+    "deit3/vit_b16_400ep_ft224": "jax_deit3_b16_ft",
+    "deit3/vit_b16_800ep": "deit3_b16_800ep",
+    "deit3/vit_b16_800ep_ft224": "deit3_b16_ft224",
+    "deit3/vit_b16_800ep_ft384": "deit3_b16_ft384",
+    "deit3/vit_h14_400ep": "jax_deit3_h14_400ep",
+    "deit3/vit_h14_400ep_ft224": "jax_deit3_h14_ft",
+    "deit3/vit_h14_800ep": "deit3_h14_800ep",
+    "deit3/vit_h14_800ep_ft224": "deit3_h14_ft224",
+    "deit3/vit_l16_400ep": "jax_deit3_l16_400ep",
+    "deit3/vit_l16_400ep_ft224": "jax_deit3_l16_ft",
+    "deit3/vit_l16_800ep": "deit3_l16_800ep",
+    "deit3/vit_l16_800ep_ft224": "deit3_l16_ft224",
+    "deit3/vit_l16_800ep_ft384": "deit3_l16_ft384",
+    "deit3/vit_s16_400ep": "jax_deit3_s16_400ep",
+    "deit3/vit_s16_800ep": "deit3_s16_800ep",
+    "deit3/vit_s16_800ep_ft384": "deit3_s16_ft384",
+    "mae/vit_b16_ft": "mae_b16_ft",
+    "muon/vit_b16": "configs/vit_b16.yaml",
+    "torchvision/vit_b16_300ep": "torchvision_b16",
+    "vit5/vit_b16": "vit5_b16",
+    "vit5/vit_b16_ft224": "vit5_b16_ft",
+    "vit5/vit_l16": "vit5_l16",
+    "vit5/vit_l16_ft224": "vit5_l16_ft",
+    "vit5/vit_s16": "vit5_s16",
+}
 
 
 def flat(config) -> dict:
@@ -142,21 +177,23 @@ def flat(config) -> dict:
     }
 
 
-@pytest.mark.parametrize("path", EQUALS, ids=lambda path: path.stem)
-def test_it_equals_its_source_except_for_what_its_header_names(path, imported):
-    said = entry(path, "equals")
-    name = said.split()[0].rstrip(",")
-    if name.startswith("configs/"):
-        theirs = flat(load_config(ROOT / name).config)
+@pytest.mark.parametrize("name", EQUALS)
+def test_it_equals_its_source_except_for_what_its_header_names(name, imported):
+    path = ROOT / "configs" / f"{name}.yaml"
+    differences = entry(path, "differs")
+    source = EQUALS[name]
+    if source.startswith("configs/"):
+        theirs = flat(load_config(ROOT / source).config)
+        assert differences.startswith(f"from {source} in ")
     else:
-        theirs = flat(imported(name).config())
-        assert entry(path, "source").startswith(PUBLISHED[name]["source"])
+        theirs = flat(imported(source).config())
+        assert entry(path, "source").startswith(PUBLISHED[source]["source"])
     ours = flat(load_config(path).config)
     unlike = {key: ours[key] for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
     unlike = {key: value for key, value in unlike.items() if key not in PLACES}
     stated = {
         key: yaml.safe_load(value)
-        for key, value in re.findall(r"(\w+\.\w+) (\[[^]]*\]|\S+): ", said.partition("except")[2])
+        for key, value in re.findall(r"(\w+\.\w+) (\[[^]]*\]|\S+): ", differences)
     }
     assert unlike == stated
     assert ours.keys() == theirs.keys() or "optim.name" in stated
@@ -173,24 +210,23 @@ def test_it_has_the_values_of_its_sources_table_and_no_others(name):
 
 
 def test_every_recipe_is_held_against_something():
-    """Own ones, tables here and in tests/project/test_configs.py, or `equals`."""
+    """Own ones, tables here and in tests/project/test_configs.py, or `EQUALS`."""
     others = (ROOT / "tests" / "project" / "test_configs.py").read_text()
     for path in CONFIGS:
-        if path not in EQUALS and not entry(path, "source").startswith("none"):
-            assert path.stem in TABLES or f'    "{path.stem}": ' in others, path.stem
-    assert len(EQUALS) >= 25
+        name = recipe_name(path)
+        if name not in EQUALS and not entry(path, "source").startswith("none"):
+            assert name in TABLES or f'    "{name}": ' in others, name
 
 
 @pytest.mark.parametrize(
     "path",
     [path for path in CONFIGS if (load_config(path).config.init.checkpoint or "")[:5] == "runs/"],
-    ids=lambda path: path.stem,
+    ids=recipe_name,
 )
 def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
     config = load_config(path).config
-    base_path = ROOT / "configs" / f"{Path(config.init.checkpoint).name}.yaml"
+    base_path = BY_RUN[config.init.checkpoint]
     base = load_config(base_path).config
-    assert config.init.checkpoint == base.run.dir
     changes = {
         "model.image_size",
         "model.drop_path_rate",
@@ -207,18 +243,18 @@ def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
     if config.model.representation_size != base.model.representation_size:
         assert config.init.reset_head
     assert (ours["data.mean"], ours["data.std"]) == (theirs["data.mean"], theirs["data.std"])
-    assert base_path.stem in path.read_text().partition("\n\n")[0]
+    assert f"configs/{recipe_name(base_path)}.yaml" in path.read_text().partition("\n\n")[0]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "path", [path for path in CONFIGS if "8 H200:" in path.read_text()], ids=lambda path: path.stem
+    "path", [path for path in CONFIGS if "8 H200:" in path.read_text()], ids=recipe_name
 )
 def test_hours_and_memory_of_its_header_are_the_planners(path):
     config = load_config(path, ["data.root=/none"]).config
     forecast = make_forecast(config, 8, find_gpu("H200"))
     hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
-    assert f"8 H200: {hours} h at 20 to 40 %" in entry(path, "hardware")
+    assert f"8 H200: {hours} h at 20 to 40 %" in entry(path, "here")
     assert f"about {forecast.memory.total / 2**30:.0f} GiB (launch/plan.py)" in path.read_text()
     steps = forecast.plan.accumulation_steps
     assert ("no accumulation" if steps == 1 else f"{steps} micro-steps a step") in path.read_text()
@@ -260,7 +296,7 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
         overrides = [f"model.image_size={stage * patch}", f"data.root={shards}"]
         checkpoint = config.init.checkpoint
         if checkpoint is not None:
-            base = Path(checkpoint).name if checkpoint.startswith("runs/") else "vit_b16"
+            base = recipe_name(BY_RUN.get(checkpoint, ROOT / "configs" / "vit_b16.yaml"))
             overrides.append(f"init.checkpoint={run(base)}")
         if config.distill.teacher is not None:
             overrides += [f"distill.teacher={run('vit_b16')}", "distill.teacher_model=null"]
@@ -276,8 +312,8 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(path.stem, marks=[] if path.stem == CHEAPEST else pytest.mark.full)
-        for path in CONFIGS
+        pytest.param(name, marks=[] if name == CHEAPEST else pytest.mark.full)
+        for name in map(recipe_name, CONFIGS)
     ],
 )
 def test_a_small_one_does_three_steps_and_an_evaluation(name, trained):

@@ -18,16 +18,19 @@ from vit.report.curves import curve_panels
 from vit.report.history import read_history
 from vit.run.reference import Comparison, Reference, create_comparison, read_reference
 
-SHIPPED = sorted(path.stem for path in (recipes_folder() / "reference").glob("*.csv"))
+CURVES = recipes_folder() / "reference"
+SHIPPED = sorted(
+    path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
+)
 # Top-1 in the tables of DeiT III's README and of its paper, which round what the logs end with.
 TABLES = {
-    "vit_s16_deit3_800ep": 81.4,
-    "vit_b16_deit3_800ep_ft224": 83.8,
-    "vit_l16_deit3_800ep_ft224": 84.9,
-    "vit_h14_deit3_800ep_ft224": 85.2,
-    "vit_s16_deit3_800ep_ft384": 83.4,
-    "vit_b16_deit3_800ep_ft384": 85.1,
-    "vit_l16_deit3_800ep_ft384": 85.8,
+    "deit3/vit_s16_800ep": 81.4,
+    "deit3/vit_b16_800ep_ft224": 83.8,
+    "deit3/vit_l16_800ep_ft224": 84.9,
+    "deit3/vit_h14_800ep_ft224": 85.2,
+    "deit3/vit_s16_800ep_ft384": 83.4,
+    "deit3/vit_b16_800ep_ft384": 85.1,
+    "deit3/vit_l16_800ep_ft384": 85.8,
 }
 HEAD = """# title: A curve
 # source: a test

@@ -93,7 +93,8 @@ def load_config(
     """Read `path`, replace values by `overrides` (`"train.steps=100"`), and check the result.
 
     An override of `train.steps` removes the file's `train.epochs`, and so does each of a pair of
-    which only one may be given. Without `run.dir` the run is in `runs/<name of the file>`.
+    which only one may be given. Without `run.dir` the run is in `runs/<name of the file>`, for our
+    recipe `deit3/vit_b16_800ep` in `runs/deit3_vit_b16_800ep`.
 
     Args:
         used_here: environment variables in addresses must be set; False to only look at a config.
@@ -118,7 +119,9 @@ def load_config(
     if problems:
         raise ConfigError("\n".join(problems))
     if config.run.dir is None:
-        config = config.model_copy(update={"run": RunConfig(dir=f"runs/{path.stem}")})
+        name = recipe_name(path) or path.stem
+        run = RunConfig(dir=f"runs/{name.replace('/', '_')}")
+        config = config.model_copy(update={"run": run})
         origins["run", "dir"] = "name of the config file"
     values = {key: where for key, where in origins.items() if not isinstance(_get(tree, key), dict)}
     return LoadedConfig(config, {".".join(key): where for key, where in values.items()})
@@ -130,23 +133,38 @@ def recipes_folder() -> Path:
     return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
+def recipe_name(path: Path) -> str | None:
+    """Return the name of our recipe at `path`, as `deit3/vit_b16_800ep`; None for other files."""
+    path = path.resolve()
+    folder = recipes_folder().resolve()
+    if not path.is_relative_to(folder):
+        return None
+    return path.relative_to(folder).with_suffix("").as_posix()
+
+
 def _find_config(path: Path) -> Path:
-    """`path`, or our recipe of that name: `configs/vit_b16.yaml`, `vit_b16`."""
-    recipe = recipes_folder() / f"{path.stem}.yaml"
-    is_ours = str(path.parent) in (".", "configs") and path.suffix in ("", ".yaml")
-    return recipe if is_ours and not path.exists() and recipe.is_file() else path
+    """Return `path`, or our recipe that it names: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
+    if path.exists() or path.is_absolute() or path.suffix not in ("", ".yaml"):
+        return path
+    name = path.with_suffix("").as_posix().removeprefix("configs/")
+    recipe = recipes_folder() / f"{name}.yaml"
+    return recipe if recipe.is_file() else path
 
 
 def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        folder = path.parent if path.suffix and path.parent.is_dir() else recipes_folder()
-        there = sorted(str(p) for p in folder.glob("*.yaml"))
-        hint = f"; there are: {', '.join(there)}" if there else ""
-        if len(there) > MOST_FILES:
-            close = difflib.get_close_matches(str(path), there, n=3, cutoff=0)
-            hint = f"; of the {len(there)} there, nearest: {', '.join(close)}"
+        if path.suffix and path.parent.is_dir():
+            names = sorted(str(file) for file in path.parent.glob("*.yaml"))
+            given, owner = str(path), "files in that folder"
+        else:
+            names = sorted(str(recipe_name(file)) for file in recipes_folder().rglob("*.yaml"))
+            given, owner = str(path.with_suffix("")), "recipes"
+        hint = f"; there are: {', '.join(names)}" if names else ""
+        if len(names) > MOST_FILES:
+            close = difflib.get_close_matches(given, names, n=3, cutoff=0)
+            hint = f"; nearest of the {len(names)} {owner}: {', '.join(close)}"
         raise ConfigError(f"{path}: cannot read the config file ({error.strerror}){hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file") from None

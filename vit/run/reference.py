@@ -126,11 +126,12 @@ def read_reference(name: str) -> Reference:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        there = sorted(each.stem for each in folder.glob(f"*{SUFFIX}"))
-        nearest = difflib.get_close_matches(name, there, n=3, cutoff=0)
+        curves = folder.rglob(f"*{SUFFIX}")
+        names = sorted(curve.relative_to(folder).with_suffix("").as_posix() for curve in curves)
+        nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ValueError(
-            f"{where}: {path} cannot be read ({reason}); of the {len(there)} curves of"
+            f"{where}: {path} cannot be read ({reason}); of the {len(names)} curves of"
             f" configs/reference, nearest: {', '.join(nearest)}; null for none"
         ) from None
     head = [line for line in lines if line.startswith("#")]
@@ -139,7 +140,7 @@ def read_reference(name: str) -> Reference:
     length = float(header.epochs or header.steps or 0)
     rows = list(csv.DictReader(lines[len(head) :]))
     runs = _read_runs(rows, unit, length, about, len(head))
-    return Reference(path.stem, header, length, unit, runs)
+    return Reference(name.removesuffix(SUFFIX), header, length, unit, runs)
 
 
 def _read_header(head: list[str], where: str) -> Header:
