@@ -1,14 +1,15 @@
-# Two commands from a fresh clone: `make demo` and `make test`. Each makes .venv on its first call; later calls install nothing.
-# CPU-only wheels on a laptop:  export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu   before the first call.
+# Two commands from a fresh clone: `make demo` and `make test`. The first call makes .venv; later calls install nothing.
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 INSTALLED := .venv/.installed
+TESTS_INSTALLED := .venv/.installed_tests
 DOCS_INSTALLED := .venv/.installed_docs
 LOCK_INSTALLED := .venv/.installed_lock
-PAGES := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs notebooks slurm/README.md kube sky benchmarks/README.md benchmarks/results \
-	CITATION.cff $(wildcard vit/model.py vit/step.py vit/train.py)
+PAGES := README.md CONTRIBUTING.md docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results \
+	$(wildcard vit/*.py vit/exact/*.py benchmarks/*.py)
 RANKS ?= 2
 # One more than two cores: tests also wait for processes, signals and servers, a third of their time.
 TESTS_AT_ONCE ?= 3
@@ -19,7 +20,7 @@ AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfil
 demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh
 
-test: $(INSTALLED)
+test: $(TESTS_INSTALLED)
 	$(AT_ONCE) -m "not full"
 
 # What only repeats: more kills and seeds, full-size models, all kernels of the CPU, Slurm.
@@ -27,8 +28,8 @@ test-all: test
 	$(AT_ONCE) -m full --ignore=tests/slurm
 	$(BIN)/python -m pytest tests/slurm  # alone: its jobs have time limits of seconds
 
-# Seconds: style, format, types. Pre-commit and CI call the same programs.
-lint: $(INSTALLED)
+# Seconds: style, format, types.
+lint: $(TESTS_INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -37,42 +38,50 @@ check: lint
 	$(AT_ONCE) -m "not slow and not full"
 
 # Kills, signals, stops and leaks in numbers, one line each: under an hour on two cores. COUNT is the number of kills; PARTS chooses.
-soak: $(INSTALLED)
+soak: $(TESTS_INSTALLED)
 	$(BIN)/python tests/faults/soak.py $(if $(COUNT),--count $(COUNT)) $(if $(PARTS),--parts $(PARTS))
 
 # Every promise on this machine's GPUs, with its number: ten minutes at most. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)
 	$(BIN)/python launch/gpu_check.py
 
-# requirements.lock: every package of every extra, with the hashes of its files, for `pip install --require-hashes`.
+# deploy/requirements.lock: every package of every extra, with the hashes of its files, for `pip install --require-hashes`.
 lock: $(LOCK_INSTALLED)
-	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o requirements.lock
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o deploy/requirements.lock
 
 # Known vulnerabilities of what is locked; needs PyPI's own service, which mirrors lack.
 audit: $(LOCK_INSTALLED)
-	$(BIN)/pip-audit --requirement requirements.lock --require-hashes --disable-pip
+	$(BIN)/pip-audit --requirement deploy/requirements.lock --require-hashes --disable-pip
 
 $(LOCK_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .[lock]
+	$(PIP) -e .[lock]
 	@touch $@
 
-# The pages as a site in build/site; a link that leads nowhere is an error. Same paths as here, so the same links work.
+# The pages as a site in build/site, under the same paths as here, so that the same links work. A link that leads nowhere is an error.
 docs: $(DOCS_INSTALLED)
 	rm -rf build/pages build/site
 	mkdir -p build/pages
-	tar cf - $(PAGES) | tar xf - -C build/pages
-	$(BIN)/zensical build --clean --strict
-	@echo "docs: build/site/index.html"
+	tar cf - --exclude=mkdocs.yml $(PAGES) | tar xf - -C build/pages
+	cp docs/mkdocs.yml build/mkdocs.yml
+	$(BIN)/zensical build --clean --strict --config-file build/mkdocs.yml
+	$(BIN)/python tests/project/check_site.py build/site
+	@echo "docs: $(BIN)/python -m http.server --directory build/site, then open http://localhost:8000"
 
 $(DOCS_INSTALLED): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .[docs]
+	$(PIP) -e .[docs]
 	@touch $@
 
 $(INSTALLED): requirements.txt pyproject.toml setup.py $(wildcard vit/data/decode/c/*)
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed, and none was found: install it, or name it with make PYTHON=/path/to/python3"; exit 2; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) lacks venv: install it (Debian, Ubuntu: apt-get install python3-venv), then run make again"; exit 2; }
+	@printf '%s\n' "Installing into .venv, once. pip prints nothing for minutes: with PyPI's torch for GPUs it downloads 3.1 GB (6 GB on the disk)." \
+		"Without a GPU a tenth of that is enough: Ctrl-C, export PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu, and make again."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PIP) -r requirements.txt
+	@touch $@
+
+$(TESTS_INSTALLED): requirements-dev.txt $(INSTALLED)
+	$(PIP) -r requirements-dev.txt
 	@touch $@
 
 clean:

@@ -22,21 +22,27 @@ NATIVE = Extension(
 )
 
 
+ADDED = [
+    path
+    for folder, pattern in (("launch", "*.py"), ("configs", "*.yaml"), ("configs", "*.csv"))
+    for path in sorted(Path(folder).rglob(pattern))
+]
+
+
 class BuildWithCommands(build_py):
     """Puts launch/ and configs/ into the installed `vit`; vit/__main__.py runs them."""
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for folder, pattern in (
-                ("launch", "*.py"),
-                ("configs", "*.yaml"),
-                ("configs", "*.csv"),
-            ):
-                for path in Path(folder).rglob(pattern):
-                    target = Path(self.build_lib, "vit", path)
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copy(path, target)
+            for path in ADDED:
+                target = Path(self.build_lib, "vit", path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, target)
+
+    def get_source_files(self) -> list[str]:
+        """Return what an sdist contains."""
+        return [*super().get_source_files(), *map(str, ADDED), *map(str, FILES)]
 
 
 setup(

@@ -2,8 +2,8 @@
 
     python launch/job.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=/runs/b16
 
-The arguments are those of launch/train.py. kube/ and sky/ start it once on each host; torchrun's
-own variables say how many hosts there are and where they meet: PET_NNODES, PET_NODE_RANK,
+The arguments are those of launch/train.py. The files of deploy/ start it once on each host;
+torchrun's own variables give the number of hosts and where they meet: PET_NNODES, PET_NODE_RANK,
 PET_NPROC_PER_NODE (ranks on this host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT. SIGTERM is
 passed on: the ranks save and stop.
 
@@ -43,7 +43,7 @@ FINISHED = 0
 ACCIDENT = 1
 MISTAKE = 2
 AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h; kube/ and sky/ name it."""
+"""EX_TEMPFAIL of sysexits.h; the files of deploy/ name it."""
 SHUTDOWN_S = 110
 """How long torchrun lets its ranks save after SIGTERM (its own default: 30 s)."""
 MEET_S = 3600

@@ -1,4 +1,4 @@
-"""What Kubernetes does with the files of kube/, as far as processes can feel it.
+"""What Kubernetes does with the files of deploy/kube/, as far as processes can feel it.
 
 A pod is a process that is started with the command, arguments and variables of its container. With
 `isolated` it has its own network, host name, /etc/hosts (the names of a headless service) and
@@ -26,7 +26,7 @@ import warm_python
 import yaml
 from processes import REPOSITORY, children, environment
 
-KUBE = REPOSITORY / "kube"
+KUBE = REPOSITORY / "deploy" / "kube"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 SUBNET = "10.213.7"
 
@@ -88,7 +88,7 @@ class Pod:
 
 
 class Cluster:
-    """Runs the Job in a file of kube/, and restarts it by the JobSet's policy."""
+    """Runs the Job in a file of deploy/kube/, and restarts it by the JobSet's policy."""
 
     def __init__(self, folder: Path, isolated: bool):
         self.folder = folder
@@ -294,5 +294,5 @@ def evict(pod: Pod, grace_s: float) -> None:
 
 
 def documents(name: str) -> list[dict[str, Any]]:
-    """The objects in a file of kube/."""
+    """The objects in a file of deploy/kube/."""
     return list(yaml.safe_load_all((KUBE / name).read_text()))

@@ -181,20 +181,6 @@ def test_of_many_files_the_nearest_are_named(load, tmp_path):
         load_config("recipes5.yaml")
 
 
-@pytest.mark.parametrize("name", ["deit3/vit_b16_800ep", "configs/deit3/vit_b16_800ep.yaml"])
-def test_a_recipe_in_a_folder_is_loaded_by_its_name_from_anywhere(name, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    config = load_config(name).config
-    assert config.model.image_size == 192
-    assert config.run.dir == "runs/deit3_vit_b16_800ep", "vit5/vit_b16 must not share runs/vit_b16"
-
-
-def test_a_misspelt_recipe_gets_the_nearest_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"nearest of the \d+ recipes: deit3/vit_b16_800ep, "):
-        load_config("deit3/vit_b16_80ep")
-
-
 def test_a_file_that_is_not_text_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match="not a text file"):

@@ -39,7 +39,7 @@ def test_no_warning_and_no_memory_that_is_used_as_two_types(name, tmp_path):
 
 @pytest.mark.parametrize("folder", [SOURCES, Path(__file__).parent], ids=lambda path: path.name)
 def test_lines_of_c_have_at_most_100_columns(folder):
-    """As in Python, where ruff checks it. `.clang-format` at the root is the layout."""
+    """As in Python, where ruff checks it. `.clang-format` beside the sources is the layout."""
     for path in sorted(folder.glob("*.[ch]")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path}:{number}"

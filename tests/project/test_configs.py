@@ -12,7 +12,7 @@ import torch
 from processes import metrics, run
 
 from vit.build import build
-from vit.config.io import load_config, recipe_name, to_dict
+from vit.config.io import ConfigError, load_config, recipe_name, to_dict
 from vit.estimate.forecast import make_forecast
 from vit.model import create_model
 from vit.ranks.distributed import World
@@ -115,6 +115,20 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
     for word in HEADER:
         assert re.search(rf"^# {word}\s+\S", header[0], re.M), f"the header lacks '{word}'"
     assert re.search(r"^# (result|published)\s+\S", header[0], re.M)
+
+
+@pytest.mark.parametrize("name", ["deit3/vit_b16_800ep", "configs/deit3/vit_b16_800ep.yaml"])
+def test_a_recipe_in_a_folder_is_loaded_by_its_name_from_anywhere(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name).config
+    assert config.model.image_size == 192
+    assert config.run.dir == "runs/deit3_vit_b16_800ep", "vit5/vit_b16 must not share runs/vit_b16"
+
+
+def test_a_misspelt_recipe_gets_the_nearest_names(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"nearest of the \d+ recipes: deit3/vit_b16_800ep, "):
+        load_config("deit3/vit_b16_80ep")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_name)

@@ -1,5 +1,5 @@
-"""Each row of the table of faults in docs/resume.md, and each promise of SECURITY.md, names tests
-that exist."""
+"""Each row of the table of faults in docs/resume.md and each promise of docs/security.md names
+tests that exist."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FAULTS = (ROOT / "docs" / "resume.md").read_text()
-PROMISES = (ROOT / "SECURITY.md").read_text()
+PROMISES = (ROOT / "docs" / "security.md").read_text()
 NAMED = r"<br>`(tests/[\w/]+\.py)::(\w+)`"
 
 

@@ -1,4 +1,5 @@
-"""requirements.lock has what pyproject.toml asks for, within its ranges, with hashes."""
+"""requirements.txt has the dependencies of pyproject.toml; deploy/requirements.lock has them within
+their ranges, with hashes."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 def locked() -> dict[str, list[tuple[Requirement, list[str]]]]:
     """Pins by name, each with its hashes; a package may have one for each range of Pythons."""
     found: dict[str, list[tuple[Requirement, list[str]]]] = {}
-    text = (ROOT / "requirements.lock").read_text()
+    text = (ROOT / "deploy" / "requirements.lock").read_text()
     for entry in re.split(r"\n(?=\S)", re.sub(r"^#.*\n", "", text, flags=re.M)):
         pin, *hashes = re.split(r"\s*\\\n\s*", entry.strip())
         requirement = Requirement(pin)
@@ -25,17 +26,27 @@ def locked() -> dict[str, list[tuple[Requirement, list[str]]]]:
     return found
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
 def wanted() -> list[str]:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"].values()
-    return sorted({*project["dependencies"], *itertools.chain.from_iterable(extras)})
+    return sorted({*PROJECT["dependencies"], *itertools.chain.from_iterable(EXTRAS.values())})
+
+
+def test_requirements_have_the_packages_dependencies_and_what_recipes_and_readers_add():
+    text = (ROOT / "requirements.txt").read_text()
+    lines = [line for line in text.splitlines() if line and line[0] not in "#-"]
+    torchvision = [line for line in lines if line.startswith("torchvision")]
+    expected = [*PROJECT["dependencies"], *EXTRAS["timm"], *EXTRAS["stream"], *torchvision]
+    assert sorted(lines) == sorted(expected)
 
 
 @pytest.mark.parametrize("line", wanted())
 def test_each_dependency_is_locked_within_its_range(line):
     requirement = Requirement(line)
     pins = locked().get(canonicalize_name(requirement.name), [])
-    assert pins, f"{line}: not in requirements.lock; run make lock"
+    assert pins, f"{line}: not in deploy/requirements.lock; run make lock"
     for pin, _ in pins:
         [version] = pin.specifier
         assert version.operator == "=="

@@ -36,7 +36,7 @@ PAGES = [
     ROOT / "slurm" / "README.md",
     ROOT / "CONTRIBUTING.md",
 ]
-PAGES += [ROOT / "benchmarks" / "README.md", ROOT / "SECURITY.md", ROOT / "CHANGELOG.md"]
+PAGES += [ROOT / "benchmarks" / "README.md"]
 README = ROOT / "README.md"
 SCRIPTS = {
     "slurm/train.sh": "launch/train.py",

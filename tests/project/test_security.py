@@ -1,5 +1,5 @@
-"""What SECURITY.md promises and no test of one module shows: no setting reaches a shell as code, no
-name speaks to the terminal, temporary places are private."""
+"""Promises of docs/security.md that no test of one module shows: no setting reaches a shell as
+code, no name speaks to the terminal, temporary places are private."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_a_number_of_ranks_is_a_number(ranks, cluster):
 
 
 def test_settings_come_through_the_spot_machines_script_as_they_are(cluster):
-    task = yaml.safe_load((ROOT / "sky" / "train.yaml").read_text())
+    task = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
     program = cluster / "bin" / "vitline"
     program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)

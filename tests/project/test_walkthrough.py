@@ -1,4 +1,4 @@
-"""notebooks/walkthrough.ipynb: the code of docs/model.md, a training, and a look inside."""
+"""docs/walkthrough.ipynb: the code of docs/model.md, a training, and a look inside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import run
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "model.md"
-NOTEBOOK = ROOT / "notebooks" / "walkthrough.ipynb"
+NOTEBOOK = ROOT / "docs" / "walkthrough.ipynb"
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_in_colab_it_takes_the_address_of_the_project(notebook):
     address = project.get("urls", {}).get("Repository", "")
     assert f'REPOSITORY = "{address}"' in code_of(notebook)[0]
     link = address.replace("https://github.com/", "https://colab.research.google.com/github/")
-    in_colab = f"{link}/blob/main/notebooks/walkthrough.ipynb" if address else ""
+    in_colab = f"{link}/blob/main/docs/walkthrough.ipynb" if address else ""
     assert f"]({in_colab or 'https://colab.research.google.com/'})" in PAGE.read_text()
 
 

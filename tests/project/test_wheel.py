@@ -15,7 +15,7 @@ from processes import REPOSITORY, call, environment, make_shards
 from vit.data.decode import native
 
 pytestmark = pytest.mark.slow
-IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml MANIFEST.in README.md LICENSE"
+IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml README.md LICENSE"
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in [*IN_AN_SDIST.split(), "CHANGELOG.md", "CITATION.cff"]:
+    for name in IN_AN_SDIST.split():
         path = REPOSITORY / name
         if path.is_dir():
             ignored = shutil.ignore_patterns("__pycache__", "_native*")
@@ -101,7 +101,7 @@ def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, t
     upload = f"def upload():\n    return {{{wheel.name!r}: open({wheel.name!r}, 'rb').read()}}\n"
     (colab / "files.py").write_text(upload)
     (colab / "__init__.py").touch()
-    notebook = json.loads((REPOSITORY / "notebooks" / "walkthrough.ipynb").read_text())
+    notebook = json.loads((REPOSITORY / "docs" / "walkthrough.ipynb").read_text())
     first = next(cell for cell in notebook["cells"] if cell["cell_type"] == "code")
     (tmp_path / "cell.py").write_text("import google.colab\n" + "".join(first["source"]))
     into = {"PIP_TARGET": str(tmp_path / "site"), "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1"}

@@ -1,4 +1,4 @@
-"""Where the files of kube/ run: pods as processes, in namespaces of their own or among others."""
+"""Pods of deploy/kube/ as processes, in namespaces of their own or among others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""kube/*.yaml as their pods live: two nodes train, are taken away, mistaken, killed; the run that
+"""The pods of deploy/kube/: two nodes train, are taken away, mistaken, killed; the run that
 Kubernetes started again ends as the one that nobody disturbed."""
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Extract what tests/kube/schemas.json has of the schemas of JobSet, Kubeflow Trainer and SkyPilot.
+"""Extract tests/deploy/schemas.json from the schemas of JobSet, Kubeflow Trainer and SkyPilot.
 
-    python tests/kube/extract_schemas.py JOBSET TRAINER PYTHON > tests/kube/schemas.json
+    python tests/deploy/extract_schemas.py JOBSET TRAINER PYTHON > tests/deploy/schemas.json
 
 JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), PYTHON an
 interpreter that has SkyPilot; all three have the Apache-2.0 licence. Words for people are left out,
-as are fields that kube/ and sky/ do not use; objects are closed, so that a misspelt field is an
+as are fields that deploy/ does not use; objects are closed, so that a misspelt field is an
 error, which an API server would drop in silence. The Job inside a JobSet is left open here: the
 tests read it by Kubernetes' own schema.
 """
