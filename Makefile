@@ -15,7 +15,9 @@ RANKS ?= 2
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-all lint check soak gpu-check lock audit docs clean
+.PHONY: install demo test test-all lint check soak gpu-check lock audit docs clean
+
+install: $(INSTALLED)
 
 demo: $(INSTALLED)
 	@RANKS=$(RANKS) bash launch/demo.sh

@@ -73,14 +73,21 @@ def commands(page: Path) -> list[str]:
     return list(dict.fromkeys(parts))
 
 
+def commands_of_the_demo() -> list[str]:
+    demo = (ROOT / "launch" / "demo.sh").read_text().replace('"${RANKS:-2}"', "2")
+    return re.findall(r"^run (.*)$", demo, re.M)
+
+
 SHOWN = [
     pytest.param(line, id=f"{name_of(page)}: {line}") for page in PAGES for line in commands(page)
 ]
+SHOWN += [pytest.param(line, id=f"demo.sh: {line}") for line in commands_of_the_demo()]
 
 
 def test_there_are_commands_to_test():
     assert {"make demo", "make test"} <= set(commands(README))
-    assert len(commands(README)) > 20
+    assert len(commands(README)) > 15
+    assert len(commands_of_the_demo()) == 3
     assert "sbatch slurm/prep.sh verify /data/imagenet" in commands(ROOT / "slurm" / "README.md")
     assert any(
         line.startswith("python launch/train.py --config configs/animals10.yaml")
@@ -301,6 +308,17 @@ def test_links_and_pictures_lead_somewhere(page):
             assert not anchor or anchor in anchors(to), f"{page.name} points to {target}#{anchor}"
 
 
+def test_the_readme_is_short_and_each_of_its_measured_numbers_stands_in_a_results_file():
+    prose = re.sub(r"```.*?```", "", README.read_text(), flags=re.S)
+    prose = re.sub(r"\]\([^)]*\)|`[^`]*`", "", prose)
+    text = re.sub(r"^\|.*$", "", prose, flags=re.M)
+    assert len(text.split()) <= 1000
+    results = (ROOT / "benchmarks" / "results").glob("*.md")
+    measured = set(re.findall(r"[\d.,]*\d", "\n".join(path.read_text() for path in results)))
+    numbers = re.findall(r"(?<![\w.])\d+(?:,\d{3})+|(?<![\w.])\d+\.\d+|(?<=\| )\**\d{3}\b", prose)
+    assert {number.strip("*") for number in numbers} - {"3.11"} <= measured
+
+
 def anchors(page: Path) -> set[str]:
     """Where links into a page of Markdown can lead: its headings, as GitHub and the site do it."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
@@ -316,8 +334,8 @@ def test_a_decision_has_one_heading_and_at_most_120_words():
 
 
 def test_the_map_names_every_folder():
-    """In the README's Map, where the layout is described, and nowhere else."""
-    lines = README.read_text().partition("## Map")[2].splitlines()
+    """In CONTRIBUTING's Map, where the layout is described, and nowhere else."""
+    lines = (ROOT / "CONTRIBUTING.md").read_text().partition("## Map")[2].splitlines()
     mapped: set[Path] = set()
     parents: list[str] = []
     for line in lines:
@@ -339,9 +357,3 @@ def test_the_map_names_every_folder():
 )
 def test_no_number_is_still_to_be_filled_in(page):
     assert not re.search(r"\b[A-Z]+_(TIME|RESULT)\b|\bRESULT\b|\bTODO\b", page.read_text())
-
-
-def test_the_demo_runs_the_readmes_commands():
-    demo = (ROOT / "launch" / "demo.sh").read_text().replace('"${RANKS:-2}"', "2")
-    for line in commands(README)[2:5]:
-        assert f"run {line}" in demo
