@@ -34,8 +34,9 @@ from vit.system.host import cpu_name
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODELS = ("vit_b16", "vit_l16", "vit_h14")
-FLOORS = {"H200": {"vit_b16": 3000, "vit_l16": 1070, "vit_h14": 394}}
-"""Images per second that training must reach, by GPU and recipe."""
+FLOOR_MFU = 0.25
+"""Share of the data sheet's peak that training must reach. Published ViT training has 22 to 29 % on
+Hopper; nobody has measured this code on a GPU yet."""
 TINY_MODEL = (
     *("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false"),
 )
@@ -195,11 +196,10 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
             f" {augmenting_s / row['step_s']:.0%}{largest}",
             {"result": {**result, "training": [row]}},
         )
-    gpu = find_device(result["device"])
-    if gpu is not None and (floor := FLOORS.get(gpu.name, {}).get(model)) and not small:
-        best = max(row["images_per_s_per_gpu"] for row in result["training"])
-        said = f"{best:.0f} images/s (at least {floor})"
-        yield Line(f"{model} is as fast as this GPU lets it be", best >= floor, said)
+    if find_device(result["device"]) is not None and not small:
+        best = max(row["mfu"] for row in result["training"])
+        measured = f"MFU {best:.1%} (at least {FLOOR_MFU:.0%})"
+        yield Line(f"{model} is as fast as this GPU lets it be", best >= FLOOR_MFU, measured)
 
 
 def _find_devices(device: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from vit.estimate.forecast import GIB, RESERVED_GIB, USABLE_SHARE
 from vit.estimate.memory import step_memory
 from vit.plan import make_plan
 from vit.ranks.exit import out_of_memory
-from vit.system.gpus import Gpu
+from vit.system.gpus import GPUS
 
 BATCH = "Lower data.micro_batch_size (64 now) to a size that divides a rank's batch of 64: 32, 16,"
 
@@ -41,7 +41,8 @@ def advice(config: Config, memory_bytes: float) -> str:
     """For a GPU of which a step may use so much."""
     plan, _ = make_plan(config, 64, 1)
     memory_gib = RESERVED_GIB + memory_bytes / GIB / USABLE_SHARE
-    return what_to_lower(config, plan, 10, Gpu("small", 1.0, 1.0, memory_gib, "small"))
+    small = replace(GPUS[0], memory_gib=memory_gib)
+    return what_to_lower(config, plan, 10, small)
 
 
 def test_a_gpu_has_the_memory_that_its_driver_says(monkeypatch):

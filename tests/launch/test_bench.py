@@ -157,7 +157,7 @@ import runpy, sys, torch, vit.model
 from vit.measure import bench
 from vit.system.gpus import Gpu
 bench.Subject.on_gpu = True
-bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, "small")
+bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, 1.0, "small")
 bench._memory_gib = lambda subject: 4.0
 def forward(model, images):
     if not images.is_meta and type(images) is torch.Tensor and len(images) > 4:

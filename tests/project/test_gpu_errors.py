@@ -51,14 +51,14 @@ vit.model.VisionTransformer.forward = forward
 GPU_OF_SIZE = """
 from vit.estimate import fitting
 from vit.system.gpus import Gpu
-fitting.gpu_of = lambda device: Gpu("small", 1.0, 1.0, {memory_gib}, "small")
+fitting.gpu_of = lambda device: Gpu("small", 1.0, 1.0, {memory_gib}, 1.0, "small")
 """
 FULL_ABOVE = """
 import torch, vit.model
 from vit.measure import bench
 from vit.system.gpus import Gpu
 bench.Subject.on_gpu = True
-bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, "small")
+bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, 1.0, "small")
 bench._memory_gib = lambda subject: 4.0
 def forward(model, images):
     if not images.is_meta and type(images) is torch.Tensor and len(images) > {rows}:

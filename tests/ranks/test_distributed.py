@@ -342,8 +342,15 @@ def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
     assert str(second).startswith("RankLost: rank 2 did not come within")
 
 
+def test_gpus_that_a_torch_for_gpus_cannot_use_are_an_error_unless_the_cpu_is_asked_for():
+    with pytest.raises(ValueError, match=r"train.device=auto: 1 of 1 host.*train.device=cpu"):
+        choose_device("auto", "train.device=", [BROKEN] * 8)
+    assert choose_device("cpu", "train.device=", [BROKEN] * 8) == ("cpu", [])
+
+
 def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
-    kind, [note] = choose_device("auto", "train.device=", [BROKEN] * 8)
+    for_cpus = replace(BROKEN, has_cuda_build=False)
+    kind, [note] = choose_device("auto", "train.device=", [for_cpus] * 8)
     assert kind == "cpu"
     assert "node7, with 8 NVIDIA GPU(s): torch sees no GPU (Found no NVIDIA driver" in note
     assert "TRAINING ON THE CPU" in note

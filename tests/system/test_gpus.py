@@ -18,6 +18,8 @@ from vit.system.gpus import GPUS, find_device, find_gpu, parse_gpus
         ("a100_40gb", "A100-40GB"),
         ("4090", "RTX-4090"),
         ("rtx4090", "RTX-4090"),
+        ("rtx 6000 ada", "RTX-6000-Ada"),
+        ("rtx pro 6000", "RTX-PRO-6000"),
     ],
 )
 def test_the_names_of_people(typed, name):
@@ -35,6 +37,23 @@ def test_the_names_of_people(typed, name):
         ("NVIDIA A100-SXM4-80GB", "A100"),
         ("NVIDIA A100 80GB PCIe", "A100"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200-144GB"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40", "L40"),
+        ("Tesla T4", "T4"),
+        ("Tesla V100-SXM2-16GB", "V100"),
+        ("Tesla V100-SXM2-32GB", "V100-32GB"),
+        ("Tesla V100-PCIE-16GB", "V100-PCIe"),
+        ("NVIDIA GeForce RTX 3090", "RTX-3090"),
+        ("NVIDIA GeForce RTX 5090", "RTX-5090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "RTX-PRO-6000"),
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
         ("AMD Instinct MI300X", "MI300X"),
@@ -49,11 +68,11 @@ def test_the_names_of_drivers(reported, name):
     [
         "NVIDIA GeForce RTX 4090 D",
         "NVIDIA GeForce RTX 4090 Laptop GPU",
-        "NVIDIA GH200 480GB",
-        "NVIDIA GB200",
+        "NVIDIA GeForce RTX 3090 Ti",
+        "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",
         "NVIDIA RTX A1000",
         "NVIDIA H200 MIG 1g.18gb",
-        "Tesla T4",
+        "Quadro RTX 6000",
         "",
     ],
 )
@@ -63,6 +82,13 @@ def test_a_gpu_that_the_table_does_not_have(reported):
 
 def test_every_gpu_is_found_by_its_own_name():
     assert [find_gpu(gpu.name) for gpu in GPUS] == list(GPUS)
+
+
+def test_time_per_byte_and_per_operation_fit_each_other():
+    """A slip by a factor of ten in a peak, a memory or a bandwidth is outside of these ranges."""
+    for gpu in GPUS:
+        assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name
+        assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name
 
 
 def test_a_number_of_gpus():

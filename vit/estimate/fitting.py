@@ -48,10 +48,17 @@ def gpu_of(device: torch.device) -> Gpu | None:
     """Return the GPU that `device` is, with the memory that it has; None for a CPU."""
     if device.type != "cuda":
         return None
-    found = torch.cuda.get_device_properties(device)
-    known = find_device(found.name) or Gpu(found.name, 0.0, 0.0, 0.0, found.name)
+    driver = torch.cuda.get_device_properties(device)
+    unknown = Gpu(
+        driver.name,
+        bf16_tflops=0.0,
+        fp32_tflops=0.0,
+        memory_gib=0.0,
+        bandwidth_gbs=0.0,
+        pattern=driver.name,
+    )
     # Not the table's: one name is sold with several sizes, and a MIG instance has a part of it.
-    return replace(known, memory_gib=found.total_memory / GIB)
+    return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
 
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:

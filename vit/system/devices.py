@@ -31,6 +31,8 @@ class HostDevices:
     """GPUs that are built in, usable or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
     said: str
     """Why torch can use none, in its own words."""
+    has_cuda_build: bool = True
+    """Whether torch is built for GPUs."""
 
     def __str__(self) -> str:
         if not self.gpus:
@@ -50,7 +52,8 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     built_in = 0 if hidden else num_nvidia_gpus(root)
-    return HostDevices(socket.gethostname(), ranks, gpus, built_in, said)
+    has_cuda_build = torch.version.cuda is not None or torch.version.hip is not None
+    return HostDevices(socket.gethostname(), ranks, gpus, built_in, said, has_cuda_build)
 
 
 def gpu_addresses(number: int) -> list[str]:
@@ -80,7 +83,7 @@ def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[s
 
     Raises:
         ValueError: some hosts lack a GPU per rank while "cuda" is asked for or other hosts have
-            one; they are named.
+            one, or have NVIDIA GPUs that a torch for GPUs cannot use; they are named.
     """
     if asked == "cpu":
         return "cpu", []
@@ -88,7 +91,10 @@ def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[s
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
-    if asked == "cuda" or len(lacking) < len(hosts):
+    # Ranks of ViT-B on the CPUs of a GPU node would train until the job's time limit. Who has
+    # installed a torch for CPUs wants that: a laptop, the demo.
+    has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
+    if asked == "cuda" or len(lacking) < len(hosts) or has_unusable:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
             f"{setting}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs."

@@ -1,4 +1,4 @@
-"""GPUs that people train on: their peak in matrix products, and their memory.
+"""GPUs that people train on: their peak in matrix products, their memory and its bandwidth.
 
 The peak is what a share of it (MFU) refers to, so it is the dense number of the data sheet: those
 with structured sparsity are twice as large, and no training of ours reaches them.
@@ -18,11 +18,14 @@ class Gpu:
 
     name: str
     bf16_tflops: float
-    """Dense bf16 and fp16 with fp32 accumulation, 10**12 operations per second."""
+    """Dense bf16 and fp16 with fp32 accumulation, 10**12 operations per second; of V100 and T4,
+    which have no bf16, fp16."""
     fp32_tflops: float
     """fp32 outside of the tensor cores, which is what torch uses unless TF32 is allowed."""
     memory_gib: float
     """What torch reports as total memory, a little less than is sold."""
+    bandwidth_gbs: float
+    """Of the memory, 10**9 bytes per second."""
     pattern: str
     """Matches what the driver calls it."""
 
@@ -32,20 +35,41 @@ class Gpu:
 
 
 GPUS = (
-    # NVIDIA's data sheets: H100 and H200 (SXM), HGX B200, A100 (SXM), L40S; "NVIDIA Ada GPU
-    # Architecture", appendix A, for the RTX 4090; AMD's data sheet of the MI300X. The first pattern
-    # that matches counts, so the narrower ones come first.
-    Gpu("H100-PCIe", 756.0, 51.0, 79.1, r"\bH100.*PCIe"),
-    Gpu("H100-NVL", 835.0, 60.0, 93.1, r"\bH100.*NVL"),
-    Gpu("H100", 989.4, 66.9, 79.1, r"\bH100\b"),
-    Gpu("H200-NVL", 835.0, 60.0, 139.8, r"\bH200.*NVL"),
-    Gpu("H200", 989.4, 66.9, 139.8, r"\bH200\b"),
-    Gpu("B200", 2250.0, 75.0, 178.3, r"\bB200\b"),
-    Gpu("A100-40GB", 312.0, 19.5, 39.4, r"\bA100\b.*40GB"),
-    Gpu("A100", 312.0, 19.5, 79.2, r"\bA100\b"),
-    Gpu("L40S", 362.0, 91.6, 44.4, r"\bL40S\b"),
-    Gpu("RTX-4090", 165.2, 82.6, 23.5, r"\b4090\b(?! D| Laptop)"),
-    Gpu("MI300X", 1307.4, 163.4, 191.7, r"\bMI300X\b"),
+    # NVIDIA's data sheets: V100, T4, A10, A100, L4, L40, L40S, H100 and H200 (SXM), GH200, HGX
+    # B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
+    # fp8 and fp4); A10G by AWS's G5, H20 by its sellers; appendix A of the GA102, Ada and RTX
+    # Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32
+    # accumulation; AMD's data sheet of the MI300X. The first pattern that matches counts, so the
+    # narrower ones come first.
+    Gpu("H100-PCIe", 756.0, 51.0, 79.1, 2039.0, r"\bH100.*PCIe"),
+    Gpu("H100-NVL", 835.0, 60.0, 93.1, 3938.0, r"\bH100.*NVL"),
+    Gpu("H100", 989.4, 66.9, 79.1, 3352.0, r"\bH100\b"),
+    Gpu("H200-NVL", 835.0, 60.0, 139.8, 4800.0, r"\bH200.*NVL"),
+    Gpu("H200", 989.4, 66.9, 139.8, 4800.0, r"\bH200\b"),
+    Gpu("GH200-144GB", 989.4, 66.9, 139.8, 4900.0, r"\bGH200 144G"),
+    Gpu("GH200", 989.4, 66.9, 94.5, 4000.0, r"\bGH200\b"),
+    Gpu("H20", 148.0, 44.0, 95.1, 4000.0, r"\bH20\b"),
+    Gpu("B200", 2250.0, 75.0, 178.3, 7700.0, r"\bB200\b"),
+    Gpu("B300", 2250.0, 75.0, 267.7, 7700.0, r"\bB300\b"),
+    Gpu("GB200", 2500.0, 80.0, 184.0, 8000.0, r"\bGB200\b"),
+    Gpu("GB300", 2500.0, 80.0, 276.5, 8000.0, r"\bGB300\b"),
+    Gpu("A100-40GB", 312.0, 19.5, 39.4, 1555.0, r"\bA100\b.*40GB"),
+    Gpu("A100", 312.0, 19.5, 79.2, 2039.0, r"\bA100\b"),
+    Gpu("A10G", 70.0, 31.2, 22.1, 600.0, r"\bA10G\b"),
+    Gpu("A10", 125.0, 31.2, 22.1, 600.0, r"\bA10\b"),
+    Gpu("L40S", 362.0, 91.6, 44.4, 864.0, r"\bL40S\b"),
+    Gpu("L40", 181.0, 90.5, 44.4, 864.0, r"\bL40\b"),
+    Gpu("L4", 121.0, 30.3, 22.0, 300.0, r"\bL4\b"),
+    Gpu("V100-PCIe", 112.0, 14.0, 15.8, 900.0, r"\bV100-PCIE"),
+    Gpu("V100-32GB", 125.0, 15.7, 31.7, 900.0, r"\bV100.*32GB"),
+    Gpu("V100", 125.0, 15.7, 15.8, 900.0, r"\bV100\b"),
+    Gpu("T4", 65.0, 8.1, 14.6, 320.0, r"\bT4\b"),
+    Gpu("RTX-3090", 71.0, 35.6, 23.6, 936.0, r"\b3090\b(?! Ti)"),
+    Gpu("RTX-4090", 165.2, 82.6, 23.5, 1008.0, r"\b4090\b(?! D| Laptop)"),
+    Gpu("RTX-5090", 209.5, 104.8, 31.4, 1792.0, r"\b5090\b(?! D| Laptop)"),
+    Gpu("RTX-6000-Ada", 364.2, 91.1, 47.4, 960.0, r"\bRTX 6000 Ada\b"),
+    Gpu("RTX-PRO-6000", 503.8, 125.0, 94.9, 1792.0, r"\bRTX PRO 6000 Blackwell Workstation\b"),
+    Gpu("MI300X", 1307.4, 163.4, 191.7, 5300.0, r"\bMI300X\b"),
 )
 
 
