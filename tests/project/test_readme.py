@@ -146,6 +146,9 @@ def test_a_command_of_a_page_is_one_that_works(line, understand):
             re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets
         )
         return
+    if launcher == "bash":
+        assert (ROOT / words[0]).is_file()
+        return
     if launcher in ("torchrun", "sbatch"):  # its own options come before the script
         words = words[
             next((i for i, word in enumerate(words) if not word.startswith("--")), len(words)) :
