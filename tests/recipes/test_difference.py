@@ -77,6 +77,19 @@ def test_differences_are_sorted_by_weight_and_said_with_their_source():
     assert expected in " ".join(found.split())
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
+def test_each_shipped_recipe_is_compared_with_another(path):
+    other = read_recipe(path)
+    printed = " ".join(in_words(with_(), other, ("a", "b")).split())
+    for difference in compare(with_(), other):
+        assert f"{difference.key}: " in printed
+
+
+def test_a_set_that_only_one_recipe_evaluates_is_a_difference():
+    printed = in_words(with_(), with_("eval.sets={v2: {split: train}}"), ("a", "b"))
+    assert "eval.sets.v2.split: none -> train" in printed
+
+
 def test_what_is_left_to_the_size_has_the_sizes_value():
     assert not compare(with_(), with_("model.dist_token=false", "model.depth=12"))
     found = in_words(with_(), with_("model.depth=6", "optim.clip_grad_norm=1"), ("a", "b"))

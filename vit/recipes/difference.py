@@ -158,8 +158,9 @@ def _shown(key: str, value: Any) -> str:
     """A value in words; `None` with what the schema says it means."""
     if value is None or value == []:
         section, _, name = key.partition(".")
-        kinds = (kind.model_fields for kind in sections()[section] if name in kind.model_fields)
-        text = " ".join((next(kinds)[name].description or "").split())
+        # A key of three parts, eval.sets.NAME.split, is no field of its section.
+        fields = (kind.model_fields.get(name) for kind in sections()[section])
+        text = " ".join(" ".join(str(field.description) for field in fields if field).split())
         meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)
         return f"none ({meaning[1]})" if meaning and meaning[1] != "none" else "none"
     if isinstance(value, list) and isinstance(value[0], dict):
