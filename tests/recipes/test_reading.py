@@ -11,7 +11,20 @@ from vit.recipes.python_config import Opaque, PythonConfig, flattened
 @pytest.mark.parametrize(
     ("text", "script", "num_gpus", "words"),
     [
-        ("python main.py --lr 1", "main.py", 1, ["--lr", "1"]),
+        ("python main.py --lr 1", "main.py", None, ["--lr", "1"]),
+        ("nohup python -u main.py", "main.py", None, []),
+        ("srun -N 4 --gpus-per-node 8 --ntasks-per-node 8 python main.py", "main.py", 32, []),
+        ("srun -N4 -n32 --ntasks-per-node=8 python -u main.py", "main.py", 32, []),
+        ("srun --nodes=2 --ntasks-per-node=4 python main.py", "main.py", 8, []),
+        ("srun --ntasks 6 nice -n 10 python main.py", "main.py", 6, []),
+        ("srun -N 2 --ntasks-per-node 1 torchrun --nnodes 2 --nproc_per_node 8 main.py", "main.py",
+         16, []),
+        ("mpirun -x PATH -np 16 python main.py", "main.py", 16, []),
+        ("/opt/mpi/bin/mpiexec.hydra -n 12 python main.py", "main.py", 12, []),
+        ("deepspeed --num_gpus 8 main.py", "main.py", 8, []),
+        ("deepspeed --hostfile hosts --num_nodes 2 --num_gpus=8 main.py", "main.py", 16, []),
+        ("accelerate launch --num_machines 2 --num_processes 16 train.py", "train.py", 16, []),
+        ("python -m accelerate.commands.launch --num-processes 4 train.py", "train.py", 4, []),
         ("torchrun --nproc_per_node=8 train.py -b 2", "train.py", 8, ["-b", "2"]),
         ("torchrun --nproc-per-node 4 --nnodes 2 --standalone a/main.py x", "a/main.py", 8, ["x"]),
         (
@@ -24,19 +37,19 @@ from vit.recipes.python_config import Opaque, PythonConfig, flattened
         ("./distributed_train.sh 4 --model m", "distributed_train.sh", 4, ["--model", "m"]),
         ("bash tools/dist_train.sh configs/a.py 8 --amp", "dist_train.sh", 8,
          ["configs/a.py", "--amp"]),
-        ("python -m big_vision.train --config c.py:v=B/16", "big_vision.train", 1,
+        ("python -m big_vision.train --config c.py:v=B/16", "big_vision.train", None,
          ["--config", "c.py:v=B/16"]),
         ("$ python main.py \\\n   --warmup $((1281167 * 5 / 2048)) \\ \n --name $(basename $0)",
-         "main.py", 1, ["--warmup", "3127", "--name", "SUBSTITUTED"]),
-        ("# a comment\npython main.py --path 'a b'", "main.py", 1, ["--path", "a b"]),
-        ("python main.py --lr 1 > log.txt 2>&1 &", "main.py", 1, ["--lr", "1"]),
-        ("nohup python main.py --lr 1 2>&1 | tee log.txt", "main.py", 1, ["--lr", "1"]),
-        ("python main.py\u00a0--path a\u2013b", "main.py", 1, ["--path", "a\u2013b"]),
+         "main.py", None, ["--warmup", "3127", "--name", "SUBSTITUTED"]),
+        ("# a comment\npython main.py --path 'a b'", "main.py", None, ["--path", "a b"]),
+        ("python main.py --lr 1 > log.txt 2>&1 &", "main.py", None, ["--lr", "1"]),
+        ("nohup python main.py --lr 1 2>&1 | tee log.txt", "main.py", None, ["--lr", "1"]),
+        ("python main.py\u00a0--path a\u2013b", "main.py", None, ["--path", "a\u2013b"]),
     ],
 )  # fmt: skip
-def test_a_command_is_divided_as_a_shell_and_torchrun_do(text, script, num_gpus, words):
+def test_a_command_is_divided_as_a_shell_and_its_launcher_do(text, script, num_gpus, words):
     command = split_command(text)
-    assert (command.script, command.num_gpus, command.words) == (script, num_gpus, words)
+    assert (command.script, command.num_gpus(), command.words) == (script, num_gpus, words)
 
 
 @pytest.mark.parametrize(
@@ -44,17 +57,26 @@ def test_a_command_is_divided_as_a_shell_and_torchrun_do(text, script, num_gpus,
     [
         ("--model x --lr 1", "no script is named"),
         ("python a.py\npython b.py", "2 commands are given"),
-        ("torchrun --nproc_per_node=gpu main.py", "give the number of GPUs with --gpus"),
+        ("torchrun --nproc_per_node=gpu main.py", "--nproc_per_node gpu: .*--gpus N"),
         ("python main.py 'half", "cannot be divided into words"),
         ("python main.py $((2 ** 99999999))", "expected integers"),
         ("./distributed_train.sh --model x", "is given no number of GPUs"),
+        ("./distributed_train.sh $GPUS --model x", r"GPUS: .*--gpus N"),
+        ("srun python main.py", r"srun: .*--ntasks.*--gpus N"),
+        ("srun -N 4 --gpus-per-node 8 python main.py", r"--ntasks-per-node.*--gpus N"),
+        ("srun -N 2-4 --ntasks-per-node 8 python main.py", r"2-4: .*--gpus N"),
+        ("mpirun --hostfile hosts python main.py", r"-np.*--gpus N"),
+        ("deepspeed main.py", r"--num_gpus.*--gpus N"),
+        ("deepspeed --hostfile hosts --num_gpus 8 main.py", r"--num_nodes.*--gpus N"),
+        ("accelerate launch train.py", r"--num_processes.*--gpus N"),
+        ("jsrun -n 4 python main.py", r"jsrun.*--gpus N"),
         ("python main.py --lr 1e\u22123", "1e\u22123: \u2212 \\(minus sign\\)"),
         ("python main.py --path \u201ca b\u201d", "left double quotation mark"),
     ],
 )
 def test_what_is_no_command_says_why(text, said):
     with pytest.raises(ValueError, match=said):
-        split_command(text)
+        split_command(text).num_gpus()
 
 
 def test_a_python_config_is_evaluated():

@@ -1,13 +1,15 @@
 """A command line as people paste it: launcher, script and arguments.
 
-Lines are joined as a shell joins them, integer arithmetic `$((...))` is computed, other
-substitutions stay as they are written. What starts a command on several GPUs says how many there
-are: torchrun, torch.distributed.launch, timm's and OpenMMLab's shell scripts. Nothing is run.
+Lines are joined as a shell joins them, integer arithmetic `$((...))` is computed, other substitutions stay as they are written. What starts a command on several GPUs states
+how many: torchrun, srun, mpirun, deepspeed, accelerate, timm's and OpenMMLab's shell scripts.
+Nothing is run.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
+import math
 import operator
 import re
 import shlex
@@ -22,8 +24,6 @@ _ARITHMETIC: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,  # a shell's / of integers
     ast.Mod: operator.mod,
 }
-_GPUS_OF_A_NODE = ("nproc_per_node", "nproc")
-_NODES = ("nnodes", "n_nodes")
 _BEHIND_COMMAND = re.compile(r"\|(?!\|)|&$|\d*>|&>|<")
 _TYPESET = re.compile(
     "^[\u2010-\u2015\u2212]"  # dashes for -- and -
@@ -31,21 +31,52 @@ _TYPESET = re.compile(
     "|[\u2018-\u201f]"  # quotes
 )
 """What word processors and PDFs make of hyphens and quotes."""
-_WITHOUT_VALUE = {"standalone", "use_env", "no_python", "module"}
-"""Options of torchrun that have no value."""
+_TORCHRUN = (
+    *("--nproc_per_node --nnodes", "--nproc --nnodes"),
+    *("--nproc_per_node", "--nproc", "--nnodes", ""),
+)
+_LAUNCHERS = {
+    "torchrun": _TORCHRUN,
+    "torch.distributed": _TORCHRUN,
+    "srun": ("--ntasks", "-n", "--ntasks-per-node --nodes", "--ntasks-per-node -N"),
+    "mpirun": ("-np", "-n"),
+    "mpiexec": ("-np", "-n"),
+    "deepspeed": ("--num_gpus --num_nodes", "--num_gpus"),
+    "accelerate": ("--num_processes",),
+}
+"""What starts processes -> the options that state how many: the first combination that is given,
+multiplied. srun and accelerate may take their numbers from elsewhere, so they have no default."""
+_LAUNCHER = re.compile(rf"(?:.*/)?({'|'.join(map(re.escape, _LAUNCHERS))})\b")
+_BY_ITSELF = re.compile(
+    r"(.*(&&|;) ?)?(\w+=\S* ?)*"  # other commands and variables
+    r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
+)
+"""What may stand before a script that starts as one process."""
 
 
 class Command(NamedTuple):
-    """What is run, with what, on how many GPUs."""
+    """What is run, with what, and what starts it."""
 
     script: str
     """`main.py`, or a module as `big_vision.train`."""
     words: list[str]
     """Its arguments."""
-    num_gpus: int
-    """As the launcher says; 1 without one, as such a command means it."""
-    is_distributed: bool
-    """Whether a launcher starts it."""
+    launcher: list[str]
+    """The words from the launcher on to the script; none if the script starts by itself."""
+
+    def num_gpus(self) -> int | None:
+        """Return how many processes the launcher starts, one for each GPU; None without one.
+
+        Raises ValueError if the launcher does not state it in numbers.
+        """
+        if not self.launcher:
+            return None
+        match = _LAUNCHER.match(self.launcher[0])
+        given = _given(self.launcher, _LAUNCHERS[match[1]] if match else ())
+        wrong = [f"{k} {v}" for k, v in given.items() if not re.fullmatch(r"[1-9]\d*", v)]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)}: expected a number: pass --gpus N, of all GPUs")
+        return math.prod(map(int, given.values()))
 
 
 def split_command(text: str) -> Command:
@@ -61,13 +92,13 @@ def split_command(text: str) -> Command:
             f"{len(lines)} commands are given, one is expected: lines of one command end with \\"
         )
     line = lines[0].replace("\N{NO-BREAK SPACE}", " ")
-    _check_signs(line)
     line = re.sub(r"\$\(\((.*?)\)\)", lambda found: str(_compute(found[1])), line)
     line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
     try:
         words = shlex.split(line)
     except ValueError as error:
         raise ValueError(f"the command cannot be divided into words ({error}): {line}") from None
+    _check_signs(words)
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         del words[0]
     # Where its output goes is not the recipe's: > log.txt 2>&1, | tee log.txt, &
@@ -76,9 +107,9 @@ def split_command(text: str) -> Command:
     return _find_script(words, line)
 
 
-def _check_signs(line: str) -> None:
-    """Raise ValueError if words of `line` have dashes or quotes that no program reads as such."""
-    found = {word: of_word for word in line.split() if (of_word := _TYPESET.findall(word))}
+def _check_signs(words: list[str]) -> None:
+    """Raise ValueError if `words` have dashes or quotes that no program reads as such."""
+    found = {word: of_word for word in words if (of_word := _TYPESET.findall(word))}
     if not found:
         return
     signs = dict.fromkeys(sign for of_word in found.values() for sign in of_word)
@@ -112,38 +143,49 @@ def _find_script(words: list[str], line: str) -> Command:
         if name.endswith("_train.sh"):
             return _shell_script(name, words[at + 1 :])
         is_module = at > 0 and words[at - 1] in ("-m", "--module")
-        if is_module and word.startswith("torch.distributed."):
+        if is_module and _LAUNCHER.match(word):
             continue
         if name.endswith(".py") or word == "big_vision.train" or is_module:
-            launcher = words[:at]
-            starts_ranks = any("torchrun" in w or "torch.distributed." in w for w in launcher)
-            gpus, nodes = _counts(launcher) if starts_ranks else (1, 1)
-            return Command(word, words[at + 1 :], gpus * nodes, starts_ranks)
+            return Command(word, words[at + 1 :], _launcher(words[:at]))
     raise ValueError(f"no script is named (main.py, train.py, ...) in: {line}")
 
 
 def _shell_script(name: str, words: list[str]) -> Command:
     """timm's `distributed_train.sh GPUS ...` or OpenMMLab's `dist_train.sh CONFIG GPUS ...`."""
     at = 0 if name.startswith("distributed") else 1
-    if len(words) <= at or not words[at].isdigit():
+    if len(words) <= at or words[at].startswith("-"):
         raise ValueError(f"{name} is given no number of GPUs")
-    return Command(name, words[:at] + words[at + 1 :], int(words[at]), True)
+    # It hands the number to torchrun.
+    launcher = ["torchrun", f"--nproc_per_node={words[at]}"]
+    return Command(name, words[:at] + words[at + 1 :], launcher)
 
 
-def _counts(launcher: list[str]) -> tuple[int, int]:
-    """GPUs of a node and nodes, from the options of torchrun."""
-    options = {}
-    for at, word in enumerate(launcher):
-        name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        if word.startswith("-") and name not in _WITHOUT_VALUE:
-            following = launcher[at + 1] if at + 1 < len(launcher) else ""
-            options[name] = value if equals else following
+def _launcher(before: list[str]) -> list[str]:
+    """The words `before` a script from its launcher on, the last if one starts another."""
+    starts = [at for at, word in enumerate(before) if _LAUNCHER.match(word)]
+    if starts:
+        return before[starts[-1] :]
+    return [] if _BY_ITSELF.match(" ".join(before)) else before
 
-    def number(names: tuple[str, ...]) -> int:
-        given = next((options[name] for name in names if name in options), "1")
-        if not given.isdigit():
-            raise ValueError(f"--{names[0]} {given}: give the number of GPUs with --gpus")
-        return int(given)
 
-    return number(_GPUS_OF_A_NODE), number(_NODES)
+def _given(launcher: list[str], ways: tuple[str, ...]) -> dict[str, str]:
+    """The options of `launcher` that state its processes. ways: as in `_LAUNCHERS`."""
+    words = [part for word in launcher for part in re.split(r"(?<=^-[nN])(?=\d)", word)]
+    options: dict[str, str] = {}
+    for word, following in itertools.pairwise([*words, ""]):
+        name, equals, value = word.partition("=")
+        if word.startswith("-"):  # those of a program between launcher and script come later
+            options.setdefault(_plain(name), value if equals else following)
+    if options.keys() & {"hostfile", "H"}:  # how many hosts deepspeed takes is in that file
+        ways = tuple(way for way in ways if way != "--num_gpus")
+    for way in ways:
+        if all(_plain(name) in options for name in way.split()):
+            return {name: options[_plain(name)] for name in way.split()}
+    without = f" without {' or '.join(ways)}" if ways else ""
+    raise ValueError(
+        f"{launcher[0]}: how many processes it starts is not known{without}: pass --gpus N"
+    )
+
+
+def _plain(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")

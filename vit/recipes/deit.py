@@ -17,6 +17,7 @@ from vit.recipes.reading import Reading
 from vit.recipes.timm_words import (
     file_here,
     say_average,
+    say_batch,
     say_clipping,
     say_color_jitter,
     say_erasing,
@@ -175,7 +176,7 @@ def table_for(command: Command) -> Table:
     return VIT5 if re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line) else TABLE
 
 
-def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
+def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
     """Account for a command of DeiT's main.py or its relatives."""
     reading = Reading(table, given)
     args = reading.args
@@ -185,16 +186,13 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
             " python launch/eval.py --checkpoint FILE --data SHARDS"
         )
     if table is SUBMITIT:
-        num_gpus = args["ngpus"] * args["nodes"]
+        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
         is_distributed = True
         reading.same("ngpus nodes")
-    batch = args["batch_size"] * num_gpus
-    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
     if table is VIT5:
-        batch *= args["accum_iter"]
-        how += f" x {args['accum_iter']}" * (args["accum_iter"] > 1)
-        reading.same("accum_iter")
-    reading.same("batch_size", {"data.global_batch_size": batch}, how)
+        batch = say_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
+    else:
+        batch = say_batch(reading, "batch_size", num_gpus)
     reading.same("epochs", {"train.epochs": args["epochs"]})
     _say_model(reading)
     _say_start(reading)

@@ -87,7 +87,7 @@ _SHAPES = {
 }
 
 
-def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
+def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
     """Account for a command of deit3-jax."""
     reading = Reading(table, given)
     args = reading.args

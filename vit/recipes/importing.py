@@ -35,7 +35,7 @@ from vit.recipes.reading import Reading
 DATA_ROOT = "data/imagenet"
 """Where a written config expects shards: theirs are other files."""
 PROGRAMS = ("deit", "timm", "torchvision", "mae", "deit3_jax", "mmpretrain", "big_vision")
-_Read = Callable[[Table, Given, int, bool], Reading]
+_Read = Callable[[Table, Given, int | None, bool], Reading]
 _READERS: dict[str, _Read] = {
     "deit": deit.read,
     "timm": timm_train.read,
@@ -144,17 +144,17 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected arguments of timm's train.py, as `model: vit_base`")
     given = read_mapping(timm_train.TABLE, values)
-    return timm_train.read(timm_train.TABLE, given, num_gpus or 1, (num_gpus or 1) > 1)
+    return timm_train.read(timm_train.TABLE, given, num_gpus, (num_gpus or 1) > 1)
 
 
 def _read_command(command: Command, program: str | None, num_gpus: int | None) -> Reading:
-    gpus = num_gpus or command.num_gpus
-    is_distributed = command.is_distributed or gpus > 1
     program = program or _find_program(command)
     if program == "big_vision":
         return big_vision.read_command(command)
     if program == "mmpretrain":
         return mmpretrain.read_command(command, num_gpus)
+    gpus = num_gpus or command.num_gpus()
+    is_distributed = bool(command.launcher) or (gpus or 1) > 1
     table = _table(program, command)
     return _READERS[program](table, read_words(table, command.words), gpus, is_distributed)
 

@@ -16,6 +16,7 @@ from vit.recipes.rates import after_warmup, say_rate
 from vit.recipes.reading import Reading
 from vit.recipes.timm_words import (
     file_here,
+    say_batch,
     say_color_jitter,
     say_erasing,
     say_initial_weights,
@@ -103,7 +104,7 @@ def table_for(command: Command) -> Table:
     return SUBMITIT if "submitit" in command.script else TABLE
 
 
-def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
+def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
     """Account for a command of MAE's fine-tuning."""
     reading = Reading(table, given)
     args = reading.args
@@ -113,12 +114,9 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
             " --data SHARDS"
         )
     if table is SUBMITIT:
-        num_gpus = args["ngpus"] * args["nodes"]
+        num_gpus = num_gpus or args["ngpus"] * args["nodes"]
         reading.same("ngpus nodes")
-    batch = args["batch_size"] * args["accum_iter"] * num_gpus
-    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
-    how += f" x {args['accum_iter']}" * (args["accum_iter"] > 1)
-    reading.same("batch_size accum_iter", {"data.global_batch_size": batch}, how)
+    batch = say_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
     reading.same("epochs", {"train.epochs": args["epochs"]})
     _say_model(reading)
     say_policy(reading, "bicubic")

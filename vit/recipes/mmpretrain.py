@@ -64,7 +64,7 @@ def read_command(command: Command, num_gpus: int | None) -> Reading:
     path = Path(command.words[0])
     if not path.is_file():
         raise ValueError(f"{path}: cannot read the config file: give a path from here")
-    gpus = num_gpus or (command.num_gpus if command.is_distributed else None)
+    gpus = num_gpus or command.num_gpus()
     amp = "--amp" in command.words
     return read(path.read_text(encoding="utf-8"), path, gpus, amp)
 

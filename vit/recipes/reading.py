@@ -52,10 +52,12 @@ class Reading:
         """Whether there is such a setting."""
         return key in self._known
 
-    def same(self, names: str, settings: Mapping[str, Any] | None = None, note: str = "") -> None:
+    def same(
+        self, names: str, settings: Mapping[str, Any] | None = None, note: str = "", text: str = ""
+    ) -> None:
         """`names` (blank-separated) mean `settings`; note: how the first value follows from
-        theirs."""
-        self._add("same", names, settings, "")
+        theirs; text: what that takes for granted."""
+        self._add("same", names, settings, text)
         if note and settings:
             self.comments[next(iter(settings))] = note
 

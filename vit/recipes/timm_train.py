@@ -18,6 +18,7 @@ from vit.recipes.reading import Reading
 from vit.recipes.timm_table import OFF, ONLY_WITH, TABLE
 from vit.recipes.timm_words import (
     say_average,
+    say_batch,
     say_clipping,
     say_color_jitter,
     say_erasing,
@@ -36,12 +37,12 @@ _PLAIN = r"(?:vit|deit|deit3)_(tiny|small|base|large|huge)(_distilled)?_patch(\d
 """Models of timm that are sizes of ours."""
 
 
-def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
+def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
     """Account for a command or a YAML file of timm's train.py."""
     reading = Reading(table, given)
     args = reading.args
-    _say_batch(reading, num_gpus)
-    batch = reading.settings["data.global_batch_size"]
+    steps = max(1, args["grad_accum_steps"])
+    batch = say_batch(reading, "batch_size grad_accum_steps", num_gpus, steps)
     reading.expect_off(OFF)
     for names, why in ONLY_WITH.items():
         reading.inert(names, why)
@@ -86,15 +87,6 @@ def _say_first_weights(reading: Reading) -> None:
         say_initial_weights(reading, "patches as torch draws a convolution, a head of zeros")
     else:
         reading.cannot("head_init_scale", f"the head's first weights times {scale:g}")
-
-
-def _say_batch(reading: Reading, num_gpus: int) -> None:
-    args = reading.args
-    steps = max(1, args["grad_accum_steps"])
-    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
-    how += f" x {steps}" * (steps > 1)
-    size = {"data.global_batch_size": args["batch_size"] * num_gpus * steps}
-    reading.same("batch_size grad_accum_steps", size, how)
 
 
 def _say_model(reading: Reading) -> None:

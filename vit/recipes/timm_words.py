@@ -1,4 +1,4 @@
-"""Arguments that timm's train.py, DeiT and MAE share: augmentation, mixing, optimizer, average."""
+"""Arguments that several programs share: batch, augmentation, mixing, optimizer, average."""
 
 from __future__ import annotations
 
@@ -38,6 +38,20 @@ _EPS = {"lamb": 1e-6, "muon": 1e-7}
 _POLICIES = ("rand", "original", "originalr", "v0", "v0r", "3a", "augmix")
 """What timm's policies begin with."""
 _BILINEAR_WARPS = "operations that warp are bilinear here, {} there: no known effect on accuracy"
+
+
+def say_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1) -> int:
+    """`names`: the images of a GPU and the batches of a step. Return the batch of all GPUs.
+
+    num_gpus: None if the command does not state it, which starts one process.
+    """
+    size = reading.args["batch_size"]
+    gpus = num_gpus or 1
+    how = f"{size} x {gpus} GPU{'s' * (gpus > 1)}" + f" x {steps}" * (steps > 1)
+    text = "" if num_gpus else "1 GPU is assumed: pass --gpus N if there are others"
+    batch: int = size * gpus * steps
+    reading.same(names, {"data.global_batch_size": batch}, how, text)
+    return batch
 
 
 def say_policy(reading: Reading, interpolation: str) -> None:

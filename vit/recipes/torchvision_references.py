@@ -13,7 +13,7 @@ from typing import Any
 from vit.recipes.arguments import Given, Table, make_table
 from vit.recipes.rates import say_rate, torchvision_cosine, with_effect
 from vit.recipes.reading import Reading
-from vit.recipes.timm_words import say_initial_weights, say_precision
+from vit.recipes.timm_words import say_batch, say_initial_weights, say_precision
 from vit.system.spelling import did_you_mean
 
 _RECIPE = """
@@ -80,7 +80,7 @@ TABLE = make_table(
 )
 
 
-def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Reading:
+def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
     """Account for a command of torchvision's references."""
     reading = Reading(table, given)
     args = reading.args
@@ -96,9 +96,7 @@ def read(table: Table, given: Given, num_gpus: int, is_distributed: bool) -> Rea
             " vit_l_32 and vit_h_14 are known here"
         )
     reading.same("model", {"model.name": f"vit_{found[1]}{found[2]}"})
-    batch = args["batch_size"] * num_gpus
-    how = f"{args['batch_size']} x {num_gpus} GPU{'s' * (num_gpus > 1)}"
-    reading.same("batch_size", {"data.global_batch_size": batch}, how)
+    batch = say_batch(reading, "batch_size", num_gpus)
     reading.same("epochs", {"train.epochs": args["epochs"]})
     _say_images(reading, is_distributed)
     _say_mixing(reading)
