@@ -44,6 +44,9 @@ from vit.recipes.python_config import Opaque, PythonConfig, flattened
         ("# a comment\npython main.py --path 'a b'", "main.py", None, ["--path", "a b"]),
         ("python main.py --lr 1 > log.txt 2>&1 &", "main.py", None, ["--lr", "1"]),
         ("nohup python main.py --lr 1 2>&1 | tee log.txt", "main.py", None, ["--lr", "1"]),
+        ("python main.py --out s3://x#y --lr 1  # don't use \u201c2\u201d", "main.py", None,
+         ["--out", "s3://x#y", "--lr", "1"]),
+        ("python main.py --path '# a'", "main.py", None, ["--path", "# a"]),
         ("python main.py\u00a0--path a\u2013b", "main.py", None, ["--path", "a\u2013b"]),
     ],
 )  # fmt: skip

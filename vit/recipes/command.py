@@ -1,6 +1,7 @@
 """A command line as people paste it: launcher, script and arguments.
 
-Lines are joined as a shell joins them, integer arithmetic `$((...))` is computed, other substitutions stay as they are written. What starts a command on several GPUs states
+Lines are joined as a shell joins them, comments are dropped, integer arithmetic `$((...))` is
+computed, other substitutions stay as they are written. What starts a command on several GPUs states
 how many: torchrun, srun, mpirun, deepspeed, accelerate, timm's and OpenMMLab's shell scripts.
 Nothing is run.
 """
@@ -52,6 +53,8 @@ _BY_ITSELF = re.compile(
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
 )
 """What may stand before a script that starts as one process."""
+_HASH = "\ue000"
+"""Stands for a # within a word while comments are dropped: shlex would drop such a word, too."""
 
 
 class Command(NamedTuple):
@@ -95,9 +98,10 @@ def split_command(text: str) -> Command:
     line = re.sub(r"\$\(\((.*?)\)\)", lambda found: str(_compute(found[1])), line)
     line = re.sub(r"\$\(([^()]*)\)|`([^`]*)`", "SUBSTITUTED", line)
     try:
-        words = shlex.split(line)
+        words = shlex.split(re.sub(r"(?<=\S)#", _HASH, line), comments=True)
     except ValueError as error:
         raise ValueError(f"the command cannot be divided into words ({error}): {line}") from None
+    words = [word.replace(_HASH, "#") for word in words]
     _check_signs(words)
     while words and re.match(r"[A-Za-z_]\w*=", words[0]):
         del words[0]
