@@ -50,6 +50,15 @@ SCENARIOS = {
     ),
     "a model that timm does not have": import_("./distributed_train.sh 2 --model vit_bas --lr 1"),
     "a script of no program that is known": import_("python finetune.py --lr 1"),
+    "a script that is known and not read": import_(
+        "srun python run_class_finetuning.py --model beit_base_patch16_224 --layer_decay 0.65"
+    ),
+    "a script of another program than --program": import_(
+        "python main_finetune.py --model vit_base_patch16", "--program", "timm"
+    ),
+    "a launcher that does not state how many processes it starts": import_(
+        "srun -N 4 --gpus-per-node 8 python main.py --model deit_base_patch16_224"
+    ),
     "a command that evaluates": import_("python main.py --eval --resume x.pth"),
     "two commands at once": import_("python main.py\npython main.py"),
     "a config without the files that it inherits from": import_("child.py"),

@@ -53,6 +53,8 @@ _BY_ITSELF = re.compile(
     r"($|(\S*/)?(python[\d.]*|nohup|time|env|nice|sudo|exec|uv|conda)( |$))"
 )
 """What may stand before a script that starts as one process."""
+_COMMANDS = ("big_vision.train", "lightly-train")
+"""What is run without .py or -m."""
 _HASH = "\ue000"
 """Stands for a # within a word while comments are dropped: shlex would drop such a word, too."""
 
@@ -149,7 +151,7 @@ def _find_script(words: list[str], line: str) -> Command:
         is_module = at > 0 and words[at - 1] in ("-m", "--module")
         if is_module and _LAUNCHER.match(word):
             continue
-        if name.endswith(".py") or word == "big_vision.train" or is_module:
+        if name.endswith(".py") or word in _COMMANDS or is_module:
             return Command(word, words[at + 1 :], _launcher(words[:at]))
     raise ValueError(f"no script is named (main.py, train.py, ...) in: {line}")
 

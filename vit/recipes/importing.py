@@ -35,6 +35,32 @@ from vit.recipes.reading import Reading
 DATA_ROOT = "data/imagenet"
 """Where a written config expects shards: theirs are other files."""
 PROGRAMS = ("deit", "timm", "torchvision", "mae", "deit3_jax", "mmpretrain", "big_vision")
+_OWN_NAMES = {
+    "main_finetune.py": "mae",
+    "submitit_finetune.py": "mae",
+    "run_with_submitit.py": "deit",
+    "distributed_train.sh": "timm",
+}
+"""Scripts whose name says whose they are."""
+_NOT_READ = {
+    r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
+    r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
+    r"\S*\brun_class_finetuning\.py": ("BEiT's fine-tuning", "MAE's main_finetune.py"),
+    r"\S*\brun_image_classification\w*\.py": ("Hugging Face's example", "timm's train.py"),
+    r"\S*\b(open_clip_train[./]|src/training/|training\.)main\b": (
+        "OpenCLIP's training",
+        "timm's train.py",
+    ),
+    r"\S*\blightly-train": ("LightlyTrain's command", "timm's train.py"),
+    r"\S*\bvit_jax[./]main\b": ("Google's vision_transformer", "a config of big_vision"),
+    r"\S*\bclassy_train\.py": ("ClassyVision's training", "torchvision's train.py"),
+    r"\S*\bmain\.py (.* )?--cfg\b": ("Swin's training", "DeiT's main.py"),
+    r"\S*\bdinov2([./])(run|train|eval)\1": (
+        "DINOv2's own program",
+        "launch/eval.py --linear-probe",
+    ),
+}
+"""Script and arguments -> what it is, and what is nearest to it here."""
 _Read = Callable[[Table, Given, int | None, bool], Reading]
 _READERS: dict[str, _Read] = {
     "deit": deit.read,
@@ -148,7 +174,7 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
 
 
 def _read_command(command: Command, program: str | None, num_gpus: int | None) -> Reading:
-    program = program or _find_program(command)
+    program = _find_program(command, program)
     if program == "big_vision":
         return big_vision.read_command(command)
     if program == "mmpretrain":
@@ -169,17 +195,25 @@ def _table(program: str, command: Command) -> Table:
     }[program]
 
 
-def _find_program(command: Command) -> str:
+def _find_program(command: Command, given: str | None) -> str:
+    """Return the program that `command` runs. given: as the caller has it.
+
+    Raises ValueError if the script is of none that is read, or not of the one that is given.
+    """
+    line = " ".join([command.script, *command.words])
+    for pattern, (what, nearest) in _NOT_READ.items():
+        if re.match(pattern, line):
+            raise ValueError(
+                f"{command.script} is {what}, which is not read: write its settings by hand;"
+                f" nearest: {nearest}"
+            )
     name = command.script.rpartition("/")[2]
+    own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
+    if given and own and given != own:
+        raise ValueError(f"--program {given}: {command.script} is of {own}: omit --program")
+    if program := given or own:
+        return program
     first = command.words[0] if command.words else ""
-    if "big_vision" in command.script:
-        return "big_vision"
-    if name in ("main_finetune.py", "submitit_finetune.py"):
-        return "mae"
-    if name == "run_with_submitit.py":
-        return "deit"
-    if name == "distributed_train.sh":
-        return "timm"
     if first.endswith(".py") and name in ("train.py", "dist_train.sh", "slurm_train.sh"):
         return "mmpretrain"
     if name == "main.py":
