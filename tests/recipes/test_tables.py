@@ -13,6 +13,7 @@ import pytest
 
 from vit.recipes import deit, deit3_jax, mae, timm_train, torchvision_references
 from vit.recipes.arguments import make_table, read_mapping, read_words
+from vit.recipes.timm_table import OLDER_DEFAULTS
 
 PARSERS = json.loads(Path(__file__).with_name("parsers.json").read_text())
 TABLES = {
@@ -66,6 +67,22 @@ def test_a_table_has_the_flags_and_defaults_of_the_programs_parser(program):
     found = ours.defaults()
     for name, default in defaults.items():
         assert (found[name] or None) == (default or None), name
+
+
+@pytest.mark.parametrize("day", OLDER_DEFAULTS)
+def test_earlier_defaults_of_timm_are_those_of_its_parser_of_then(day):
+    of_then = PARSERS[f"timm_until_{day}"]["defaults"]
+    now = timm_train.TABLE.defaults()
+    changed = {
+        name: default
+        for name, default in of_then.items()
+        if name in now and (default or None) != (now[name] or None)
+    }
+    # Of step schedules and batch norm, which are reported as unavailable.
+    for name in ("model", "decay_milestones", "dist_bn"):
+        changed.pop(name, None)
+    found = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
+    assert {name: found.values[name] for name in found.stated} == changed
 
 
 @pytest.mark.parametrize("program", TABLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 
 import numpy as np
@@ -79,6 +80,48 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_stops_colours():
     assert finding(imported, "color_jitter").verdict == "inert"
     assert finding(imported, "aug_repeats").verdict == "inert", "one process has no such sampler"
     assert finding(imported, "clip_grad").verdict == "cannot"
+
+
+def earlier_defaults(command):
+    """What the account warns of, in one line."""
+    (text,) = (f.text for f in import_recipe(command).reading.findings if "2021-09-02" in f.text)
+    return text
+
+
+def test_unstated_values_that_earlier_versions_had_otherwise_are_listed_as_flags():
+    """The command of huggingface/pytorch-image-models#275 is of November 2020."""
+    text = earlier_defaults(
+        "./distributed_train.sh 8 /data --model vit_base_patch16_224 --sched cosine --epochs 300"
+        " --warmup-epochs 5 --lr 1e-3 --opt adam --batch-size 64"
+    )
+    of_2022, _, of_2021 = text.partition("2021-09-02")
+    flags = "--weight-decay 1e-4 --warmup-lr 1e-4 --min-lr 1e-5 --cooldown-epochs 10"
+    assert set(re.findall(r"--[a-z-]+ \S*\d", of_2021)) == set(re.findall(r"--\S+ \S+", flags))
+    assert "--min-lr 1e-6" in of_2022
+    assert "--weight-decay" not in of_2022
+    assert "--remode" not in text, "nothing is erased"
+
+
+def test_a_fork_with_everything_of_its_own_is_warned_of_with_all_that_it_leaves_out():
+    text = earlier_defaults(
+        "./distributed_train.sh 8 /path --model poolformer_s12 -b 128 --lr 1e-3 --drop-path 0.1"
+        " --apex-amp"
+    )
+    assert "a fork" in text
+    assert "--sched step" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--lr-base 0.1",  # came with today's defaults
+        "--lr 1e-3 --weight-decay 0.1 --warmup-lr 0 --min-lr 0 --warmup-epochs 5 --sched cosine"
+        " --epochs 9 --cooldown-epochs 0",
+    ],
+)
+def test_a_command_that_means_the_same_to_all_versions_is_not_warned_of(flags):
+    imported = import_recipe(f"./distributed_train.sh 8 {VIT} --opt adamw {flags}")
+    assert not [f.text for f in imported.reading.findings if "2021-09-02" in f.text]
 
 
 @pytest.mark.parametrize(

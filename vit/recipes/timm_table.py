@@ -1,11 +1,15 @@
-"""The arguments of timm's train.py, and what later versions of it have dropped from its YAML files.
+"""The arguments of timm's train.py, what later versions of it have dropped from its YAML files, and
+defaults that earlier versions had otherwise.
 
 Defaults: huggingface/pytorch-image-models@aa4b5850:train.py.
 """
 
 from __future__ import annotations
 
+import re
+
 from vit.recipes.arguments import make_table
+from vit.recipes.reading import Reading
 
 _RECIPE = """
 --model                   str     resnet50   model.name
@@ -193,6 +197,15 @@ data                      word    -
 TABLE = make_table(
     "timm's train.py", "huggingface/pytorch-image-models@aa4b5850:train.py", _RECIPE, _PLACES
 )
+OLDER_DEFAULTS = {
+    "2022-10-07": "--lr 0.05 --warmup-lr 1e-4 --min-lr 1e-6 --warmup-epochs 3 --cooldown-epochs 10"
+    " --decay-epochs 100",
+    "2021-09-02": "--lr 0.01 --weight-decay 1e-4 --warmup-lr 1e-4 --min-lr 1e-5 --epochs 200"
+    " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
+    " --remode const",
+}
+"""Until that day -> the defaults of then that are others today, of what ViTs are trained with
+(huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
 OFF = {
     "aug_splits": "several augmentations of each image in a batch",
     "jsd_loss": "a loss between them",
@@ -223,3 +236,23 @@ ONLY_WITH = {
     "lr_cycle_mul lr_cycle_decay": "there are no restarts",
 }
 """Arguments without effect, as the first reason says, while those of `OFF` are off."""
+
+
+def say_age(reading: Reading) -> None:
+    """Report which values are not stated and were others in timm's earlier versions."""
+    without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
+    parts = []
+    for day, defaults in OLDER_DEFAULTS.items():
+        unstated = [
+            f"--{name} {value}"
+            for name, value in re.findall(r"--(\S+) (\S+)", defaults)
+            if name.replace("-", "_") not in reading.stated | without_effect
+        ]
+        if unstated:
+            parts.append(f"until {day} {' '.join(unstated)}")
+    if parts and "lr_base" not in reading.stated:  # it came with the defaults of today
+        text = (
+            "what is not stated has timm's defaults of today. If the command is older, state those"
+            f" of then: {'; '.join(parts)}. If it is of a fork, state those of the fork's train.py"
+        )
+        reading.differs("", text)

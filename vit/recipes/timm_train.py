@@ -15,7 +15,7 @@ from typing import Any
 from vit.recipes.arguments import Given, Table
 from vit.recipes.rates import say_rate, timm_cosine, timm_step, with_effect
 from vit.recipes.reading import Reading
-from vit.recipes.timm_table import OFF, ONLY_WITH, TABLE
+from vit.recipes.timm_table import OFF, ONLY_WITH, TABLE, say_age
 from vit.recipes.timm_words import (
     say_average,
     say_batch,
@@ -70,6 +70,7 @@ def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool)
     reading.same("val_interval", {"eval.every_epochs": args["val_interval"]})
     _say_numbers(reading)
     _say_first_weights(reading)
+    say_age(reading)
     reading.finish()
     return reading
 
