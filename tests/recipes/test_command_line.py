@@ -45,6 +45,7 @@ SCENARIOS = {
     "a policy that torchvision stops at": import_(
         "python train.py --model vit_b_16 --auto-augment ta-wide --lr-warmup-epochs 1"
     ),
+    "an optimizer that is not available": import_("python main.py --opt lars --lr 6.4"),
     "a model that their program has and this importer does not know": import_(
         "python main.py --model cait_S24"
     ),

@@ -19,7 +19,7 @@ from vit.recipes.command import Command
 from vit.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.recipes.rates import IMAGENET, after_warmup, say_rate, with_effect
 from vit.recipes.reading import Reading
-from vit.recipes.timm_words import say_initial_weights, say_precision
+from vit.recipes.timm_words import not_available, say_initial_weights, say_precision
 
 SOURCE = "google-research/big_vision@0127fb6b"
 _PLACES = re.compile(
@@ -282,8 +282,7 @@ def _say_optimizer(reading: _Config) -> None:
             given = reading.there(f"optax.{key}")
             reading.same(given, {f"optim.{key}": reading.args[given]} if given else {})
     else:
-        text = f"the optimizer {name}: AdamW stands in its place, at its rate and decay"
-        reading.cannot(names, text, {"optim.name": "adamw"})
+        raise not_available(f"config.optax_name {name}")
     clip = {"optim.clip_grad_norm": reading.get("grad_clip_norm")}
     reading.same(reading.there("grad_clip_norm"), clip)
     decay = reading.get("wd") or 0.0

@@ -17,7 +17,12 @@ from vit.recipes.command import Command
 from vit.recipes.python_config import Leaves, Opaque, flattened, with_bases
 from vit.recipes.rates import after_warmup, say_rate, with_effect
 from vit.recipes.reading import Reading
-from vit.recipes.timm_words import say_initial_weights, say_layer_decay, say_precision
+from vit.recipes.timm_words import (
+    not_available,
+    say_initial_weights,
+    say_layer_decay,
+    say_precision,
+)
 
 SOURCE = "open-mmlab/mmpretrain@ee7f2e88"
 _PLACES = re.compile(
@@ -342,9 +347,7 @@ def _say_optimizer(reading: _Config) -> None:
         nesterov = {"optim.nesterov": reading.get(f"{path}.nesterov", False)}
         reading.same(reading.there(f"{path}.nesterov"), nesterov)
     else:
-        text = f"the optimizer {kind}: AdamW stands in its place, at its rate and decay"
-        further = reading.there(f"{path}.momentum {path}.betas {path}.eps")
-        reading.cannot(f"{path}.type {further}".strip(), text, {"optim.name": "adamw"})
+        raise not_available(f"{path}.type {kind}")
     decay = reading.get(f"{path}.weight_decay", 0.01 if kind == "AdamW" else 0.0)
     reading.same(reading.there(f"{path}.weight_decay"), {"optim.weight_decay": decay})
     _say_groups(reading, decay)

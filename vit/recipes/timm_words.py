@@ -16,6 +16,7 @@ _LAMB = {"optim.name": "lamb"}
 _NESTEROV = {"optim.name": "sgd", "optim.nesterov": True}
 _MUON = {"optim.name": "muon", "optim.matrices": "timm"}
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adam": _ADAMW,  # but for the decay
     "adamw": _ADAMW,
     "adamwlegacy": _ADAMW,
     "fusedadamw": _ADAMW,
@@ -232,22 +233,32 @@ def say_optimizer(reading: Reading, lr: float, how: str, lr_names: str) -> None:
     reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"] or 0.0})
 
 
+def not_available(optimizer: str) -> ValueError:
+    """Return the error for an optimizer that is not here, such as "--opt lars"."""
+    return ValueError(
+        f"{optimizer}: this optimizer is not available, and its learning rate suits no other: put"
+        " AdamW in its place, with a rate for it"
+    )
+
+
 def say_optimizer_name(reading: Reading, argument: str, name: str) -> str:
     """Which optimizer `argument` means, and timm's `--opt-kwargs`. Return our name of it.
 
-    AdamW stands in the place of one that is not available.
+    Raises ValueError for one that is not available.
     """
-    settings = _OPTIMIZERS.get(name, _ADAMW)
+    if name not in _OPTIMIZERS:
+        raise not_available(f"{reading.table.flag_of(argument)} {name}")
+    settings = _OPTIMIZERS[name]
     ours: str = settings["optim.name"]
     further = reading.args.get("opt_kwargs") or {}
-    own = _own_settings(ours) if name in _OPTIMIZERS else set()
+    own = _own_settings(ours)
     said = {f"optim.{key}": value for key, value in further.items() if key in own}
     settings = {key: value for key, value in settings.items() if key not in said}
-    if name in _OPTIMIZERS:
-        reading.same(argument, settings)
-    else:
-        text = f"the optimizer {name}: AdamW stands in its place, at its rate and decay"
+    if name == "adam":
+        text = "adam adds the decay to the gradient: AdamW here, which decays weights themselves"
         reading.cannot(argument, text, settings)
+    else:
+        reading.same(argument, settings)
     if "opt_kwargs" not in reading.args:
         return ours
     if lacking := further.keys() - own:

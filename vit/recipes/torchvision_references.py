@@ -13,7 +13,7 @@ from typing import Any
 from vit.recipes.arguments import Given, Table, make_table
 from vit.recipes.rates import say_rate, torchvision_cosine, with_effect
 from vit.recipes.reading import Reading
-from vit.recipes.timm_words import say_batch, say_initial_weights, say_precision
+from vit.recipes.timm_words import not_available, say_batch, say_initial_weights, say_precision
 from vit.system.spelling import did_you_mean
 
 _RECIPE = """
@@ -203,8 +203,7 @@ def _say_optimizer(reading: Reading) -> None:
         reading.same("opt", {"optim.name": "adamw"})
         reading.inert("momentum", "adamw has betas")
     else:
-        text = f"the optimizer {args['opt']}: AdamW stands in its place, at its rate and decay"
-        reading.cannot("opt momentum", text, {"optim.name": "adamw"})
+        raise not_available(f"--opt {args['opt']}")
     reading.same("lr", {"optim.lr": args["lr"]})
     reading.same("clip_grad_norm", {"optim.clip_grad_norm": args["clip_grad_norm"]})
     if args["clip_grad_norm"] is not None:
