@@ -125,6 +125,8 @@ def test_unknown_flags_are_named_all_at_once_with_the_nearest():
     [
         (["--epochs", "many"], "--epochs many: expected a whole number"),
         (["--lr"], "expected one argument"),
+        (["--lr", "nan"], "--lr nan: expected a number"),
+        (["--weight-decay=-inf", "--epochs", "3"], "--weight-decay -inf: expected a number"),
         (["--lr-warmup", "3"], "ambiguous option"),
     ],
 )

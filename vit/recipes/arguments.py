@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -157,10 +158,13 @@ def read_words(table: Table, words: Sequence[str]) -> Given:
 def _value(kind: type[int | float | str], flag: str, problems: list[str], text: str) -> Any:
     """`text` as a `kind`; what is none is put among `problems`, so that all are found."""
     try:
-        return kind(text)
+        value = kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
     except ValueError:
         problems.append(f"{flag} {text}: expected {_IN_WORDS[kind]}")
         return None
+    return value
 
 
 def read_mapping(table: Table, values: Mapping[str, Any]) -> Given:
