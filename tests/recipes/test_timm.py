@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import yaml
 from timm.data import create_transform
+from timm.data.loader import adapt_to_chs
 from timm.optim import create_optimizer_v2, optimizer_kwargs
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -197,6 +198,17 @@ def test_a_head_times_zero_is_one_of_zeros_and_another_factor_is_not_available()
     assert not head.any()
     other = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0.001")
     assert finding(other, "head_init_scale").verdict == "cannot"
+
+
+@pytest.mark.parametrize("flags", ["", "--mean 0.485 0.456 0.406 --std 0.2 0.3 0.4"])
+def test_grey_images_take_the_average_of_mean_and_std_as_timm_does(flags):
+    vit = "--model vit_small_patch16_224 --num-classes 10 -b 64 --opt adamw --lr 1e-3"
+    rgb = settings(f"python train.py {vit} {flags}")
+    imported = import_recipe(f"python train.py {vit} {flags} --in-chans 1")
+    data = imported.config().data
+    for key in ("mean", "std"):
+        theirs = adapt_to_chs(rgb[f"data.{key}"], 1)
+        assert getattr(data, key) == pytest.approx(theirs)
 
 
 def test_of_two_clips_lambs_own_is_the_smaller():

@@ -10,6 +10,7 @@ cool-down and, with --warmup-prefix, warm-up add epochs.
 from __future__ import annotations
 
 import re
+from statistics import fmean
 from typing import Any
 
 from vit.recipes.arguments import Given, Table
@@ -116,8 +117,11 @@ def _say_model(reading: Reading) -> None:
     reading.expect_off({"drop": "dropout of the head's input"})
     for key, value in (("crop_pct", config["crop_pct"]),):
         reading.same(key, {"eval.crop_pct": args[key] or value}, "" if args[key] else "the model's")
+    channels = reading.settings.get("model.in_chans", 3)
     for key in ("mean", "std"):
         given = list(args[key] or config[key])
+        if len(given) != channels:
+            given = [fmean(given)] * channels  # timm's adapt_to_chs
         reading.same(key, {f"data.{key}": given}, "" if args[key] else "the model's")
     classes = {"model.num_classes": args["num_classes"]} if args["num_classes"] else {}
     reading.same("num_classes", classes)

@@ -147,7 +147,9 @@ def say_color_jitter(reading: Reading, applies: bool) -> None:
     if strength and not applies:
         reading.inert("color_jitter", "timm leaves it out where --aa gives a policy, but for 3a")
     elif strength:
-        reading.same("color_jitter", {"augment.color_jitter": [strength, strength, strength, 0]})
+        saturation = 0 if reading.settings.get("model.in_chans") == 1 else strength
+        jitter = {"augment.color_jitter": [strength, strength, saturation, 0]}
+        reading.same("color_jitter", jitter)
     else:
         reading.same("color_jitter")
 
