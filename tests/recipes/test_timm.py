@@ -211,6 +211,13 @@ def test_grey_images_take_the_average_of_mean_and_std_as_timm_does(flags):
         assert getattr(data, key) == pytest.approx(theirs)
 
 
+def test_a_name_of_the_hub_is_the_name_of_the_model():
+    name = "vit_base_patch16_224.augreg_in21k"
+    for prefix in ("hf_hub:timm/", "hf-hub:timm/", "timm/"):
+        found = settings(f"python train.py --model {prefix}{name} --lr 1e-3 --opt adamw")
+        assert found["model.name"] == "vit_b16"
+
+
 def test_of_two_clips_lambs_own_is_the_smaller():
     found = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 5")
     assert found["optim.clip_grad_norm"] == 1

@@ -94,7 +94,7 @@ def _say_first_weights(reading: Reading) -> None:
 def _say_model(reading: Reading) -> None:
     """The model, its size, and the views that its weights would ask for."""
     args = reading.args
-    name = args["model"].removeprefix("timm/")
+    name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", args["model"])
     config = _published(name)
     settings: dict[str, Any] = {"model.name": f"timm/{name}"}
     plain = re.fullmatch(_PLAIN, name.partition(".")[0])
