@@ -18,7 +18,7 @@ from vit.recipes.arguments import Argument, Given, Table
 from vit.recipes.command import Command
 from vit.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
 from vit.recipes.rates import IMAGENET, after_warmup, say_rate, with_effect
-from vit.recipes.reading import Reading
+from vit.recipes.reading import ConfigReading, Reading
 from vit.recipes.timm_words import not_available, say_initial_weights, say_precision
 
 SOURCE = "google-research/big_vision@0127fb6b"
@@ -67,7 +67,7 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
         raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is known here")
     arguments = tuple(Argument((key,), "str", None, "", not _PLACES.match(key)) for key in leaves)
     table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
-    reading = _Config(table, Given(Leaves(leaves), frozenset(leaves)))
+    reading = ConfigReading(table, Given(Leaves(leaves), frozenset(leaves)))
     _say_length(reading)
     _say_model(reading)
     _say_images(reading)
@@ -76,18 +76,6 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
     _say_rest(reading)
     reading.finish()
     return reading
-
-
-class _Config(Reading):
-    """A reading in which what is not in the config has its default."""
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value of `name`."""
-        return self.args.get(name, default)
-
-    def there(self, names: str) -> str:
-        """Those of `names` that the config has."""
-        return " ".join(name for name in names.split() if name in self.args)
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
@@ -104,7 +92,7 @@ def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
     return found
 
 
-def _say_length(reading: _Config) -> None:
+def _say_length(reading: ConfigReading) -> None:
     batch = reading.args["input.batch_size"]
     reading.same("input.batch_size", {"data.global_batch_size": batch})
     if steps := reading.get("total_steps"):
@@ -129,7 +117,7 @@ def _say_length(reading: _Config) -> None:
     reading.same(reading.there("seed"), {"train.seed": reading.get("seed", 0)})
 
 
-def _parts(reading: _Config, split: str) -> dict[str, Any]:
+def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
     """Settings: what is trained on, and the part of the same split that evaluations are named for.
 
     `evals.*` are no part of the recipe, but `minival` is what training leaves out.
@@ -141,7 +129,7 @@ def _parts(reading: _Config, split: str) -> dict[str, Any]:
     return settings
 
 
-def _say_model(reading: _Config) -> None:
+def _say_model(reading: ConfigReading) -> None:
     variant = reading.args["model.variant"]
     size, _, patch = variant.partition("/")
     if size not in _NAMES or not patch:
@@ -195,7 +183,7 @@ def _operations(text: str) -> list[tuple[str, list[Any]]]:
     return found
 
 
-def _say_images(reading: _Config) -> None:
+def _say_images(reading: ConfigReading) -> None:
     """The text of operations of training, and of the evaluation named val."""
     settings: dict[str, Any] = {"data.interpolation": "bilinear"}
     unknown = []
@@ -239,7 +227,7 @@ def _say_images(reading: _Config) -> None:
         reading.differs("evals.val.pp_fn", text, ours)
 
 
-def _say_mixing(reading: _Config) -> None:
+def _say_mixing(reading: ConfigReading) -> None:
     alpha = reading.get("mixup.p", 0.0) or 0.0
     reading.same(reading.there("mixup.p"), {"augment.mixup_alpha": alpha})
     reading.same(reading.there("mixup.fold_in mixup.n"))
@@ -258,7 +246,7 @@ def _say_mixing(reading: _Config) -> None:
         reading.cannot(reading.there("loss"), f"the loss {loss}: cross-entropy here")
 
 
-def _say_optimizer(reading: _Config) -> None:
+def _say_optimizer(reading: ConfigReading) -> None:
     lr = reading.args["lr"]
     name = reading.get("optax_name", "scale_by_adam")
     reading.same("lr", {"optim.lr": lr})
@@ -293,7 +281,7 @@ def _say_optimizer(reading: _Config) -> None:
     _say_schedule(reading, lr)
 
 
-def _say_schedule(reading: _Config, lr: float) -> None:
+def _say_schedule(reading: ConfigReading, lr: float) -> None:
     known = reading.settings
     per_epoch = max(IMAGENET // max(known["data.global_batch_size"], 1), 1)
     steps = known.get("train.steps") or round(known["train.epochs"] * per_epoch)
@@ -313,7 +301,7 @@ def _say_schedule(reading: _Config, lr: float) -> None:
     say_rate(reading, names, theirs, settings, "")
 
 
-def _say_rest(reading: _Config) -> None:
+def _say_rest(reading: ConfigReading) -> None:
     """What no setting says, and keys that are not known here."""
     say_precision(reading, "fp32 with products in bf16 (a TPU's)")
     say_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")

@@ -16,7 +16,7 @@ from vit.recipes.arguments import Argument, Given, Table
 from vit.recipes.command import Command
 from vit.recipes.python_config import Leaves, Opaque, flattened, with_bases
 from vit.recipes.rates import after_warmup, say_rate, with_effect
-from vit.recipes.reading import Reading
+from vit.recipes.reading import ConfigReading, Reading
 from vit.recipes.timm_words import (
     not_available,
     say_initial_weights,
@@ -80,7 +80,7 @@ def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) 
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     arguments = tuple(Argument((k,), "str", None, "", not _PLACES.match(k)) for k in leaves)
     table = Table("MMPretrain", f"{SOURCE}, its defaults", arguments)
-    reading = _Config(table, Given(Leaves(leaves), frozenset(leaves)))
+    reading = ConfigReading(table, Given(Leaves(leaves), frozenset(leaves)))
     _say_batch(reading, path, num_gpus)
     _say_model(reading)
     _say_images(reading)
@@ -92,31 +92,7 @@ def read(text: str, path: Path | None, num_gpus: int | None, amp: bool = False) 
     return reading
 
 
-class _Config(Reading):
-    """A reading of a tree of settings by their paths."""
-
-    def get(self, path: str, default: Any = None) -> Any:
-        """The value at `path`."""
-        return self.args.get(path, default)
-
-    def there(self, paths: str) -> str:
-        """The leaves at or below `paths` that the config has and nothing was said of."""
-        told = {name for finding in self.findings for name in finding.theirs}
-        return " ".join(
-            name
-            for path in paths.split()
-            for name in self.args
-            if (name == path or name.startswith(f"{path}.")) and name not in told
-        )
-
-    def items(self, path: str) -> list[str]:
-        """The paths of the items of a list, `path.0` and so on."""
-        below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
-        numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
-        return [f"{path}.{number}" for number in sorted(numbers)]
-
-
-def _say_batch(reading: _Config, path: Path | None, num_gpus: int | None) -> None:
+def _say_batch(reading: ConfigReading, path: Path | None, num_gpus: int | None) -> None:
     size = reading.args["train_dataloader.batch_size"]
     named = re.search(r"(\d+)xb(\d+)", path.stem) if path else None
     base = reading.get("auto_scale_lr.base_batch_size")
@@ -140,7 +116,7 @@ def _say_batch(reading: _Config, path: Path | None, num_gpus: int | None) -> Non
         reading.differs("", text)
 
 
-def _say_model(reading: _Config) -> None:
+def _say_model(reading: ConfigReading) -> None:
     backbone = reading.get("model.backbone.type", "VisionTransformer")
     if backbone not in ("VisionTransformer", "DeiT3"):
         raise ValueError(f"a backbone {backbone}: only VisionTransformer and DeiT3 are known here")
@@ -180,7 +156,7 @@ def _say_model(reading: _Config) -> None:
     _say_loss(reading)
 
 
-def _say_start(reading: _Config, size: str) -> None:
+def _say_start(reading: ConfigReading, size: str) -> None:
     """Weights to start from, and how the others are drawn."""
     weights = reading.get("model.backbone.init_cfg.checkpoint")
     if reading.get("model.backbone.init_cfg.type") == "Pretrained":
@@ -199,7 +175,7 @@ def _say_start(reading: _Config, size: str) -> None:
         say_initial_weights(reading, "Xavier's in MLPs")
 
 
-def _say_loss(reading: _Config) -> None:
+def _say_loss(reading: ConfigReading) -> None:
     kind = reading.get("model.head.loss.type", "CrossEntropyLoss")
     names = reading.there("model.head.loss")
     value = reading.get("model.head.loss.label_smooth_val", 0.0)
@@ -216,7 +192,7 @@ def _say_loss(reading: _Config) -> None:
         reading.cannot(names, f"the loss {kind} {mode}: cross-entropy here")
 
 
-def _say_images(reading: _Config) -> None:
+def _say_images(reading: ConfigReading) -> None:
     """Training and evaluation, operation by operation."""
     of_model = "model.data_preprocessor"
     path = of_model if f"{of_model}.mean" in reading.args else "data_preprocessor"
@@ -261,7 +237,7 @@ def _say_images(reading: _Config) -> None:
         reading.same(names)
 
 
-def _say_operation(reading: _Config, item: str) -> None:
+def _say_operation(reading: ConfigReading, item: str) -> None:
     """One operation of the training pipeline."""
     kind = reading.get(f"{item}.type")
     names = reading.there(item)
@@ -306,7 +282,7 @@ def _say_operation(reading: _Config, item: str) -> None:
         reading.cannot(names, f"{kind} is not available")
 
 
-def _say_mixing(reading: _Config) -> None:
+def _say_mixing(reading: ConfigReading) -> None:
     """MixUp and CutMix: one of them for each batch, each as likely."""
     path = "model.train_cfg.augments"
     items = reading.items(path) or [path]
@@ -330,7 +306,7 @@ def _say_mixing(reading: _Config) -> None:
         reading.differs(names, text, settings)
 
 
-def _say_optimizer(reading: _Config) -> None:
+def _say_optimizer(reading: ConfigReading) -> None:
     path = "optim_wrapper.optimizer"
     kind = reading.args[f"{path}.type"]
     lr = reading.args[f"{path}.lr"]
@@ -355,7 +331,7 @@ def _say_optimizer(reading: _Config) -> None:
     reading.same(reading.there("optim_wrapper.clip_grad"), {"optim.clip_grad_norm": clip})
 
 
-def _say_groups(reading: _Config, decay: float) -> None:
+def _say_groups(reading: ConfigReading, decay: float) -> None:
     """`paramwise_cfg`: what is not decayed, and rates by depth."""
     path = "optim_wrapper.paramwise_cfg"
     layers = reading.get(f"{path}.layer_decay_rate")
@@ -382,7 +358,7 @@ def _say_groups(reading: _Config, decay: float) -> None:
         reading.same(names)
 
 
-def _say_schedule(reading: _Config) -> None:
+def _say_schedule(reading: ConfigReading) -> None:
     """A linear warm-up and a cosine, or what cannot be said."""
     lr = reading.settings["optim.lr"]
     epochs = reading.args["train_cfg.max_epochs"]
@@ -423,7 +399,7 @@ def _say_schedule(reading: _Config) -> None:
     say_rate(reading, names, theirs, settings, reasons)
 
 
-def _say_rest(reading: _Config, amp: bool) -> None:
+def _say_rest(reading: ConfigReading, amp: bool) -> None:
     """Averages, seeds, numbers, and keys that are not known here."""
     for item in reading.items("custom_hooks"):
         names = reading.there(item)

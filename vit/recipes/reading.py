@@ -124,3 +124,27 @@ class Reading:
             for key, value in (settings or {}).items()
         }
         self.findings.append(Finding(verdict, theirs, rounded, text))
+
+
+class ConfigReading(Reading):
+    """A reading of a tree of settings by their paths."""
+
+    def get(self, path: str, default: Any = None) -> Any:
+        """The value at `path`."""
+        return self.args.get(path, default)
+
+    def there(self, paths: str) -> str:
+        """The leaves at or below `paths` that the config has and nothing was said of."""
+        told = {name for finding in self.findings for name in finding.theirs}
+        return " ".join(
+            name
+            for path in paths.split()
+            for name in self.args
+            if (name == path or name.startswith(f"{path}.")) and name not in told
+        )
+
+    def items(self, path: str) -> list[str]:
+        """The paths of the items of a list, `path.0` and so on."""
+        below = [name.removeprefix(f"{path}.") for name in self.args if name.startswith(f"{path}.")]
+        numbers = {int(name.partition(".")[0]) for name in below if name[:1].isdigit()}
+        return [f"{path}.{number}" for number in sorted(numbers)]
