@@ -95,11 +95,15 @@ def get(split, name='val'):
     return None
 tree = dict(a=dict(b=get('train')), **{'c': not None})
 tree.a.b.name = 'other'
+layers = ['layers.{}'.format(i) for i in range(2)]
+stages = range(2, 6, 2)
 tree.made = sw.helper(1).field
 """,
         "a.py",
     ).names
     assert config["lr"] == 1e-3
+    assert config["layers"] == ["layers.0", "layers.1"]
+    assert config["stages"] == [2, 4]
     assert config["pipeline"] == [{"type": "Crop", "size": 32}, {"pad": [116, 124]}]
     assert isinstance(config["tree"].pop("made"), Opaque)
     assert config["tree"] == {
@@ -124,6 +128,8 @@ tree.made = sw.helper(1).field
         "x = 'a' * 10**9",
         "x = 'a' * 100000\nx = x * 100000",
         "x = 9**99999999",
+        "x = range(10**30)",
+        "x = range('a')",
         "def f():\n    return f()\nx = f()",
         "while True:\n    pass",
         "x = lambda: 1",

@@ -35,6 +35,16 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.Is: operator.is_,
     ast.IsNot: operator.is_not,
 }
+_MOST_STEPS = 100_000
+_LARGEST = 1_000_000
+"""Longest text or list, and largest number of bits, so that no file can fill the memory."""
+
+
+def _range(*bounds: int) -> list[int]:
+    """Python's, as a list; one that is too long ends beyond `_LARGEST` and is refused for that."""
+    return list(range(*bounds)[: _LARGEST + 1])
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "round": round,
     "int": int,
@@ -45,14 +55,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tuple": tuple,
     "min": min,
     "max": max,
+    "range": _range,
 }
 _METHODS = {
     str: ("split", "lower", "upper", "startswith", "endswith"),
     dict: ("get", "keys", "values", "items"),
 }
-_MOST_STEPS = 100_000
-_LARGEST = 1_000_000
-"""Longest text or list, and largest number of bits, so that no file can fill the memory."""
 
 
 class Opaque:
