@@ -54,6 +54,13 @@ _ARCHES = {
     "h": "h",
 }
 """Names of sizes. `small` is another network there: 8 layers of 768 (DeiT3 has the usual one)."""
+_BACKBONES = ("VisionTransformer", "DeiT3", "DistilledVisionTransformer")
+_CLIP = {
+    "b16": "vit_base_patch16_clip_224",
+    "b32": "vit_base_patch32_clip_224",
+    "l14": "vit_large_patch14_clip_224",
+    "h14": "vit_huge_patch14_clip_224",
+}
 _DEPTHS = {"ti": 12, "s": 12, "b": 12, "l": 24, "h": 32}
 _OF_DEIT3 = {"s": "s", "small": "s", "m": "b", "medium": "b"}
 _INITIAL = "model.init_cfg model.backbone.init_cfg model.head.init_cfg"
@@ -118,8 +125,8 @@ def _say_batch(reading: ConfigReading, path: Path | None, num_gpus: int | None) 
 
 def _say_model(reading: ConfigReading) -> None:
     backbone = reading.get("model.backbone.type", "VisionTransformer")
-    if backbone not in ("VisionTransformer", "DeiT3"):
-        raise ValueError(f"a backbone {backbone}: only VisionTransformer and DeiT3 are known here")
+    if backbone not in _BACKBONES:
+        raise ValueError(f"a backbone {backbone}: known are {', '.join(_BACKBONES)}")
     arch = str(reading.args["model.backbone.arch"]).lower()
     is_deit3 = backbone == "DeiT3"
     size = _ARCHES.get(arch, _OF_DEIT3.get(arch, "") if is_deit3 else "")
@@ -131,7 +138,9 @@ def _say_model(reading: ConfigReading) -> None:
         name |= {"model.init_values": 1e-4, "model.no_embed_class": True}
     if arch in ("m", "medium"):
         name |= {"model.embed_dim": 512, "model.num_heads": 8}
-    reading.same(reading.there("model.backbone.arch model.backbone.patch_size"), name)
+    if backbone == "DistilledVisionTransformer":
+        name["model.dist_token"] = True
+    _say_network(reading, f"{size}{patch}", name)
     rate = reading.get("model.backbone.drop_path_rate", 0.0)
     dropped: dict[str, Any] = {"model.drop_path_rate": rate} if rate else {}
     reading.same(reading.there("model.backbone.drop_path_rate"), dropped)
@@ -154,6 +163,18 @@ def _say_model(reading: ConfigReading) -> None:
     )
     _say_start(reading, size)
     _say_loss(reading)
+
+
+def _say_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> None:
+    """`pre_norm` decides whose network it is. size: such as b16; ours: its settings without it."""
+    names = reading.there("model.backbone.arch model.backbone.patch_size model.backbone.pre_norm")
+    if not reading.get("model.backbone.pre_norm"):
+        reading.same(names, ours)
+    elif size in _CLIP:
+        text = "a norm before the blocks, as timm's model of CLIP has, with an epsilon of 1e-5 here"
+        reading.differs(names, f"{text}, of 1e-6 there", {"model.name": f"timm/{_CLIP[size]}"})
+    else:
+        raise ValueError(f"pre_norm=True: known of {', '.join(_CLIP)}, not of {size}")
 
 
 def _say_start(reading: ConfigReading, size: str) -> None:
