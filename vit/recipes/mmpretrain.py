@@ -171,10 +171,13 @@ def _say_network(reading: ConfigReading, size: str, ours: dict[str, Any]) -> Non
     if not reading.get("model.backbone.pre_norm"):
         reading.same(names, ours)
     elif size in _CLIP:
-        text = "a norm before the blocks, as timm's model of CLIP has, with an epsilon of 1e-5 here"
-        reading.differs(names, f"{text}, of 1e-6 there", {"model.name": f"timm/{_CLIP[size]}"})
+        text = "timm's model of CLIP has the norm before the blocks: norms with an epsilon of 1e-5"
+        reading.differs(names, f"{text} here, of 1e-6 there", {"model.name": f"timm/{_CLIP[size]}"})
     else:
-        raise ValueError(f"pre_norm=True: known of {', '.join(_CLIP)}, not of {size}")
+        raise ValueError(
+            f"model.backbone.pre_norm of a {size}: expected one of {', '.join(_CLIP)}: set another"
+            " arch and patch_size, or pre_norm=False"
+        )
 
 
 def _say_start(reading: ConfigReading, size: str) -> None:

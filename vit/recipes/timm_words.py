@@ -49,7 +49,7 @@ def say_batch(reading: Reading, names: str, num_gpus: int | None, steps: int = 1
     size = reading.args["batch_size"]
     gpus = num_gpus or 1
     how = f"{size} x {gpus} GPU{'s' * (gpus > 1)}" + f" x {steps}" * (steps > 1)
-    text = "" if num_gpus else "1 GPU is assumed: pass --gpus N if there are others"
+    text = "" if num_gpus else "1 GPU is assumed: pass --gpus N for another number"
     batch: int = size * gpus * steps
     reading.same(names, {"data.global_batch_size": batch}, how, text)
     return batch
