@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from order_oracle import SEEDS, brute_force, feistel, key_of
 
 from vit.config.base import Selection
-from vit.config.schema import AugmentConfig
+from vit.config.schema import AugmentConfig, DataConfig
 from vit.data.augment.draw import sample_keys
 from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
@@ -26,6 +26,7 @@ from vit.data.order import Share, make_order, shares_of
 from vit.data.shards.data_set import open_split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import train_set_of, train_set_of_sources
+from vit.open_data import open_split as open_by_name
 from vit.system.files import ShardError
 
 
@@ -313,3 +314,22 @@ def test_one_split_with_a_choice_is_numbered_as_without(shards):
     order = make_order(of.num_draws, 10, 3, shares=of.shares)
     seen = np.concatenate([order.batch(step) for step in range(order.steps_per_epoch)])
     assert sorted(seen.tolist()) == of.shares[0].chosen.tolist()
+
+
+def test_sources_that_are_parts_of_a_split_are_read_as_the_whole_split(shards):
+    whole = open_split(shards, "train")
+    parts = [
+        open_by_name(DataConfig(root=str(shards)), f"train[{part}]") for part in (":40%", "70%:")
+    ]
+    of = train_set_of_sources(parts, [Selection()] * 2, [None] * 2, whole, None)
+    numbers = np.concatenate([part.numbers for part in parts]).tolist()
+    assert len({whole.where(number) for number in numbers}) > 1
+    for i, number in enumerate(numbers):
+        assert of.split.read(i) == whole.read(number)
+        assert of.split.key(i) == whole.key(number)
+        assert of.split.where(i) == whole.where(number)
+        assert of.split.index[i]["offset"] == whole.index[number]["offset"]
+    divided = of.split.divided(np.arange(len(numbers)))
+    assert [(split.name, own.tolist()) for split, own in divided] == [
+        ("train", part.numbers.tolist()) for part in parts
+    ], "places in the cache are those of the whole split"

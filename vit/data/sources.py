@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,6 @@ from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
 
 MAX_NAMED = 10
-T = TypeVar("T")
 
 
 class TrainSet(NamedTuple):
@@ -174,28 +173,33 @@ class Sources:
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
         """As `Split.divided`."""
-        return [(split, own) for split, own, _ in _divided(self.splits, self.firsts, samples)]
+        divided = _divided(self.splits, self.firsts, samples)
+        return [pair for split, own, _ in divided for pair in split.divided(own)]
 
     def read(self, i: int) -> bytes:
         """As `Split.read`."""
-        return self._of_source(Split.read, i)
+        split, own = self._of_source(i)
+        return split.read(own)
 
     def key(self, i: int) -> str:
         """As `Split.key`."""
-        return self._of_source(Split.key, i)
+        split, own = self._of_source(i)
+        return split.key(own)
 
     def where(self, i: int) -> str:
         """As `Split.where`."""
-        return self._of_source(Split.where, i)
+        split, own = self._of_source(i)
+        return split.where(own)
 
     def close(self) -> None:
         """As `Split.close`."""
         for split in self.splits:
             split.close()
 
-    def _of_source(self, method: Callable[[Split, int], T], i: int) -> T:
+    def _of_source(self, i: int) -> tuple[Split, int]:
+        """Return the split of sample `i`, and its number there."""
         number = bisect.bisect_right(self.firsts, i) - 1
-        return method(self.splits[number], i - self.firsts[number])
+        return self.splits[number], i - self.firsts[number]
 
 
 class _Rows:
