@@ -50,12 +50,20 @@ def test_parts_that_meet_have_each_sample_once(num, cuts):
 def test_a_twentieth_is_by_the_hash_and_has_all_classes():
     whole = sorted_by_class(4_000)
     part = Part(whole, "train[95%:]")
-    by_hash = sorted(range(4_000), key=lambda number: int(fold(1, number)))
+    by_hash = sorted(range(4_000), key=lambda number: int(fold(number, 1)))
     assert part.numbers.tolist() == sorted(by_hash[3_800:])
     counts = np.bincount(part.index["label"], minlength=10)
     assert counts.sum() == 200
     assert counts.min() >= 8, "20 of each are expected, with a deviation of 4.2"
     assert Part(whole, "train[:95%]").num_samples == part_size("train[:95%]", 4_000) == 3_800
+
+
+def test_no_seed_of_subsets_draws_as_parts_do():
+    whole = sorted_by_class(4_000)
+    part = set(Part(whole, "train[:10%]").numbers.tolist())
+    for seed in range(101):
+        subset = choose(whole, Selection(fraction=0.1, subset_seed=seed)).numbers.tolist()
+        assert abs(len(part.intersection(subset)) - 40) <= 28, f"{seed}: five deviations of 5.7"
 
 
 def test_what_is_read_is_what_the_whole_split_has(shards):

@@ -18,8 +18,9 @@ from vit.data.hashing import fold
 from vit.data.shards.split import Split
 from vit.system.files import ShardError
 
-# Apart from the hashes that `data.fraction` and others choose by (`vit.data.select`).
 _PART = 1
+"""Folded behind the samples' numbers. `data.fraction` draws by its seed in front of them, so that
+no `subset_seed` gives the order of parts."""
 _PERCENT = r"\d+(?:\.\d+)?"
 _NAME = re.compile(
     rf"(?P<split>[^\[\]]+)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]"
@@ -78,7 +79,7 @@ class Part(Split):
         assert start is not None, f"{name} is a whole split"
         total = whole.num_samples
         first, end = _between(start, stop, total)
-        by_hash = np.argsort(fold(_PART, np.arange(total)), kind="stable")
+        by_hash = np.argsort(fold(np.arange(total), _PART), kind="stable")
         self.whole = whole
         self.numbers: NDArray[np.integer] = np.sort(by_hash[first:end]).astype(
             np.min_scalar_type(total)
