@@ -7,6 +7,7 @@ import io
 import json
 import shutil
 import tarfile
+import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -16,9 +17,11 @@ from hypothesis import strategies as st
 
 from data_prep import index
 from vit.config.base import Selection
+from vit.data.hashing import fold
 from vit.data.row_filter import COLUMNS, RowFilter
 from vit.data.select import choose
 from vit.data.shards.data_set import open_split
+from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
 
@@ -203,8 +206,9 @@ def test_what_cannot_be_excluded_is_reported(split, tmp_path):
     ):
         choose(split, Selection(exclude=str(path)))
     path.write_text("label=0\nlabel=1\nlabel=2\n")
-    with pytest.raises(ShardError, match=r"0 of 60 samples .*; nothing is left to train on"):
-        choose(split, Selection(exclude=str(path)))
+    for subset in ({}, {"fraction": 0.5}, {"samples_per_class": 1}):
+        with pytest.raises(ShardError, match=r"0 of 60 samples .*; nothing is left to train on"):
+            choose(split, Selection(exclude=str(path), **subset))
 
 
 def test_a_choice_of_everything_is_none(split):
@@ -278,6 +282,60 @@ def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
         for seed in range(5)
     }
     assert len(drawn) == 5
+
+
+def with_labels(labels: np.ndarray) -> Split:
+    """A split in one shard that is never read."""
+    index = np.zeros(len(labels), INDEX_DTYPE)
+    index["label"] = labels
+    return Split("nowhere", "train", ["t.tar"], [len(labels)], index, int(labels.max()) + 1, [])
+
+
+@given(
+    labels=st.lists(st.integers(0, 5), min_size=2, max_size=80),
+    fraction=st.floats(0.01, 0.99),
+    seed=st.integers(0, 100),
+)
+def test_a_subset_has_the_smallest_hashes(labels, fraction, seed):
+    split = with_labels(np.array(labels))
+
+    def smallest(count_of) -> list[int]:
+        taken = []
+        for label in set(labels):
+            own = [number for number, one in enumerate(labels) if one == label]
+            own.sort(key=lambda number: int(fold(seed, number)))
+            taken += own[: count_of(len(own))]
+        return sorted(taken)
+
+    by_hash = sorted(range(len(labels)), key=lambda number: int(fold(seed, number)))
+    for asked, expected in (
+        ({"fraction": fraction}, sorted(by_hash[: max(round(fraction * len(labels)), 1)])),
+        (
+            {"fraction": fraction, "fraction_of": "class"},
+            smallest(lambda size: max(round(fraction * size), 1)),
+        ),
+        ({"samples_per_class": 3}, smallest(lambda size: 3)),
+    ):
+        numbers = choose(split, Selection(subset_seed=seed, **asked)).numbers
+        assert expected == ([*range(len(labels))] if numbers is None else numbers.tolist())
+
+
+@pytest.mark.parametrize(
+    ("asked", "most"),
+    [
+        ({"fraction": 0.1}, 24),
+        ({"fraction": 0.1, "fraction_of": "class"}, 36),
+        ({"samples_per_class": 100}, 36),
+    ],
+)
+def test_a_subset_of_many_samples_needs_little_memory(asked, most):
+    num = 1 << 21
+    split = with_labels(np.arange(num) * 7 % 1000)
+    tracemalloc.start()
+    choose(split, Selection(**asked))
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak_bytes / num < most
 
 
 def test_a_subset_is_the_same_for_ever(split):

@@ -7,10 +7,14 @@ and `tests/data/augment/golden_draws.json` have its output.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
+CHUNK_NUMBERS = 1 << 16
+"""Hashed at a time, in the cache of a core."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
@@ -28,6 +32,23 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
     return key
+
+
+def fold_numbers(
+    key_of: Callable[[NDArray[np.integer]], NDArray[np.uint64]], numbers: NDArray[np.integer]
+) -> NDArray[np.uint64]:
+    """Return `key_of(numbers)`, computed in chunks: `fold` needs five times its result."""
+    keys = np.empty(len(numbers), U64)
+    for start in range(0, len(numbers), CHUNK_NUMBERS):
+        chunk = slice(start, start + CHUNK_NUMBERS)
+        keys[chunk] = key_of(numbers[chunk])
+    return keys
+
+
+def are_ranked(keys: NDArray[np.uint64], first: int, end: int) -> NDArray[np.bool_]:
+    """Return which of `keys`, all different, come `first` to before `end` in ascending order."""
+    lowest, highest = np.partition(keys, [first, end - 1])[[first, end - 1]]
+    return (keys >= lowest) & (keys <= highest)
 
 
 def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:

@@ -15,6 +15,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.base import Selection
-from vit.data.hashing import fold
+from vit.data.hashing import are_ranked, fold, fold_numbers
 from vit.data.part import Part
 from vit.data.row_filter import RowFilter
 from vit.data.shards.index_file import first_samples
@@ -69,10 +70,12 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         before = int(is_left.sum())
         _filter(selection.filter, split, is_left, name)
         parts.append(f"{before - int(is_left.sum()):,} by {name}filter")
-    numbers = np.flatnonzero(is_left)
-    if selection.fraction is not None or selection.samples_per_class is not None:
+    numbers = np.flatnonzero(is_left).astype(np.min_scalar_type(total))
+    labels = split.index["label"]
+    has_subset = selection.fraction is not None or selection.samples_per_class is not None
+    if has_subset and len(numbers):
         before = len(numbers)
-        numbers = _subset(numbers, split.index["label"], selection)
+        numbers = _subset(numbers, labels, selection)
         how = f"samples_per_class={selection.samples_per_class}"
         if selection.fraction is not None:
             how = f"fraction={selection.fraction:g}"
@@ -85,13 +88,12 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     if len(numbers) == total:
         return Chosen(total, None, summary, "")
     num_there, num_left = (
-        np.count_nonzero(count_labels(split.index["label"], which, split.num_classes))
+        np.count_nonzero(count_labels(labels, which, split.num_classes))
         for which in (range(total), numbers)
     )
     num_lost = num_there - num_left
     if num_lost:
         summary += f"; no image is left of {num_lost:,} of {num_there:,} classes"
-    numbers = numbers.astype(np.min_scalar_type(total))
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
     identity = f"{len(numbers):,} of {total:,} samples ({digest})"
     return Chosen(len(numbers), numbers, summary, identity)
@@ -105,7 +107,7 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
         is_left[found] = False
     if labels:
         for start in range(0, split.num_samples, CHUNK_ROWS):
-            chunk = split.index["label"][start : start + CHUNK_ROWS]
+            chunk = split.index[start : start + CHUNK_ROWS]["label"]
             is_left[start : start + CHUNK_ROWS] &= ~np.isin(chunk, list(labels))
     missing = [key for key in keys if key not in numbers]
     if not missing:
@@ -145,21 +147,21 @@ def count_labels(
 
 
 def _subset(
-    numbers: NDArray[np.int64], labels: NDArray[np.integer], selection: Selection
-) -> NDArray[np.int64]:
+    numbers: NDArray[np.integer], labels: NDArray[np.integer], selection: Selection
+) -> NDArray[np.integer]:
     """Return those of the samples `numbers` that have the smallest hashes, ascending."""
-    by_hash = numbers[np.argsort(fold(selection.subset_seed, numbers), kind="stable")]
+    keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
-        return np.sort(by_hash[: max(round(selection.fraction * len(numbers)), 1)])
-    hashed_labels = labels[by_hash]
-    by_class = np.argsort(hashed_labels, kind="stable")  # in each class still by hash
-    _, firsts, counts = np.unique(hashed_labels[by_class], return_index=True, return_counts=True)
-    if selection.samples_per_class is not None:
-        kept = np.minimum(counts, selection.samples_per_class)
-    else:
-        kept = np.maximum(np.round((selection.fraction or 1) * counts).astype(np.int64), 1)
-    rank_in_class = np.arange(len(numbers)) - np.repeat(firsts, counts)
-    return np.sort(by_hash[by_class[rank_in_class < np.repeat(kept, counts)]])
+        return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]
+    own_labels = labels[numbers]
+    by_class = np.argsort(own_labels, kind="stable")
+    taken = []
+    for members in np.split(by_class, np.flatnonzero(np.diff(own_labels[by_class])) + 1):
+        count = min(selection.samples_per_class or len(members), len(members))
+        if selection.fraction is not None:
+            count = max(round(selection.fraction * len(members)), 1)
+        taken.append(members[are_ranked(keys[members], 0, count)])
+    return numbers[np.sort(np.concatenate(taken))]
 
 
 # --- files of samples to exclude ------------------------------------------------------------------
