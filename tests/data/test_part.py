@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -64,6 +65,17 @@ def test_no_seed_of_subsets_draws_as_parts_do():
     for seed in range(101):
         subset = choose(whole, Selection(fraction=0.1, subset_seed=seed)).numbers.tolist()
         assert abs(len(part.intersection(subset)) - 40) <= 28, f"{seed}: five deviations of 5.7"
+
+
+def test_a_part_of_many_samples_keeps_their_numbers_only():
+    num = 1 << 21
+    split = sorted_by_class(num)
+    tracemalloc.start()
+    part = Part(split, "train[:99%]")
+    kept_bytes, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert kept_bytes / part.num_samples == pytest.approx(4, rel=0.01)
+    assert peak_bytes / num < 28
 
 
 def test_what_is_read_is_what_the_whole_split_has(shards):

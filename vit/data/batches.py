@@ -377,7 +377,7 @@ class EvalBatches(FromShards, Batches):
             else:
                 rows.images[row] = 0
         stages.current.enter(Stage.DRAW)
-        write_rows(rows, self.split.index["label"][ids], is_sample, np.empty((len(ids), 0)), ids)
+        write_rows(rows, self.split.index[ids]["label"], is_sample, np.empty((len(ids), 0)), ids)
         return ()
 
     def _decode(self, sample: int, view: Tensor) -> None:

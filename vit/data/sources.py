@@ -221,8 +221,9 @@ class _Rows:
         rows = np.zeros(samples.shape, INDEX_DTYPE)
         divided = _divided(self._splits, self._firsts, samples)
         for number, (split, own, places) in enumerate(divided):
+            own_rows = split.index[own]
             for name in ("size", "offset", "label", "width", "height"):
-                rows[name][places] = split.index[own][name]
+                rows[name][places] = own_rows[name]
             rows["label"][places] = self._maps[number][rows["label"][places]]
         return rows if np.ndim(which) else rows[0]
 

@@ -51,7 +51,7 @@ class Split:
         name: str,
         filenames: list[str],
         lengths: list[int],
-        index: np.ndarray,
+        index: Any,
         num_classes: int,
         class_names: list[str],
         tars: LocalTars | CachedTars | None = None,
@@ -59,7 +59,8 @@ class Split:
     ):
         """root: folder or URL. lengths: samples of each shard.
 
-        index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version.
+        index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or
+            what gives the same rows, as that of `vit.data.part`.
         class_names: name of each label, [] if unknown.
         """
         self.root = root
