@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from vit.config.schema import DataConfig, ModelConfig
+from vit.data.overlap import find_trained
 from vit.data.part import Part, parse_name
 from vit.data.shards import data_set
 from vit.data.shards.members import SampleLayout
@@ -87,7 +90,8 @@ def choose_train_set(
     """Choose the training samples of `open_train_splits`.
 
     A stream does not know its classes: it has those of `val_split`, or `num_classes` if that is
-    more. Raises ShardError and ValueError if a setting names samples that do not exist.
+    more. Raises ShardError and ValueError if a setting names samples that do not exist, and if
+    images of `val_split` are among those to train on.
     """
 
     def choose() -> TrainSet:
@@ -107,17 +111,35 @@ def choose_train_set(
                 RetryPolicy(data.patience_s),
             )
             return TrainSet(stream, data.num_samples)
-        if not data.sources:
-            return train_set_of(splits[0], data)
-        return train_set_of_sources(
-            splits,
-            data.sources,
-            [source.weight for source in data.sources],
-            val_split,
-            data.block_samples,
-        )
+        if data.sources:
+            weights = [source.weight for source in data.sources]
+            train_set = train_set_of_sources(
+                splits, data.sources, weights, val_split, data.block_samples
+            )
+        else:
+            train_set = train_set_of(splits[0], data)
+        _check_held_out(data, train_set, val_split)
+        return train_set
 
     return choose() if world is None else world.main_first(choose)
+
+
+def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
+    """Raise ValueError if images of `val_split` are trained on."""
+    trained = find_trained(train_set, val_split)
+    if count := np.count_nonzero(np.any(trained, axis=0)):
+        where = ", ".join(
+            f"data.sources[{number}].split={split.name}"
+            if data.sources
+            else f"data.train_split={split.name}"
+            for number, split in enumerate(train_set.split.splits)
+            if trained[number].any()
+        )
+        raise ValueError(
+            f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
+            f" are trained on by {where}: hold them out, as data.train_split=train[:99%] and"
+            " data.val_split=train[99%:] do, or evaluate on them as one of eval.sets"
+        )
 
 
 def choose_num_classes(

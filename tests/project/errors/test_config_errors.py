@@ -109,6 +109,7 @@ ALONE = {
     "a published curve that is not there": ["eval.reference=vit_b16_deit3"],
     "labels to evaluate with that are not there": ["eval.sets.real.labels=real.json"],
     "a part of a split that is none": ["data.train_split=train[99%]"],
+    "images that are evaluated on and trained on": ["data.val_split=train[95%:]"],
     "an unknown split": ["data.train_split=trian"],
     "a filter with a column that is not there": ["data.filter=widht >= 64"],
     "a URL of a misspelt kind": ["data.root=htps://example.org/shards"],

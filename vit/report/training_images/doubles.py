@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.data.overlap import image_keys
 from vit.data.shards.index_file import has_checksums
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
@@ -57,9 +58,4 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
 
 def _names(split: Split | Sources) -> NDArray[np.uint64]:
     """Return checksum and size of each image as one number, (N,)."""
-    parts = [
-        each.index["crc32c"].astype(np.uint64) << np.uint64(32)
-        | each.index["size"].astype(np.uint64)
-        for each in split.splits
-    ]
-    return np.concatenate(parts)
+    return np.concatenate([image_keys(each.index) for each in split.splits])

@@ -1,0 +1,100 @@
+"""Images that are evaluated on and trained on: refused where it cannot be meant, else counted."""
+
+from __future__ import annotations
+
+import re
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vit.config.base import Selection, SourceConfig
+from vit.config.schema import DataConfig
+from vit.data.overlap import count_equal
+from vit.data.part import Part
+from vit.data.shards.split import Split
+from vit.data.shards.tar import INDEX_DTYPE
+from vit.data.sources import train_set_of
+from vit.open_data import open_split, open_train_set
+
+
+def opened(root, **settings):
+    data = DataConfig(root=str(root), **settings)
+    return open_train_set(data, open_split(data, data.val_split))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"val_split": "train[90%:]"},
+            "data.val_split=train[90%:]: 6 of its 6 images are trained on by"
+            " data.train_split=train: ",
+        ),
+        (
+            {"train_split": "train[:60%]", "val_split": "train[50%:]"},
+            "data.val_split=train[50%:]: 6 of its 30 images are trained on by"
+            " data.train_split=train[:60%]: ",
+        ),
+        (
+            {
+                "sources": (
+                    SourceConfig(split="val"),
+                    SourceConfig(split="train[:55%]"),
+                    SourceConfig(split="train[40%:60%]"),
+                ),
+                "val_split": "train[50%:]",
+            },
+            "data.val_split=train[50%:]: 6 of its 30 images are trained on by"
+            " data.sources[1].split=train[:55%], data.sources[2].split=train[40%:60%]: ",
+        ),
+        ({"val_split": "train"}, "60 of its 60 images are trained on by data.train_split=train: "),
+    ],
+)
+def test_evaluation_on_trained_images_is_refused(shards, settings, message):
+    with pytest.raises(ValueError, match=re.escape(message) + "hold them out, as "):
+        opened(shards, **settings)
+
+
+def test_a_link_to_the_folder_is_the_same_data(shards, tmp_path):
+    (tmp_path / "link").symlink_to(shards)
+    source = SourceConfig(root=str(tmp_path / "link"), split="train")
+    with pytest.raises(ValueError, match=r"trained on by data\.sources\[0\]\.split=train: "):
+        opened(shards, sources=(source,), val_split="train[90%:]")
+
+
+def test_images_that_are_held_out_pass(shards, tmp_path):
+    assert opened(shards, train_split="train[:90%]", val_split="train[90%:]").num_draws == 54
+    held_out = open_split(DataConfig(root=str(shards)), "train[90%:]")
+    (tmp_path / "held_out.txt").write_text("\n".join(held_out.key(i) for i in range(6)))
+    by_key = {"exclude": str(tmp_path / "held_out.txt")}
+    assert opened(shards, val_split="train[90%:]", **by_key).num_draws == 54
+
+
+def with_checksums(checksums, root="nowhere") -> Split:
+    index = np.zeros(len(checksums), INDEX_DTYPE)
+    index["crc32c"] = checksums
+    index["size"] = 7
+    return Split(root, "train", ["t.tar"], [len(index)], index, 1, [])
+
+
+@given(
+    trained=st.lists(st.integers(0, 9), min_size=1, max_size=20),
+    evaluated=st.lists(st.integers(0, 9), min_size=1, max_size=20),
+)
+def test_equal_images_elsewhere_are_counted_by_checksum(trained, evaluated):
+    train_set = train_set_of(with_checksums(trained), Selection())
+    count = count_equal(train_set, with_checksums(evaluated, "elsewhere"))
+    assert count == sum(image in trained and image != 0 for image in evaluated), "0: unknown"
+
+
+def test_a_part_of_a_copy_counts_what_is_chosen(shards, tmp_path):
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    train_set = opened(shards, train_split="train[:90%]", fraction=0.5)
+    trained = {train_set.split.key(number) for number in train_set.shares[0].chosen.tolist()}
+    elsewhere = open_split(DataConfig(root=str(copy)), "train[50%:]")
+    assert isinstance(elsewhere, Part)
+    common = trained & {elsewhere.key(i) for i in range(30)}
+    assert 0 < count_equal(train_set, elsewhere) == len(common) < 30

@@ -1,0 +1,81 @@
+"""Images that are trained on and evaluated on as well.
+
+Samples of one index are compared by their numbers, whichever parts of its split are named. Images
+of different indexes are compared by checksum and size, a chunk of rows at a time, which finds a
+copy in another folder. No image is read.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.data.part import parse_name
+from vit.data.select import CHUNK_ROWS
+from vit.data.shards.index_file import has_checksums
+from vit.data.shards.split import Split
+from vit.data.sources import TrainSet
+
+
+def find_trained(train_set: TrainSet, split: Split) -> list[NDArray[np.bool_]]:
+    """Return for each source which images of `split` have the number of a chosen sample, (n,)."""
+    return [_same_numbers(source, chosen, split) for source, chosen in _sources(train_set)]
+
+
+def count_equal(train_set: TrainSet, split: Split) -> int:
+    """Return how many images of `split` are trained on, or equal to one that is."""
+    is_equal = np.zeros(split.num_samples, np.bool_)
+    for source, chosen in _sources(train_set):
+        is_equal |= _same_numbers(source, chosen, split)
+        is_equal |= _same_checksums(source, chosen, split)
+    return int(is_equal.sum())
+
+
+def image_keys(index: Any) -> NDArray[np.uint64]:
+    """Return checksum and size of each image as one number, (n,).
+
+    index: (n,) INDEX_DTYPE, or what gives its columns.
+    """
+    return index["crc32c"].astype(np.uint64) << np.uint64(32) | index["size"].astype(np.uint64)
+
+
+def _sources(train_set: TrainSet) -> list[tuple[Split, NDArray[np.integer] | None]]:
+    """Return each source with the samples that are chosen of it, None for all."""
+    return [*zip_longest(train_set.split.splits, (share.chosen for share in train_set.shares))]
+
+
+def _same_numbers(
+    source: Split, chosen: NDArray[np.integer] | None, split: Split
+) -> NDArray[np.bool_]:
+    if _place(source) != _place(split):
+        return np.zeros(split.num_samples, np.bool_)
+    trained = np.arange(source.num_samples) if chosen is None else chosen.astype(np.int64)
+    [(_, trained_of_whole)] = source.divided(trained)
+    [(_, evaluated)] = split.divided(np.arange(split.num_samples))
+    return np.isin(evaluated, trained_of_whole, kind="table")
+
+
+def _place(split: Split) -> tuple[str, str]:
+    # `.` and links lead to one folder
+    root = str(split.root.resolve()) if isinstance(split.root, Path) else split.root
+    return root, parse_name(split.name).split
+
+
+def _same_checksums(
+    source: Split, chosen: NDArray[np.integer] | None, split: Split
+) -> NDArray[np.bool_]:
+    if not has_checksums(source.index) or not has_checksums(split.index):
+        return np.zeros(split.num_samples, np.bool_)
+    keys, places = np.unique(image_keys(split.index), return_inverse=True)
+    is_trained = np.zeros(len(keys), np.bool_)
+    for start in range(0, source.num_samples if chosen is None else len(chosen), CHUNK_ROWS):
+        chunk = slice(start, start + CHUNK_ROWS)
+        trained = np.sort(image_keys(source.index[chunk if chosen is None else chosen[chunk]]))
+        nearest = np.minimum(np.searchsorted(trained, keys), len(trained) - 1)
+        is_trained |= trained[nearest] == keys  # np.isin takes 20 times as long
+    is_trained &= keys >> np.uint64(32) != 0  # an unknown checksum is 0
+    return is_trained[places]
