@@ -15,8 +15,10 @@ from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.batches import TrainBatches
 from vit.data.order import rows_sha256
+from vit.data.overlap import count_equal
 from vit.data.shuffle_quality import measure_shuffle
-from vit.data.sources import content_sha256
+from vit.data.sources import TrainSet, content_sha256
+from vit.eval_sets import EvalSet
 from vit.loss import describe_class_weights
 from vit.mfu import find_peak
 from vit.ranks.distributed import World
@@ -99,6 +101,7 @@ def start_record(
     lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
     lines += checked.lines
     lines += [f"note: {note}"] if (note := mount_note(folder)) else []
+    lines += [note for sets in data.sets if (note := _note_of_trained(sets[0], data.train_set))]
     lines += [] if data.teacher is None else data.teacher.lines()
     lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
     for line in lines:
@@ -107,3 +110,13 @@ def start_record(
         record.start_tensorboard()
         record.start_wandb({**values, "provenance": made_by})
     return record
+
+
+def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
+    """Return a note if images of a set are trained on, here or as copies; "" if not."""
+    split = evaluated.split
+    count = count_equal(train_set, split)
+    return (
+        f"note: {evaluated.name} ({split.root} {split.name!r}): {count:,} of its"
+        f" {split.num_samples:,} images are byte-equal to images that are trained on"
+    ) * bool(count)

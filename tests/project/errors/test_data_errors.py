@@ -35,6 +35,15 @@ def _(place):
     place.train(f"eval.sets.real.labels={path}")
 
 
+@scenario(
+    "the same in a set of `eval.sets`, or in a copy of the data: training goes on", begun=True
+)
+def _(place):
+    place.train("train.steps=1", "eval.sets.trained.split=train[:50%]")
+    notes = [line for line in place.done.stderr.splitlines() if "byte-equal" in line]
+    assert len(notes) == 1, "the images of val are others"
+
+
 @scenario("a set to evaluate on with a class that the model does not have")
 def _(place):
     root = shutil.copytree(place.shards, place.folder / "other")
