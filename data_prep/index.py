@@ -42,7 +42,7 @@ from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
     Shard,
-    check_names,
+    check_present,
     choose_classes,
     choose_output,
     compare_shards,
@@ -99,7 +99,7 @@ def index(
         )
     split_of_tar = {name: split for split, listed in splits.items() for name in listed}
     tars = list(split_of_tar)
-    check_names(source, tars)
+    check_present(source, tars)
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
     layout, class_names = choose_layout(
         asked, ours or theirs, str(output if ours else source), first_tar

@@ -177,8 +177,8 @@ def list_tars(source: Output | WebShards) -> list[str]:
     return sorted(name for name in source.sizes() if name.endswith(".tar"))
 
 
-def check_names(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError for missing shards, as far as can be seen at once, and for foreign names."""
+def check_present(source: Output | WebShards, tars: list[str]) -> None:
+    """Raise PrepError for missing shards; on the web it takes a request for each to see them."""
     if isinstance(source, Output):
         there = source.sizes()
         if missing := [name for name in tars if name not in there and source.size(name) < 0]:
@@ -186,12 +186,6 @@ def check_names(source: Output | WebShards, tars: list[str]) -> None:
                 f"{source}: shards are missing: {some(missing)}; copy them again, or correct the"
                 " list"
             )
-        if source.local is not None:
-            return
-    if strange := [name for name in tars if not re.fullmatch(r"[^/]+\.tar", name)]:
-        raise PrepError(
-            f"{source}: {some(strange)} in _info.json: expected names of tars in this very folder"
-        )
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:

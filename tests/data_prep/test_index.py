@@ -84,6 +84,17 @@ def test_info_of_others_is_kept(foreign, capsys):
     assert "imagenet1k-train-0000.tar has 4 samples that fit" in capsys.readouterr().err
 
 
+def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
+    shutil.copy(foreign / "imagenet1k-train-0000.tar", foreign.parent / "train-0.tar")
+    before = digests(foreign.parent)
+    split = {"filenames": ["../train-0.tar"], "shard_lengths": [4], "num_samples": 4}
+    (foreign / "_info.json").write_text(json.dumps({"splits": {"train": split}}))
+    assert main([str(foreign), "--workers", "1"]) == 2
+    assert "../train-0.tar: expected names of tars in this very folder" in capsys.readouterr().err
+    (foreign / "_info.json").unlink()
+    assert digests(foreign.parent) == before
+
+
 def test_replaced_tar_gets_a_new_sidecar(foreign):
     assert main([str(foreign), "--workers", "1"]) == 0
     (foreign / "_info.json").unlink()

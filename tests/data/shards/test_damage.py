@@ -123,6 +123,10 @@ def change_info(root: Path, **changes) -> None:
         (lambda root: change_info(root, format_version=9), "format_version 9.*update"),
         (lambda root: change_info(root, num_samples=99), "num_samples 99"),
         (
+            lambda root: change_info(root, filenames=["../a.tar", "train-00001.tar", "/b.tar"]),
+            r"split 'train': \.\./a\.tar, /b\.tar: expected names of tars in this very folder;",
+        ),
+        (
             lambda root: change_info(root, class_names=["a", "b", "c"]),
             r"3 labels lie outside \[0, 3\), the first is 3 \(sample 3, train-00000",
         ),

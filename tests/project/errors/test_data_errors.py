@@ -59,6 +59,13 @@ def _(place):
     place.train(prefix=WITHOUT_PRIVILEGES)
 
 
+@scenario("an `_info.json` that names shards of another folder")
+def _(place):
+    info = place.own_shards() / "_info.json"
+    info.write_text(info.read_text().replace('"train-00000.tar"', '"../train-00000.tar"'))
+    place.train()
+
+
 @scenario("a shard is missing")
 def _(place):
     (place.own_shards() / "train-00001.tar").unlink()

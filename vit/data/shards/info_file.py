@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -263,6 +264,11 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
         raise ShardError(
             f"{place}: no {', '.join(missing)}; move it away and run `python -m data_prep.index"
             f" {root}`"
+        )
+    if strange := [name for name in entry["filenames"] if not re.fullmatch(r"[^/]+\.tar", name)]:
+        raise ShardError(
+            f"{place}: {', '.join(strange)}: expected names of tars in this very folder; restore"
+            " it from its source"
         )
     unknown: list[Any] = [None] * len(entry["filenames"])
     found = SplitInfo(
