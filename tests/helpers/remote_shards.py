@@ -36,6 +36,16 @@ def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
     ]
 
 
+def claim_encoding(web: WebServer, encoding: str) -> None:
+    """From here on answers have this Content-Encoding; their bytes stay as they are."""
+    handler = web._server.RequestHandlerClass
+    original = handler.end_headers
+    handler.end_headers = lambda self: (
+        self.send_header("Content-Encoding", encoding),
+        original(self),
+    )
+
+
 def upload(shards: Path, url: str) -> str:
     fs, place = fsspec.core.url_to_fs(url)
     for path in shards.iterdir():

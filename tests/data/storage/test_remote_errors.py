@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import threading
 import time
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from error_rows import leave_free, small_disk
 from fsspec.registry import _registry
-from remote_shards import files_of, samples, upload
+from remote_shards import claim_encoding, files_of, samples, upload
 from servers import FtpServer
 
 from data_prep import index
@@ -343,6 +344,22 @@ def test_what_is_wrong_at_the_url_is_reported_before_the_start(
     with pytest.raises(ShardError, match=told) as raised:
         open_split(url, "train", cache)
     assert url in str(raised.value)
+
+
+@pytest.mark.parametrize("has_ranges", [True, False])
+def test_a_server_that_compresses_is_named(has_ranges, web, url, cache, tmp_path, capsys):
+    web.ranges = has_ranges
+    claim_encoding(web, "gzip")
+    told = "_info.json: the server compresses it (Content-Encoding: gzip), although the request"
+    with pytest.raises(ShardError, match=re.escape(told)):
+        open_split(url, "train", cache)
+    assert index.main([url, "--out", str(tmp_path / "out")]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_mark_of_uploads_is_no_compression(web, url, cache, shards):
+    claim_encoding(web, "aws-chunked")
+    assert samples(open_split(url, "val", cache)) == samples(open_split(shards, "val"))
 
 
 @pytest.mark.parametrize("whole_if_empty", [False, True])

@@ -13,6 +13,7 @@ import pytest
 from checksums import indexed_as_it_is
 from error_rows import WITHOUT_PRIVILEGES, Place, Row, Scenarios
 from processes import as_by_another_program
+from remote_shards import claim_encoding
 from safetensors import safe_open
 from safetensors.torch import save_file
 from servers import WebServer
@@ -237,6 +238,13 @@ def _(place):
 def _(place):
     with WebServer({"/shards/_info.json": b"{}"}) as server:
         server.ranges = False
+        place.train(f"data.root={server.url}/shards")
+
+
+@scenario("a server that compresses what it sends")
+def _(place):
+    with WebServer({"/shards/_info.json": b"{}"}) as server:
+        claim_encoding(server, "gzip")
         place.train(f"data.root={server.url}/shards")
 
 

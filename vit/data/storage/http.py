@@ -40,6 +40,11 @@ RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
 supported"."""
 
 
+COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
+"""Values of Content-Encoding with which the bytes are not those of the file; `aws-chunked`, which
+S3 keeps of some uploads, is none."""
+
+
 class Version(NamedTuple):
     """Size of a file in bytes, -1 if unknown, and a tag that differs from version to version."""
 
@@ -233,6 +238,14 @@ class WebFile(io.RawIOBase):
 
         Raises RetryableError, or an error that is final.
         """
+        encoding = response.headers.get("Content-Encoding", "")
+        # An address of its own is that of a stream or an archive, which may be compressed.
+        if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
+            raise ShardError(
+                f"{self._where}: the server compresses it (Content-Encoding: {encoding}), although"
+                " the request forbids that (Accept-Encoding: identity): switch compression off for"
+                " this folder"
+            )
         self._is_whole = response.status == 200
         length = response.headers.get("Content-Length", "")
         content_range = re.fullmatch(
