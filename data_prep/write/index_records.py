@@ -24,7 +24,7 @@ from vit.data.shards import info_file
 from vit.data.shards.index_file import first_samples, has_checksums, open_index
 from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
-from vit.data.shards.tar import INDEX_DTYPE, Survey, index_rows, survey_tar, write_idx
+from vit.data.shards.tar import INDEX_DTYPE, Survey, idx_lines, index_rows, survey_tar, write_idx
 from vit.data.storage.http_request import on_the_web
 from vit.system.files import ShardError, sha256_of
 from vit.system.redact import shown
@@ -279,7 +279,7 @@ def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
 
 
 def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
-    """Write `.idx` and sidecar if missing.
+    """Write `.idx` and sidecar if missing or wrong.
 
     What an earlier sidecar records of the bytes holds while size and time are unchanged.
     """
@@ -292,7 +292,8 @@ def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]
     fits = sidecar is not None and (
         of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
     )
-    if not tar.with_suffix(".idx").exists() or (sidecar is not None and not fits):
+    idx = tar.with_suffix(".idx")
+    if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(found.samples)):
         write_idx(tar, found.samples)
     if (
         sidecar is None

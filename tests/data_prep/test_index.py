@@ -128,6 +128,17 @@ def test_our_own_shards_stay_as_they_are(tmp_path):
     assert digests(root) == whole
 
 
+def test_a_wrong_idx_is_made_again(foreign, capsys):
+    assert main([str(foreign), "--workers", "1"]) == 0
+    whole = digests(foreign)
+    idx = foreign / "imagenet1k-train-0001.idx"
+    lines = idx.read_bytes().splitlines(True)
+    for content in (b"PRECIOUS\n", b"".join([lines[0], *lines[:0:-1]])):
+        idx.write_bytes(content)
+        assert main([str(foreign), "--workers", "1"]) == 0
+        assert digests(foreign) == whole
+
+
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
