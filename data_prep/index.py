@@ -29,7 +29,7 @@ after the shards it has read; until all are, their index rows are kept in `<shar
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -41,6 +41,7 @@ from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
+    Indexed,
     Shard,
     check_present,
     choose_classes,
@@ -111,7 +112,7 @@ def index(
     ]
     jobs = [(index_shard, shard, shard.name) for shard in shards]
     found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
-    sidecars = {name: found[name][1] for name in tars}
+    sidecars = {name: found[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
     invalid = [entry for entry in entries if "tar_offset" in entry]  # others: of our writer
     _refuse_invalid(sidecars, invalid, max_unreadable)
@@ -122,7 +123,7 @@ def index(
 
     with output.staging() as folder:
         for name, filenames in splits.items():
-            rows = [found[filename][0] for filename in filenames]
+            rows = [found[filename].rows for filename in filenames]
             save_index(folder / f"{name}.index.npy", rows)
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(map(len, rows)):,} samples in {len(rows)} shards")
@@ -142,7 +143,7 @@ def index(
     unit = "class" if num_classes == 1 else "classes"
     fits = "" if ours is None else ", _info.json was there and fits"
     print(f"{output}: indexed, {num_classes:,} {unit}{fits}")
-    _print_notes(output, invalid, found, num_classes)
+    _print_notes(output, splits, invalid, found, num_classes)
     is_local = output is source and output.local
     check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
     print(f"train on it with {_settings(output, list(splits))}{check if is_local else ''}")
@@ -158,27 +159,53 @@ def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
 
 def _print_notes(
     output: Output,
+    splits: dict[str, list[str]],
     invalid: list[dict[str, Any]],
-    found: dict[str, tuple[np.ndarray, dict[str, Any]]],
+    found: dict[str, Indexed],
     num_classes: int,
 ) -> None:
-    """What was left out, and classes without images, as when labels begin with 1."""
+    """What was left out, what is there twice, and classes without images, as when labels begin with
+    1."""
     if invalid:
         count = "1 sample that does" if len(invalid) == 1 else f"{len(invalid):,} samples that do"
         print(
             f"left out: {count} not fit, listed in {output}/quarantine.jsonl; the first:"
             f" {_describe(invalid[0])}"
         )
-    ignored = (Counter(sidecar.get("passed_over", {})) for _, sidecar in found.values())
+    ignored = (Counter(each.sidecar.get("passed_over", {})) for each in found.values())
     if total := sum(ignored, Counter[str]()):
         print(f"note: {describe_ignored(total)}")
-    labels = np.unique(np.concatenate([rows["label"] for rows, _ in found.values()]))
+    labels = np.unique(np.concatenate([each.rows["label"] for each in found.values()]))
     empty = [str(label) for label in np.setdiff1d(np.arange(num_classes), labels)]
     if empty:
         print(
             f"note: labels are {labels[0]} to {labels[-1]}; models get an output for classes"
             f" without images, too: {some(empty)}"
         )
+    _print_repeated(output, splits, found)
+
+
+def _print_repeated(
+    output: Output, splits: dict[str, list[str]], found: dict[str, Indexed]
+) -> None:
+    """Shards with the same bytes, and keys that several samples of a split have."""
+    by_sha256 = defaultdict[str, list[str]](list)
+    for name, each in found.items():
+        by_sha256[each.sidecar["sha256"] or name].append(name)
+    for names in (names for names in by_sha256.values() if len(names) > 1):
+        print(
+            f"note: {some(sorted(names))} have the same bytes: move all but one away, and"
+            " _info.json, and run this again"
+        )
+    for split, names in splits.items():
+        _, counts = np.unique(
+            np.concatenate([found[name].keys for name in names]), return_counts=True
+        )
+        if repeated := np.count_nonzero(counts > 1):
+            print(
+                f"note: {repeated:,} keys of {split} are there more than once: `python -m"
+                f" data_prep.verify {quote(str(output))}` names them"
+            )
 
 
 def _describe(entry: dict[str, Any]) -> str:

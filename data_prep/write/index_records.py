@@ -20,6 +20,7 @@ import numpy as np
 from data_prep.errors import PrepError, some
 from data_prep.read.download import WebShards
 from data_prep.write.output import Output, temporary_folder
+from data_prep.write.samples import key_hashes
 from vit.data.shards import info_file
 from vit.data.shards.index_file import first_samples, has_checksums, open_index
 from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
@@ -205,16 +206,14 @@ def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndar
     return known
 
 
-def compare_shards(
-    output: Output, info: dict[str, Any], found: dict[str, tuple[np.ndarray, dict[str, Any]]]
-) -> None:
+def compare_shards(output: Output, info: dict[str, Any], found: dict[str, Indexed]) -> None:
     """Raise PrepError listing shards that differ from `_info.json` in length, size or sha256."""
     problems = []
     for split in info["splits"]:
         for name, *recorded in zip(
             *info_file.describe_split(info, split, str(output)), strict=True
         ):
-            rows, sidecar = found[name]
+            rows, sidecar, _ = found[name]
             here = [len(rows), sidecar["bytes"], sidecar["sha256"]]
             if any(known not in (None, now) for known, now in zip(recorded, here, strict=True)):
                 problems.append(
@@ -229,15 +228,13 @@ def compare_shards(
 
 
 def choose_classes(
-    info: dict[str, Any] | None,
-    class_names: list[str],
-    found: dict[str, tuple[np.ndarray, dict[str, Any]]],
+    info: dict[str, Any] | None, class_names: list[str], found: dict[str, Indexed]
 ) -> dict[str, Any]:
     """class_names and num_classes, from the existing `_info.json` as far as it has them.
 
     Raises PrepError for a label beyond.
     """
-    largest, name = max((int(rows["label"].max()), name) for name, (rows, _) in found.items())
+    largest, name = max((int(each.rows["label"].max()), name) for name, each in found.items())
     known = len(class_names) or (info or {}).get("num_classes")
     if class_names and largest >= len(class_names):
         raise PrepError(
@@ -245,7 +242,7 @@ def choose_classes(
             f" those of labels 0 to {len(class_names) - 1}: name all classes, in the order of"
             " labels"
         )
-    num_samples = sum(len(rows) for rows, _ in found.values())
+    num_samples = sum(len(each.rows) for each in found.values())
     if known is None and largest >= num_samples:
         raise PrepError(
             f"a label {largest:,} (in {name}) would make {largest + 1:,} classes of"
@@ -271,14 +268,24 @@ class Shard(NamedTuple):
     """Its rows in the index of an earlier command."""
 
 
-def index_shard(shard: Shard) -> tuple[np.ndarray, dict[str, Any]]:
-    """The index rows and the sidecar of a shard; its `.idx` and sidecar are there then."""
+class Indexed(NamedTuple):
+    """What is known of an indexed shard."""
+
+    rows: np.ndarray
+    """(num_samples,) INDEX_DTYPE."""
+    sidecar: dict[str, Any]
+    keys: np.ndarray
+    """(num_samples,) uint64, hashes of the keys; of a shard that an earlier command read (0,)."""
+
+
+def index_shard(shard: Shard) -> Indexed:
+    """Index a shard; its `.idx` and sidecar are there then."""
     if isinstance(shard.source, Output) and shard.source.local is not None:
         return _index_in_place(shard, shard.source.local / shard.name)
     return _indexed_before(shard) or _index_fetched(shard, shard.source)
 
 
-def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]]:
+def _index_in_place(shard: Shard, tar: Path) -> Indexed:
     """Write `.idx` and sidecar if missing or wrong.
 
     What an earlier sidecar records of the bytes holds while size and time are unchanged.
@@ -305,10 +312,10 @@ def _index_in_place(shard: Shard, tar: Path) -> tuple[np.ndarray, dict[str, Any]
             sidecar = info_file.write_sidecar(
                 tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about
             )
-    return index_rows(found.samples), sidecar
+    return Indexed(index_rows(found.samples), sidecar, key_hashes([s.key for s in found.samples]))
 
 
-def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
+def _indexed_before(shard: Shard) -> Indexed | None:
     """The result of an earlier command, if the shard is unchanged as far as its size shows."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
@@ -333,10 +340,12 @@ def _indexed_before(shard: Shard) -> tuple[np.ndarray, dict[str, Any]] | None:
         return None
     if sidecar.get("shards_at") != _elsewhere(shard):
         return None
-    return (rows, sidecar) if shard.source.size(shard.name) in (-1, sidecar["bytes"]) else None
+    if shard.source.size(shard.name) not in (-1, sidecar["bytes"]):
+        return None
+    return Indexed(rows, sidecar, np.empty(0, np.uint64))
 
 
-def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray, dict[str, Any]]:
+def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
     """Fetch a shard, scan and hash it, and publish its records; the sidecar marks completeness."""
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
@@ -351,7 +360,7 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> tuple[np.ndarray
         sidecar = info_file.write_sidecar(tar, len(found.samples), **extra)
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
-    return rows, sidecar
+    return Indexed(rows, sidecar, key_hashes([sample.key for sample in found.samples]))
 
 
 OF_SAMPLES = ("members", "quarantined", "passed_over")

@@ -139,6 +139,28 @@ def test_a_wrong_idx_is_made_again(foreign, capsys):
         assert digests(foreign) == whole
 
 
+def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
+    root = tmp_path / "root"
+    shard_with(root, [])
+    assert main([str(root), "--workers", "1"]) == 0
+    assert "more than once" not in capsys.readouterr().out
+    (root / "_info.json").unlink()
+    shutil.copy(root / "train-0000.tar", root / "val-0000.tar")
+    shutil.copy(root / "train-0000.tar", root / "train-0001.tar")
+    assert main([str(root), "--workers", "1"]) == 0
+    equal = "train-0000.tar, train-0001.tar, val-0000.tar"
+    assert f"note: {equal} have the same bytes: move all but one away" in capsys.readouterr().out
+    (root / "_info.json").unlink()
+    (root / "train-0001.tar").unlink()
+    (root / "val-0000.tar").unlink()
+    shard_with(root, [("s9.jpg", jpeg(3)), ("s9.cls", b"0")], "train-0001.tar")
+    assert main([str(root), "--workers", "1"]) == 0
+    assert (
+        f"note: 3 keys of train are there more than once: `python -m data_prep.verify {root}`"
+        " names them" in capsys.readouterr().out
+    )
+
+
 # ---- what does not fit ---------------------------------------------------------------------------
 
 

@@ -173,10 +173,10 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
 def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
     root = tmp_path / "my shards"
     root.mkdir()
-    for split in ("train", "validation"):
+    for first, split in enumerate(("train", "validation")):
         write_tar(
             root / f"{split}-0.tar",
-            [(str(n), {"jpg": image(n), "cls": b"%d" % (1 + n % 3)}) for n in range(6)],
+            [(str(n), {"jpg": image(first + n), "cls": b"%d" % (1 + n % 3)}) for n in range(6)],
         )
     assert index(root) == 0
     assert (
