@@ -188,7 +188,8 @@ DEFLATED = 8
 def walk_zip(path: Path) -> Iterator[Members]:
     """The files of a zip from its table of members, some thousands at a time.
 
-    The table is read at once: 0.7 kB of memory for each member. Raises PrepError for a file that is
+    The table is read at once: 0.7 kB of memory for each member. Backslashes separate folders where
+    no name has a slash, as some tools of Windows write them. Raises PrepError for a file that is
     not a zip, is cut off, damaged or split, and for members that are encrypted or links, or have an
     absolute name or `..` in it. `read_zip_member` checks the compression method.
     """
@@ -204,10 +205,13 @@ def walk_zip(path: Path) -> Iterator[Members]:
         raise PrepError(
             f"{path}: {problem} ({error}); copy or download it again and compare its size"
         ) from error
+    if not any("/" in member.filename for member in table):
+        for member in table:
+            member.filename = member.filename.replace("\\", "/")
     for start in range(0, len(table), BATCH):
         batch = table[start : start + BATCH]
         for member in batch:
-            _check_name(path, member.filename)
+            _check_name(path, member.orig_filename)
             if stat.S_ISLNK(member.external_attr >> 16):
                 raise _refused(path, member.filename, "is a link")
             if member.flag_bits & 1:

@@ -57,6 +57,21 @@ def test_zip_as_zipfile_says(tmp_path, compression, num):
     assert [(s.name, s.offset, s.size) for s in zip_samples(tmp_path / "a.zip")] == expected
 
 
+def test_backslashes_separate_folders_where_no_name_has_a_slash(tmp_path):
+    """As .NET before 4.6.1 and some tools of Windows write them, also for empty folders."""
+    names = ["a\\", "a\\0.jpg", "a\\b\\1.jpg", "2.jpg"]
+    for more, expected in (
+        ([], ["a/0.jpg", "a/b/1.jpg", "2.jpg"]),
+        (["c/3.jpg"], [*names, "c/3.jpg"]),
+    ):
+        with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive:
+            for name in [*names, *more]:
+                archive.writestr(name, name)
+        samples = zip_samples(tmp_path / "a.zip")
+        assert [sample.name for sample in samples] == expected
+        assert read_zip_member(samples[-1]).decode() == [*names, *more][-1]
+
+
 class Pipe(io.BytesIO):
     """Cannot be sought, so that zipfile puts sizes and CRC behind the data."""
 
