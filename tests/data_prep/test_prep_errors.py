@@ -302,6 +302,7 @@ def _(place):
 
 
 # ---- index ---------------------------------------------------------------------------------------
+IMAGE = jpeg(np.zeros((8, 8, 3), np.uint8))
 
 
 def shards_in(
@@ -310,8 +311,7 @@ def shards_in(
     """A folder with a shard that somebody else wrote."""
     folder = place.folder / "shards"
     folder.mkdir()
-    data = jpeg(np.zeros((8, 8, 3), np.uint8))
-    (folder / name).write_bytes(tar_of((members or {"a.jpg": data, "a.cls": b"0"}).items()))
+    (folder / name).write_bytes(tar_of((members or {"a.jpg": IMAGE, "a.cls": b"0"}).items()))
     return folder
 
 
@@ -321,6 +321,12 @@ def _(place):
     place.run("index", place.folder / "shards", "--workers", 1)
 
 
+@scenario("image and label of a sample that are not neighbours in the tar")
+def _(place):
+    members = {"a.jpg": IMAGE, "b.jpg": IMAGE, "a.cls": b"0", "b.cls": b"1"}
+    place.run("index", shards_in(place, members=members))
+
+
 @scenario("no split in a shard's name")
 def _(place):
     place.run("index", shards_in(place, "00000.tar"))
@@ -328,18 +334,14 @@ def _(place):
 
 @scenario("samples without a label")
 def _(place):
-    place.run(
-        "index",
-        shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.txt": b"a cat"}),
-    )
+    place.run("index", shards_in(place, members={"a.jpg": IMAGE, "a.txt": b"a cat"}))
 
 
 @scenario("image and label under other names")
 def _(place):
-    image = jpeg(np.zeros((8, 8, 3), np.uint8))
     place.run(
         "index",
-        shards_in(place, members={"a.image.jpg": image, "a.json": b'{"label": 3}'}),
+        shards_in(place, members={"a.image.jpg": IMAGE, "a.json": b'{"label": 3}'}),
         "--workers",
         1,
     )
@@ -347,25 +349,18 @@ def _(place):
 
 @scenario("labels that are names")
 def _(place):
-    place.run(
-        "index",
-        shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"cat"}),
-        "--workers",
-        1,
-    )
+    place.run("index", shards_in(place, members={"a.jpg": IMAGE, "a.cls": b"cat"}), "--workers", 1)
 
 
 @scenario("a label that would make more classes than there are samples", begun=True)
 def _(place):
-    place.out = shards_in(
-        place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"999999999"}
-    )
+    place.out = shards_in(place, members={"a.jpg": IMAGE, "a.cls": b"999999999"})
     place.run("index", place.out, "--workers", 1)
 
 
 @scenario("samples that do not fit, more than may be left out", begun=True)
 def _(place):
-    fits = {"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"0"}
+    fits = {"a.jpg": IMAGE, "a.cls": b"0"}
     place.out = shards_in(place, members={**fits, "b.jpg": b"", "b.cls": b"0"})
     place.run("index", place.out, "--max-unreadable", 0, "--workers", 1)
 
@@ -373,7 +368,7 @@ def _(place):
 @scenario("labels beyond the class names", begun=True)
 def _(place):
     (place.folder / "names.txt").write_text("cat\ndog\n")
-    folder = shards_in(place, members={"a.jpg": jpeg(np.zeros((8, 8, 3), np.uint8)), "a.cls": b"3"})
+    folder = shards_in(place, members={"a.jpg": IMAGE, "a.cls": b"3"})
     place.out = folder
     place.run("index", folder, "--classes", place.folder / "names.txt", "--workers", 1)
 

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
 import tarfile
 import tracemalloc
 from pathlib import Path
@@ -96,6 +97,37 @@ def test_samples_at_fault_are_named(tmp_path, members, message):
     tar = write_tar(tmp_path / "train-00000.tar", members)
     with pytest.raises(ShardError, match=rf"train-00000\.tar: .*{message}"):
         scan_tar(tar)
+
+
+@pytest.mark.parametrize("num_neighbours", [0, 1])
+def test_members_that_tar_has_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
+    """`tar cf train-00000.tar *.jpg *.cls`; the last image and the first label may fit."""
+    pairs = [pair(key, number) for number, key in enumerate("abc")]
+    images, labels = ([both[which] for both in pairs] for which in (0, 1))
+    order = [*images, *labels] if not num_neighbours else [*images, *labels[::-1]]
+    tar = write_tar(tmp_path / "train-00000.tar", order)
+    with pytest.raises(ShardError) as caught:
+        scan_tar(tar)
+    num_unfit = 6 - 2 * num_neighbours
+    assert (
+        f"sample 'a' has no .cls with the label (its members: jpg) ({num_unfit} of"
+        f" {num_unfit + num_neighbours} samples do not fit). Members of 'a' are at several places"
+        " of this tar, and those of a sample must be neighbours: write it again with `tar"
+        " --sort=name -cf train-00000.tar -C FOLDER .`" in str(caught.value)
+    )
+
+
+@pytest.mark.skipif(
+    "GNU tar" not in subprocess.getoutput("tar --version"), reason="no GNU tar: apt-get install tar"
+)
+def test_the_remedy_for_grouped_members_works(tmp_path):
+    (tmp_path / "images").mkdir()
+    for number, key in enumerate(("b", "a-1", "a", "a b")):
+        for name, data in pair(key, number):
+            (tmp_path / "images" / name).write_bytes(data)
+    tar = tmp_path / "train-0.tar"
+    subprocess.run(["tar", "--sort=name", "-cf", tar, "-C", tmp_path / "images", "."], check=True)
+    assert len(scan_tar(tar)) == 4
 
 
 def change_info(root: Path, **changes) -> None:

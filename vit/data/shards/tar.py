@@ -193,7 +193,10 @@ def survey_tar(
                 for _, member, kind in first_unfit
                 if kind == FILE
             }
-            raise ShardError(f"{path}: {_describe_unfit(found)}{remedy(contents, layout, FLAGS)}")
+            raise ShardError(
+                f"{path}: {_describe_unfit(found)}"
+                f"{_describe_grouped(path, found) or remedy(contents, layout, FLAGS)}"
+            )
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:
@@ -216,10 +219,11 @@ def scan_tar(
     """Return the samples of `survey_tar`; one that does not fit raises ShardError, too."""
     found = survey_tar(path, layout, left_out, with_checksums)
     if found.unfit:
-        raise ShardError(
-            f"{path}: {_describe_unfit(found)}. Mend these, or write the shard again without them;"
-            " `python -m data_prep.index` leaves them out"
+        what_to_do = _describe_grouped(Path(path), found) or (
+            ". Mend these, or write the shard again without them; `python -m data_prep.index`"
+            " leaves them out"
         )
+        raise ShardError(f"{path}: {_describe_unfit(found)}{what_to_do}")
     return found.samples
 
 
@@ -229,6 +233,18 @@ def _describe_unfit(found: Survey) -> str:
     return (
         f"sample {first.key!r} {first.reason} ({len(found.unfit):,} of"
         f" {len(found.unfit) + len(found.samples):,} samples do not fit)"
+    )
+
+
+def _describe_grouped(path: Path, found: Survey) -> str:
+    """Describe how to write a tar whose members are grouped by suffix; "" for any other."""
+    num_places = Counter(key for key, _ in {(left.key, left.name) for left in found.unfit})
+    keys = [left.key for left in found.unfit if num_places[left.key] > 1]
+    return (
+        f". Members of {keys[0]!r} are at several places of this tar, and those of a sample must be"
+        f" neighbours: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
+        if keys
+        else ""
     )
 
 
