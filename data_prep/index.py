@@ -50,7 +50,6 @@ from data_prep.write.index_records import (
     group_by_split,
     index_shard,
     known_rows,
-    list_tars,
     locate,
     read_infos,
     stem,
@@ -92,7 +91,8 @@ def index(
                 f"{source}: --split {split}, but its _info.json has {', '.join(splits)}"
             )
     else:
-        splits = group_by_split(names or list_tars(source), str(source), split)
+        files = names or (sorted(source.sizes()) if isinstance(source, Output) else [])
+        splits = group_by_split(files, str(source), split)
     if ours is not None and tars_by_split(ours) != splits:
         raise PrepError(
             f"{output}: its _info.json lists other shards than those named here; move it away, or"

@@ -8,6 +8,7 @@ the hashed tar was last changed.
 
 from __future__ import annotations
 
+import fnmatch
 import itertools
 import re
 from collections.abc import Iterator
@@ -31,6 +32,7 @@ from vit.system.files import ShardError, sha256_of
 from vit.system.redact import shown
 from vit.system.urls import bare, expand_braces, resolve
 
+COMPRESSED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
@@ -43,11 +45,17 @@ def split_of(filename: str) -> str | None:
     return parts[-1] if parts and number.isdecimal() and parts[-1].isalpha() else None
 
 
-def group_by_split(names: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
-    """File names of each split, sorted; all in `split` if given.
+def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
+    """File names of the tars of each split, sorted; all in `split` if given.
 
     Raises PrepError if there are none, or their names do not fit.
     """
+    names = [name for name in files if name.endswith(".tar")]
+    if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
+        raise PrepError(
+            f"{root}: no .tar files but compressed ones ({some(compressed)}), of which no sample"
+            " can be read by itself: unpack them first (gunzip, bunzip2, unxz, unzstd)"
+        )
     if not names:
         raise PrepError(
             f"{root}: no .tar files; expected <split>-00000.tar or <anything>-<split>-00000.tar"
@@ -116,7 +124,7 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
     except (PrepError, ShardError) as error:
         hint = ". Where nothing can be written, give a folder for the index with --out"
         raise PrepError(f"{error}{'' if out else hint}") from error
-    if out is not None and (tars := list_tars(output)):
+    if out is not None and (tars := sorted(fnmatch.filter(output.sizes(), "*.tar"))):
         raise PrepError(
             f"{output}: holds shards itself ({some(tars)}); choose an empty folder for the index of"
             f" {source}"
@@ -170,12 +178,6 @@ def _info(place: Output | WebShards) -> dict[str, Any] | None:
 def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
     """File names of each split in an `_info.json`."""
     return {name: list(described["filenames"]) for name, described in info["splits"].items()}
-
-
-def list_tars(source: Output | WebShards) -> list[str]:
-    """The tars in a folder."""
-    assert isinstance(source, Output)
-    return sorted(name for name in source.sizes() if name.endswith(".tar"))
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:

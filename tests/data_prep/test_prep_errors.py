@@ -321,6 +321,13 @@ def _(place):
     place.run("index", place.folder / "shards", "--workers", 1)
 
 
+@scenario("a folder of compressed tars")
+def _(place):
+    (place.folder / "shards").mkdir()
+    (place.folder / "shards" / "train-0.tar.gz").touch()
+    place.run("index", place.folder / "shards", "--workers", 1)
+
+
 @scenario("image and label of a sample that are not neighbours in the tar")
 def _(place):
     members = {"a.jpg": IMAGE, "b.jpg": IMAGE, "a.cls": b"0", "b.cls": b"1"}
