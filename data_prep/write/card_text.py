@@ -25,6 +25,7 @@ from vit.data.decode.images import decode
 from vit.data.shards.index_file import first_samples, open_index
 from vit.data.shards.info_file import read_info
 from vit.system.files import ShardError
+from vit.system.redact import escape_unprinted
 
 THREADS = 8
 """Images decoded at a time."""
@@ -146,7 +147,7 @@ def card_text(card: Card) -> str:
         "## Classes",
         _classes(card),
     ]
-    return "\n\n".join(paragraphs) + "\n"
+    return escape_unprinted("\n\n".join(paragraphs)) + "\n"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:

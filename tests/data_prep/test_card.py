@@ -69,6 +69,18 @@ def root(made, tmp_path) -> Path:
     return tmp_path / "set"
 
 
+def test_what_a_terminal_would_obey_is_shown_as_its_escape(root):
+    info = json.loads((root / "_info.json").read_text())
+    info["class_names"][0] = "esc\x1b]0;title\x07\u202e"
+    info["source"] = "a\x9bb"
+    (root / "_info.json").write_text(json.dumps(info))
+    assert main([str(root)]) == 0
+    text = (root / "dataset.md").read_text()
+    assert r"| esc\x1b\]0;title\x07\u202e |" in text
+    assert text.startswith("# a\\x9bb\n")
+    assert text.replace("\n", "").isprintable()
+
+
 def samples(root: Path, split: str) -> list[tuple[Image.Image, int, int]]:
     """(image, its bytes, label) of all samples, by tarfile."""
     found = []

@@ -156,15 +156,22 @@ def keep_secret(*secrets: str) -> None:
 
 
 def printed(message: str) -> str:
-    """Return a message for people, `shown`, with what a terminal would obey as its escape.
+    """Return a message for people, `shown`, without what a terminal would obey."""
+    return escape_unprinted(shown(message))
+
+
+def escape_unprinted(text: str) -> str:
+    """Return `text` with what a terminal would obey as its escape.
 
     Names of files, classes and runs come from other people.
     """
+    if text.isprintable():  # nearly all names
+        return text
     return "".join(
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in UNPRINTED and letter not in "\n\t"
         else letter
-        for letter in shown(message)
+        for letter in text
     )
 
 
