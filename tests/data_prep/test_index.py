@@ -20,6 +20,8 @@ from data_prep import imagefolder
 from data_prep.index import main
 from data_prep.verify import main as verify
 from data_prep.write.index_records import split_of
+from vit.config.base import Selection
+from vit.data.select import choose
 from vit.data.shards.data_set import open_split
 
 
@@ -137,6 +139,21 @@ def test_a_wrong_idx_is_made_again(foreign, capsys):
         idx.write_bytes(content)
         assert main([str(foreign), "--workers", "1"]) == 0
         assert digests(foreign) == whole
+
+
+def test_an_idx_has_no_control_characters_and_keys_are_still_found_by_it(tmp_path):
+    tar = shard_with(tmp_path, [("\x1b[2J a\u202e.jpg", jpeg(3)), ("\x1b[2J a\u202e.cls", b"0")])
+    assert main([str(tmp_path), "--workers", "1"]) == 0
+    assert verify([str(tmp_path)]) == 0
+    lines = tar.with_suffix(".idx").read_text().splitlines()
+    assert [line.split(" ")[3] for line in lines[1:]] == [
+        *("s0.jpg", "s1.jpg", r"\x1b[2J_a\u202e.jpg", "s2.jpg")
+    ]
+    (tmp_path / "bad.txt").write_text("\x1b[2J a\u202e\n")
+    split = open_split(tmp_path, "train")
+    tar.write_bytes(bytes(tar.stat().st_size))
+    chosen = choose(split, Selection(exclude=str(tmp_path / "bad.txt")))
+    assert chosen.numbers.tolist() == [0, 1, 3], "by .idx, for no header can be read"
 
 
 def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from vit.data.part import Part
 from vit.data.row_filter import RowFilter
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
+from vit.data.shards.tar import idx_name
 from vit.data.storage.cached_tars import CachedTars
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
@@ -207,14 +207,14 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     """Return the samples of each key that is there."""
-    num_keys = Counter(_idx_name(key) for key in keys)
+    num_keys = Counter(idx_name(key) for key in keys)
     numbers = defaultdict[str, list[int]](list)
     for number, name in enumerate(_idx_names(split)):
         if name in num_keys:
             numbers[name].append(number)
     found: dict[str, list[int]] = {}
     for key in keys:
-        name = _idx_name(key)
+        name = idx_name(key)
         candidates = numbers.get(name, [])
         # `a b` and `a_b` have the same name: the tar's header decides, at the cost of a read.
         if len(candidates) > 1 or num_keys[name] > 1:
@@ -224,13 +224,8 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     return found
 
 
-def _idx_name(key: str) -> str:
-    """Return a key as `.idx` files have it, which separate fields by blanks."""
-    return re.sub(r"\s", "_", key)
-
-
 def _idx_names(split: Split) -> Iterator[str]:
-    """Yield the `_idx_name` of each sample.
+    """Yield the `idx_name` of each sample.
 
     From `.idx` next to the tar where it fits the index, else from the tar's headers: a read per
     sample.
@@ -261,7 +256,7 @@ def _idx_names(split: Split) -> Iterator[str]:
             image = [str(offsets[number]), str(sizes[number])]
             members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
             names = [name for *place, name in members if place == image]
-            yield split.key_in(names[0]) if names else _idx_name(split.key(first + number))
+            yield split.key_in(names[0]) if names else idx_name(split.key(first + number))
 
 
 def _name(split: Split) -> str:

@@ -30,6 +30,7 @@ from vit.data.shards.members import (
 )
 from vit.data.shards.tar_walk import FILE, FOLDER, TAR_BLOCK, Read, TarDamaged, pread, walk
 from vit.system.files import ShardError, replacing, unreadable
+from vit.system.redact import escape_unprinted
 
 INDEX_DTYPE = np.dtype(
     [  # 24 bytes per sample: 31 MB for ImageNet-1k
@@ -272,13 +273,20 @@ def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
     """Return DALI's index v1.2: a line per sample, `ext offset size name` for each member."""
     lines = [f"v1.2 {len(samples)}"]
     for sample in samples:
-        # DALI splits the line at blanks; a blank in a name would shift the fields.
         fields = (
-            f"{member.ext} {member.offset} {member.size} {BLANK.sub('_', member.name)}"
+            f"{idx_name(member.ext)} {member.offset} {member.size} {idx_name(member.name)}"
             for member in sample.members
         )
         lines.append(" ".join(fields))
-    return [line.encode("utf-8", "surrogateescape") + b"\n" for line in lines]
+    return [line.encode() + b"\n" for line in lines]
+
+
+def idx_name(name: str) -> str:
+    """Return a member's name, or a part of it, as `.idx` has it: printable and without blanks.
+
+    DALI splits the line at blanks; one in a name would shift the fields.
+    """
+    return escape_unprinted(BLANK.sub("_", name))
 
 
 def member_size(header: bytes) -> int:
