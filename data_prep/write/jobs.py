@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -82,9 +83,14 @@ def run_jobs(
             # the dead one may have held a lock that they wait for
             for worker in set(multiprocessing.active_children()) - others:
                 worker.kill()
+            # Workers import a script anew, which has no __spec__.
+            unguarded = (
+                ", or ended at its start, as where a script calls this outside of"
+                ' `if __name__ == "__main__":`'
+            ) * (sys.modules["__main__"].__spec__ is None)
             raise PrepError(
-                "a worker process was killed (out of memory?); run the same command again, it"
-                " continues, perhaps with fewer --workers"
+                f"a worker process was killed (out of memory?){unguarded}; run the same"
+                " command again, it continues, perhaps with fewer --workers"
             ) from error
         except BaseException:
             stopping.value = 1  # the pool waits for its workers, which clean up

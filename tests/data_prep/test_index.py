@@ -178,6 +178,23 @@ def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
     )
 
 
+def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path):
+    script = tmp_path / "script.py"
+    call = f"index([{str(foreign)!r}])"
+    ends = []
+    for guard in ("", 'if __name__ == "__main__": '):
+        script.write_text(f"from data_prep.index import index\n{guard}{call}\n")
+        done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120)
+        ends.append((done.returncode, done.stderr.strip()))
+    assert ends[0][0] == 1
+    assert ends[0][1].endswith(
+        "a worker process was killed (out of memory?), or ended at its start, as where a script"
+        ' calls this outside of `if __name__ == "__main__":`; run the same command again, it'
+        " continues, perhaps with fewer --workers"
+    )
+    assert ends[1][0] == 0
+
+
 # ---- what does not fit ---------------------------------------------------------------------------
 
 
