@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import torch
@@ -38,7 +39,7 @@ def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
 
 def claim_encoding(web: WebServer, encoding: str) -> None:
     """From here on answers have this Content-Encoding; their bytes stay as they are."""
-    handler = web._server.RequestHandlerClass
+    handler: Any = web._server.RequestHandlerClass
     original = handler.end_headers
     handler.end_headers = lambda self: (
         self.send_header("Content-Encoding", encoding),

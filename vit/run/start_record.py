@@ -116,7 +116,9 @@ def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
     """Return a note if images of a set are trained on, here or as copies; "" if not."""
     split = evaluated.split
     count = count_equal(train_set, split)
+    if not count:
+        return ""
     return (
         f"note: {evaluated.name} ({split.root} {split.name!r}): {count:,} of its"
         f" {split.num_samples:,} images are byte-equal to images that are trained on"
-    ) * bool(count)
+    )

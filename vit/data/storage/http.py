@@ -41,8 +41,7 @@ supported"."""
 
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
-"""Values of Content-Encoding with which the bytes are not those of the file; `aws-chunked`, which
-S3 keeps of some uploads, is none."""
+"""Values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
 
 
 class Version(NamedTuple):
@@ -239,7 +238,7 @@ class WebFile(io.RawIOBase):
         Raises RetryableError, or an error that is final.
         """
         encoding = response.headers.get("Content-Encoding", "")
-        # An address of its own is that of a stream or an archive, which may be compressed.
+        # A file without a name in a folder is a stream or an archive, which may be compressed.
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
                 f"{self._where}: the server compresses it (Content-Encoding: {encoding}), although"
