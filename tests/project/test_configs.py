@@ -127,7 +127,7 @@ def test_a_recipe_in_a_folder_is_loaded_by_its_name_from_anywhere(name, tmp_path
 
 def test_a_misspelt_recipe_gets_the_nearest_names(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"nearest of the \d+ recipes: deit3/vit_b16_800ep, "):
+    with pytest.raises(ConfigError, match=r"recipe has this name; nearest of .*: deit3/vit_b16_800ep, "):
         load_config("deit3/vit_b16_80ep")
 
 
@@ -169,7 +169,7 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     forecast = make_forecast(config, 8, find_gpu("H200"))
     if stated := re.search(r"are ([\d,]+) steps", header):
         assert int(stated[1].replace(",", "")) == forecast.plan.total_steps
-    if stated := re.search(r"# a ceiling.*: (\d+) micro-steps", text):
+    if stated := re.search(r"# at most this on a GPU of 80 GB.*: (\d+) micro-steps", text):
         assert int(stated[1]) == forecast.plan.accumulation_steps
     hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
     assert f"8 H200: {hours} h at 20 to 40 % of their peak (launch/plan.py)" in header

@@ -156,16 +156,18 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except OSError as error:
         if path.suffix and path.parent.is_dir():
+            problem = f"cannot read the config file ({error.strerror})"
             names = sorted(str(file) for file in path.parent.glob("*.yaml"))
-            given, owner = str(path), "files in that folder"
+            owner = "files in that folder"
         else:
+            problem = "neither a file nor a recipe has this name"
             names = sorted(str(recipe_name(file)) for file in recipes_folder().rglob("*.yaml"))
-            given, owner = str(path.with_suffix("")), "recipes"
+            owner = f"recipes in {recipes_folder()}"
         hint = f"; there are: {', '.join(names)}" if names else ""
         if len(names) > MOST_FILES:
-            close = difflib.get_close_matches(given, names, n=3, cutoff=0)
+            close = difflib.get_close_matches(str(path.with_suffix("")), names, n=3, cutoff=0)
             hint = f"; nearest of the {len(names)} {owner}: {', '.join(close)}"
-        raise ConfigError(f"{path}: cannot read the config file ({error.strerror}){hint}") from None
+        raise ConfigError(f"{path}: {problem}{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file") from None
 
