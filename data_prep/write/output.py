@@ -50,7 +50,10 @@ class Output:
         return shown(self.url)
 
     def make(self) -> None:
-        """Make the folder and test with an empty file that it is writable. Raises PrepError."""
+        """Make the folder and test with an empty file that it is writable.
+
+        Raises PrepError, of a store ShardError.
+        """
         if self.local is not None:
             try:
                 self.local.mkdir(parents=True, exist_ok=True)
@@ -68,12 +71,7 @@ class Output:
                 f"{self}: cannot be written, or shows files before they are complete; expected a"
                 f" folder or one of {kinds}"
             )
-        try:
-            self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
-        except FileNotFoundError as error:
-            raise PrepError(
-                f"{self}: no such bucket ({error}); create it first, or correct the URL"
-            ) from error
+        self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
 
     def size(self, name: str) -> int:
         """Bytes of a file, -1 if there is none."""

@@ -241,6 +241,19 @@ def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
     assert_whole(url, tmp_path)
 
 
+@pytest.mark.parametrize("script", ["launch/train.py", "launch/job.py"])
+def test_a_bucket_that_does_not_exist_is_a_mistake_to_train_and_to_a_scheduler(
+    s3, tmp_path, config, script
+):
+    url = "s3://my-misspelt-bucket/runs/x"
+    words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
+    done = run(script, *words)
+    assert done.returncode == 2, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {url}: there is no such bucket ("), line
+    assert line.endswith("): correct the URL, or create it first"), line
+
+
 @pytest.mark.full
 def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, tmp_path, config):
     """The ranks end with status 2; whether there is a newer checkpoint cannot be seen then."""

@@ -51,10 +51,7 @@ def try_store(url: str) -> str:
     """Write a file at `url` and remove it; return how to show the URL. Raises ValueError if that
     is refused, or not answered at once."""
     store = store_at(url, 0.0)
-    try:
-        store.try_writing(f".check.{secrets.token_hex(4)}")
-    except FileNotFoundError as error:
-        raise ValueError(f"{store}: {error}: there is no such bucket") from None
+    store.try_writing(f".check.{secrets.token_hex(4)}")
     return str(store)
 
 

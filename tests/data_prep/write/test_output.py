@@ -263,8 +263,8 @@ def test_what_is_not_there(bucket):
             Output(bucket).fetch("a.tar", folder)
         assert list(folder.iterdir()) == []
     with pytest.raises(
-        PrepError,
-        match=r"s3://no-such-bucket/a: no such bucket .*; create it first, or correct the URL",
+        ShardError,
+        match=r"s3://no-such-bucket/a: there is no such bucket .*: correct the URL, or create it",
     ):
         Output("s3://no-such-bucket/a").make()
 

@@ -39,6 +39,18 @@ def _(place):
     place.train("run.dir=s3:/bucket/run")
 
 
+@scenario("`run.dir` in a bucket that does not exist", slow=True)
+def _(place):
+    with S3Server():
+        place.train("run.dir=s3://misspelt-bucket/run", *at(place)[1:])
+
+
+@scenario("shards in a bucket that does not exist", slow=True)
+def _(place):
+    with S3Server():
+        place.train("data.root=s3://misspelt-bucket/shards")
+
+
 @scenario("`run.local_dir` of a run in a folder")
 def _(place):
     place.train("run.local_dir=/tmp/elsewhere")

@@ -39,6 +39,8 @@ VERSION_TAGS = (
 that also change with permissions and labels."""
 LOCAL_ERRORS = (*FULL, errno.EROFS)
 """Errors of this machine's disk; no store's client uses them."""
+NO_BUCKET = "bucket does not exist"
+"""Part of S3's answer to any request below a bucket that does not exist."""
 T = TypeVar("T")
 
 
@@ -151,14 +153,17 @@ class ObjectStore:
         return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
     def try_writing(self, name: str) -> None:
-        """Make an empty file and remove it."""
+        """Make an empty file and remove it. Raises Refused also for a bucket that is not there."""
 
         def probe(fs: Any, path: str) -> None:
             self._make_parent(fs, f"{path}/{name}")
             fs.pipe_file(f"{path}/{name}", b"", **_timeout(fs))
             fs.rm_file(f"{path}/{name}")
 
-        self._call("", probe)
+        try:
+            self._call("", probe)
+        except FileNotFoundError as error:  # Google's answer names only the path
+            raise self._no_bucket(error) from error
 
     def upload(self, path: Path, name: str = "", in_use: bool = False) -> None:
         """Upload a local file, under its own name if no other is given, and compare the sizes.
@@ -301,7 +306,8 @@ class ObjectStore:
                     raise
                 is_replaced = isinstance(error, OSError) and error.errno == errno.ESTALE
                 final: Exception | None = error
-                if not is_replaced and not isinstance(error, FileNotFoundError):
+                is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
+                if not is_replaced and not is_no_file:
                     final = self._refusal(error, where)
                 # Not even a renewed token would mend these.
                 is_misuse = isinstance(
@@ -323,6 +329,8 @@ class ObjectStore:
         """Return what to raise for an error that waiting does not mend; None if it may pass."""
         reason = _reason(error)
         name = type(error).__name__
+        if isinstance(error, FileNotFoundError):
+            return self._no_bucket(error)
         credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
         if isinstance(error, ImportError):
             remedy = f": pip install {self.kind.package}" if self.kind else ""
@@ -337,6 +345,12 @@ class ObjectStore:
                 f"{where}: {reason}; expected a folder or a URL such as s3://bucket/folder"
             )
         return None
+
+    def _no_bucket(self, error: FileNotFoundError) -> Refused:
+        return Refused(
+            f"{self}: there is no such bucket ({_reason(error)}): correct the URL, or create it"
+            " first"
+        )
 
 
 def _reason(error: Exception) -> str:
