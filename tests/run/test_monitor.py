@@ -19,11 +19,18 @@ from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
-from vit.data.stages import TALLIED
+from vit.data.stages import TALLIED, Tally
 from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.run.guard import Guard
-from vit.run.monitor import Monitor, Waiting, Waits, _collect_garbage, collect_garbage_at_log_lines
+from vit.run.monitor import (
+    Monitor,
+    Waiting,
+    Waits,
+    _collect_garbage,
+    advice,
+    collect_garbage_at_log_lines,
+)
 from vit.run.record import Record
 from vit.run.state import RunState
 from vit.run.step_result import StepResult
@@ -131,6 +138,34 @@ def test_waits_of_all_ranks_are_summed_up():
     assert not sum_up([(0.5,)]).is_uneven
 
 
+@pytest.mark.parametrize("num_workers", [0, 1000])
+@pytest.mark.parametrize("max_s", [1.0, 3.0])
+@pytest.mark.parametrize(
+    ("slowest", "remedy"),
+    [
+        ("decode_s", "--resize-short-side 256"),
+        ("resize_s", "--resize-short-side 256"),
+        ("read_s", "look at the disk and the network"),
+        ("store_s", "look at the network and the store"),
+    ],
+)
+def test_the_remedy_is_for_the_part_that_takes_the_time(slowest, remedy, max_s, num_workers):
+    """Of one rank that all wait for, its own part: the other rank's takes more time."""
+
+    def tally(name: str, seconds: float) -> Tally:
+        return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}
+
+    others = tally("draw_s", 20.0) if max_s > 1.0 else tally(slowest, 1.0)
+    waiting = Waiting(waited_s=3.0, max_s=max_s, mean_s=1.0, rank=1)
+    loaders = [others, tally(slowest, 0.9)]
+    world = World(0, 2, torch.device("cpu"), hosts=("near", "far"))
+    line = advice(0.5, waiting, loaders, 10.0, num_workers, world)
+    assert f"; its time: {slowest.removesuffix('_s')} 9" in line
+    assert remedy in line
+    assert ("network" in line) == ("network" in remedy)
+    assert ("raise data.num_workers" in line) == (max_s == 1.0 and num_workers == 0)
+
+
 @pytest.mark.parametrize(("others_s", "words"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
 def test_a_rank_that_others_wait_for_is_named_with_its_host(
     others_s, words, config, tmp_path, capsys
@@ -203,7 +238,7 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
     said = (
         r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its"
-        r" time: .*; look at its disk"
+        r" time: .*see what else runs on this host"
     )
     assert re.search(said, output), output
     assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

@@ -40,6 +40,16 @@ NOTABLE_WAIT_SHARE = 0.1
 change to be reported again."""
 NOTABLE_STAGE_SHARE = 0.05
 """Share of the loader's work above which a stage is named."""
+REMEDIES = {
+    Stage.ORDER: "keep the index on a local disk",
+    Stage.STORE: "look at the network and the store, or let data.cache_gib keep more blocks",
+    Stage.LOCK: "put data.cache_dir on a faster disk of each host",
+    Stage.READ: "look at the disk and the network",
+    Stage.DECODE: "write shards with --resize-short-side 256 or --restart-markers auto",
+    Stage.RESIZE: "write shards with --resize-short-side 256",
+    Stage.DRAW: "draw fewer augmentations (augment.randaugment_layers)",
+}
+"""What makes each stage of the loader faster."""
 UNEVEN = 1.5
 """A rank that waited this many times as long as the average rank is named."""
 
@@ -389,34 +399,41 @@ def advice(
     loaders: what the loader of each rank did, [] if that is not known. images_per_s: what the
     loaders of all ranks can make, if that is known.
     """
+    tally = loaders[waiting.rank] if loaders and waiting.is_uneven else add_up(loaders)
+    shares = _shares(tally)
+    remedies = [REMEDIES[shares[0][1]]] if shares else []
+    work = _work(tally, shares)
     waited = f"data-bound: {share:.0%} of the time was spent on waiting for images"
     if waiting.is_uneven:
-        work = _work(loaders[waiting.rank]) if loaders else ""
+        remedy = ", and ".join([*remedies, "see what else runs on this host"])
         return (
             f"{waited} of rank {waiting.rank} on {world.host_of(waiting.rank)}"
-            f" ({waiting.max_s:.1f} s, ranks on average {waiting.mean_s:.1f} s){work}; look at its"
-            " disk, its network and what else runs there"
+            f" ({waiting.max_s:.1f} s, ranks on average {waiting.mean_s:.1f} s){work}; {remedy}"
         )
     rate = ""
     if images_per_s is not None:
         rate = f"; the loader makes {digits(images_per_s)} images/s"
-    work = _work(add_up(loaders)) if loaders else ""
     cores = num_cores()
     ranks = local_world_size()
-    remedy = f"all {cores} core(s) are busy: cheaper images help (docs/data.md), or more cores"
     if max(num_workers, 1) * ranks < cores:
-        remedy = (
-            f"raise data.num_workers ({num_workers} for each of {ranks} rank(s), {cores} cores)"
-        )
-    return f"{waited}{rate}{work}; {remedy}"
+        workers = f"({num_workers} for each of {ranks} rank(s), {cores} cores)"
+        remedies.insert(0, f"raise data.num_workers {workers}")
+    else:
+        remedies.append(f"use more cores than these {cores}")
+    return f"{waited}{rate}{work}; {' or '.join(remedies)}"
 
 
-def _work(tally: Tally) -> str:
+def _shares(tally: Tally) -> list[tuple[float, Stage]]:
+    """Return the share of each stage in the time of loaders, the largest first; [] for no work."""
+    stages_s = {stage: tally[f"{stage.name.lower()}_s"] for stage in REMEDIES}
+    busy_s = sum(stages_s.values())
+    return sorted(((s / busy_s, stage) for stage, s in stages_s.items() if s), reverse=True)
+
+
+def _work(tally: Tally, shares: list[tuple[float, Stage]]) -> str:
     """Return what loaders spent their time on: "; its time: decode 71%, read 20%, 3 retries"."""
-    stages = [stage.name.lower() for stage in Stage if stage != Stage.IDLE]
-    busy_s = max(sum(tally[f"{name}_s"] for name in stages), 1e-9)
-    shares = sorted(((tally[f"{name}_s"] / busy_s, name) for name in stages), reverse=True)
-    parts = [f"{name} {share:.0%}" for share, name in shares if share >= NOTABLE_STAGE_SHARE]
+    notable = [(share, stage) for share, stage in shares if share >= NOTABLE_STAGE_SHARE]
+    parts = [f"{stage.name.lower()} {share:.0%}" for share, stage in notable]
     if tally["retries"]:
         parts.append(f"{tally['retries']:.0f} retries")
     return f"; its time: {', '.join(parts)}" if parts else ""

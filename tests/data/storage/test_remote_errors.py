@@ -379,7 +379,9 @@ def test_empty_files(name, told, whole_if_empty, web, url, cache):
 
 
 def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeypatch):
-    with pytest.raises(ShardError, match=r"s3://nowhere/a: there is no such bucket \(.*\): correct"):
+    with pytest.raises(
+        ShardError, match=r"s3://nowhere/a: there is no such bucket \(.*\): correct"
+    ):
         open_split("s3://nowhere/a", "train", cache)
     bucket = s3.new_bucket()
     with pytest.raises(ShardError, match=f"{bucket}/a: no _info.json there"):
