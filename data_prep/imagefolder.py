@@ -147,6 +147,11 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
     per_class = builder.count("train")
     also = f" ({ignored.images_summary()})" if ignored.images else ""
     if not per_class.sum():
+        if ignored.stray and train is root:
+            raise PrepError(
+                f"{train}: {len(ignored.stray):,} images lie in this folder itself: name its"
+                f" parent, {train.file.resolve().parent}; expected <class>/<image>"
+            )
         raise PrepError(
             f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
             " expected <class>/<image>"

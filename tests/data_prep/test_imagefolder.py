@@ -220,6 +220,12 @@ def test_what_is_not_a_regular_file_is_left_out_and_listed(tmp_path):
             ),
         ),
         ([], "", "no images"),
+        (
+            ["cat/1.jpg", "cat/2.jpg", "dog/1.jpg"],
+            "cat",
+            r"cat: 2 images lie in this folder itself: name its parent, /.*/source; expected",
+        ),
+        (["train/1.jpg", "train/2.jpg"], "", r"no images .* in its 0 subfolders"),
         (["a/notes.txt", "b/notes.txt"], "", "no images .* in its 2 subfolders"),
         (["a/1.jpg", "a/2.jpg"], "", r"only one class \(a\)"),
         (["a/1.jpg", "b/x.txt"], "", "classes without images: b"),

@@ -186,6 +186,11 @@ def _(place: Place) -> None:
     place.prepare("imagefolder", place.folder / "images")
 
 
+@scenario("the folder of one class in place of its parent")
+def _(place: Place) -> None:
+    place.prepare("imagefolder", images(place, ("cat", "dog")) / "cat")
+
+
 @scenario("an image folder with a single class")
 def _(place: Place) -> None:
     place.prepare("imagefolder", images(place, ("cat",)))
