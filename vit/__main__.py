@@ -14,7 +14,10 @@ from __future__ import annotations
 import ast
 import runpy
 import sys
+from importlib.metadata import version
 from pathlib import Path
+
+from vit.system.spelling import did_you_mean
 
 LAUNCH = next(
     folder
@@ -25,7 +28,7 @@ COMMANDS = sorted(path.stem for path in LAUNCH.glob("*.py") if path.stem != "che
 
 
 def main() -> None:
-    """Run the command that the command line names. Exit status 2 if it names none."""
+    """Run the command that the command line names. Exit status 2 if it names none of them."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
         script = LAUNCH / f"{name}.py"
@@ -38,9 +41,18 @@ def main() -> None:
         module = ".".join(["data_prep", *sys.argv[2:3]])
         sys.argv = sys.argv[2:] or sys.argv[1:]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-    else:
+    elif name == "--version":
+        print(f"vitline {version('vitline')}")
+    elif name in ("", "-h", "--help"):
         print(usage())
-        raise SystemExit(0 if name in ("-h", "--help") else 2)
+        raise SystemExit(0 if name else 2)
+    else:
+        hint = did_you_mean(name, [*COMMANDS, "prep"])
+        print(
+            f"error: unknown command {name!r}{hint}: vitline --help lists the commands",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
 
 
 def usage() -> str:
@@ -49,7 +61,8 @@ def usage() -> str:
     lines.append(
         f"  {'prep':10} Write, index, verify and describe shards: `prep` alone lists its commands."
     )
-    return "\n".join(["usage: vitline COMMAND ...", "", *lines, "", "Each has --help."])
+    last = "Each has --help; `vitline --version` prints the version."
+    return "\n".join(["usage: vitline COMMAND ...", "", *lines, "", last])
 
 
 def _first_line(path: Path) -> str:

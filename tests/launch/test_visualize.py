@@ -86,7 +86,8 @@ def test_costs_of_each_layer(base, capfd):
         (["distance", "RUN", "--samples", "0"], "--samples 0: give a number from 1 on"),
         (["summary", "vit_b"], "unknown model 'vit_b'"),
         (["confusion", "nowhere"], "nowhere: not a run folder"),
-        (["filtres", "RUN"], "invalid choice: 'filtres'"),
+        (["filtres", "RUN"], r"invalid choice: 'filtres' .*\(did you mean filters"),
+        (["atention", "RUN"], r"invalid choice: 'atention' .*\(did you mean attention"),
         (["patches", "RUN", "--data", "nowhere"], "nowhere: no such directory"),
     ],
 )

@@ -4,9 +4,10 @@ this process."""
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
-from processes import run_here
+from processes import call, environment, run_here
 
 from vit.system.command_line import as_typed
 
@@ -122,3 +123,20 @@ def test_evaluating_and_predicting_refuse_the_same_numbers_in_the_same_words():
         "--num-workers -1: give a number from 0 on",
         "--image-size takes a side, or height and width, in pixels",
     ]
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "out", "err"),
+    [
+        (["trian"], 2, "", r"error: unknown command 'trian' \(did you mean train\b.*\?\): vitline"),
+        (["xyz123"], 2, "", r"error: unknown command 'xyz123': vitline --help lists the commands"),
+        (["--version"], 0, r"vitline 0\.\d+\.\d+\n", ""),
+        (["--help"], 0, r"usage: vitline COMMAND", ""),
+        ([], 2, r"usage: vitline COMMAND", ""),
+    ],
+)
+def test_vitline_knows_its_commands_and_its_version(words, status, out, err):
+    done = call([sys.executable, "-m", "vit", *words], environment())
+    assert done.returncode == status, done.stderr
+    assert re.match(out or "$", done.stdout), done.stdout
+    assert re.match(err or "$", done.stderr), done.stderr

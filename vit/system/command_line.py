@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from vit.system.redact import shown
+from vit.system.spelling import did_you_mean
 
 Hint = Callable[[str, str], str]
 """From an unknown option and its value ("" for none) to a hint at what is meant, or ""."""
@@ -59,6 +60,15 @@ class Parser(argparse.ArgumentParser):
         """As argparse's; keeps the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """As argparse's; also suggests the choice that was meant."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            choices = map(str, action.choices or ())
+            message = f"{error.message}{did_you_mean(str(value), choices)}"
+            raise argparse.ArgumentError(action, message) from None
 
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError that names unknown options.
