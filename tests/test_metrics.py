@@ -168,7 +168,7 @@ def test_any_of_several_right_classes_counts_and_padding_never():
 
 
 def test_no_image_is_no_division_by_zero():
-    assert counted() == Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    assert counted() == Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
 def test_fewer_than_five_classes_are_allowed():
@@ -225,11 +225,21 @@ def test_the_interval_of_an_accuracy_is_wilsons(total, share):
 
 
 def test_few_images_are_shown_with_their_interval():
-    few, many = (Accuracy(n, n, n, 100.0, 100.0, 0.25, 0.0) for n in (20, 5000))
+    few, many = (Accuracy(n, n, n, 100.0, 100.0, 0.25, 0.0, 6) for n in (20, 5000))
     assert (
         str(few)
         == "top-1 100.00 % (20 of 20; 95 % interval 83.9 to 100.0), top-5 100.00 % (20), loss"
         " 0.2500"
     )
     assert str(many) == "top-1 100.00 % (5000), top-5 100.00 % (5000), loss 0.2500"
-    assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0))
+    assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0))
+
+
+def test_people_read_top5_where_it_can_be_less_than_100_percent():
+    """Of five classes one of the five most probable is always right."""
+    for num_classes in (2, 5, 6):
+        logits, labels = torch.randn(8, num_classes), torch.arange(8) % num_classes
+        accuracy = counted((logits, labels))
+        assert ("top-5" in str(accuracy)) == (num_classes == 6)
+        assert {"top5", "correct_top5"} < accuracy.to_dict().keys()
+        assert "num_classes" not in accuracy.to_dict()

@@ -21,7 +21,14 @@ from vit.data.image_format import ImageFormat
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.evaluate import Evaluation, Evaluator
 from vit.features.probes import Asked, Probed, run_probes
-from vit.metrics import ECE_BINS, Accuracy, PairedDifference, interval95, paired_difference
+from vit.metrics import (
+    ECE_BINS,
+    TOP5_CLASSES,
+    Accuracy,
+    PairedDifference,
+    interval95,
+    paired_difference,
+)
 from vit.model import create_model
 from vit.open_data import open_split
 from vit.precision import precision_note
@@ -200,6 +207,7 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
     differences = differences_to_first(results)
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
     numbers = [_numbers(result) for result in results]
+    has_top5 = results[0].sets[VAL][1].accuracy.num_classes >= TOP5_CLASSES
     for name in numbers[0]:
         for number, (path, found) in enumerate(zip(names, numbers, strict=True)):
             values = found[name]
@@ -207,7 +215,7 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
             rows.append(
                 (
                     *(name if number == 0 else "", path, f"{values['num_images']}"),
-                    *(f"{values['top1']:.2f}", f"{values['top5']:.2f}"),
+                    *(f"{values['top1']:.2f}", f"{values['top5']:.2f}" if has_top5 else "-"),
                     *(f"{values['loss']:.4f}" if "loss" in values else "-",),
                     *(f"{values['ece']:.2f}" if "ece" in values else "-", difference),
                 )
@@ -236,6 +244,6 @@ def _numbers(result: Result) -> dict[str, dict[str, Any]]:
 
 def _short(difference: PairedDifference) -> str:
     return (
-        f"{difference.points:+.2f} ({difference.low:+.2f} to {difference.high:+.2f}):"
+        f"{difference.points:+z.2f} ({difference.low:+z.2f} to {difference.high:+z.2f}):"
         f" {difference.only_second} fixed, {difference.only_first} broken"
     )

@@ -19,6 +19,8 @@ LOSS_UNIT = 2.0**-24
 """Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
 FEW_IMAGES = 5000
 """Below this an accuracy is shown with its interval, which is then wider than about a point."""
+TOP5_CLASSES = 6
+"""The fewest classes with which an image can be outside the five most probable ones."""
 ECE_BINS = 15
 """As in Guo et al. 2017."""
 _Z95 = 1.959964
@@ -75,6 +77,11 @@ def format_interval(correct: int, total: int) -> str:
     return f"95 % interval {low:.1f} to {high:.1f}" if 0 < total < FEW_IMAGES else ""
 
 
+def format_top5(percent: float, correct: int, num_classes: int) -> str:
+    """`, top-5 99.94 % (1794)`; "" for so few classes that it is always 100 %."""
+    return f", top-5 {percent:.2f} % ({correct})" if num_classes >= TOP5_CLASSES else ""
+
+
 @dataclass(frozen=True)
 class Accuracy:
     """Result of an exact evaluation.
@@ -92,6 +99,8 @@ class Accuracy:
     top5: float
     loss: float
     ece: float
+    num_classes: int
+    """How many classes the model chose from; 0 without images."""
 
     def __str__(self) -> str:
         interval = format_interval(self.correct_top1, self.num_images)
@@ -99,13 +108,15 @@ class Accuracy:
         if interval:
             right += f" of {self.num_images}; {interval}"
         return (
-            f"top-1 {self.top1:.2f} % ({right}), top-5 {self.top5:.2f} % ({self.correct_top5}),"
-            f" loss {self.loss:.4f}"
+            f"top-1 {self.top1:.2f} % ({right})"
+            f"{format_top5(self.top5, self.correct_top5, self.num_classes)}, loss {self.loss:.4f}"
         )
 
     def to_dict(self) -> dict[str, float]:
-        """The numbers by name."""
-        return asdict(self)
+        """The numbers of the images by name."""
+        numbers = asdict(self)
+        del numbers["num_classes"]
+        return numbers
 
 
 class AccuracyCounter:
@@ -116,6 +127,7 @@ class AccuracyCounter:
         self.sums = torch.zeros(5, dtype=torch.int64, device=device)
         # of each bin of confidence: images, right ones, sum of confidences
         self.bins = torch.zeros(3, ECE_BINS, dtype=torch.int64, device=device)
+        self.num_classes = 0
 
     def add(
         self, logits: Tensor, labels: Tensor, weights: Tensor, accepted: Tensor | None = None
@@ -126,6 +138,7 @@ class AccuracyCounter:
         right classes of each row, filled up with -1, in place of `labels`.
         """
         logits = logits.float()
+        self.num_classes = logits.shape[1]
         valid = weights > 0
         columns = [labels] if accepted is None else list(accepted.unbind(1))
         numbers = torch.arange(logits.shape[1], device=logits.device)
@@ -169,7 +182,7 @@ class AccuracyCounter:
         confidences = sums[5 + 2 * ECE_BINS :]
         gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
         ece = float("nan") if not_finite else sum(gaps) * share
-        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean, ece)
+        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean, ece, self.num_classes)
 
 
 def _fixed_point(values: Tensor, is_known: Tensor) -> Tensor:
@@ -191,7 +204,7 @@ class PairedDifference:
 
     def __str__(self) -> str:
         return (
-            f"{self.points:+.2f} points (95 % interval {self.low:+.2f} to {self.high:+.2f}):"
+            f"{self.points:+z.2f} points (95 % interval {self.low:+z.2f} to {self.high:+z.2f}):"
             f" {self.only_second} images fixed, {self.only_first} broken"
         )
 

@@ -23,7 +23,7 @@ from vit.data.shards.split import Split
 from vit.features.extract import extract_features, feature_bytes, head_of
 from vit.features.knn import classify
 from vit.features.linear import ROWS, fit_probe, logits_of
-from vit.metrics import Accuracy, AccuracyCounter, format_interval, interval95
+from vit.metrics import Accuracy, AccuracyCounter, format_interval, format_top5, interval95
 from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.system.meter import Meter
@@ -57,6 +57,7 @@ class Probed:
     is_right: Tensor
     """(N,) bool on the CPU: which validation images it has right."""
     correct_top5: int
+    num_classes: int
     num_train: int
     split: str
     settings: dict[str, Any]
@@ -94,8 +95,8 @@ class Probed:
         interval = format_interval(right, values["num_images"])
         count = f"{right} of {values['num_images']}; {interval}" if interval else f"{right}"
         return (
-            f"{self.settings['k']}-NN {where}: top-1 {values['top1']:.2f} % ({count}), top-5"
-            f" {values['top5']:.2f} % ({self.correct_top5})"
+            f"{self.settings['k']}-NN {where}: top-1 {values['top1']:.2f} % ({count})"
+            f"{format_top5(values['top5'], self.correct_top5, self.num_classes)}"
         )
 
 
@@ -138,8 +139,8 @@ def run_probes(
         features.append(found)
     train, queries = features
     labels = [torch.from_numpy(split.index["label"].astype(np.int64)) for split in splits]
-    place = (train_split.num_samples, train_split.name)
     num_classes = max(split.num_classes for split in splits)
+    place = (num_classes, train_split.num_samples, train_split.name)
     probed: list[Probed] = []
     if asked.ks:
         text = f"{max(asked.ks)} nearest neighbours"

@@ -27,7 +27,7 @@ import torch
 from markupsafe import Markup, escape
 
 from vit.config.eval_section import VAL
-from vit.metrics import format_interval, interval95
+from vit.metrics import TOP5_CLASSES, format_interval, interval95
 from vit.report import facts
 from vit.report.curves import curve_panels
 from vit.report.history import History, read_history
@@ -158,6 +158,7 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
         "evaluations": evaluations,
         "averaged": any(row["top1_ema"] is not None for row in evaluations),
         "headline": facts.headline(evaluations),
+        "has_top5": len(source.class_names) not in range(1, TOP5_CLASSES),
         "best_by": best_by,
         "reference": facts.reference_facts(history, evaluations),
         "sets": facts.set_rows(history),

@@ -14,7 +14,7 @@ from typing import Any
 
 from vit.config import io as config_io
 from vit.config.schema import Config
-from vit.metrics import interval95
+from vit.metrics import format_top5, interval95
 from vit.model_summary import count_parameters
 from vit.system.redact import shown
 from vit.weights.programs import Subject
@@ -65,7 +65,7 @@ def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[s
         "Model": f"`{config.model.name}` at {height}x{width} pixels (height x width),"
         f" {parameters:,} parameters, {subject.num_classes:,} classes",
         "Data": _data(subject, origin),
-        "Accuracy": _accuracy(origin),
+        "Accuracy": _accuracy(origin, subject.num_classes),
         "Weights": _weights(origin),
         **{f"sha256 of `{file}`": f"`{sha256}`" for file, sha256 in hashes.items()},
         "sha256 of the file it was made of": f"`{origin.sha256}`",
@@ -135,7 +135,7 @@ def _data(subject: Subject, origin: Origin) -> str:
     return text
 
 
-def _accuracy(origin: Origin) -> str:
+def _accuracy(origin: Origin, num_classes: int) -> str:
     """Top-1 and top-5 of exactly these weights, or that there is no number."""
     if origin.published:
         return origin.published
@@ -144,11 +144,12 @@ def _accuracy(origin: Origin) -> str:
     right, total = line.get(f"correct_top1{end}"), line.get("num_images")
     if right is None or not total:
         return "not measured at this step"
+    right5 = line[f"correct_top5{end}"]
     low, high = interval95(right, total)
     return (
         f"top-1 {100 * right / total:.2f} % ({right:,} of {total:,} images of the validation split;"
-        f" 95 % interval {low:.1f} to {high:.1f}),"
-        f" top-5 {100 * line[f'correct_top5{end}'] / total:.2f} %"
+        f" 95 % interval {low:.1f} to {high:.1f})"
+        f"{format_top5(100 * right5 / total, right5, num_classes)}"
     )
 
 
