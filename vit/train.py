@@ -185,13 +185,12 @@ def _create_monitor(run: Run, loader: Loader, guard: Guard) -> Monitor:
 
 
 def _tell_reference(run: Run) -> None:
-    """Record and say which published curve the run is held against, and what is other than in its
-    recipe; a run that is finished already says nothing again."""
+    """Record and print which published curve the run is compared with, and which settings differ
+    from its recipe. A run that is finished prints nothing."""
     comparison = run.comparison
     if comparison is None or not run.world.is_main or run.state.is_finished(run.plan):
         return
     header = comparison.reference.header
-    name = comparison.reference.name
     unlike: list[str] = []
     if not comparison.refusal:
         unlike = deviations(run.config, header.recipe, header.settings)
@@ -202,7 +201,7 @@ def _tell_reference(run: Run) -> None:
     run.record.write(
         "reference",
         run.state.step,
-        name=name,
+        name=comparison.reference.name,
         title=header.title,
         source=header.source,
         note=header.note,
@@ -213,10 +212,9 @@ def _tell_reference(run: Run) -> None:
         unlike=unlike,
         curves=comparison.curves(),
     )
-    say = run.record.say
-    if comparison.refusal:
-        say(f"reference: {name} is not compared: {comparison.refusal}")
+    if comparison.refusal:  # a trial, or own data: only the record and the report have the reason
         return
+    say = run.record.say
     what = "the averaged weights" if header.weights == "ema" else "the weights"
     say(f"reference: {header.title}: top-1 of {what} ({header.source})")
     if comparison.length_note:

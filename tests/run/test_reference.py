@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -102,6 +104,8 @@ def test_values_lie_between_published_points_and_nowhere_else(tmp_path):
     assert own.line(20, {"top1": 26.0}) == (
         "epoch 2: 26.00 % (reference 25.00 %, 2 runs 20.00 to 30.00, +1.00)"
     )
+    nearly = "epoch 2: 25.00 % (reference 25.00 %, 2 runs 20.00 to 30.00, +0.00)"
+    assert own.line(20, {"top1": 24.999}) == nearly
     assert own.line(40, {"top1": 1.0}) == "epoch 4: 1.00 % (the reference ends at epoch 3.5)"
 
 
@@ -185,11 +189,45 @@ def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, c
     history = read_history(run_dir / "metrics.jsonl")
     assert np.allclose(history.of_kind("reference")[0]["curves"][0]["step"], [1.5, 4.5])
 
-    # Another validation set than the curve's: the run trains, and is not compared.
-    path.write_text(path.read_text().replace("images: 23", "images: 50000"))
-    words += ["train.steps=2", f"run.dir={tmp_path / 'other'}"]
-    run_here("launch/train.py", "--config", config, *words)
-    assert (
-        "curve is not compared: it is of 50,000 images of 3 classes, the" in capfd.readouterr().err
-    )
-    assert not [line for line in metrics(tmp_path / "other", "eval") if "top1_reference" in line]
+
+@pytest.mark.parametrize(
+    ("header", "settings", "reason"),
+    [
+        (("images: 23", "images: 50000"), [], "it is of 50,000 images of 3 classes, the"),
+        (("epochs: 4", "epochs: 2"), ["train.steps=2"], "its recipe has 6 steps, this run 2"),
+    ],
+    ids=["own data", "a trial"],
+)
+def test_a_run_of_other_data_or_length_is_not_compared_and_its_log_has_no_word_of_it(
+    header, settings, reason, tmp_path, shards, capfd
+):
+    config = write_config(tmp_path, shards, steps=6)
+    path = tmp_path / "curve.csv"
+    text = HEAD.format(recipe=config) + "epoch,top1\n1,10\n2,30\n"
+    assert header[0] in text
+    path.write_text(text.replace(*header))
+    words = [*TINY, f"eval.reference={path}", "eval.every_steps=2", *settings]
+    run_here("launch/train.py", "--config", config, *words, f"run.dir={tmp_path / 'run'}")
+    assert "reference" not in capfd.readouterr().err
+    assert not [line for line in metrics(tmp_path / "run", "eval") if "top1_reference" in line]
+    [line] = metrics(tmp_path / "run", "reference")
+    assert reason in line["refused"]
+    assert line["curves"] == []
+
+
+def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
+    """Also where the curve's own run was longer than the recipe, as AlgoPerf's."""
+
+    class Val(NamedTuple):
+        num_samples: int
+        num_classes: int
+
+    for name in SHIPPED:
+        header = read_reference(name).header
+        config = load_config(recipes_folder() / f"{header.recipe}.yaml", used_here=False).config
+        train = config.train
+        val = Val(header.images, header.classes)
+        for share in (1, 2):
+            steps = (train.steps or train.epochs * 100) // share
+            run = replace(plan(1), total_steps=steps, steps_per_epoch=100)
+            assert bool(create_comparison(config, run, val).refusal) == (share == 2)

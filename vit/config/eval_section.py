@@ -58,8 +58,9 @@ class EvalConfig(Section):
     `data.val_split`."""
 
     reference: str | None = None
-    """Published curve that evaluations of `data.val_split` are shown beside: the name of one of
-    `configs/reference`, or a CSV file of that form (docs/evaluation.md); `None`: none."""
+    """Published curve that evaluations of `data.val_split` are shown beside, if the run has the
+    data and the length of its recipe: the name of one of `configs/reference`, or a CSV file of that
+    form (docs/evaluation.md); `None`: no curve."""
 
     def further_places(self, root: str, split: str) -> list[tuple[str, str]]:
         """Root and split of what `sets` name besides `split` of `root`, `data.val_split`."""

@@ -7,9 +7,10 @@ are from, which recipe they are of, and how long that was trained:
     this run's plan and validation set -> `Comparison`: whether the two can be compared
     an evaluation -> its difference, for the record, and a line for people
 
-Both are compared at the same share of their schedules: for a run of the reference's length that is
-the same epoch. Between two published points the value is interpolated; before the first and after
-the last there is none.
+Only a run of the curve's recipe is compared: over the same validation set, and as long as the
+recipe or the curve. Both are compared at the same share of their schedules, which is the same epoch
+unless the curve's own run was longer than the recipe. Between two published points the value is
+interpolated; before the first and after the last there is none.
 """
 
 from __future__ import annotations
@@ -221,7 +222,7 @@ class Comparison:
         if self.reference.unit == "epoch":
             ours = self.plan.total_steps / self.plan.steps_per_epoch
         theirs = self.reference.length
-        if abs(ours / theirs - 1) <= SAME_LENGTH:
+        if _is_same(ours, theirs):
             return ""
         return (
             f"{ours:,.6g} {self.reference.unit}s here, {theirs:,.6g} there: compared at the same"
@@ -259,7 +260,7 @@ class Comparison:
         spread = ""
         if (num_runs := len(self.reference.runs)) > 1:
             spread = f", {num_runs} runs {value.low:.2f} to {value.high:.2f}"
-        return f"{text} (reference{where} {value.mean:.2f} %{spread}, {top1 - value.mean:+.2f})"
+        return f"{text} (reference{where} {value.mean:.2f} %{spread}, {top1 - value.mean:+z.2f})"
 
     def curves(self) -> list[dict[str, list[float]]]:
         """Return each run's points over the steps of this run: `step`, and each metric."""
@@ -278,6 +279,10 @@ class Comparison:
         return "_ema" if self.reference.header.weights == "ema" else ""
 
 
+def _is_same(length: float, other: float) -> bool:
+    return abs(length - other) <= SAME_LENGTH * other
+
+
 def create_comparison(config: Config, plan: Plan, val_split: Split) -> Comparison | None:
     """Hold a run of `config` against `eval.reference`; None if it names none.
 
@@ -287,23 +292,33 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
         return None
     reference = read_reference(config.eval.reference)
     header = reference.header
-    _check_recipe(header, f"eval.reference={config.eval.reference}")
+    recipe = _read_recipe(header, f"eval.reference={config.eval.reference}").train
+    per_epoch = plan.steps_per_epoch
+    recipe_steps = recipe.steps or (recipe.epochs or 0) * per_epoch
+    curve_steps = reference.length * (per_epoch if reference.unit == "epoch" else 1)
     refusal = ""
     if (val_split.num_samples, val_split.num_classes) != (header.images, header.classes):
         refusal = (
             f"it is of {header.images:,} images of {header.classes:,} classes, the validation split"
             f" has {val_split.num_samples:,} of {val_split.num_classes:,}"
         )
+    elif not any(_is_same(plan.total_steps, steps) for steps in (recipe_steps, curve_steps)):
+        refusal = f"its recipe has {recipe_steps:,.0f} steps, this run {plan.total_steps:,}"
     elif header.weights == "ema" and config.train.ema_decay is None:
         refusal = "it is of averaged weights, this run has none (train.ema_decay)"
     return Comparison(reference, plan, refusal)
 
 
-def _check_recipe(header: Header, where: str) -> None:
-    """Raise ValueError if what a run is compared with cannot be read, before it is trained."""
+def _read_recipe(header: Header, where: str) -> Config:
+    """Return the recipe of a curve, without the settings of the curve.
+
+    Raises ValueError if the recipe or these settings cannot be read, before anything is trained.
+    """
     recipe = Path(header.recipe)
+    path = recipe / CONFIG_FILE if recipe.is_dir() else recipe
     overrides = [f"{key}={json.dumps(value)}" for key, value in header.settings.items()]
     try:
-        load_config(recipe / CONFIG_FILE if recipe.is_dir() else recipe, overrides, used_here=False)
+        load_config(path, overrides, used_here=False)
+        return load_config(path, used_here=False).config
     except ValueError as error:
         raise ValueError(f"{where}: header: recipe: {error}") from None
