@@ -109,7 +109,6 @@ def evaluate_weights(
     # Labels are compared by number. Without this an accuracy on other classes would look valid.
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
         as_json["note"] = mismatch
-        lines.append(f"note: {mismatch}")
     lines += [each.line() for each in probed]
     others = {name: pair for name, pair in found.items() if name != VAL}
     for name, (scored, evaluation) in others.items():
@@ -125,6 +124,8 @@ def evaluate_weights(
         which = "" if loaded.step is None else f" (step {loaded.step}{averaged})"
         heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
         lines.insert(0, f"{heading}: {split.num_samples} images at {config.model.size_text()}")
+        if mismatch:
+            print(f"note: {mismatch}", file=out)
         print("\n  ".join(lines), file=out)
     return Result(result, as_json, found, tuple(probed))
 
