@@ -46,7 +46,9 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
         images = encoded[at : at + len(inputs)]
         found = trained.preprocess(*images)
         assert torch.equal(found, inputs[: len(images)])
-        if len(images) == len(inputs):  # kernels may sum in another order for another shape
+        # kernels may sum in another order for another layout or shape
+        assert found.stride() == inputs.stride()
+        if len(images) == len(inputs):
             assert torch.equal(trained(found), logits)
         at += len(images)
     assert at == split.num_samples == 23

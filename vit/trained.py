@@ -51,12 +51,13 @@ class Preprocess:
     """Only its `normalize` is used."""
 
     def __call__(self, *images: Image) -> Tensor:
-        """Return `images` as (B, C, H, W) float32 on the model's device, normalised.
+        """Return `images` as (B, C, H, W) float32 on the model's device, channels last, normalised.
 
         Raises ValueError for one that cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        return self.normalize(pixels)
+        # a loader's layout: for another one kernels may sum in another order
+        return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
         """Return the evaluation's view of `image`: (C, H, W) uint8 on the host, channels last.
