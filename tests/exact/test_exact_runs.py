@@ -25,7 +25,7 @@ from processes import (
 from ranks import together
 
 from vit.config.io import load_config
-from vit.exact.leaves import check_leaves, same_kernels
+from vit.exact.leaves import KERNEL_LIMITS, check_leaves, same_kernels
 from vit.plan import make_plan
 from vit.ranks.world import World
 
@@ -235,6 +235,14 @@ def test_a_batch_norm_is_refused():
     check_leaves(torch.nn.Sequential(torch.nn.BatchNorm1d(2, track_running_stats=False)))
 
 
+@pytest.fixture
+def no_limits(monkeypatch):
+    """Of libraries, by variables that whoever runs the tests has set."""
+    for name in KERNEL_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_limits")
 def test_a_library_that_is_kept_from_instructions_is_another_kind_of_host(monkeypatch):
     alone = World(0, 1, torch.device("cpu"))
     usual = same_kernels(alone)
@@ -249,6 +257,7 @@ def test_threads_that_are_no_number_are_refused(monkeypatch, given):
         same_kernels(World(0, 1, torch.device("cpu")))
 
 
+@pytest.mark.usefixtures("no_limits")
 def test_hosts_of_two_kinds_are_refused():
     """Rank 0 is a host of another kind here, and says so in the same words."""
 

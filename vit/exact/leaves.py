@@ -25,7 +25,7 @@ from vit.system.host import cpu_name
 
 _SEED_LEAF = 0x0D1
 _SEED_SAMPLE = 0x0D2
-_KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
 """Variables by which oneDNN and MKL are kept from instructions that the CPU has."""
 
 
@@ -47,7 +47,7 @@ def same_kernels(world: World) -> str:
         threads = f"{torch.get_num_threads()} thread(s)"
         # The name, too: libraries of matrix products choose kernels by maker and size of caches.
         own = f"{version} on {cpu_name()} with {capability}, {threads}"
-        limits = [f"{name}={os.environ[name]}" for name in _KERNEL_LIMITS if name in os.environ]
+        limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
         own = ", ".join([own, *limits])
     expected = world.broadcast_from_main(lambda: own)
     with world.fail_together():
