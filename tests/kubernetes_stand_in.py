@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 
 import warm_python
 import yaml
-from processes import REPOSITORY, children, environment
+from proc import children
+from processes import REPOSITORY, environment
 
 KUBE = REPOSITORY / "deploy" / "kube"
 INDEX = "metadata.annotations['batch.kubernetes.io/job-completion-index']"

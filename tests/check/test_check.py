@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from error_rows import leave_free, small_disk
 from families import Family
+from proc import children
 from processes import REPOSITORY, TINY, Background, call, command, environment, run, run_here
 
 from vit.run_store.lease import Lease
@@ -161,15 +162,9 @@ SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
 
 def has_workers(pid: int) -> bool:
     """Whether a rank has begun its steps. What it starts while it imports ends at once."""
-
-    def forks() -> set[str]:
-        # A thread does the parts, and has the workers.
-        of_threads = Path(f"/proc/{pid}/task").glob("*/children")
-        return {child for each in of_threads for child in each.read_text().split()}
-
-    before = forks()
+    before = children(pid)
     time.sleep(0.5)
-    return bool(before & forks())
+    return any(child in before for child in children(pid))
 
 
 @pytest.mark.full

@@ -14,7 +14,8 @@ import time
 
 import pytest
 import torch
-from numbered import Numbered, is_alive
+from numbered import Numbered
+from proc import is_alive
 from processes import REPOSITORY, environment
 
 from vit.data.batches import Batch

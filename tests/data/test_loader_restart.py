@@ -8,10 +8,10 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
-from numbered import Numbered, is_alive
+from numbered import Numbered
+from proc import is_alive, stat_of, state_of
 
 from vit.data.batches import Batch
 from vit.data.loader import Loader
@@ -23,10 +23,6 @@ ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 def crew_of(loader: Loader) -> list[int]:
     return sorted(worker.pid for worker, _ in loader._pool._workers.values())
-
-
-def state_of(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def passes_of(loader: Loader, number: int) -> None:
@@ -95,13 +91,11 @@ def test_workers_sleep_between_two_passes():
             assert time.monotonic() < deadline, "they do something"
             time.sleep(0.01)
         changes = [status.num_changes for status in loader._pool.statuses]
-        ticks = [Path(f"/proc/{pid}/stat").read_text().split()[13:15] for pid in crew_of(loader)]
+        ticks = [stat_of(pid)[11:13] for pid in crew_of(loader)]
         with Loader(Numbered(), 0, 40, num_workers=1) as training:
             list(training)
         assert [status.num_changes for status in loader._pool.statuses] == changes
-        assert ticks == [
-            Path(f"/proc/{pid}/stat").read_text().split()[13:15] for pid in crew_of(loader)
-        ], "processor time"
+        assert ticks == [stat_of(pid)[11:13] for pid in crew_of(loader)], "processor time"
 
 
 def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():

@@ -12,10 +12,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from numbered import Numbered, is_alive
+from numbered import Numbered
+from proc import is_alive, state_of
 from processes import REPOSITORY, environment
 
 from vit.config.schema import AugmentConfig
@@ -93,15 +93,11 @@ class Stopped(Reading):
         """Let it go on, from a thread, as soon as it may."""
 
         def wait() -> None:
-            while not (self.stopped.value and is_stopped(self.stopped.value) and may_go_on()):
+            while not (self.stopped.value and state_of(self.stopped.value) == "T" and may_go_on()):
                 time.sleep(0.01)
             os.kill(self.stopped.value, signal.SIGCONT)
 
         threading.Thread(target=wait, daemon=True).start()
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):

@@ -39,7 +39,8 @@ from prep_place import (
     scenario,
     whole_shards_only,
 )
-from processes import REPOSITORY, children, environment, jpeg
+from proc import children, command_line
+from processes import REPOSITORY, environment, jpeg
 from servers import S3Server, WebServer
 
 from vit.data.shards.index_file import left_out
@@ -282,7 +283,7 @@ def _(place):
         next(
             child
             for child in children(background.process.pid)
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+            if "spawn_main" in command_line(child)
         ),
         signal.SIGKILL,
     )

@@ -9,16 +9,8 @@ from pathlib import Path
 
 import pytest
 from kubernetes_stand_in import documents, evict
-from processes import (
-    TINY,
-    children,
-    final_state,
-    last_checkpoint,
-    last_step,
-    metrics,
-    train,
-    write_config,
-)
+from proc import children, command_line
+from processes import TINY, final_state, last_checkpoint, last_step, metrics, train, write_config
 
 from data_prep import verify
 
@@ -154,4 +146,4 @@ def test_parts_of_a_data_set_are_written_by_their_completion_index(cluster, shar
 def _meets(pod) -> bool:
     """Whether torchrun runs in an isolated pod."""
     pids = [pid for first in children(pod.process.pid) for pid in children(first)]
-    return any("distributed.run" in Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
+    return any("torch.distributed.run" in command_line(pid) for pid in pids)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from families import Family
-from processes import REPOSITORY, TINY, children, environment
+from proc import children
+from processes import REPOSITORY, TINY, environment
 
 _letters = itertools.cycle(string.ascii_lowercase)
 SUBNET = "10.213.9"

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from faults.way import Way
+from proc import states_of_threads
 from processes import Background
 from servers import S3Server, WebServer
 
@@ -262,12 +263,3 @@ def _wait_until_stopped(pid: int) -> None:
     while any(state not in "TtZX" for state in states_of_threads(pid).values()):
         assert time.monotonic() < deadline, f"process {pid} does not stop"
         time.sleep(0.0005)
-
-
-def states_of_threads(pid: int) -> dict[int, str]:
-    """Thread id -> R, S, D, T ..., of a process that lives."""
-    found = {}
-    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with suppress(OSError):  # the thread, or the process, has ended meanwhile
-            found[int(path.parent.name)] = path.read_text().rpartition(")")[2].split()[0]
-    return found

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faults.kills import Whole
-from faults.phases import Served, Watched, lines_of, states_of_threads, stopped
-from processes import Background, children
+from faults.phases import Served, Watched, lines_of, stopped
+from proc import children, stat_of, states_of_threads
+from processes import Background
 
 TARGETS = ("rank", "worker", "writer")
 _SEIZE = 0x4206
@@ -87,8 +88,7 @@ def _newest_thread(pid: int) -> int:
     """Of rank 0 that writes: each save has a thread of its own, made after all others."""
 
     def began_at(thread: int) -> int:
-        stat = Path(f"/proc/{pid}/task/{thread}/stat").read_text()
-        return int(stat.rpartition(")")[2].split()[19])
+        return int((stat_of(pid, thread) or ["0"] * 20)[19])
 
     return max(states_of_threads(pid), key=began_at)
 

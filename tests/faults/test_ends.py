@@ -9,11 +9,11 @@ import resource
 import signal
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from faults.phases import lines_of, stopped
-from processes import COMMANDS, TINY, Background, call, children, command, final_state, train
+from proc import children, status_of
+from processes import COMMANDS, TINY, Background, call, command, final_state, train
 
 from vit.ranks.exit import Interrupted, StopSignals, problem_of
 from vit.run.resume import settings_sha256
@@ -141,10 +141,7 @@ def test_a_finished_run_is_not_ended_by_a_rank_that_waits_for_the_report(tmp_pat
 
 def _pending(pid: int) -> int:
     """The signals that have come to a process and not reached it yet; none of one that ended."""
-    path = Path(f"/proc/{pid}/status")
-    if not path.exists():
-        return 0
-    lines = dict(line.split(":", 1) for line in path.read_text().splitlines())
+    lines = status_of(pid)
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
 
 

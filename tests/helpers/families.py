@@ -22,9 +22,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from proc import all_pids, command_line, environment_of, stat_of
 
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
@@ -37,28 +38,19 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
     """Live processes whose mark begins with `mark`, this one excepted: process id -> command line
     and test. With `name`: those of that test."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            variables = (folder / "environ").read_bytes().split(b"\0")
-            if (
-                not any(variable.startswith(f"{MARK}={mark}".encode()) for variable in variables)
-                or int(folder.name) == os.getpid()
-            ):
-                continue
-            test = next(
-                (variable for variable in variables if variable.startswith(f"{NAME}=".encode())),
-                b"",
-            ).decode(errors="replace")
-            state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if int(parent) == os.getpid() and re.search(
-                "multiprocessing.(resource_tracker|forkserver) import", line
-            ):
-                continue  # ours, as long as we live
-            if state != b"Z" and (not name or test == f"{NAME}={name}"):
-                found[int(folder.name)] = f"{line[:200].strip()} [{test}]"
-        except OSError:  # it has ended meanwhile, or is another user's
+    for pid in all_pids():
+        variables = environment_of(pid)
+        if not variables.get(MARK, "").startswith(mark) or pid == os.getpid():
             continue
+        test = variables.get(NAME, "")
+        line = command_line(pid)
+        state, parent, *_ = stat_of(pid) or ["Z", "0"]
+        if int(parent) == os.getpid() and re.search(
+            "multiprocessing.(resource_tracker|forkserver) import", line
+        ):
+            continue  # ours, as long as we live
+        if state != "Z" and (not name or test == name):
+            found[pid] = f"{line[:200]} [{test}]"
     return found
 
 
@@ -162,7 +154,8 @@ def begin_session() -> None:
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    command = [sys.executable, "-IS", __file__, str(os.getpid()), os.environ[MARK], folder]
+    # not isolated (-I): it imports what is beside it
+    command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
 

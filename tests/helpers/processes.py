@@ -25,6 +25,7 @@ import warm_python
 from checksums import digest
 from families import Family, bearing, inherited
 from PIL import Image
+from proc import children, command_line, environment_of
 from safetensors.torch import load_file
 
 import vit.train
@@ -272,7 +273,7 @@ class Background:
         """Process ids of the ranks, the first rank's first: torchrun gives each a session of its
         own, so only the family tree tells, or, of warm ones, the mark."""
         found = bearing(self._family.mark) if self._warm else children(self.process.pid)
-        lines = {pid: _command_line(pid) for pid in found if pid != self.process.pid}
+        lines = {pid: command_line(pid) for pid in found if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
         return sorted(ranks, key=_rank_of)  # numbers of processes begin anew at some time
 
@@ -289,7 +290,8 @@ class Background:
         """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel
         one."""
         for pid in [*self.trainers(), self.process.pid]:
-            os.kill(pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # it has ended, and torchrun has waited for it
+                os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
     def end(self, timeout_s: float = 240) -> str:
@@ -301,34 +303,8 @@ class Background:
             raise
 
 
-def children(pid: int) -> list[int]:
-    """Process ids of those that a process has started: of a rank its loader workers."""
-    try:
-        return [
-            int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        ]
-    except OSError:
-        return []
-
-
-def _command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""
-
-
 def _rank_of(pid: int) -> int:
-    try:
-        return int(environment_of(pid, "RANK") or 0)
-    except OSError:
-        return 0
-
-
-def environment_of(pid: int, name: str) -> str:
-    """A variable as another process had it at its start."""
-    words = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return dict(word.decode().split("=", 1) for word in words if b"=" in word).get(name, "")
+    return int(environment_of(pid).get("RANK") or 0)
 
 
 def last_step(run_dir: Path) -> int:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
 import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from proc import all_pids, command_line, environment_of
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE
@@ -150,17 +154,22 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
 
 def ours() -> list[int]:
     """Processes of this test that follow a feed or serve W&B: those with its home."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes()
-            if (
-                b"wandb_process.py" in words or b"wandb-core" in words
-            ) and f"HOME={os.environ['HOME']}".encode() in (process / "environ").read_bytes():
-                found.append(int(process.name))
-        except OSError:
-            continue
-    return found
+    return [
+        pid
+        for pid in all_pids()
+        if re.search("wandb_process.py|wandb-core", command_line(pid))
+        and environment_of(pid).get("HOME") == os.environ["HOME"]
+    ]
+
+
+def signal_ours(which: str, *signals: signal.Signals) -> list[int]:
+    """Send signals to those of `ours` whose command line names `which`; returns whom."""
+    chosen = [pid for pid in ours() if which in command_line(pid)]
+    for pid in chosen:
+        for each in signals:
+            with suppress(ProcessLookupError):  # what W&B starts for a moment
+                os.kill(pid, each)
+    return chosen
 
 
 class Server:

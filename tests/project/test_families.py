@@ -12,6 +12,7 @@ from pathlib import Path
 import conftest
 import families
 import pytest
+from proc import is_alive
 from processes import REPOSITORY, environment, run
 
 pytestmark = pytest.mark.skipif(
@@ -63,13 +64,6 @@ def are_gone(pids: list[int]) -> bool:
             return True
         time.sleep(0.02)
     return False
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.mark.parametrize("cold", [True, False])

@@ -10,22 +10,12 @@ import sys
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
 from families import Family
-from processes import (
-    REPOSITORY,
-    TINY,
-    children,
-    command,
-    environment,
-    final_state,
-    last_step,
-    metrics,
-    train,
-)
+from proc import children, command_line
+from processes import REPOSITORY, TINY, command, environment, final_state, last_step, metrics, train
 
 from vit.ranks.meeting import part_of_attempt
 from vit.ranks.world import RankLost
@@ -83,13 +73,11 @@ def test_torchrun_starts_a_killed_rank_again_and_the_weights_are_the_same(tmp_pa
             assert family.process.poll() is None, family.communicate(10)[0]
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        ranks = [pid for pid in children(family.process.pid) if is_rank(pid)]
+        ranks = [
+            pid for pid in children(family.process.pid) if "launch/train.py" in command_line(pid)
+        ]
         os.kill(max(ranks), signal.SIGKILL)
         printed = family.communicate(240)[0]
     assert family.process.returncode == 0, printed
     assert [found["restarts"] for found in metrics(run_dir, "start")] == [0, 1]
     assert final_state(run_dir, 60) == final_state(tmp_path / "whole", 60)
-
-
-def is_rank(pid: int) -> bool:
-    return "launch/train.py" in Path(f"/proc/{pid}/cmdline").read_text()

@@ -13,7 +13,8 @@ from itertools import pairwise
 import pytest
 import torch
 import warm_python
-from processes import TINY, Background, children, environment_of, last_step, metrics
+from proc import children, environment_of
+from processes import TINY, Background, last_step, metrics
 
 from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
@@ -210,7 +211,7 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     ]
     background = Background(config, run_dir, *settings, ranks=3)
     background.wait_for_step(20)
-    [rank] = [pid for pid in background.trainers() if environment_of(pid, "RANK") == "2"]
+    [rank] = [pid for pid in background.trainers() if environment_of(pid).get("RANK") == "2"]
     [worker] = children(warm_python.fork_of(rank))
     os.kill(worker, signal.SIGSTOP)
     output = background.wait_for_output(f"(process {worker}, stopped)")

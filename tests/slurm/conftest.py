@@ -22,6 +22,7 @@ from pathlib import Path
 
 import families
 import pytest
+from proc import children
 from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
@@ -121,10 +122,8 @@ class Cluster:
 
     def end_node(self, name: str, number: signal.Signals) -> None:
         """Signal what is first in the namespace of a node."""
-        pid = self.nodes[name].pid
-        children = Path(f"/proc/{pid}/task/{pid}/children")
-        for child in children.read_text().split() if children.exists() else ():
-            os.kill(int(child), number)
+        for child in children(self.nodes[name].pid):
+            os.kill(child, number)
 
     def call(self, *command: object) -> str:
         """Output of one of Slurm's commands, which must succeed."""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from checksums import digests
+from proc import all_pids, command_line
 from processes import TINY, final_state, last_step, metrics, run, train, write_config
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]
@@ -193,15 +194,12 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
 def trainers(run_dir: Path) -> list[int]:
     """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines
     theirs is the one without torchrun."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_text().split("\0")
-        except OSError:
-            continue
-        if "launch/train.py" in words[1:3] and f"run.dir={run_dir}" in words:
-            found.append(int(folder.name))
-    return found
+    lines = {pid: command_line(pid).split() for pid in all_pids()}
+    return [
+        pid
+        for pid, words in lines.items()
+        if "launch/train.py" in words[1:3] and f"run.dir={run_dir}" in words
+    ]
 
 
 @pytest.mark.parametrize(

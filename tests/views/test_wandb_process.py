@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from wandb_runs import (
     read_wandb,
     record_of,
     recorded,
+    signal_ours,
     use_server,
     wait_for,
 )
@@ -264,9 +264,7 @@ def test_if_a_process_of_wandb_dies_or_hangs_all_of_the_run_is_shown_again(
 ):
     def strike() -> None:
         wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")))
-        for pid in ours():
-            if which in Path(f"/proc/{pid}/cmdline").read_text():
-                os.kill(pid, number)
+        signal_ours(which, number)
         time.sleep(1.1)  # W&B names its folders by the second
 
     if number == signal.SIGSTOP:
@@ -319,12 +317,7 @@ def test_signals_to_all_processes_of_a_job_leave_wandb_its_time(tmp_path):
 
     def terminate() -> None:
         wait_for(lambda: parts(tmp_path))
-        for pid in ours():
-            with suppress(FileNotFoundError, ProcessLookupError):  # what W&B starts for a moment
-                if "wandb_process.py" in Path(f"/proc/{pid}/cmdline").read_text():
-                    os.kill(pid, signal.SIGTERM)
-                    os.kill(pid, signal.SIGINT)
-                    told.append(pid)
+        told.extend(signal_ours("wandb_process.py", signal.SIGTERM, signal.SIGINT))
 
     told: list[int] = []
     one_run(tmp_path, range(4), meanwhile=terminate)

@@ -1,0 +1,77 @@
+"""What Linux shows of processes in /proc.
+
+A process may end at any moment. Of one that has ended, or is another user's, each function returns
+what is empty.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def all_pids() -> list[int]:
+    """Process ids of all that run now, and of those that nobody has waited for."""
+    return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of those that a process has started: of a rank its loader workers."""
+    return [
+        int(child)
+        for thread in _threads(pid)
+        for child in _read(pid, f"task/{thread}/children").split()
+    ]
+
+
+def command_line(pid: int) -> str:
+    """Its words, with a space between two."""
+    return " ".join(_words(pid, "cmdline"))
+
+
+def environment_of(pid: int) -> dict[str, str]:
+    """Variables as the process had them at its start."""
+    return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
+
+
+def status_of(pid: int) -> dict[str, str]:
+    """The lines of `status`: name -> value."""
+    rows = (row.partition(":") for row in _read(pid, "status").decode().splitlines())
+    return {name: value.strip() for name, _, value in rows}
+
+
+def stat_of(pid: int, thread: int | None = None) -> list[str]:
+    """The fields of `stat` behind the name, of the process or of one of its threads: state (R, S,
+    D, T, Z ...), parent, and so on (proc(5), from field 3)."""
+    name = "stat" if thread is None else f"task/{thread}/stat"
+    return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
+
+
+def state_of(pid: int) -> str:
+    """R, S, D, T, Z ...; "" if it has ended."""
+    return (stat_of(pid) or [""])[0]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it has not ended; one that nobody has waited for has."""
+    return state_of(pid) not in ("", "Z", "X")
+
+
+def states_of_threads(pid: int) -> dict[int, str]:
+    """Thread id -> R, S, D, T ..."""
+    fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
+    return {thread: found[0] for thread, found in fields.items() if found}
+
+
+def _threads(pid: int) -> list[int]:
+    return [int(folder.name) for folder in Path(f"/proc/{pid}/task").glob("[0-9]*")]
+
+
+def _words(pid: int, name: str) -> list[str]:
+    return _read(pid, name).decode(errors="replace").removesuffix("\0").split("\0")
+
+
+def _read(pid: int, name: str) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_bytes()
+    except OSError:
+        return b""
