@@ -66,9 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # threads of several processes that wait for each other cost ten times what they gain
-    if hasattr(config, "workerinput"):
-        torch.set_num_threads(max(torch.get_num_threads() // config.workerinput["workercount"], 1))
+    # As in what tests start (`processes.environment`): a sum over two threads has other bits. Those
+    # of several processes that wait for each other would cost ten times what they gain.
+    torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
 

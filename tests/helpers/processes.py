@@ -169,14 +169,11 @@ def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
     """What a process that runs `script` with `words` has and this one has not."""
     argv = sys.argv
     path = list(sys.path)
-    num_threads = torch.get_num_threads()
     sys.argv = [script, *map(str, words)]
     sys.path.insert(0, str((COMMANDS / script).parent))
-    torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(num_threads)
         sys.argv = argv
         sys.path[:] = path
 

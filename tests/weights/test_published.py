@@ -268,16 +268,6 @@ def photographs(tmp_path_factory) -> Path:
     return folder / "shards"
 
 
-@pytest.fixture
-def one_thread():
-    """Threads that wait for each other on a busy machine cost ten times what they gain here."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("name", "save", "fields"),
     [
