@@ -26,12 +26,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vit.layers.posemb import resample_posemb
 from vit.run.checkpoint_info import DamagedCheckpoint, checked_info
 from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.run_store.reading import local_run
 from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
+from vit.weights.positions import fit_posemb, fold_prefix_positions
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """Of files that may be the weights of a folder; what a file is, its content says."""
@@ -82,8 +82,8 @@ def load_weights(
             source = {name: value for name, value in source.items() if name not in dropped}
             notes.append(f"fc_norm is new, too: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
-        notes += _fold_prefix_positions(source, target, grid_size(model), grid)
-        source["pos_embed"], posemb_notes = _fit_posemb(
+        notes += fold_prefix_positions(source, target, grid_size(model), grid)
+        source["pos_embed"], posemb_notes = fit_posemb(
             source["pos_embed"], target["pos_embed"], grid_size(model), grid
         )
         notes += posemb_notes
@@ -138,79 +138,6 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
         return []
     texts = [f"{name} {kind}" for name, kind in kinds.items()]
     return [f"{len(kinds)} are no floating-point numbers ({few(texts)}): save them as such"]
-
-
-def _fold_prefix_positions(
-    source: dict[str, Tensor],
-    target: Mapping[str, Tensor],
-    new_grid: tuple[int, int] | None,
-    grid: tuple[int, int] | None,
-) -> list[str]:
-    """In `source` add the positions of class token and registers to these tokens, if the model has
-    none for them; a note if that was done."""
-    positions = source["pos_embed"]
-    names = [name for name in ("cls_token", "reg_token") if name in source and name in target]
-    tokens = {name: source[name].to(target[name].dtype) for name in names}
-    widths = {(value.ndim, value.shape[0], value.shape[-1]) for value in tokens.values()}
-    if (
-        new_grid is None
-        or math.prod(new_grid) != target["pos_embed"].shape[1]
-        or widths != {(positions.ndim, 1, positions.shape[-1])}
-    ):
-        return []
-    number = sum(value.shape[1] for value in tokens.values())
-    length = positions.shape[1]
-    # As in `_fit_posemb`: a grid is given, a square, or the model's own.
-    squares = [(math.isqrt(n),) * 2 for n in (length, length - number) if n > 0]
-    candidates = [*squares, new_grid] if grid is None else [grid]
-    fitting = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - number)]
-    if not fitting or fitting[0] == length:
-        return []
-    first = 0
-    for name, token in tokens.items():
-        own = positions[:, first : first + token.shape[1]]
-        source[name] = token + own.to(token.dtype)
-        first += token.shape[1]
-    source["pos_embed"] = positions[:, number:]
-    which = "class token" if number == 1 else f"{number} prefix tokens"
-    return [f"the model has no positions for the {which}: the source's are added to the tokens"]
-
-
-def _fit_posemb(
-    source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
-) -> tuple[Tensor, list[str]]:
-    """`source` (1, n, D) with as many positions as `target`, and a note for each adaptation."""
-    fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
-    if new_grid is None or not fits:
-        return source, []  # resampling would not help: the comparison of shapes reports it
-    num_prefix_tokens = target.shape[1] - math.prod(new_grid)
-    length = source.shape[1]
-    length_of_grid = max(length - num_prefix_tokens, 0)
-    # A source has positions for its prefix tokens (ViT, DeiT), or not (DeiT III). Without a given
-    # grid squares come before the model's own one: 8x32 and 16x16 are both 256, and published
-    # weights are square.
-    squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
-    candidates = [*squares, new_grid] if grid is None else [grid]
-    fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]
-    if not fitting:
-        assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
-        raise WeightsError(
-            f"the source's pos_embed has {length} positions, which is not {assumed} with or without"
-            f" {num_prefix_tokens} for prefix tokens: give its grid (height, width)"
-        )
-    old_grid = fitting[0]
-    notes = []
-    if num_prefix_tokens and math.prod(old_grid) == length:
-        prefix = source.new_zeros(1, num_prefix_tokens, source.shape[2])
-        source = torch.cat((prefix, source), dim=1)
-        missing = "class token" if num_prefix_tokens == 1 else f"{num_prefix_tokens} prefix tokens"
-        notes.append(f"the source has no positions for the {missing}: zeros are used")
-    if old_grid != tuple(new_grid):
-        notes.append(
-            f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]}"
-            " (bicubic, antialiased)"
-        )
-    return resample_posemb(source, old_grid, new_grid, num_prefix_tokens), notes
 
 
 def grid_size(model: nn.Module) -> tuple[int, int] | None:

@@ -1,0 +1,97 @@
+"""Positions of a file of weights, fitted to the grid and the prefix tokens of a model.
+
+What lies in front of the grid, for class token and registers, becomes part of these tokens where
+the model has no positions for them; the grid is resampled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from vit.layers.posemb import resample_posemb
+from vit.weights.formats import WeightsError
+
+
+def fold_prefix_positions(
+    source: dict[str, Tensor],
+    target: Mapping[str, Tensor],
+    new_grid: tuple[int, int] | None,
+    grid: tuple[int, int] | None,
+) -> list[str]:
+    """Add the positions of class token and registers to these tokens, in `source`, if the model has
+    none for them; return a note if that was done.
+
+    source, target: state dicts of file and model. new_grid, grid: (h, w) of the model's patches and
+    of the source's positions, where they are known.
+    """
+    positions = source["pos_embed"]
+    names = [name for name in ("cls_token", "reg_token") if name in source and name in target]
+    tokens = {name: source[name].to(target[name].dtype) for name in names}
+    widths = {(value.ndim, value.shape[0], value.shape[-1]) for value in tokens.values()}
+    if (
+        new_grid is None
+        or math.prod(new_grid) != target["pos_embed"].shape[1]
+        or widths != {(positions.ndim, 1, positions.shape[-1])}
+    ):
+        return []
+    number = sum(value.shape[1] for value in tokens.values())
+    length = positions.shape[1]
+    # As in `fit_posemb`: a grid is given, a square, or the model's own.
+    squares = [(math.isqrt(n),) * 2 for n in (length, length - number) if n > 0]
+    candidates = [*squares, new_grid] if grid is None else [grid]
+    fitting = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - number)]
+    if not fitting or fitting[0] == length:
+        return []
+    first = 0
+    for name, token in tokens.items():
+        own = positions[:, first : first + token.shape[1]]
+        source[name] = token + own.to(token.dtype)
+        first += token.shape[1]
+    source["pos_embed"] = positions[:, number:]
+    which = "class token" if number == 1 else f"{number} prefix tokens"
+    return [f"the model has no positions for the {which}: the source's are added to the tokens"]
+
+
+def fit_posemb(
+    source: Tensor, target: Tensor, new_grid: tuple[int, int] | None, grid: tuple[int, int] | None
+) -> tuple[Tensor, list[str]]:
+    """Return `source` (1, n, D) with as many positions as `target`, and a note for each adaptation.
+
+    new_grid, grid: as of `fold_prefix_positions`. Raises WeightsError for a source whose number of
+    positions is that of no grid.
+    """
+    fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
+    if new_grid is None or not fits:
+        return source, []  # resampling would not help: the comparison of shapes reports it
+    num_prefix_tokens = target.shape[1] - math.prod(new_grid)
+    length = source.shape[1]
+    length_of_grid = max(length - num_prefix_tokens, 0)
+    # A source has positions for its prefix tokens (ViT, DeiT), or not (DeiT III). Without a given
+    # grid squares come before the model's own one: 8x32 and 16x16 are both 256, and published
+    # weights are square.
+    squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
+    candidates = [*squares, new_grid] if grid is None else [grid]
+    fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]
+    if not fitting:
+        assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
+        raise WeightsError(
+            f"the source's pos_embed has {length} positions, which is not {assumed} with or without"
+            f" {num_prefix_tokens} for prefix tokens: give its grid (height, width)"
+        )
+    old_grid = fitting[0]
+    notes = []
+    if num_prefix_tokens and math.prod(old_grid) == length:
+        prefix = source.new_zeros(1, num_prefix_tokens, source.shape[2])
+        source = torch.cat((prefix, source), dim=1)
+        missing = "class token" if num_prefix_tokens == 1 else f"{num_prefix_tokens} prefix tokens"
+        notes.append(f"the source has no positions for the {missing}: zeros are used")
+    if old_grid != tuple(new_grid):
+        notes.append(
+            f"positions resampled from {old_grid[0]}x{old_grid[1]} to {new_grid[0]}x{new_grid[1]}"
+            " (bicubic, antialiased)"
+        )
+    return resample_posemb(source, old_grid, new_grid, num_prefix_tokens), notes
