@@ -6,6 +6,7 @@ the paired difference of each to the first
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -93,6 +94,8 @@ def evaluate_weights(
         print(f"note: {slow}", file=sys.stderr)
 
     found = _evaluate_all(model, groups, config, loaded.num_classes, world)
+    with world.fail_together():
+        _check_finite(found, loaded, config.train.precision)
 
     probed: list[Probed] = []
     if asked is not None:
@@ -164,6 +167,19 @@ def _evaluate_all(
             results = evaluator.evaluate({"model": model}, on_batch)
         found |= {each.name: (each, results[each.name]["model"]) for each in sets}
     return {name: found[name] for name in (VAL, *config.eval.sets)}
+
+
+def _check_finite(
+    found: dict[str, tuple[EvalSet, Evaluation]], loaded: LoadedWeights, precision: str
+) -> None:
+    """Raise ValueError for a set on which a logit is NaN or infinite, as its loss is NaN then."""
+    bad = [name for name, (_, each) in found.items() if not math.isfinite(each.accuracy.loss)]
+    if bad:
+        finer = "give --precision fp32, or " if precision != "fp32" else ""
+        raise ValueError(
+            f"{loaded.path}: logits on {', '.join(bad)} are NaN or infinite in {precision}, so the"
+            f" accuracy means nothing: {finer}take other weights"
+        )
 
 
 def _as_json(accuracy: Accuracy) -> dict[str, Any]:

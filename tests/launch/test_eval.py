@@ -8,8 +8,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-from processes import TINY, make_shards, run_here, write_config
+from PIL import Image
+from processes import TINY, as_by_another_program, make_shards, run_here, write_config
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
+import vit
 from vit.run.checkpoint_info import SEAL
 from vit.weights.files import read_weights
 
@@ -133,3 +137,40 @@ def test_all_weights_are_looked_at_before_the_first_is_evaluated(base, tmp_path,
     lines = str(caught.value).splitlines()
     assert [str(path) in line for path, line in zip(missing, lines, strict=True)] == [True, True]
     assert "top-1" not in "".join(capfd.readouterr())
+
+
+def changed(base: Path, path: Path, name: str, value: float, number: int = 1) -> Path:
+    """The weights of `base`, with the first `number` values of one of them replaced."""
+    source = base / "weights" / "last.safetensors"
+    with safe_open(source, framework="pt") as file:
+        metadata = as_by_another_program(file.metadata())
+    tensors = load_file(source)
+    tensors[name].view(-1)[:number] = value
+    save_file(tensors, path, metadata)
+    return path
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_each_command_refuses_weights_that_are_not_finite(value, base, shards, tmp_path):
+    path = changed(base, tmp_path / "broken.safetensors", "blocks.0.attn.qkv.weight", value, 3)
+    Image.new("RGB", (9, 9)).save(tmp_path / "photo.png")
+    config = write_config(tmp_path, shards, steps=1)
+    start = [*TINY, f"run.dir={tmp_path / 'run'}", f"init.checkpoint={path}"]
+    for words in (
+        ["launch/eval.py", path, "--device", "cpu"],
+        ["launch/predict.py", "--checkpoint", path, tmp_path / "photo.png", "--device", "cpu"],
+        ["launch/export.py", path, "--to", "timm", "--out", tmp_path / "out"],
+        ["launch/train.py", "--config", config, *start],
+    ):
+        with pytest.raises(ValueError, match=r"broken\.safetensors: 3 values in 1 of 32 weights"):
+            run_here(*words)
+    with pytest.raises(ValueError, match=r"are NaN or infinite \(blocks\.0\.attn\.qkv\.weight\)"):
+        vit.load(path)
+    assert not (tmp_path / "out").exists()
+
+
+def test_logits_that_are_not_finite_end_an_evaluation(base, tmp_path, capfd):
+    path = changed(base, tmp_path / "huge.safetensors", "head.weight", 3e38, 32)
+    with pytest.raises(ValueError, match=r"huge\.safetensors: logits on val are NaN or infinite"):
+        evaluated(capfd, path)
+    assert not capfd.readouterr().out

@@ -87,6 +87,26 @@ def objects(place):
     return ["launch/eval.py", place.folder / "objects.npz"]
 
 
+def refilled(place, name, value):
+    """The weights of the finished run, one of which is `value` all over."""
+    path = place.folder / "refilled.safetensors"
+    with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
+        metadata = as_by_another_program(file.metadata())
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    tensors[name].fill_(value)
+    save_file(tensors, path, metadata)
+    return path
+
+
+def nan_weights(place):
+    path = refilled(place, "blocks.0.norm1.bias", float("nan"))
+    return place.export(path, "timm", "--out", place.folder / "out")
+
+
+def huge_weights(place):
+    return ["launch/eval.py", refilled(place, "head.weight", 3e38)]
+
+
 def missing_part(place):
     save_file({"a": torch.zeros(1)}, place.folder / "a.safetensors")
     places = {"a": "a.safetensors", "b": "b.safetensors"}
@@ -171,6 +191,8 @@ SCENARIOS: dict[str, Callable[[Place], list]] = {
     "a zip of photos": photos,
     "safetensors that are cut off": cut_safetensors,
     "an array of objects in an `.npz`": objects,
+    "weights that are NaN or infinite": nan_weights,
+    "an evaluation with logits that are NaN or infinite": huge_weights,
     "weights in parts, one of which is missing": missing_part,
     "weights of another family": another_family,
     "an export to a program that has no place for a part of the model": no_place,

@@ -254,16 +254,33 @@ def _step_of(path: Path) -> int:
 def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
     """Read what `find_weights` finds: weights for use, the averaged ones if there are any.
 
-    Raises WeightsError for anything else, with what was expected.
+    Raises WeightsError for anything else, with what was expected, and for weights that are not
+    finite.
     """
     while True:
         found = find_weights(path)
         try:
-            return _read(found)
+            loaded = _read(found)
+            _check_finite(loaded)
+            return loaded
         except (WeightsError, OSError, RuntimeError):  # the last is safetensors' word for no file
             # A run that goes on removes what was its newest checkpoint, once there is a newer one.
             if find_weights(path) == found:
                 raise
+
+
+def _check_finite(loaded: LoadedWeights) -> None:
+    """Raise WeightsError if a value is NaN or infinite: of such a model each answer is NaN."""
+    numbers = {
+        name: tensor.numel() - int(tensor.isfinite().sum())
+        for name, tensor in loaded.weights.items()
+    }
+    if names := [name for name, number in numbers.items() if number]:
+        raise WeightsError(
+            f"{loaded.path}: {sum(numbers.values()):,} values in {len(names)} of {len(numbers)}"
+            f" weights are NaN or infinite ({few(names)}): copy the file again, or take weights"
+            " from before training diverged"
+        )
 
 
 def _read(path: Path) -> LoadedWeights:
