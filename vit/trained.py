@@ -96,7 +96,7 @@ class Trained:
     weights: LoadedWeights
     """Where they come from: path, step, whether they are averages. Without the tensors."""
     notes: tuple[str, ...] = ()
-    """A sentence for each way in which weights were fitted to the model."""
+    """A sentence for each thing that was chosen in reading the weights, or changed to fit them."""
 
     @property
     def device(self) -> torch.device:
@@ -174,7 +174,7 @@ def load(
             " classes: give one for each"
         )
     model = create_model(config.model, num_classes=num_classes)
-    notes = load_weights(model, loaded.weights, loaded.grid_size)
+    notes = [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
     device = torch.device(device)
     augment = create_augment(config.augment, config.data, num_classes, device)
     names = list(class_names or loaded.class_names or [])

@@ -19,6 +19,7 @@ from vit.config.io import from_dict
 from vit.config.schema import ModelConfig
 from vit.data.image_format import ImageFormat
 from vit.model import create_model
+from vit.trained import load
 from vit.weights.files import find_weights, load_weights, read_weights
 from vit.weights.published import describe_published, identify, to_config, with_published_config
 from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, TORCHVISION, KnownModel
@@ -350,7 +351,9 @@ def test_folders_of_transformers_say_what_they_are(tmp_path):
         "squash",
         "bilinear",
     )
-    assert "epsilon 1e-12, here 1e-06" in known.source
+    [note] = load(tmp_path).notes
+    norms = "its norms have epsilon 1e-12 (layer_norm_eps), here 1e-06"
+    assert note == f"{norms}: the last digits of logits differ"
     made = from_dict(loaded.config, "test")
     model = create_model(made.model, num_classes=loaded.num_classes)
     assert load_weights(model, loaded.weights) == []
@@ -358,6 +361,28 @@ def test_folders_of_transformers_say_what_they_are(tmp_path):
     CLIPImageProcessor(size=size, crop_size=32, resample=3).save_pretrained(tmp_path)
     known = identify(tmp_path)
     assert (known.crop_pct, known.crop_mode, known.interpolation) == (0.8, "center", "bicubic")
+
+
+def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
+    """By transformers' own model, whose fresh weights make small tokens: for those of training
+    epsilon counts less."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
+    config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)
+    inputs = torch.randn(4, 3, 32, 32)
+    for eps, share in ((1e-12, 1e-3), (1e-5, 1e-2)):
+        config.layer_norm_eps = eps
+        network = ViTForImageClassification(config).eval()
+        network.save_pretrained(tmp_path)
+        trained = load(tmp_path)
+        assert f"epsilon {eps:g} (layer_norm_eps), here 1e-06" in trained.notes[0]
+        with torch.inference_mode():
+            theirs = network(inputs).logits
+        assert (trained(inputs) - theirs).abs().max() < share * theirs.abs().max()
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"layer_norm_eps": 1e-3}))
+    with pytest.raises(ValueError, match=r"config.json: its norms have epsilon 0.001 \(layer_norm"):
+        read_weights(tmp_path)
 
 
 def test_files_beside_the_weights_may_hold_anything(tmp_path):

@@ -32,6 +32,7 @@ from vit.run_store.reading import local_run
 from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
+from vit.weights.transformers_config import norm_notes
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """Of files that may be the weights of a folder; what a file is, its content says."""
@@ -292,12 +293,13 @@ def _read(path: Path) -> LoadedWeights:
     if not {"config", "num_classes", "grid_size", "averaged", "step"} <= metadata.keys():
         layout = layout_of(content.tensors)
         weights, notes = to_ours(layout, content.tensors) if layout else (content.tensors, [])
+        settings = path.with_name("config.json")
         return LoadedWeights(
             path,
             weights,
-            grid_size=_stated_grid(path.with_name("config.json"), weights),
+            grid_size=_stated_grid(settings, weights),
             layout=layout.name if layout else "",
-            notes=(*content.notes, *notes),
+            notes=(*content.notes, *notes, *norm_notes(settings)),
         )
     try:
         return _with_facts(

@@ -10,13 +10,16 @@ import math
 from pathlib import Path
 from typing import Any
 
+from vit.weights.formats import WeightsError
 from vit.weights.programs import NORM_EPS
-from vit.weights.published_models import HALF, NO_NUMBER, KnownModel
+from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
 """(hidden_size, num_hidden_layers) of the sizes that have a name."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers."""
+MAX_NORM_EPS = 1e-5
+"""Of norms with up to this epsilon the output is nearly that of ours."""
 
 
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
@@ -49,13 +52,9 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
         raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
     if config.get("hidden_act", "gelu") != "gelu":
         raise ValueError(f"{path}: hidden_act is {config['hidden_act']!r}, this project has gelu")
-    eps = config.get("layer_norm_eps", 1e-12)
-    source = NO_NUMBER
-    if eps != NORM_EPS:
-        source += f"; its norms have epsilon {eps:g}, here {NORM_EPS:g}: the last digits differ"
     view = _view(path.with_name("preprocessor_config.json"), size)
     name = path.parent.absolute().name
-    return KnownModel(name, model, size, source=source, **view)
+    return KnownModel(name, model, size, **view)
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
@@ -95,6 +94,28 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
         crop_pct = math.nextafter(crop_pct, 0)
     return crop_pct
+
+
+def norm_notes(path: Path) -> list[str]:
+    """Return a note if the `config.json` of transformers' ViT gives its norms another epsilon.
+
+    Raises WeightsError for one above `MAX_NORM_EPS`: the model here would give other answers.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not content["model_type"].startswith("vit"):
+            return []
+        eps = float(content.get("layer_norm_eps", 1e-12))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []  # no such file, or another program's
+    if eps == NORM_EPS:
+        return []
+    text = f"its norms have epsilon {eps:g} (layer_norm_eps), here {NORM_EPS:g}"
+    if eps > MAX_NORM_EPS:
+        raise WeightsError(
+            f"{path}: {text}, so the answers would be others: use the model in transformers"
+        )
+    return [f"{text}: the last digits of logits differ"]
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
