@@ -23,6 +23,9 @@ from vit.ranks.distributed import World
 from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, WeightsError, fingerprint, load_weights, read_weights
 
+_OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
+"""Ends of the names of settings that change no shapes."""
+
 
 def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
     """Call `read` on rank 0 and return its result on all ranks, on the host.
@@ -120,17 +123,25 @@ def _load(
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
-    """Return which settings of the config inside the weights differ from `model`, "" for none.
+    """Return which settings of the config inside the weights differ from `model`, "" for none;
+    where they have no config, which settings change a named model of timm's.
 
     Image size and what a block drops are left out: they change no shapes.
     """
     if not loaded.config:
-        return ""
+        given = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
+        lines = [f"model.{key}" for key in given if not key.endswith(_OF_NO_SHAPE)]
+        if not lines or not model.name.startswith("timm/"):
+            return ""
+        return (
+            f"; the config's {', '.join(lines)} replace what {model.name} has: for the model of"
+            f" that name set {' '.join(f'{line}=null' for line in lines)}"
+        )
     there = {"model": loaded.config.get("model", {})}
     here = {"model": model.model_dump(mode="json")}
     lines = [
         f"{key} is {old} there, {new} here"
         for key, (old, new) in config_io.differences(there, here).items()
-        if not key.endswith(("image_size", "_rate", "drop_path_schedule", "drop_path_form"))
+        if not key.endswith(_OF_NO_SHAPE)
     ]
     return f"; {', '.join(lines)}" if lines else ""

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 
+from vit.config.schema import InitConfig, ModelConfig
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
+from vit.one_reader import load_initial_weights
+from vit.ranks.distributed import World
 from vit.weights.class_names import class_mismatch
 from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.formats import WeightsError
@@ -299,3 +303,17 @@ def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
     assert any(".gamma_1" in key for key in weights)
     with torch.device("meta"):
         load_weights(create_model(name, 224, 10), weights)
+
+
+def test_settings_that_change_a_named_model_of_timms_are_named(tmp_path):
+    torch.save(timm.create_model("vit_tiny_patch16_224", depth=1).state_dict(), tmp_path / "w.pth")
+    named = ModelConfig(name="timm/vit_tiny_patch16_224", embed_dim=96, num_heads=2, depth=1)
+    init = InitConfig(checkpoint=str(tmp_path / "w.pth"))
+    world = World(0, 1, torch.device("cpu"))
+    with pytest.raises(WeightsError, match="of a different shape") as caught:
+        load_initial_weights(create_model(named), init, named, [], 1000, world)
+    assert str(caught.value).endswith(
+        "; the config's model.embed_dim, model.depth, model.num_heads replace what"
+        " timm/vit_tiny_patch16_224 has: for the model of that name set model.embed_dim=null"
+        " model.depth=null model.num_heads=null"
+    )
