@@ -129,6 +129,8 @@ def _by_file_name(file: Path) -> KnownModel:
     for row in KNOWN:
         if file.name in row.files:
             return row
+    if {"embed_dim", "depth"} & made_with.keys():  # any name of timm's that takes them is stated
+        return replace(found, name=str(path.parent))
     texts = [file.name]
     # Their folder was filled by hand, or is models--timm--NAME/snapshots/HASH of the hub's cache.
     if file.name in (*HUB_FILES, *PARTS_FILES):
