@@ -17,6 +17,7 @@ import timm
 import torch
 from PIL import Image
 from processes import run, train, write_config
+from safetensors.torch import save_file
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from vit.config.io import from_dict
@@ -25,7 +26,7 @@ from vit.model import create_model
 from vit.system.files import sha256_of
 from vit.trained import load
 from vit.weights.card import Origin, opening_code
-from vit.weights.export import export
+from vit.weights.export import export, read_subject
 from vit.weights.files import load_weights, read_weights
 from vit.weights.formats import WeightsError
 from vit.weights.programs import LACKS, PROGRAMS, Subject, lacking
@@ -358,3 +359,29 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     assert "launch/train.py --config" in card
     again = read_weights(out)
     assert all(torch.equal(again.weights[n], loaded.weights[n]) for n in loaded.weights)
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("vit_small_patch14_reg4_dinov2", 98), ("vit_tiny_patch16_224", 112)]
+)
+def test_an_export_of_a_file_keeps_the_grid_of_its_positions(name, size, tmp_path):
+    """A guest, whose positions are those of patches alone, and a model of ours."""
+    theirs = timm.create_model(name, img_size=size, num_classes=3, depth=1).eval()
+    path = tmp_path / "mine.safetensors"
+    save_file(theirs.state_dict(), path)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architecture": name, "model_args": {"depth": 1}})
+    )
+    subject, *_ = read_subject(str(path), None)
+    export("timm", subject, ORIGIN, tmp_path / "out")
+    opened = timm.create_model(f"local-dir:{tmp_path / 'out'}", pretrained=True).eval()
+    assert opened.patch_embed.img_size == (size, size)
+    images = torch.randn(2, 3, size, size)
+    with torch.inference_mode():
+        assert torch.equal(opened(images), theirs(images))
+
+
+def test_an_exported_folder_is_not_called_by_the_architecture_that_carries_it(tmp_path):
+    export("timm", subject_of(), ORIGIN, tmp_path / "out")
+    _, known = with_published_config(read_weights(tmp_path / "out"), None, "data")
+    assert known.name == str(tmp_path / "out")

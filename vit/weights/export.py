@@ -10,10 +10,12 @@ The folder appears when it is complete: it is written under a hidden name, and t
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +25,7 @@ from vit.config import io as config_io
 from vit.model import create_model
 from vit.system.files import flush, locked_folder, remove_leftovers, sha256_of, write_json
 from vit.weights.card import Origin, model_card
-from vit.weights.files import LoadedWeights, load_weights, read_weights
+from vit.weights.files import LoadedWeights, grid_size, load_weights, read_weights
 from vit.weights.formats import WeightsError
 from vit.weights.layouts import LAYOUTS, from_ours, to_ours
 from vit.weights.programs import PROGRAMS, Subject, huggingface_configs, lacking, timm_config
@@ -58,10 +60,32 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
     assert loaded.num_classes is not None, "it came with the config"
     config = config_io.from_dict(loaded.config, str(loaded.path))
     model = create_model(config.model, num_classes=loaded.num_classes)
+    size = _size_of_file(loaded, model)
+    if size not in (None, model.image_size):
+        config = config_io.with_settings(config, {"model.image_size": size})
+        model = create_model(config.model, num_classes=loaded.num_classes)
     load_weights(model, loaded.weights, loaded.grid_size)
     model.eval()
     names = loaded.class_names or []
     return Subject(model, config, loaded.num_classes, names), loaded, published
+
+
+def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
+    """Return the (height, width) of images to which the positions in a file belong; None if that
+    is not known, or follows from its config.
+
+    The usual size of `model` may be another: whoever trained the weights chose one.
+    """
+    grid = grid_size(model)
+    source = loaded.weights.get("pos_embed")
+    target = getattr(model, "pos_embed", None)
+    if loaded.grid_size or grid is None or source is None or target is None:
+        return None
+    length = source.shape[1]
+    numbers = (length - target.shape[1] + math.prod(grid), length)  # with prefix tokens or without
+    side = next((math.isqrt(n) for n in numbers if n > 0 and math.isqrt(n) ** 2 == n), 0)
+    height, width = (size * side // old for size, old in zip(model.image_size, grid, strict=True))
+    return (height, width) if side else None
 
 
 def check_holds(program: str, subject: Subject) -> None:
