@@ -5,19 +5,24 @@ Each setting but `name` is an argument of `vit.model.VisionTransformer`, which h
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from vit.config.base import Positive, Rate, Section, Size, height_width
+
+
+def _without_hub(name: str) -> str:
+    return re.sub(r"^hf[-_]hub:(?=timm/)", "", name)
 
 
 class ModelConfig(Section):
     """The network; `None` leaves a value to the preset or to the model's own default."""
 
-    name: str = "vit_b16"
+    name: Annotated[str, AfterValidator(_without_hub)] = "vit_b16"
     """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: vit/layers/presets.py), or `timm/<name>`
-    for any model of timm."""
+    for any model of timm; `hf_hub:timm/<name>`, as timm's pages write it, is the same."""
     image_size: Size = 224
     """Side of the square training image, or `[height, width]`."""
     in_chans: Literal[1, 3] = 3

@@ -48,8 +48,9 @@ SEVERAL_TAGS = ("vit_", "deit3_")
 def identify(path: str | Path, name: str | None = None) -> KnownModel:
     """Which model's weights the file or Hugging Face folder `path` holds.
 
-    By `name` if given: timm's, with or without `timm/`; without a tag it means timm's default
-    settings. Else by `config.json` next to the file. Else by the name of the file or its folder.
+    By `name` if given: timm's, with or without `timm/` or `hf_hub:timm/`; without a tag it means
+    timm's default settings. Else by `config.json` next to the file. Else by `arch`, the name inside
+    of the file, if it is one of these names. Else by the name of the file or its folder.
 
     Raises:
         ValueError: none of these leads to one model; with what was found, what to give, and the
@@ -67,7 +68,7 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
 
     `or_defaults`: a name without a tag that several weights share means timm's default settings.
     """
-    name = given.removeprefix("timm/")
+    name = re.sub(r"^(hf[-_]hub:)?(timm/)?", "", given)
     rows = [row for row in KNOWN if row.name == name] or [
         row for row in KNOWN if row.name.partition(".")[0] == name
     ]
@@ -91,9 +92,9 @@ def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
 
 def _of_default_tag(found: KnownModel, given: str) -> KnownModel:
     """`found`, with a note in its source if `given` had no tag and timm chose its default."""
-    tag = found.name.removeprefix(given.removeprefix("timm/"))
-    default = f"; {given} has no tag, so the settings are those of timm's default, {tag[1:]}"
-    return replace(found, source=found.source + (default if tag.startswith(".") else ""))
+    tag = found.name.partition(".")[2]
+    default = f"; {given} has no tag, so the settings are those of timm's default, {tag}"
+    return replace(found, source=found.source + (default if tag and "." not in given else ""))
 
 
 def _by_settings(path: Path) -> KnownModel | None:
