@@ -182,6 +182,8 @@ class LoadedWeights:
     """Name of each class it was trained on; [] if those had none, None for another program's."""
     layout: str = ""
     """The program whose names the file has; "" for ours and timm's, which are the same."""
+    arch: str = ""
+    """The model's name that another program keeps beside its weights, or ""."""
     notes: tuple[str, ...] = ()
     """A sentence for each thing that was chosen or left away in reading."""
 
@@ -299,6 +301,7 @@ def _read(path: Path) -> LoadedWeights:
             weights,
             grid_size=_stated_grid(settings, weights),
             layout=layout.name if layout else "",
+            arch=content.arch,
             notes=(*content.notes, *notes, *norm_notes(settings)),
         )
     try:

@@ -77,6 +77,8 @@ class Content:
     """Of a safetensors file; else none."""
     notes: list[str] = field(default_factory=list)
     """A sentence for each thing that was chosen or left away."""
+    arch: str = ""
+    """The model's name in the program that trained it, if it is kept beside the weights."""
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
@@ -101,7 +103,15 @@ def read_content(path: str | os.PathLike[str]) -> Content:
     opened, metadata = _open(path, head)
     notes: list[str] = []
     tensors = _bare_names(_unpack(opened, path, notes), path)
-    return Content(tensors, metadata, notes)
+    return Content(tensors, metadata, notes, _arch(opened))
+
+
+def _arch(content: Mapping[str, Any]) -> str:
+    """Return `model` of the command line, as timm, DeiT and MAE keep it, or `arch`; else ""."""
+    args = content.get("args")
+    options = vars(args) if isinstance(args, argparse.Namespace) else args
+    names = [options.get("model") if isinstance(options, dict) else None, content.get("arch")]
+    return next((name for name in names if isinstance(name, str)), "")
 
 
 def _instead_of_a_file(path: Path) -> str:

@@ -5,8 +5,8 @@
    those of our own runs                                         with_published_config
 3. Its published accuracy is printed next to the measured one       describe_published
 
-A model is known by its name, by the `config.json` that Hugging Face keeps next to weights, or by
-the name of the file:
+A model is known by its name, by the `config.json` that Hugging Face keeps next to weights, by what
+the program that trained it keeps inside (timm's `args.model`), or by the name of the file:
 
     vit_base_patch16_224.augreg_in1k.safetensors        timm's name and tag
     deit_base_patch16_224-b5f2ef4d.pth                  the authors' name
@@ -45,7 +45,7 @@ SEVERAL_TAGS = ("vit_", "deit3_")
 """Beginnings of names that mean several weights if they have no tag."""
 
 
-def identify(path: str | Path, name: str | None = None) -> KnownModel:
+def identify(path: str | Path, name: str | None = None, arch: str = "") -> KnownModel:
     """Which model's weights the file or Hugging Face folder `path` holds.
 
     By `name` if given: timm's, with or without `timm/` or `hf_hub:timm/`; without a tag it means
@@ -60,7 +60,14 @@ def identify(path: str | Path, name: str | None = None) -> KnownModel:
         return _by_name(name, or_defaults=True)
     file = find_weights(path)
     settings = file.parent / "config.json"
-    return (_by_settings(settings) if settings.is_file() else None) or _by_file_name(file)
+    if settings.is_file() and (found := _by_settings(settings)):
+        return found
+    with suppress(ValueError):  # another program's name, or that of a class
+        found = _by_name(arch, or_defaults=True)
+        # Somebody trained it: what is published for the name is not about these weights.
+        source = NO_NUMBER if found.top1 else found.source
+        return replace(found, top1=None, top5=None, source=source)
+    return _by_file_name(file)
 
 
 def _by_name(given: str, or_defaults: bool = False) -> KnownModel:
@@ -122,6 +129,8 @@ def _by_settings(path: Path) -> KnownModel | None:
         and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == found
     ):
         return row
+    if {"embed_dim", "depth"} & made_with.keys():  # any name of timm's that takes them is stated
+        return replace(found, name=str(path.parent))
     return found
 
 
@@ -130,8 +139,6 @@ def _by_file_name(file: Path) -> KnownModel:
     for row in KNOWN:
         if file.name in row.files:
             return row
-    if {"embed_dim", "depth"} & made_with.keys():  # any name of timm's that takes them is stated
-        return replace(found, name=str(path.parent))
     texts = [file.name]
     # Their folder was filled by hand, or is models--timm--NAME/snapshots/HASH of the hub's cache.
     if file.name in (*HUB_FILES, *PARTS_FILES):
@@ -148,11 +155,10 @@ def _by_file_name(file: Path) -> KnownModel:
                 return found
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
-    generic = file.name in HUB_FILES or file.stem == "model"  # near to nothing that is meant
-    nearest = "" if generic else _nearest(file.stem)
+    # No proposal: names that look like that of a file are seldom of a model with its shapes.
     raise ValueError(
         f"{file}: neither its name nor a config.json next to it says which model it is: give"
-        f" --model NAME, a name of timm's{nearest}"
+        " --model NAME, a name of timm's"
     )
 
 
@@ -306,7 +312,7 @@ def with_published_config(
     """
     family = family_of(loaded.weights)
     try:
-        known = identify(loaded.path, name)
+        known = identify(loaded.path, name, loaded.arch)
     except ValueError:
         if not family:
             raise
