@@ -24,6 +24,7 @@ from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode import native
 from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
+from vit.model import create_model
 from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.run.preflight import Preflight, preflight
@@ -399,3 +400,28 @@ def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
             pass
         note = "note: model.drop_path_rate=0.2 drops nothing"
         assert capfd.readouterr().err.count(note) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["train.ema_decay=0.9999"], "over 12 steps leaves 100% of the weights that it begins"),
+        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "over 12 steps leaves 100% of the"),
+        (["train.ema_decay=0.9"], "over 12 steps leaves 28% of the weights that it begins with"),
+        (["train.ema_decay=0.9", "train.ema_every_steps=2"], "over 12 steps leaves 53% of"),
+        (["train.ema_decay=0.9", "train.ema_after_epochs=1"], "over 7 steps leaves 48% of"),
+        (["train.ema_decay=0.7"], ""),
+        (["train.ema_decay=0.9999", "train.ema_warmup=true"], ""),
+        (["train.ema_decay=null"], ""),
+    ],
+)
+def test_an_average_that_has_no_time_to_move_is_a_note(settings, expected, config, tmp_path, capfd):
+    weights = tmp_path / "w.pth"
+    torch.save(create_model(tiny(config).model, num_classes=3).state_dict(), weights)
+    words = [word.replace("FILE", str(weights)) for word in settings]
+    given = tiny(config, *words, f"run.dir={tmp_path / 'run'}")
+    with build(given, World(0, 1, torch.device("cpu"))):
+        pass
+    printed = capfd.readouterr().err
+    assert expected in printed
+    assert printed.count("in the average, which eval, predict and export take") == bool(expected)

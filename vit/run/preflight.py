@@ -57,8 +57,9 @@ SAVED = (
 """What a run has saved, and replaces or removes later."""
 MISSING_BYTES = 2**28
 """If the cache lacks more than this of the first batches, a line explains the wait."""
-NOTABLE_INITIAL_SHARE = 0.01
-"""Share of the initial weights in the final average above which it is reported."""
+NOTABLE_FIRST_SHARE = 0.05
+"""Share of the first weights in the final average above which it is reported: that of 3 / (1 -
+decay) updates."""
 MIB = 2**20
 GIB = 2**30
 
@@ -427,13 +428,15 @@ def start_lines(
             " the peak learning rate is not reached"
         )
     decay = config.train.ema_decay
-    forgets = config.train.ema_warmup or config.train.ema_after_epochs is not None
-    if decay is not None and not forgets and config.init.checkpoint is None:
-        share = decay ** (plan.total_steps / config.train.ema_every_steps)
-        if share > NOTABLE_INITIAL_SHARE:
+    if decay is not None and not config.train.ema_warmup:
+        num_copied = round((config.train.ema_after_epochs or 0) * plan.steps_per_epoch)
+        num_steps = plan.total_steps - num_copied
+        share = decay ** (num_steps / config.train.ema_every_steps)
+        if share > NOTABLE_FIRST_SHARE:
             yield (
-                f"note: train.ema_decay={decay} over {plan.total_steps} steps leaves {share:.0%} of"
-                " the initial weights in the average: train.ema_warmup=true, or a smaller decay"
+                f"note: train.ema_decay={decay} over {num_steps} steps leaves {share:.0%} of the"
+                " weights that it begins with in the average, which eval, predict and export take:"
+                " set train.ema_warmup=true, train.ema_decay=null or a smaller decay"
             )
     yield from filling_notes(batches, state.step, plan)
     if state.restarts:
