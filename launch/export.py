@@ -47,7 +47,14 @@ def main() -> World:
             raise ValueError(f"{loaded.path} is not in a run folder: name one to write with --out")
         args.out = run_dir / "export" / args.to
     origin = _origin(loaded, run_dir, published)
-    print(f"{loaded.path}: {origin.name}, {subject.num_classes:,} classes, to {args.to}")
+    which = f" ({loaded.which()})" if loaded.which() else ""
+    size = subject.config.model.size_text()
+    print(
+        f"{loaded.path}{which}: {origin.name}, {subject.num_classes:,} classes at {size}, to"
+        f" {args.to}"
+    )
+    for note in loaded.notes:
+        print(f"  {note}")
     for line in export(args.to, subject, origin, args.out):
         print(f"  {line}")
     print(f"{args.out}: complete; README.md there has the code that opens it")

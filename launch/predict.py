@@ -118,9 +118,9 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
         passed = f"; {summary.num_problems:,} could not be read and were passed over{also}"
     else:
         passed = ""
-    step = "" if trained.weights.step is None else f" (step {trained.weights.step:,})"
+    which = f" ({trained.weights.which()})" if trained.weights.which() else ""
     print(
-        f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{step}"
+        f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{which}"
         f"{passed}"
     )
     for path in (args.csv, args.sheet if summary.examples else None):

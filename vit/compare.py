@@ -123,8 +123,7 @@ def evaluate_weights(
             for name, (scored, evaluation) in others.items()
         }
     if world.is_main:
-        averaged = ", averaged weights" if loaded.averaged else ""
-        which = "" if loaded.step is None else f" (step {loaded.step}{averaged})"
+        which = f" ({loaded.which()})" if loaded.which() else ""
         heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
         lines.insert(0, f"{heading}: {split.num_samples} images at {config.model.size_text()}")
         if mismatch:

@@ -126,10 +126,10 @@ class Trained:
 
     def __repr__(self) -> str:
         height, width = self.preprocess.image_format.size
-        step = "" if self.weights.step is None else f", step {self.weights.step:,}"
+        which = f", {self.weights.which()}" if self.weights.which() else ""
         return (
             f"Trained({self.config.model.name} at {width} x {height}, {len(self.class_names)}"
-            f" classes, {self.weights.path}{step}, on {self.device})"
+            f" classes, {self.weights.path}{which}, on {self.device})"
         )
 
 

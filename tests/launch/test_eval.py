@@ -69,6 +69,7 @@ def test_a_run_may_stand_without_its_flag(base, capfd):
         f" {plain['top1_high']:.1f})" in said
     )
     assert "note" not in said
+    assert "last_ema.safetensors (step 3, averaged weights) on" in said
 
 
 def test_data_of_other_classes_are_reported(base, colours, capfd):

@@ -76,6 +76,7 @@ def test_what_could_not_be_read_is_named_and_counted(predicted, odd_files):
         assert f"passed over: {odd_files}/{name}: " in done.stderr
         assert reason in done.stderr
     assert "7 of 12 images predicted by" in done.stdout
+    assert "last.safetensors (step 3, weights not averaged); 5 could not" in done.stdout
     assert "; 5 could not be read and were passed over\n" in done.stdout
     assert "note: 2 other files left out: 1 .cls, 1 .txt\n" in done.stderr
     assert done.stdout.count("alpha.png") == 1

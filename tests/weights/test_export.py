@@ -343,6 +343,7 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     # The command, with the accuracy of these very weights.
     done = run("launch/export.py", tmp_path / "run", "--to", "timm")
     assert done.returncode == 0, done.stderr
+    assert "averaged weights): run, 3 classes at 16x16, to timm\n" in done.stdout
     out = tmp_path / "run" / "export" / "timm"
     line = json.loads(
         [

@@ -187,6 +187,11 @@ class LoadedWeights:
     notes: tuple[str, ...] = ()
     """A sentence for each thing that was chosen or left away in reading."""
 
+    def which(self) -> str:
+        """Return "step 1,200, averaged weights" for people, or "" where no run says it."""
+        kind = "averaged weights" if self.averaged else "weights not averaged"
+        return "" if self.step is None else f"step {self.step:,}, {kind}"
+
     def report(self, adaptations: list[str]) -> list[str]:
         """What was read and how it fitted: a summary, and what was dropped or resampled.
 
