@@ -15,39 +15,7 @@ from pathlib import Path
 
 from data_prep.errors import PrepError, some
 from data_prep.write.samples import Sample, safe_key, stable_hash
-from vit.data.decode.image_files import is_image, read_image
-
-NOT_READ = (
-    *(
-        ".heic",
-        ".heif",
-        ".hif",
-        ".jxl",
-        ".jpf",
-        ".jpx",
-        ".psd",
-        ".svg",
-        ".eps",
-        ".tga",
-        ".ico",
-        ".qoi",
-    ),
-    *(
-        ".exr",
-        ".hdr",
-        ".dng",
-        ".cr2",
-        ".cr3",
-        ".nef",
-        ".arw",
-        ".raf",
-        ".orf",
-        ".rw2",
-        ".pef",
-        ".srw",
-    ),
-)
-"""Suffixes of images that are not read: from phones, cameras' raw data, drawings, rarities."""
+from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read_image
 
 
 @dataclass
@@ -101,8 +69,7 @@ class Ignored:
         first = self.images.most_common(1)[0][0].lower()
         return (
             f"{number:,} file{'s' if number > 1 else ''} not read as images:"
-            f" {_by_number(self.images)}; convert them to JPEG, with ImageMagick, say, in their"
-            f" folder: find . -iname '*{first}' -exec magick mogrify -format jpg {{}} +"
+            f" {_by_number(self.images)}; {how_to_convert(first)}"
         )
 
 

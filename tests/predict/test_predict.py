@@ -207,3 +207,12 @@ def test_a_sheet_without_a_place_is_said_before_anything_is_predicted(
     with pytest.raises(ValueError, match=r"--sheet .*sheet.png: cannot be written"):
         run_here("launch/predict.py", "--checkpoint", tiny_run, image, *flags)
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_photos_of_a_folder_that_are_not_read_come_with_what_converts_them(tmp_path):
+    for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
+        (tmp_path / name).touch()
+    assert find_inputs([str(tmp_path)]).summary() == (
+        "3 other files left out: 1 .HEIC, 1 .NEF, 1 .txt; convert them to JPEG, with ImageMagick,"
+        " say, in their folder: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
+    )

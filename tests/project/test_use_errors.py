@@ -40,6 +40,7 @@ def place(tmp_path: Path) -> Path:
     """A photo, a web page, an empty folder, and a tar that is cut off."""
     Image.new("RGB", (20, 20)).save(tmp_path / "photo.png")
     (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
+    (tmp_path / "photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
     (tmp_path / "empty").mkdir()
     (tmp_path / "names.txt").write_text("cat\ndog\n")
     with tarfile.open(tmp_path / "cut.tar", "w") as tar:
@@ -94,6 +95,7 @@ SCENARIOS = {
     "an image among others that is a web page, cut off, or gone": predict(
         "/photo.png", "/page.jpg"
     ),
+    "a photo in HEIC": predict("/photo.png", "/photo.HEIC"),
     "no weights to predict with": predict("/photo.png", "--checkpoint", "/empty"),
     "names of classes that are too few": predict("/photo.png", "--classes", "/names.txt"),
     "a size that is no multiple of the patch": predict("/photo.png", "--image-size", "20"),

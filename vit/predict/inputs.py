@@ -14,7 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import IO, NamedTuple
 
-from vit.data.decode.image_files import EXTENSIONS, MAX_IMAGE_BYTES, is_image, read_image
+from vit.data.decode.image_files import (
+    EXTENSIONS,
+    MAX_IMAGE_BYTES,
+    NOT_READ,
+    how_to_convert,
+    is_image,
+    read_image,
+)
 from vit.data.shards.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
@@ -69,8 +76,10 @@ class Inputs:
         kinds = sorted(self.left_out.items(), key=lambda item: (-item[1], item[0]))
         listed = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:5])
         more = f" and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
+        photos = next((suffix.lower() for suffix, _ in kinds if suffix.lower() in NOT_READ), "")
+        remedy = f"; {how_to_convert(photos)}" if photos else ""
         total = self.left_out.total()
-        return f"{total:,} other file{'s' if total > 1 else ''} left out: {listed}{more}"
+        return f"{total:,} other file{'s' if total > 1 else ''} left out: {listed}{more}{remedy}"
 
 
 def find_inputs(words: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:

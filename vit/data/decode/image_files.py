@@ -29,12 +29,53 @@ EXTENSIONS = (
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
 )
 """Suffixes of what `vit.data.decode.images` reads."""
+NOT_READ = (
+    *(
+        ".heic",
+        ".heif",
+        ".hif",
+        ".jxl",
+        ".jpf",
+        ".jpx",
+        ".psd",
+        ".svg",
+        ".eps",
+        ".tga",
+        ".ico",
+        ".qoi",
+    ),
+    *(
+        ".exr",
+        ".hdr",
+        ".dng",
+        ".cr2",
+        ".cr3",
+        ".nef",
+        ".arw",
+        ".raf",
+        ".orf",
+        ".rw2",
+        ".pef",
+        ".srw",
+    ),
+)
+"""Suffixes of images that are not read: from phones, cameras' raw data, drawings, rarities."""
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
     re.DOTALL,
 )
 """First bytes of images that are read."""
+HEIC_MAGIC = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
+"""First bytes of HEIC and HEIF, in which phones store photos."""
+
+
+def how_to_convert(suffix: str) -> str:
+    """Return the remedy for images with a suffix of NOT_READ."""
+    return (
+        "convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
+        f" '*{suffix}' -exec magick mogrify -format jpg {{}} +"
+    )
 
 
 def is_image(path: str) -> bool:

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin
 
 from vit.data.decode import native
+from vit.data.decode.image_files import HEIC_MAGIC, how_to_convert
 from vit.data.decode.jpeg_cut import Cut, Window, cut_window
 from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
 from vit.data.shards.tar_walk import TAR_BLOCK, describe_content
@@ -132,6 +133,8 @@ def _why_not(data: bytes, error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         if kind := describe_content(data[:TAR_BLOCK]):
             return f"no image but {kind}"
+        if HEIC_MAGIC.match(data):
+            return f"HEIC photos are not read; {how_to_convert('.heic')}"
         return (
             f"no image; expected one of {', '.join(_formats())}, and it begins with {data[:16]!r}"
         )
