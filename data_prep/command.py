@@ -84,11 +84,11 @@ def add_max_unreadable_argument(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags every source has."""
+def add_arguments(parser: argparse.ArgumentParser, *, apply_exif: bool = False) -> None:
+    """Add the flags every source has; apply_exif: the default of that flag."""
     _add_shards_arguments(parser.add_argument_group("shards"))
     images = parser.add_argument_group("images")
-    _add_images_arguments(images)
+    _add_images_arguments(images, apply_exif)
     add_max_unreadable_argument(images)
 
     running = parser.add_argument_group("running")
@@ -161,7 +161,7 @@ def _add_shards_arguments(shards: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_images_arguments(images: argparse._ArgumentGroup) -> None:
+def _add_images_arguments(images: argparse._ArgumentGroup, apply_exif: bool) -> None:
     images.add_argument(
         "--check",
         choices=("decode", "headers"),
@@ -173,8 +173,12 @@ def _add_images_arguments(images: argparse._ArgumentGroup) -> None:
     )
     images.add_argument(
         "--apply-exif",
-        action="store_true",
-        help="turn images as their EXIF orientation says (published numbers do not)",
+        action=argparse.BooleanOptionalAction,
+        default=apply_exif,
+        help=(
+            "turn images upright as their EXIF orientation says; published benchmarks do not"
+            " (default: %(default)s)"
+        ),
     )
     images.add_argument(
         "--resize-short-side",

@@ -347,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
         ),
     )
     add_archive_arguments(parser)
-    add_arguments(parser)
+    add_arguments(parser, apply_exif=True)
 
     def command(args: argparse.Namespace) -> None:
         asked = Asked(args.val_fraction, args.class_order, args.max_unreadable)
