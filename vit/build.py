@@ -169,6 +169,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = open_data(config, world)
+        if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
+            config = config_io.with_settings(config, {"eval.apply_exif": True})
         times.end("data")
         found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
         times.end("checkpoint")

@@ -23,22 +23,12 @@ from data_prep.write import restart_markers
 from vit.data.decode import native
 from vit.data.decode.images import MAX_JPEG_SIDE, check_jpeg, decode_jpeg, open_image, to_mode
 from vit.data.decode.jpeg_header import JpegHeader, read_header
+from vit.data.decode.upright import ORIENTATION_TAG, UPRIGHT, orientation_of
 
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
 """The `change` of a JPEG that only Pillow reads; its bytes are untouched unless another change is
 named. Stray bytes, bad Huffman codes, odd sampling: most training code does not notice, so
 published numbers include such images, and the loader falls back to Pillow."""
-UPRIGHT = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
-"""How an image with this EXIF orientation is made upright."""
-ORIENTATION_TAG = 0x0112
 ASKS_TO_BE_TURNED = "asks_to_be_turned"
 """Key of sidecars and `_info.json`: number of images whose EXIF orientation was not applied."""
 
@@ -191,17 +181,10 @@ def _by_pillow(
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
     size = image.size
-    orientation = _orientation(image)
+    orientation = orientation_of(image)
     if kept and policy.target_size(*size) == size and not policy.is_turned(orientation):
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
     return _encode(converted, size, orientation, policy, [change])
-
-
-def _orientation(image: Image.Image) -> int:
-    try:
-        return image.getexif().get(ORIENTATION_TAG, 1)
-    except Exception:  # a damaged EXIF block does not damage the image
-        return 1
 
 
 def _encode(

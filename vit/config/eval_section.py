@@ -50,6 +50,9 @@ class EvalConfig(Section):
     resizer: Literal["torch", "pillow"] = "torch"
     """Library that resizes: `torch`, or `pillow`, which is slower and with which most numbers
     were published; one pixel in 200 differs by one level of 255."""
+    apply_exif: bool | None = None
+    """Turn images upright as their EXIF orientation says, in evaluation, in prediction and in
+    what exports tell other programs. `None`: as the images of `data.root` were prepared."""
     sets: dict[SetName, EvalSetConfig] = Field(default={})
     """Further sets to evaluate on, by name, each exact, as
     `{v2: {root: data/v2, split: train}, real: {labels: real.json}}` (docs/evaluation.md)."""

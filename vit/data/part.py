@@ -92,6 +92,7 @@ class Part(Split):
             whole.num_classes,
             whole.class_names,
             whole.tars,
+            apply_exif=whole.apply_exif,
         )
 
     def read(self, i: int) -> bytes:

@@ -184,7 +184,8 @@ for number in share.argsort(descending=True)[:5].tolist():
 def opening_code(program: str, subject: Subject) -> str:
     """Python that opens the exported folder, from within it, and classifies `photo.jpg`."""
     colours = "RGB" if len(subject.view.mean) == 3 else "L"
-    photo = f'Image.open("photo.jpg").convert("{colours}")'
+    opened = 'Image.open("photo.jpg")'
+    photo = f'{opened}.convert("{colours}")'
     code = {
         "timm": _TIMM_CODE,
         "torchvision": _TORCHVISION_CODE,
@@ -194,6 +195,9 @@ def opening_code(program: str, subject: Subject) -> str:
     }[program]
     model = subject.model
     section = subject.config.model
+    if subject.view.apply_exif:
+        code = code.replace("import Image\n", "import Image, ImageOps\n")
+        photo = photo.replace(opened, f"ImageOps.exif_transpose({opened})")
     values = {"PHOTO": photo, "NUM_CLASSES": str(subject.num_classes)}
     view = subject.view
     if program in ("torchvision", "npz"):

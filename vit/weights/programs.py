@@ -153,7 +153,13 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
         "model_args": arguments,
         "pretrained_cfg": settings,
     }
-    return content | ({"label_names": subject.labels} if subject.labels else {})
+    content |= {"label_names": subject.labels} if subject.labels else {}
+    return content | _of_exif(view)
+
+
+def _of_exif(view: View) -> dict[str, Any]:
+    """What no program has a key for: most ignore EXIF, and those who read the file are told."""
+    return {"apply_exif": True} if view.apply_exif else {}
 
 
 def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
@@ -245,6 +251,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
         "do_normalize": True,
         "image_mean": list(view.mean),
         "image_std": list(view.std),
+        **_of_exif(view),
     }
     return {"config.json": config, "preprocessor_config.json": processor}
 

@@ -129,6 +129,7 @@ def _by_settings(path: Path) -> KnownModel | None:
         and replace(row, top1=None, top5=None, source=NO_NUMBER, files=()) == found
     ):
         return row
+    found = replace(found, apply_exif=content.get("apply_exif") is True)
     if {"embed_dim", "depth"} & made_with.keys():  # any name of timm's that takes them is stated
         return replace(found, name=str(path.parent))
     return found
@@ -294,7 +295,12 @@ def to_config(
             "std": list(known.std),
             "interpolation": known.interpolation,
         },
-        "eval": {"crop_pct": known.crop_pct, "crop_mode": known.crop_mode, "resizer": "pillow"},
+        "eval": {
+            "crop_pct": known.crop_pct,
+            "crop_mode": known.crop_mode,
+            "resizer": "pillow",
+            "apply_exif": known.apply_exif or None,
+        },
         "train": {"steps": 1, "precision": "fp32"},
     }
     return config_io.to_dict(config_io.from_dict(values, known.name))

@@ -36,6 +36,8 @@ class KnownModel:
     interpolation: str = "bicubic"
     crop_mode: str = "center"
     """As timm's: `center`, or `squash`, which does not keep the aspect."""
+    apply_exif: bool = False
+    """Whether images are turned upright first, as only models that came from here say."""
     top1: float | None = None
     top5: float | None = None
     """Percent of the 50,000 images of ILSVRC2012 val; None: no published number at hand."""

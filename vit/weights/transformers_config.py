@@ -80,6 +80,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             "std": tuple(map(float, content.get("image_std", HALF[1]))),
             "interpolation": _RESAMPLE[resample],
             "crop_mode": "center" if shortest else "squash",
+            "apply_exif": content.get("apply_exif") is True,
             "crop_pct": _crop_pct(size, (shortest, shortest) if shortest else sides),
         }
     except (AttributeError, TypeError, ZeroDivisionError) as error:

@@ -30,6 +30,8 @@ class View:
     """Per channel, of images scaled to [0, 1]."""
     crop_pct: float
     """timm's word: side of the centre over the side of the resized image."""
+    apply_exif: bool
+    """Whether the image is turned upright first."""
 
     @classmethod
     def from_config(cls, config: Config) -> View:
@@ -53,6 +55,7 @@ class View:
             data.mean * channels if len(data.mean) == 1 else data.mean,
             data.std * channels if len(data.std) == 1 else data.std,
             crop_pct,
+            bool(view.apply_exif),
         )
 
     def sentence(self) -> str:
@@ -66,19 +69,21 @@ class View:
         else:
             resized = f"Resize it, keeping its aspect, to cover {self.cover[0]}x{self.cover[1]}"
             resized += f" ({how})"
+        turned = "Turn the image as its EXIF orientation says. " if self.apply_exif else ""
         colours = "RGB" if len(self.mean) == 3 else "grey"
         mean = ", ".join(f"{value:g}" for value in self.mean)
         std = ", ".join(f"{value:g}" for value in self.std)
         return (
-            f"Read the image as {colours}. {resized}. Cut out the centre of {height}x{width}"
-            f" (height x width). Divide by 255, subtract the mean ({mean}), divide by the standard"
-            f" deviation ({std}), each per channel. Inputs are float32, (batch, {len(self.mean)},"
-            f" {height}, {width})."
+            f"{turned}Read the image as {colours}. {resized}. Cut out the centre of"
+            f" {height}x{width} (height x width). Divide by 255, subtract the mean ({mean}), divide"
+            f" by the standard deviation ({std}), each per channel. Inputs are float32, (batch,"
+            f" {len(self.mean)}, {height}, {width})."
         )
 
     def to_dict(self) -> dict[str, Any]:
         """The same for programs, as `preprocessing.json` has it."""
         return {
+            "apply_exif": self.apply_exif,
             "input_size": [len(self.mean), *self.size],
             "resize": {
                 "to" if self.squash else "cover": list(self.cover),

@@ -23,6 +23,7 @@ from vit.data import stages
 from vit.data.decode.images import Pixels, decode_box, read_image_size, span, undecodable
 from vit.data.decode.jpeg_cut import Window
 from vit.data.decode.jpeg_header import MAX_PIXELS
+from vit.data.decode.upright import upright
 from vit.data.stages import Stage
 
 REDUCE_FROM = 2.5
@@ -200,8 +201,10 @@ def decode_center(
     Pixels are exactly those of torchvision's `v2.Resize` and `v2.CenterCrop` of a tensor; with
     `view.resizer` pillow, those of torchvision and timm's `create_transform` of a Pillow image. Of
     a JPEG only the visible part is decoded.
+    With `view.apply_exif` the image is turned upright first.
     Returns (channels, height, width) uint8. Raises ValueError like `decode_box`.
     """
+    data = upright(data, channels) if view.apply_exif else data
     try:
         width, height = read_image_size(data)
     except ValueError as error:

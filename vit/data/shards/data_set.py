@@ -124,6 +124,7 @@ def open_split(
         class_names,
         tars,
         replace(layout, class_names=()),  # because a split is pickled for each worker
+        bool((info.get("options") or {}).get("apply_exif")),
     )
 
 

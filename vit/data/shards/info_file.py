@@ -36,6 +36,7 @@ class _Options(TypedDict, total=False):
     image: str | None
     label: str
     keys_with_dots: bool
+    apply_exif: bool
 
 
 class _Split(TypedDict, total=False):

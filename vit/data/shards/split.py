@@ -56,12 +56,14 @@ class Split:
         class_names: list[str],
         tars: LocalTars | CachedTars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
+        apply_exif: bool = False,
     ):
         """root: folder or URL. lengths: samples of each shard.
 
         index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or
             what gives the same rows, as that of `vit.data.part`.
         class_names: name of each label, [] if unknown.
+        apply_exif: images were turned upright when the shards were written.
         """
         self.root = root
         self.name = name
@@ -72,6 +74,7 @@ class Split:
         self.num_classes = num_classes
         self.class_names = class_names
         self.tars = tars or LocalTars(Path(root), filenames)
+        self.apply_exif = apply_exif
         self._layout = layout
         self._firsts = first_samples(lengths)
         self._has_checksums = has_checksums(index)

@@ -1,0 +1,48 @@
+"""Images turned by their EXIF orientation; the oracle is Pillow's `exif_transpose`."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageOps
+
+from vit.config.eval_section import EvalConfig
+from vit.data.decode.upright import upright
+from vit.data.decode.views import decode_center
+
+PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 41, 3), np.uint8))
+
+
+def encoded(image: Image.Image, form: str, **options: object) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, form, **options)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "grey JPEG", "CMYK JPEG"])
+def test_a_view_is_that_of_the_upright_image_where_exif_counts(form, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    colours, _, plain = form.rpartition(" ")
+    picture = PICTURE.convert({"grey": "L", "CMYK": "CMYK"}.get(colours, "RGB"))
+    data = encoded(picture, plain, exif=exif)
+    oracle = encoded(ImageOps.exif_transpose(Image.open(io.BytesIO(data))).convert("RGB"), "PNG")
+    for channels in (1, 3) if form == "grey JPEG" else (3,):
+        turned, stored, expected = (
+            decode_center(each, (16, 16), EvalConfig(apply_exif=applied), "bicubic", channels)
+            for each, applied in ((data, True), (data, None), (oracle, None))
+        )
+        assert torch.equal(turned, expected)
+        if orientation > 1 and form != "TIFF":  # which Pillow turns anyway
+            assert not torch.equal(stored, expected)
+
+
+def test_an_upright_image_keeps_its_bytes_and_a_broken_one_its_reason():
+    data = encoded(PICTURE, "JPEG")
+    assert upright(data) is data
+    with pytest.raises(ValueError, match=r"\Acannot decode 4 bytes: no image; expected one of"):
+        decode_center(b"html", (16, 16), EvalConfig(apply_exif=True), "bicubic")

@@ -1,0 +1,56 @@
+"""Images turned upright, as their EXIF orientation says.
+
+Cameras store what the sensor saw, and a number for how it was held. Published results come from
+unturned images; photos of one's own are turned when shards are written (`data_prep`), and then also
+where a model is used (`eval.apply_exif`).
+"""
+
+from __future__ import annotations
+
+import io
+
+from PIL import Image
+
+from vit.data.decode.images import decode, open_image, undecodable
+from vit.data.decode.jpeg_header import read_header
+
+UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How an image with this EXIF orientation is made upright."""
+ORIENTATION_TAG = 0x0112
+
+
+def orientation_of(image: Image.Image) -> int:
+    """Return the EXIF orientation of Pillow's image; 1, upright, if it has none."""
+    try:
+        return image.getexif().get(ORIENTATION_TAG, 1)
+    except Exception:  # a damaged EXIF block does not damage the image
+        return 1
+
+
+def upright(data: bytes, channels: int = 3) -> bytes:
+    """Return an encoded image turned upright, without loss, in 1 (grey) or 3 channels (RGB); `data`
+    itself if nothing is to be turned. Raises ValueError like `decode`.
+    """
+    try:
+        orientation = read_header(data).orientation
+    except ValueError:  # another format, or strange bytes between the headers
+        try:
+            image = open_image(data)
+        except ValueError as error:
+            raise undecodable(data, error) from None
+        orientation = 1 if image.format == "TIFF" else orientation_of(image)  # Pillow turns TIFFs
+    if orientation not in UPRIGHT:
+        return data
+    pixels = decode(data, channels)
+    turned = Image.fromarray(pixels.squeeze(2) if channels == 1 else pixels)
+    encoded = io.BytesIO()
+    turned.transpose(UPRIGHT[orientation]).save(encoded, "PPM")
+    return encoded.getvalue()
