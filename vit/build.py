@@ -23,6 +23,7 @@ from vit.data.augment.apply import create_augment
 from vit.data.batches import EvalBatches, TrainBatches
 from vit.data.decode.images import decoder_name
 from vit.data.image_format import ImageFormat
+from vit.data.shards.split import Split
 from vit.data.sources import TrainSet
 from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
@@ -169,8 +170,7 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = open_data(config, world)
-        if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
-            config = config_io.with_settings(config, {"eval.apply_exif": True})
+        config = _with_exif(config, data.sets[0][0].split)
         times.end("data")
         found = find_checkpoint(folder, settings, data.facts, set(allow_change), world)
         times.end("checkpoint")
@@ -184,9 +184,8 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
             model = create_trained_model(config, data.num_classes)
         model.to(world.device)
         if config.init.checkpoint is not None and found is None:
-            names = data.train_set.split.class_names
             data.facts["init_sha256"] = load_initial_weights(
-                model, config.init, config.model, names, data.num_classes, world
+                model, config.init, config.model, data.facts["class_names"], data.num_classes, world
             )
 
         # 4. The training step and the evaluators.
@@ -232,6 +231,13 @@ def build(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run
         start_times=times,
         store=store,
     )
+
+
+def _with_exif(config: Config, split: Split) -> Config:
+    """Return `config`, which follows EXIF orientations if the images of `split` were turned so."""
+    if config.eval.apply_exif is None and split.apply_exif:
+        return config_io.with_settings(config, {"eval.apply_exif": True})
+    return config
 
 
 def _check_disk(

@@ -405,11 +405,12 @@ def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["train.ema_decay=0.9999"], "over 12 steps leaves 100% of the weights that it begins"),
-        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "over 12 steps leaves 100% of the"),
-        (["train.ema_decay=0.9"], "over 12 steps leaves 28% of the weights that it begins with"),
-        (["train.ema_decay=0.9", "train.ema_every_steps=2"], "over 12 steps leaves 53% of"),
-        (["train.ema_decay=0.9", "train.ema_after_epochs=1"], "over 7 steps leaves 48% of"),
+        (["train.ema_decay=0.9999"], "leaves 100% of the weights that it begins"),
+        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the weights"),
+        (["train.ema_decay=0.9"], "leaves 28% of the weights"),
+        (["train.ema_decay=0.9", "train.ema_every_steps=2"], "leaves 53% of"),
+        (["train.ema_decay=0.9", "train.ema_after_epochs=1"], "leaves 48% of"),
+        (["train.ema_decay=0.9", "train.ema_after_epochs=2.4"], ""),
         (["train.ema_decay=0.7"], ""),
         (["train.ema_decay=0.9999", "train.ema_warmup=true"], ""),
         (["train.ema_decay=null"], ""),

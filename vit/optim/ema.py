@@ -91,6 +91,16 @@ class Ema:
             return min(self.decay, 1.0 - (1.0 + passed / self.warmup_gamma) ** -self.warmup_power)
         return min(self.decay, (2.0 + step) / (11.0 + step))
 
+    def first_share(self, total_steps: int) -> float:
+        """Return the share that the weights at its beginning have in it after `total_steps`.
+
+        0 with a warm-up, which forgets them, and as long as it is a copy.
+        """
+        num_steps = total_steps - self.after_steps
+        return (
+            0.0 if self.warmup or num_steps <= 0 else self.decay ** (num_steps / self.every_steps)
+        )
+
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Move towards the model, after its update at `step`, if one is due."""

@@ -427,17 +427,14 @@ def start_lines(
             f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"
             " the peak learning rate is not reached"
         )
-    decay = config.train.ema_decay
-    if decay is not None and not config.train.ema_warmup:
-        num_copied = round((config.train.ema_after_epochs or 0) * plan.steps_per_epoch)
-        num_steps = plan.total_steps - num_copied
-        share = decay ** (num_steps / config.train.ema_every_steps)
-        if share > NOTABLE_FIRST_SHARE:
-            yield (
-                f"note: train.ema_decay={decay} over {num_steps} steps leaves {share:.0%} of the"
-                " weights that it begins with in the average, which eval, predict and export take:"
-                " set train.ema_warmup=true, train.ema_decay=null or a smaller decay"
-            )
+    ema = train_step.ema
+    share = 0.0 if ema is None else ema.first_share(plan.total_steps)
+    if share > NOTABLE_FIRST_SHARE:
+        yield (
+            f"note: train.ema_decay={config.train.ema_decay} over so few steps leaves {share:.0%}"
+            " of the weights that it begins with in the average, which eval, predict and export"
+            " take: set train.ema_warmup=true, train.ema_decay=null or a smaller decay"
+        )
     yield from filling_notes(batches, state.step, plan)
     if state.restarts:
         yield (
