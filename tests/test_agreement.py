@@ -25,6 +25,7 @@ from vit.run import resume
 from vit.run.checkpoint import named_tensors, newest_checkpoint
 from vit.run.checkpoint_info import SEAL
 from vit.run.order_check import OrderCheck
+from vit.run.state import RunState
 from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -61,12 +62,14 @@ def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_pa
         plan = replace(run.plan, world_size=world.size, micro_batch_size=2)
         rows = plan.rows_of(world.rank)
         batches = TrainBatches(split, run.batches.order, augment, image, rows=rows, num_batches=3)
-        check = OrderCheck(world, run.batches.order, plan, run.record, 0)
+        state = RunState()
+        check = OrderCheck(world, run.batches.order, plan, run.record, state)
         with Loader(batches, 0, 3) as loader:
             for position, batch in enumerate(loader):
                 is_wrong = world.rank == wrong_rank and position == wrong_batch
                 check.add(shifted(batch) if is_wrong else batch)
-        check.compare(3)
+                state.step += 1
+        check.compare()
 
     for wrong_rank in (0, 1):
         ended = together(2, lambda world, wrong=wrong_rank: function(world, wrong, 1))

@@ -72,7 +72,7 @@ def _train_on(run: Run, is_started: bool) -> Outcome:
         guard = Guard(config, state, run.world, run.record, run.batches)
         monitor = _create_monitor(run, loader, guard)
         order = run.batches.order if isinstance(run.batches, TrainBatches) else None
-        order_check = OrderCheck(run.world, order, plan, run.record, first_step)
+        order_check = OrderCheck(run.world, order, plan, run.record, state)
         if run.world.is_main:
             # a signal in this attempt writes it again
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
@@ -93,7 +93,7 @@ def _train_on(run: Run, is_started: bool) -> Outcome:
 
             # Nothing should be evaluated or saved after batches that differ from the planned order.
             if is_epoch_end:
-                order_check.compare(step)
+                order_check.write()
             # Reading the previous step waits for the device to finish it, and may set
             # `monitor.stop`. So it is done only where training pauses anyway.
             if evaluation_due or save_due or monitor.stop:
@@ -102,7 +102,9 @@ def _train_on(run: Run, is_started: bool) -> Outcome:
             if evaluation_due and not monitor.stop:
                 weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
             if monitor.stop:
-                order_check.compare(step)  # the epoch so far; does nothing at an epoch's end
+                order_check.write()  # the epoch so far; does nothing at an epoch's end
+            if save_due:
+                order_check.compare()
             if save_due or monitor.stop or weights:
                 save(run, monitor, save_due or monitor.stop, weights)
             if step == plan.total_steps or monitor.stop:
@@ -110,7 +112,6 @@ def _train_on(run: Run, is_started: bool) -> Outcome:
             monitor.resume()
             if state.is_passed_over(step):
                 monitor.pass_over(step)
-                order_check.pass_over()
                 state.step += 1
                 continue
 

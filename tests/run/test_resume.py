@@ -6,14 +6,41 @@ import shutil
 
 import pytest
 import torch
-from processes import TINY
+from processes import TINY, metrics
 from torch import Tensor
 
 from vit.build import build
 from vit.config.io import load_config
 from vit.ranks.distributed import World
+from vit.run.record import read_metrics
 from vit.train import train
 from vit.weights.files import read_weights
+
+
+def test_lines_of_intervals_and_epochs_that_a_kill_divides_equal_the_uninterrupted_ones(
+    config, tmp_path
+):
+    """Killed behind its checkpoint of step 9, in the middle of an interval and of an epoch."""
+    folder = tmp_path / "run"
+    often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
+
+    def go_on() -> list[tuple]:
+        settings = load_config(config, [*TINY, *often, f"run.dir={folder}"]).config
+        with build(settings, World(0, 1, torch.device("cpu"))) as run:
+            train(run)
+        names = ("kind", "step", "loss", "first_batch", "last_batch", "sample_checksum", "exact")
+        lines = read_metrics(folder / "metrics.jsonl")
+        return [
+            tuple(line.get(name) for name in names)
+            for line in lines
+            if line["kind"] in ("train", "epoch")
+        ]
+
+    whole = go_on()
+    assert [line[1] for line in whole] == [5, 5, 10, 10, 12, 12]
+    shutil.rmtree(folder / "checkpoints" / "step_00000012")
+    assert go_on() == whole
+    assert [line["step"] for line in metrics(folder, "start")] == [0, 9]
 
 
 @pytest.mark.parametrize("present", ["discarded", "gone"])

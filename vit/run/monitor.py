@@ -198,7 +198,8 @@ class Monitor:
         if not is_next_queued:  # the wait for this step is training time, too
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
-        self._losses.append(values.loss)
+        self.state.interval_losses.append(values.loss)
+        self._num_steps += 1
         if self.samples is not None:
             self.samples.add(step, values.losses, values.margins)
         self._waits.add(values.rank_reports[:, 0])
@@ -221,7 +222,8 @@ class Monitor:
         self._began = began
         self._last_step_at = began
         self._stats_before = stats_before
-        self._losses = list[float]()
+        self._num_steps = 0
+        """Of this attempt: a resumed interval has losses of the attempt before, too."""
         self._waits = Waits()
 
     def _logs_after(self, step: int) -> bool:
@@ -241,9 +243,10 @@ class Monitor:
         spent_s = max(self._last_step_at - self._began, 1e-9)
         waiting = self._waits.sum_up()
         wait_share = min(waiting.waited_s / spent_s, 1.0)
-        images_per_s = len(self._losses) * batch_size / spent_s
+        images_per_s = self._num_steps * batch_size / spent_s
         mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size, step - 1)
-        loss = sum(self._losses) / len(self._losses)
+        losses = self.state.interval_losses
+        loss = sum(losses) / len(losses)
         lr = self.lr_at(step - 1)
         weight_decay = self.weight_decay_at(step - 1)
         epoch = step / plan.steps_per_epoch
@@ -311,6 +314,7 @@ class Monitor:
             bad_images=self.state.bad_images,
             **self._loader_metrics(loaders, waiting),
         )
+        losses.clear()
         self._new_interval(self._last_step_at, stats)
 
     def _loader_metrics(self, loaders: list[Tally], waiting: Waiting) -> dict[str, Any]:

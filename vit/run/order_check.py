@@ -2,8 +2,9 @@
 
 Each rank looks up which rows of a batch are to be its own, and sums a checksum of them and one of
 what its loader really delivered. Ranks divide a batch by their numbers, so if each has its own
-rows, all together have the batch. At the end of an epoch the two sums are compared, and their sum
-over the ranks, which is the same on any number of them, goes into the record.
+rows, all together have the batch. At each save and at the end of an epoch the two sums are
+compared. The sum over the ranks, which is the same on any number of them, is kept in `RunState`, so
+that it survives a kill, and goes into the record at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -15,77 +16,78 @@ from vit.data.order import Order, sample_checksum
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.run.record import Record
+from vit.run.state import RunState
 
 
 class OrderCheck:
-    """Sums up what is trained on from `first_batch` on, and compares it with `order`.
+    """Sums up what is trained on from `state.step` on, and compares it with `order`.
 
     Streams have no order (None), and are only recorded.
     """
 
     def __init__(
-        self, world: World, order: Order | None, plan: Plan, record: Record, first_batch: int
+        self, world: World, order: Order | None, plan: Plan, record: Record, state: RunState
     ):
         self._world = world
         self._order = order
         self._plan = plan
         self._record = record
-        self._first = first_batch
-        self._next = first_batch
+        self._state = state
+        self._compared_step = state.step
         self._seen = 0
         self._planned = 0
-        self._num_passed_over = 0
 
     def add(self, batch: Batch) -> None:
-        """Add this rank's rows of the next batch."""
+        """Add this rank's rows of the batch of `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
             # Looked up now, while a GPU computes, and not for a complete epoch at its end.
             rows = self._plan.rows_of(self._world.rank)
-            planned = self._order.rows(self._next, rows.start, rows.stop)
+            planned = self._order.rows(self._state.step, rows.start, rows.stop)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
-        self._next += 1
 
-    def pass_over(self) -> None:
-        """Leave out the next batch, which is not trained on."""
-        self._next += 1
-        self._num_passed_over += 1
-
-    def compare(self, step: int) -> None:
-        """Compare and record what was added since the last comparison; every rank calls it.
+    def compare(self) -> None:
+        """Compare what was added since the last comparison; every rank calls it.
 
         Raises RuntimeError on a rank whose rows were not the planned ones, and AlreadyReported on
         the others.
         """
-        if self._first == self._next:
+        state = self._state
+        if self._compared_step == state.step:
             return
-        first = self._first
-        last = self._next - 1
-        is_exact = self._order is not None
         with self._world.fail_together():
-            if is_exact and self._seen != self._planned:
+            if self._order is not None and self._seen != self._planned:
                 raise RuntimeError(
-                    f"batches {first} to {last}, rows of rank {self._world.rank}: sample checksum"
-                    f" {self._seen:016x}, planned {self._planned:016x}: a bug in the loader, please"
-                    " report it"
+                    f"batches {self._compared_step} to {state.step - 1}, rows of rank"
+                    f" {self._world.rank}: sample checksum {self._seen:016x}, planned"
+                    f" {self._planned:016x}: a bug in the loader, please report it"
                 )
         # torch sums int64; the bits are those of the unsigned sum.
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)
-        seen = int(self._world.sum_(own)) % 2**64
-        is_epoch_end = self._next % self._plan.steps_per_epoch == 0
-        self._record.write(
-            "epoch",
-            step,
-            epoch=self._next / self._plan.steps_per_epoch,
-            first_batch=first,
-            last_batch=last,
-            exact=is_exact,
-            sample_checksum=f"{seen:016x}",
-            batches_passed_over=self._num_passed_over,
-            samples_dropped=self._plan.dropped_per_epoch if is_epoch_end else 0,
-        )
-        self._first = self._next
+        state.sample_checksum = (state.sample_checksum + int(self._world.sum_(own))) % 2**64
+        self._compared_step = state.step
         self._seen = 0
         self._planned = 0
-        self._num_passed_over = 0
+
+    def write(self) -> None:
+        """Compare, and record what was trained on since the last line; every rank calls it."""
+        self.compare()
+        state = self._state
+        first = state.checked_step
+        if first == state.step:
+            return
+        is_epoch_end = state.step % self._plan.steps_per_epoch == 0
+        self._record.write(
+            "epoch",
+            state.step,
+            epoch=state.step / self._plan.steps_per_epoch,
+            first_batch=first,
+            last_batch=state.step - 1,
+            exact=self._order is not None,
+            sample_checksum=f"{state.sample_checksum:016x}",
+            batches_passed_over=state.num_passed_over(state.step) - state.num_passed_over(first),
+            samples_dropped=self._plan.dropped_per_epoch if is_epoch_end else 0,
+        )
+        state.checked_step = state.step
+        state.sample_checksum = 0

@@ -31,6 +31,12 @@ class RunState:
     """First step and the one behind the last, of each row of batches that are not trained on."""
     recent: list[list[float]] = field(default_factory=list)
     """Step, loss and gradient norm of the newest steps, where spikes are looked for."""
+    interval_losses: list[float] = field(default_factory=list)
+    """Losses of the steps since the last line of metrics, whose mean the next line has."""
+    checked_step: int = 0
+    """First batch that no line about checked samples covers yet."""
+    sample_checksum: int = 0
+    """Of the samples from there on (`vit.run.order_check`)."""
     bad_images: int = 0
     """Training images that could not be decoded and were ignored."""
     evaluated_step: int = -1
