@@ -1,4 +1,4 @@
-"""Parts of a check, each in a process of its own with a time budget.
+"""The parts of `launch/gpu_check.py`, each in a process of its own with a time budget.
 
 A part yields `Line`s. Its process shares nothing with the others, so memory, compiled graphs and
 errors of the device end with it; one that overruns is killed with all that it has started, and what

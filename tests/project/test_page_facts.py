@@ -1,0 +1,160 @@
+"""What the pages say in passing is true: calls of Python in a sentence fit the real signature, and
+a count is the number of what it counts."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+ELSEWHERE = {
+    *("AutoAugment", "HuggingFaceStorageWriter", "KNeighborsClassifier", "LogisticRegression"),
+    *("fn.readers.webdataset", "wandb.login", "webdataset.WebDataset"),
+}
+"""Calls of programs that the pages only compare with."""
+
+
+def calls_of(text: str) -> list[str]:
+    """Return the calls with a keyword that stand in backticks within the sentences of a page."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
+    spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
+    return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
+
+
+def places_of_names() -> dict[str, list[str]]:
+    """Return the modules of the project that define each public function or class."""
+    places: dict[str, list[str]] = {}
+    for path in sorted([*(ROOT / "vit").rglob("*.py"), *(ROOT / "data_prep").rglob("*.py")]):
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and node.name[0] != "_":
+                places.setdefault(node.name, []).append(module)
+    return places
+
+
+def found_by(name: str, places: dict[str, list[str]]) -> list[Any]:
+    """Return what `name` may mean: by its place in a module, or by its last part alone."""
+    prefix, _, last = name.rpartition(".")
+    if prefix:
+        try:
+            return [getattr(importlib.import_module(prefix), last)]
+        except (ImportError, AttributeError):
+            return []
+    return [getattr(importlib.import_module(place), last) for place in places.get(last, [])]
+
+
+def problem_of(call: str, places: dict[str, list[str]]) -> str:
+    """Return why a call does not fit what it names, "" if it fits."""
+    name = call.partition("(")[0]
+    if name in ELSEWHERE:
+        return ""
+    if not (meanings := found_by(name, places)):
+        return f"{call}: unknown {name}"
+    node = ast.parse(call, mode="eval").body
+    while not (isinstance(node, ast.Call) and ast.unparse(node.func) == name):
+        node = node.func if isinstance(node, ast.Call) else node.value  # type: ignore[attr-defined]
+    given = [arg for arg in node.args if not isinstance(arg, ast.Constant) or arg.value is not ...]
+    keywords = {str(keyword.arg): keyword.value for keyword in node.keywords}
+    reasons = []
+    for meaning in meanings:
+        try:
+            inspect.signature(meaning).bind_partial(*given, **keywords)
+        except TypeError as error:
+            reasons.append(f"{call}: {error}")
+    return "; ".join(reasons) if len(reasons) == len(meanings) else ""
+
+
+def test_calls_within_sentences_fit_the_real_signatures():
+    places = places_of_names()
+    calls = [(page.name, call) for page in PAGES for call in calls_of(page.read_text())]
+    assert ("own_loop.md", "Loader(..., on_device=augment.change_batch)") in calls
+    problems = [f"{page}: {reason}" for page, call in calls if (reason := problem_of(call, places))]
+    assert not problems, "\n".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        ("TrainBatches(..., rank=r, world_size=n)", "unexpected keyword argument 'rank'"),
+        ("vit.load(path, nam='x')", "unexpected keyword argument 'nam'"),
+        ("Loaders(batches, start=0)", "unknown Loaders"),
+        ("vit.loads(path, start=0)", "unknown vit.loads"),
+        ("TrainBatches(..., rows=range(8))", ""),
+        ("vit.load(path, device=device).classify(image, top=3)", ""),
+    ],
+)
+def test_a_call_that_does_not_fit_is_found(call, reason):
+    problem = problem_of(call, places_of_names())
+    assert (reason in problem) if reason else not problem
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+NUMBERS = [
+    "zero",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+]
+
+
+def lines_of(*patterns: str) -> int:
+    paths = [path for pattern in patterns for path in ROOT.glob(pattern)]
+    return sum(len(path.read_text().splitlines()) for path in paths)
+
+
+def limit(name: str) -> int:
+    """A number of tests/project/test_sizes.py."""
+    text = (ROOT / "tests" / "project" / "test_sizes.py").read_text()
+    return int(re.search(rf"^{name} = (\d+)$", text, re.M)[1])
+
+
+def published_commands() -> int:
+    return len(yaml.safe_load((ROOT / "tests" / "recipes" / "published.yaml").read_text()))
+
+
+def recipes_with_a_curve() -> int:
+    """All but the demo, which is not published."""
+    recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
+    return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
+
+
+COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
+    ("design.md", r"decoder is ([\d,]+) lines of our own C", lambda: lines_of(C_FILES), 0.05),
+    ("CONTRIBUTING.md", r"A file has at most (\d+) lines", lambda: limit("FILE_LINES"), 0),
+    ("CONTRIBUTING.md", r"a function (\d+), a folder", lambda: limit("FUNCTION_LINES"), 0),
+    ("CONTRIBUTING.md", r"a folder (\d+) files", lambda: limit("FOLDER_FILES"), 0),
+    ("recipes.md", r"`tests/recipes/published.yaml` has (\d+) published", published_commands, 0),
+    ("recipes.md", r"(\w+) of them are held against a \[published", recipes_with_a_curve, 0),
+]
+"""Page, sentence, what it counts, and by which share a rounded number may be off."""
+C_FILES = "vit/data/decode/c/*.[ch]"
+
+
+@pytest.mark.parametrize(
+    ("page", "sentence", "count", "rounding"), COUNTS, ids=[sentence for _, sentence, *_ in COUNTS]
+)
+def test_a_count_is_the_number_of_what_it_counts(page, sentence, count, rounding):
+    [path] = [path for path in PAGES if path.name == page]
+    [word] = re.findall(sentence, path.read_text())
+    said = word.replace(",", "").lower()
+    number = NUMBERS.index(said) if said in NUMBERS else int(said)
+    assert number == pytest.approx(count(), rel=rounding, abs=0), f"{page}: {sentence}"
