@@ -15,7 +15,7 @@ RANKS ?= 2
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
-.PHONY: install demo test test-all lint check soak gpu-check lock audit docs clean
+.PHONY: install demo test test-all lint check soak fuzz gpu-check lock audit docs clean
 
 install: $(INSTALLED)
 
@@ -42,6 +42,10 @@ check: lint
 # Kills, signals, stops and leaks in numbers, one line each: under an hour on two cores. COUNT is the number of kills; PARTS chooses.
 soak: $(TESTS_INSTALLED)
 	$(BIN)/python tests/faults/soak.py $(if $(COUNT),--count $(COUNT)) $(if $(PARTS),--parts $(PARTS))
+
+# Random settings and ranks, killed at random and resumed, for MINUTES: one line each, with the command that repeats it; OUT gets JSON lines.
+fuzz: $(TESTS_INSTALLED)
+	$(BIN)/python tests/faults/fuzz.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
 # Every promise on this machine's GPUs, with its number: ten minutes at most. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)

@@ -1,0 +1,281 @@
+"""Settings, ranks and kills, drawn together at random, for trainings of seconds."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from checksums import indexed_as_it_is
+from processes import make_shards, train
+
+from vit.data.shards.data_set import open_split
+
+CHANCE = 0.25
+"""Of each row of the tables below to be drawn."""
+BATCH = 12
+_NO_VIT = tuple(f"model.{name}=null" for name in ("embed_dim", "depth", "num_heads"))
+
+Choices = dict[str, list[tuple[str, ...]]]
+
+OPTIONS: Choices = {
+    "optimizer": [
+        ("optim.name=sgd",),
+        ("optim.name=sgd", "optim.nesterov=true", "optim.weight_decay=0.01"),
+        ("optim.name=lamb",),
+        ("optim.name=nadamw",),
+        ("optim.name=muon",),
+        ("optim.name=muon", "optim.nesterov=true", "optim.matrices=timm"),
+        ("optim.name=muon", "optim.algo=adamuon"),
+        ("optim.name=adafactorbv", "optim.min_dim_size_to_factor=8"),
+        ("optim.name=adafactorbv", "optim.momentum_dtype=float32"),
+    ],
+    "rates": [
+        ("optim.layer_decay=0.7",),
+        ("optim.layer_decay=0.6", "optim.layer_decay_form=timm"),
+        ("optim.no_weight_decay=nothing",),
+    ],
+    "clipping": [("optim.clip_grad_norm=null",), ("optim.clip_grad_norm=0.3",)],
+    "schedule": [
+        ("schedule.name=wsd", "schedule.decay_steps=4", "schedule.warmup_steps=2"),
+        ("schedule.name=linear", "schedule.interval=epoch"),
+        ("schedule.warmup_epochs=1", "schedule.warmup_lr=1e-5", "schedule.warmup_prefix=false"),
+        ("schedule.final_weight_decay=0.3",),
+    ],
+    "precision": [("train.precision=bf16",), ("train.precision=fp16",)],
+    "memory": [("train.activation_checkpointing=block",), ("train.deterministic=true",)],
+    "average": [
+        ("train.ema_decay=0.9",),
+        ("train.ema_decay=0.9", "train.ema_warmup=true"),
+        ("train.ema_decay=0.9", "train.ema_warmup=true", "train.ema_warmup_power=0.75"),
+        ("train.ema_decay=0.9", "train.ema_every_steps=3"),
+        ("train.ema_decay=0.9", "train.ema_after_epochs=1"),
+    ],
+    "micro-batches": [("data.micro_batch_size=2",), ("data.micro_batch_size=4",)],
+    "exact": [
+        ("train.exact_over_ranks=true", "data.micro_batch_size=2"),
+        ("train.exact_over_ranks=true", "data.micro_batch_size=4"),
+    ],
+    "guard": [
+        (f"guard.on_spike={action}", "guard.window_steps=8", f"guard.spike_sigmas={sigmas}", *more)
+        for action, more in (
+            ("skip", ("guard.spike_of=either", "train.max_skipped_steps=100")),
+            ("rewind", ("guard.rewind_skip_steps=1", "guard.max_rewinds=100")),
+        )
+        for sigmas in (0.3, 1)
+    ],
+    "loss": [
+        ("loss.name=bce",),
+        ("loss.name=bce", "loss.bce_sum=true", "loss.bce_target_thresh=0"),
+        ("loss.label_smoothing=0.1",),
+        ("loss.class_weights=[0.5,1,2]",),
+    ],
+    "mixing": [
+        ("augment.mixup_alpha=0.8", "augment.cutmix_alpha=1.0", "augment.mix_group_size=2"),
+        ("augment.cutmix_alpha=1.0", "augment.mixup_mode=pair", "augment.mix_group_size=2"),
+        ("augment.mixup_alpha=0.2", "augment.mixup_mode=elem", "augment.mix_group_size=2"),
+        ("augment.mixup_alpha=0.8", "augment.mixup_off_epoch=1", "augment.mix_group_size=2"),
+    ],
+    "augmentation": [
+        ("augment.randaugment_layers=2",),
+        ("augment.randaugment_layers=1", "augment.randaugment_ops=torchvision"),
+        ("augment.auto_augment=ta_wide", "augment.erasing_prob=0.5"),
+        ("augment.three_augment=true", "augment.crop=simple"),
+        ("augment.color_jitter=[0.3,0.3,0.3,0.1]",),
+    ],
+    "repeats": [("data.aug_repeats=2",), ("data.aug_repeats=3", "data.aug_repeats_form=sampler")],
+    "order": [
+        ("data.block_samples=4", "data.window_blocks=3", "data.num_lanes=3"),
+        ("data.num_lanes=1",),
+    ],
+    "selection": [
+        ("data.fraction=0.7", "data.fraction_of=class"),
+        ("data.samples_per_class=12",),
+        ("data.train_split=train[20%:]",),
+    ],
+    "loader": [("data.num_workers=1",), ("data.num_workers=2",)],
+    "lines": [
+        ("log.every_steps=3",),
+        ("log.every_steps=5", "log.norms_every_steps=3"),
+        ("log.sample_losses=2", "log.norms_every_steps=4"),
+    ],
+    "saves": [
+        ("checkpoint.every_steps=1", "checkpoint.keep_last=1"),
+        ("checkpoint.every_steps=2",),
+        ("checkpoint.every_steps=5",),
+    ],
+    "seed": [("train.seed=7",)],
+}
+"""What any model may have: name of a row -> what one of is drawn."""
+
+VIT: Choices = {
+    "dropout": [
+        ("model.proj_drop_rate=0.1",),
+        ("model.proj_drop_rate=0.1", "model.attn_drop_rate=0.1", "model.mlp_drop_rate=0.2"),
+        ("model.pos_drop_rate=0.1", "model.patch_drop_rate=0.5"),
+    ],
+    "drop path": [
+        ("model.drop_path_rate=0.3",),
+        ("model.drop_path_rate=0.3", "model.drop_path_schedule=constant"),
+        ("model.drop_path_rate=0.5", "model.drop_path_form=subset"),
+    ],
+    "tokens": [
+        ("model.reg_tokens=2",),
+        ("model.class_token=false", "model.global_pool=avg"),
+        ("model.class_token=false", "model.global_pool=map"),
+    ],
+    "positions": [
+        ("model.pos_embed=sincos2d",),
+        ("model.pos_embed=none", "model.rope_type=axial"),
+        ("model.rope_type=dinov3", "model.no_embed_class=true"),
+    ],
+    "layers": [
+        ("model.mlp_layer=swiglu", "model.norm_layer=rmsnorm"),
+        ("model.qk_norm=true", "model.init_values=0.1"),
+        ("model.dual_patch_norm=true", "model.representation_size=16"),
+    ],
+    "images": [
+        ("model.image_size=[16,24]",),
+        ("model.in_chans=1", "data.mean=[0.5]", "data.std=[0.25]"),
+    ],
+    "sizes": [
+        ("schedule.image_sizes=[{until_epoch: 1, image_size: 8}]",),
+        (
+            "schedule.image_sizes=[{until_epoch: 1, image_size: 8},"
+            " {until_epoch: 2, image_size: 24}]",
+        ),
+    ],
+}
+"""What our own ViT may have."""
+
+GUESTS = [
+    (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
+    for name in ("resnet", "efficientnet", "byobnet", "vit")
+]
+"""Models of timm, most with batch norms."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """What drawn settings name: shards of 60 images, others of 24 of which one cannot be decoded,
+    and a run of the tests' ViT, to start from or to learn from."""
+
+    shards: Path
+    spoiled: Path
+    trained: Path
+
+
+@dataclass(frozen=True)
+class Kill:
+    """SIGKILL of an attempt on so many ranks: `delay_s` after `step` is in the record (-1: after
+    the start), of one rank or of all. takes_folder: a run at a URL loses its local one."""
+
+    ranks: int
+    step: int
+    delay_s: float
+    hits_all: bool
+    takes_folder: bool
+
+
+@dataclass(frozen=True)
+class Combination:
+    """Settings of a run, the kind of its place ("" for a folder, or "file" or "s3"), the ranks of
+    the uninterrupted run and of the last attempt, and the kills of the others. other_ranks: another
+    number that must give the same bits, 0 if it need not."""
+
+    settings: tuple[str, ...]
+    place: str
+    steps: int
+    ranks: int
+    other_ranks: int
+    kills: tuple[Kill, ...]
+
+
+def make_data(folder: Path) -> Data:
+    """Write it."""
+    shards = make_shards(folder)
+    spoiled = make_shards(folder / "spoiled", num_train=24, num_val=3, seed=1)
+    index = np.load(spoiled / "train.index.npy")
+    with open(spoiled / "train-00000.tar", "r+b") as tar:
+        tar.seek(int(index["offset"][0]))
+        tar.write(bytes(200))
+    indexed_as_it_is(open_split(spoiled, "train"), 0)
+    config = folder / "trained.yaml"
+    config.write_text(f"data: {{root: {shards}, global_batch_size: {BATCH}}}\ntrain: {{steps: 4}}")
+    train(config, folder / "trained")
+    return Data(shards, spoiled, folder / "trained")
+
+
+def draw(rng: random.Random, data: Data) -> Combination:
+    """Draw settings, which may contradict each other, ranks, a place and kills."""
+    steps = rng.randrange(8, 21)
+    lines: list[tuple[str, ...]] = [
+        (f"data.global_batch_size={BATCH}", f"train.steps={steps}"),
+        ("checkpoint.every_steps=3", f"eval.every_steps={rng.choice([4, 6])}"),
+    ]
+    is_guest = rng.random() < 0.2
+    tables = [OPTIONS, _named(data)]
+    if is_guest:
+        lines.append(rng.choice(GUESTS))
+    else:
+        tables += [VIT, _trained(data)]
+    for table in tables:
+        lines += [rng.choice(row) for row in table.values() if rng.random() < CHANCE]
+    if rng.random() < 0.1:
+        lines.append(("train.compile=true",))
+    settings = tuple(setting for line in lines for setting in line)
+    ranks = rng.choice([1, 2, 2, 3])
+    others = [number for number in (1, 2, 3) if number != ranks]
+    is_exact = "train.exact_over_ranks=true" in settings
+    other_ranks = rng.choice(others) if is_exact else 0
+    moments = sorted(rng.randrange(-1, steps - 1) for _ in range(rng.randrange(1, 4)))
+    kills = [
+        Kill(
+            rng.choice([ranks, other_ranks or ranks]),
+            step,
+            rng.choice([0.0, rng.uniform(0, 2.0 if step < 0 else 0.2)]),
+            rng.random() < 0.5,
+            rng.random() < 0.5,
+        )
+        for step in moments
+    ]
+    place = rng.choice(["", "", "", "file", "s3"])
+    return Combination(settings, place, steps, ranks, other_ranks, tuple(kills))
+
+
+def _named(data: Data) -> Choices:
+    """Sources and bad images."""
+    spoiled = str(data.spoiled)
+    sources = [
+        [{"split": "train[:60%]"}, {"split": "train[60%:]", "fraction": 0.5}],
+        [{"weight": 1}, {"root": spoiled, "weight": 2}],
+        [
+            {"split": "train[:50%]", "weight": 2},
+            {"root": spoiled, "split": "train[10%:]", "weight": 1},
+        ],
+    ]
+    skip = "data.on_bad_image=skip"
+    return {
+        "sources": [(f"data.sources={json.dumps(each)}", skip) for each in sources],
+        "bad images": [(f"data.root={spoiled}", skip)],
+    }
+
+
+def _trained(data: Data) -> Choices:
+    """What begins with a trained model: our ViT alone has its layers."""
+    teacher = f"distill.teacher={data.trained}"
+    begin = f"init.checkpoint={data.trained}"
+    return {
+        "teacher": [
+            (teacher,),
+            (teacher, "distill.distill_type=soft", "distill.temperature=3"),
+            (teacher, "model.dist_token=true"),
+        ],
+        "first weights": [
+            (begin,),
+            (begin, "init.freeze=1"),
+            (begin, "init.freeze=backbone", "init.reset_head=true"),
+        ],
+    }

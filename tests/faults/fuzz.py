@@ -1,0 +1,339 @@
+"""Random combinations of settings, killed at random moments and resumed: each must end with the
+bits of the uninterrupted run.
+
+    python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
+
+Each combination is drawn from a number, its seed, and the next one has the next seed; what the
+program refuses is drawn again. All tensors of the last checkpoint, its state, the weights, the
+predictions and the record are compared; with `train.exact_over_ranks` with a run on another number
+of ranks, too. For each combination a line is printed, with the command that repeats it, and `--out`
+gets one as JSON. The runs of one that differs stay in `--folder`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from contextlib import redirect_stdout, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+# In the end the project's own folder is first, as in soak.py.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import families
+import numpy as np
+import torch
+import warm_python
+from checksums import digest
+from faults.combinations import Combination, Data, Kill, draw, make_data
+from faults.phases import lines_of
+from processes import TINY, Background, bytes_of, final_state, last_step, run
+from safetensors.torch import load_file
+from servers import S3Server
+
+from vit.config.io import load_config
+from vit.run.folder import METRICS_FILE
+from vit.run.record import read_metrics
+from vit.system.meter import duration
+
+STATE = (
+    *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "passed_over", "recent"),
+    *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
+)
+"""Of a checkpoint's checkpoint.json, what follows from the training alone."""
+KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
+MEASURED = re.compile(
+    r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
+)
+"""Fields of the record that no two runs have in common."""
+NAMED_DIFFERENCES = 5
+"""In the line that is printed; JSON has all."""
+LONGEST_S = 900.0
+"""Of an attempt: one that compiles takes minutes."""
+
+
+class Refused(Exception):
+    """The program's reason why it does not begin with a combination."""
+
+
+@dataclass
+class Result:
+    """Of a combination. refused: the reasons for those that were drawn before it; differences: what
+    is not as in the uninterrupted run."""
+
+    seed: int
+    combination: Combination
+    refused: list[str]
+    num_kills: int = 0
+    differences: list[str] = field(default_factory=list)
+    took_s: float = 0.0
+
+    def line(self) -> str:
+        """For people."""
+        given = self.combination
+        ranks = f"{given.ranks} rank(s)" + (f", {given.other_ranks}" if given.other_ranks else "")
+        words = " ".join(given.settings)
+        more = len(self.differences) - NAMED_DIFFERENCES
+        named = self.differences[:NAMED_DIFFERENCES] + [f"{more} more"] * (more > 0)
+        verdict = "; ".join(named) or "equal"
+        return (
+            f"python tests/faults/fuzz.py --seed {self.seed} --count 1   # {verdict}:"
+            f" {ranks}, {given.place or 'folder'}, {self.num_kills} kill(s),"
+            f" {len(self.refused)} refused, {self.took_s:.0f} s: {words}"
+        )
+
+
+@dataclass(frozen=True)
+class Fuzz:
+    """A folder for all runs, what they are made of, and a server of objects."""
+
+    folder: Path
+    data: Data
+    config: Path
+    s3: S3Server
+
+    def tried(self, seed: int) -> Result:
+        """Draw a combination that the program accepts, and run it."""
+        rng = random.Random(seed)
+        refused: list[str] = []
+        began_s = time.monotonic()
+        while True:
+            combination = draw(rng, self.data)
+            folder = self.folder / f"{seed}_{len(refused)}"
+            folder.mkdir()
+            try:
+                self.run_whole(folder / "whole", combination)
+            except Refused as reason:
+                refused.append(str(reason))
+                shutil.rmtree(folder)
+                continue
+            except AssertionError as error:
+                result = Result(seed, combination, refused, differences=[str(error)])
+            else:
+                result = self.broken(folder, Result(seed, combination, refused))
+            break
+        if not result.differences:
+            shutil.rmtree(folder)
+        result.took_s = time.monotonic() - began_s
+        return result
+
+    def run_whole(self, run_dir: Path, given: Combination, ranks: int = 0) -> None:
+        """Train without a kill. Raises Refused, and AssertionError for a training that fails."""
+        words = ["--config", self.config, f"run.dir={run_dir}", *TINY, *given.settings]
+        try:
+            load_config(self.config, [*TINY, *given.settings])
+        except ValueError as error:
+            raise Refused(error) from None
+        done = run("launch/train.py", *words, ranks=ranks or given.ranks, timeout_s=LONGEST_S)
+        if done.returncode and not lines_of(run_dir):  # it has not begun
+            raise Refused(_error(done.stderr))
+        assert done.returncode == 0, f"uninterrupted, status {done.returncode}: {done.stderr}"
+
+    def broken(self, folder: Path, result: Result) -> Result:
+        """Kill and resume, and compare; on another number of ranks, too, if bits must be equal."""
+        given = result.combination
+        run_dir = folder / "run"
+        place = self._place(given, folder)
+        try:
+            for kill in given.kills:
+                result.num_kills += self._killed(run_dir, given, place, kill)
+            last = Background(self.config, run_dir, *given.settings, *place, ranks=given.ranks)
+            said = last.end(LONGEST_S)
+            assert last.process.returncode == 0, f"status {last.process.returncode}: {said}"
+        except (AssertionError, subprocess.TimeoutExpired) as error:
+            result.differences.append(str(error))
+            return result
+        result.differences += differences(folder / "whole", run_dir, given.steps)
+        if given.other_ranks:
+            self.run_whole(folder / "other", given, given.other_ranks)
+            found = differences(folder / "whole", folder / "other", given.steps)
+            result.differences += [f"on {given.other_ranks} rank(s): {each}" for each in found]
+        return result
+
+    def _place(self, given: Combination, folder: Path) -> tuple[str, ...]:
+        """Settings of a run at a URL, whose local folder is the one that is compared."""
+        if not given.place:
+            return ()
+        at = self.s3.new_bucket() if given.place == "s3" else f"file://{folder / 'bucket'}"
+        return (f"run.dir={at}/runs/x", f"run.local_dir={folder / 'run'}", "run.lease_s=2")
+
+    def _killed(
+        self, run_dir: Path, given: Combination, place: tuple[str, ...], kill: Kill
+    ) -> bool:
+        """Whether the kill came before the end of the attempt."""
+        attempt = Background(self.config, run_dir, *given.settings, *place, ranks=kill.ranks)
+        while last_step(run_dir) < kill.step and attempt.process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(kill.delay_s)
+        ranks = attempt.workers()
+        hit = ranks if kill.hits_all else ranks[:1]
+        for pid in hit:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if kill.hits_all or not hit:  # else torchrun ends with its rank
+            attempt.process.kill()
+        said = attempt.end(LONGEST_S)
+        status = attempt.process.returncode
+        is_end = any(line["kind"] == "end" for line in lines_of(run_dir))
+        assert status or is_end, f"status 0 without an end: {said}"
+        assert status != 2, f"status 2: {said}"
+        if given.place and kill.takes_folder:
+            shutil.rmtree(run_dir, ignore_errors=True)  # that machine is gone
+        return bool(status)
+
+
+# ---- what is compared ----------------------------------------------------------------------------
+
+
+def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
+    """Names of what two finished runs do not have in common, with both values of what is short."""
+    first = {**_contents(whole, steps), **_lines(whole)}
+    second = {**_contents(resumed, steps), **_lines(resumed)}
+    found = []
+    for name in sorted(first | second):
+        one = first.get(name)
+        other = second.get(name)
+        if isinstance(one, dict) and isinstance(other, dict):
+            # the mean and the checksum since a resume
+            left_out = {*one.get("since a resume", ()), *other.get("since a resume", ())}
+            keys = sorted({*one, *other} - left_out - {"since a resume"})
+            found += [
+                f"{name} {key}: {one.get(key)} and {other.get(key)}"
+                for key in keys
+                if repr(one.get(key)) != repr(other.get(key))
+            ]
+        elif one != other:
+            found.append(f"{name}: {one} and {other}")
+    return found
+
+
+def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The last checkpoint, losses of images, weights and predictions: name -> digest or value."""
+    found: dict[str, Any] = dict(final_state(run_dir, steps))
+    # not timm's name for one of them, a link: a URL has none
+    for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
+        tensors = load_file(path)
+        found |= {f"{path.name} {name}": digest(bytes_of(each)) for name, each in tensors.items()}
+    with np.load(run_dir / "predictions.npz") as arrays:
+        found |= {f"predictions {name}": digest(arrays[name].tobytes()) for name in arrays.files}
+    state = json.loads((run_dir / f"checkpoints/step_{steps:08d}/checkpoint.json").read_text())
+    return found | {f"state {name}": state[name] for name in STATE}
+
+
+def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The record's lines by kind and number, without what is measured. "since a resume": names of
+    the fields that count only the steps since then."""
+    found: dict[str, dict[str, Any]] = {}
+    numbers = dict.fromkeys(KINDS, 0)
+    resumed = {"train": False, "epoch": False}
+    last = 0
+    for line in read_metrics(run_dir / METRICS_FILE):
+        kind = line["kind"]
+        if kind == "start" and line["step"]:
+            resumed = {"train": line["step"] != last, "epoch": True}
+        if kind not in KINDS:
+            continue
+        fields = {name: value for name, value in line.items() if not MEASURED.fullmatch(name)}
+        if kind in resumed:
+            since = {"train": ["loss"], "epoch": _OF_BATCHES}[kind] if resumed[kind] else []
+            fields["since a resume"] = since
+            resumed[kind] = False
+        last = line["step"] if kind == "train" else last
+        numbers[kind] += 1
+        found[f"{kind} line {numbers[kind]}"] = fields
+    return found
+
+
+_OF_BATCHES = ["first_batch", "sample_checksum", "batches_passed_over", "samples_dropped"]
+
+
+def _error(text: str) -> str:
+    """What a program said last of all, from "error: " on."""
+    return text[text.rfind("error: ") :].strip()
+
+
+# ---- the command line ----------------------------------------------------------------------------
+
+
+def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -> list[Result]:
+    """Try one seed after another, as long as the clock (`time.monotonic`) allows."""
+    with redirect_stdout(sys.stderr):
+        data = make_data(folder)
+    config = folder / "fuzz.yaml"
+    config.write_text(f"data: {{root: {data.shards}}}\n")
+    results = []
+    with S3Server() as s3:
+        tries = Fuzz(folder, data, config, s3)
+        for seed in seeds:
+            if time.monotonic() > until_s:
+                break
+            result = tries.tried(seed)
+            results.append(result)
+            print(result.line(), flush=True)
+            if out is not None:
+                with out.open("a") as file:
+                    file.write(json.dumps(asdict(result)) + "\n")
+    return results
+
+
+def read_command_line() -> argparse.Namespace:
+    """The flags above."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=30.0, help="(default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="the first (default: %(default)s)")
+    parser.add_argument("--count", type=int, default=10**6, help="of combinations, at most")
+    parser.add_argument("--out", type=Path, help="file that gets a JSON line for each combination")
+    parser.add_argument("--folder", type=Path, help="for the runs (default: a temporary one)")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """The command line above."""
+    args = read_command_line()
+    if args.folder is None:  # outside of the session's own, which goes with it
+        args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))
+    args.folder.mkdir(parents=True, exist_ok=True)
+    kernels = torch.backends.cpu.get_cpu_capability().lower()
+    compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
+    families.begin_session()
+    began_s = time.monotonic()
+    try:
+        seeds = range(args.seed, args.seed + args.count)
+        results = fuzz(args.folder, seeds, began_s + 60 * args.minutes, args.out)
+    finally:
+        warm_python.stop()
+        left = families.end_session()
+    for line in left:
+        print(f"left over: {line}")
+    failed = [result for result in results if result.differences]
+    kills = sum(result.num_kills for result in results)
+    refused = sum(len(result.refused) for result in results)
+    verdict = f"{len(failed)} differ, see {args.folder}" if failed else "all equal"
+    print(
+        f"{len(results)} combinations, {kills} kills, {refused} refused and drawn again: {verdict}"
+        f" [{duration(time.monotonic() - began_s)}]"
+    )
+    if not failed:
+        shutil.rmtree(args.folder)
+    return int(bool(failed or left))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
