@@ -7,10 +7,10 @@
     torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml --check
 
 Settings are `section.key=value` and override the file; the files of `vit/config/` list them all.
-The same command again resumes at the exact step. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save at the next
-step and stop. `--check` tries all that the run needs, on these hosts, and leaves nothing behind.
-Exit status: 0 finished, or stopped and saved, or a check without a failure; 2 a mistake of the
-user, or a check with one.
+The same command again resumes at the exact step. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save at the
+next step and stop. `--check` tries all that the run needs, on these hosts, and leaves nothing
+behind. Exit status: 0 finished, or stopped and saved, or a check without a failure; 2 a mistake of
+the user, or a check with one.
 """
 
 from __future__ import annotations

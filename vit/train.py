@@ -87,8 +87,7 @@ def _train_on(run: Run, is_started: bool) -> Outcome:
             evaluation_due = state.is_evaluation_due(plan)
             save_due = step % config.checkpoint.every_steps == 0 or step == plan.total_steps
             if step == first_step:
-                # Nothing else is new since the checkpoint. A start that a run may have to go back
-                # to is one, too.
+                # Nothing else is new since the checkpoint; the guard may rewind to step 0.
                 save_due = evaluation_due or (config.guard.rewinds() and step == 0)
 
             # Nothing should be evaluated or saved after batches that differ from the planned order.

@@ -63,6 +63,11 @@ def _(place):
     place.prepare("imagefolder", place.folder / "images", "--seed", 1, "--resize-short-side", 16)
 
 
+@scenario("the folder of one class in place of its parent")
+def _(place: Place) -> None:
+    place.prepare("imagefolder", images(place, ("cat", "dog")) / "cat")
+
+
 @scenario("images that were added since")
 def _(place):
     folder = images(place)

@@ -32,10 +32,9 @@ from servers import WebServer
 from data_prep.animals10 import ENGLISH
 
 MNIST = [
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
+    f"{split}-{kind}-ubyte"
+    for split in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
 ]
 
 # ---- archives and folders ------------------------------------------------------------------------
@@ -184,11 +183,6 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     (place.folder / "images" / "cat").mkdir(parents=True)
     place.prepare("imagefolder", place.folder / "images")
-
-
-@scenario("the folder of one class in place of its parent")
-def _(place: Place) -> None:
-    place.prepare("imagefolder", images(place, ("cat", "dog")) / "cat")
 
 
 @scenario("an image folder with a single class")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from pictures import pixels
+from decoding import pixels
 from processes import TINY, run_here, write_config
 
 

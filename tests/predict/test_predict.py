@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from pictures import pixels
+from decoding import pixels
 from PIL import Image
 from processes import run, run_here
 

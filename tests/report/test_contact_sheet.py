@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from pictures import pixels
+from decoding import pixels
 from PIL import Image
 from processes import run
 

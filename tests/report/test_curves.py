@@ -11,8 +11,8 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 import pytest
+from decoding import pixels, places
 from matplotlib.figure import Figure
-from pictures import pixels, places
 
 from vit.report import curves, style
 

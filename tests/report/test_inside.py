@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from decoding import pixels, places
 from matplotlib import colormaps
-from pictures import pixels, places
 from PIL import Image
 from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
 from torch.utils._python_dispatch import TorchDispatchMode

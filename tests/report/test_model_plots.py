@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import timm
 import torch
+from decoding import pixels, places
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from matplotlib import colormaps
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import text_to_path
-from pictures import pixels, places
 from scipy import ndimage
 from timm.models.beit import Beit
 from timm.models.eva import Eva

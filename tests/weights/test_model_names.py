@@ -7,6 +7,7 @@ import argparse
 import pytest
 import timm
 import torch
+from timm.utils import CheckpointSaver
 
 from vit.config.schema import ModelConfig
 from vit.model import create_model
@@ -27,7 +28,7 @@ def test_a_checkpoint_of_timms_own_saver_says_which_model_it_is(model, tmp_path)
     args = argparse.Namespace(model=model, lr=0.1)
     network = timm.create_model("vit_tiny_patch16_224", num_classes=3)
     optimizer = torch.optim.SGD(network.parameters())
-    saver = timm.utils.CheckpointSaver(network, optimizer, args, checkpoint_dir=str(tmp_path))
+    saver = CheckpointSaver(network, optimizer, args, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=1.0)
     loaded, known = with_published_config(read_weights(tmp_path / "model_best.pth.tar"), None, ".")
     assert known.model == {"name": "vit_ti16"}
