@@ -45,9 +45,20 @@ def test_vit_b16_by_hand():
     assert Utilization(flops, None).mfu(3000.0) is None
 
 
-def test_a_measured_peak_is_that_of_a_product():
+def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     """No machine is slower than a million operations a second, or faster than 10**18."""
+    factors = []
+
+    def multiply(a, b):
+        factors.append(a)
+        return unchanged(a, b)
+
+    unchanged = torch.mm
+    monkeypatch.setattr(torch, "mm", multiply)
+    state = torch.get_rng_state()
     peak = measure_peak(CPU, "fp32", size=64)
+    assert torch.equal(torch.get_rng_state(), state), "a training draws as without the measurement"
+    assert 0.8 < factors[0].std() < 1.2, "constants draw less power than a training's products"
     assert peak.peak_source == "measured"
     assert 1e-6 < peak.peak_tflops < 1e6
     assert find_peak(CPU, "fp32") is None

@@ -102,14 +102,15 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
 def measure_peak(device: torch.device, precision: str, size: int | None = None) -> Peak:
     """Measure a product of two `size` x `size` matrices, the best of some tries.
 
-    The values are random: products of constants draw less power, and the GPU clocks higher than in
-    training.
+    The matrices are random: products of constants draw less power, so that the clock is higher than
+    in training.
     """
     on_gpu = device.type == "cuda"
     if size is None:
         size = (4096 if precision == "fp32" else 8192) if on_gpu else 1024
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
-    a = torch.randn(size, size, dtype=dtype, device=device)
+    own = torch.Generator(device)  # the draws of a training stay as they are
+    a = torch.randn(size, size, generator=own, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(GEMM_TRIES):  # the first one may load the library
         began_s = _now_s(device)
