@@ -30,6 +30,7 @@ from vit.open_data import choose_num_classes, choose_train_set, open_split, open
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.optim.schedule import lr_at, weight_decay_at
+from vit.run.step_result import READ_LATE
 from vit.run_store.place import is_url, local_folder
 from vit.system.files import ShardError
 from vit.weights.teacher import describe_teacher
@@ -176,6 +177,12 @@ def create_order(
         shares=shares,
     )
     order = make(num_lanes=data.num_lanes)
+    usual = type(data).model_fields["window_blocks"].default
+    if order.block_samples == 1 and data.window_blocks != usual:
+        raise ValueError(
+            f"data.window_blocks={data.window_blocks} has no effect on blocks of one sample, which"
+            " are a true permutation: set data.block_samples, or remove data.window_blocks"
+        )
     if not mixes(augment) or not _copies_mix(order, augment):
         return order
     choices = possible_lanes(data.global_batch_size, data.aug_repeats, data.aug_repeats_form)
@@ -202,9 +209,16 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
     return any(bool((ids == ids[partners(augment, len(ids))]).any()) for ids in batches)
 
 
-def _check_rewinds(guard: GuardConfig, total_steps: int) -> None:
-    """Raise ValueError if going back could mean to train nothing more: a run would end well with
-    the weights that it began with."""
+def _check_guard(guard: GuardConfig, total_steps: int) -> None:
+    """Raise ValueError if there would never be a limit for spikes, or if going back could mean to
+    train nothing more: a run would end well with the weights that it began with."""
+    first_limit = guard.window_steps + READ_LATE
+    if guard.on_spike != "none" and total_steps < first_limit:
+        raise ValueError(
+            f"guard.on_spike={guard.on_spike} has no effect in a run of {total_steps:,} steps: with"
+            f" guard.window_steps={guard.window_steps} the first limit is that of step"
+            f" {first_limit:,}: lower it, lengthen the run, or set guard.on_spike=none"
+        )
     window = 2 * guard.rewind_skip_steps + 1
     most = max((total_steps - 2) // 2, 0)
     if guard.rewinds() and guard.rewind_skip_steps > most:
@@ -252,7 +266,7 @@ def make_plan(
         decay_steps=steps(schedule.decay_steps, schedule.decay_epochs, 0),
         cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
     )
-    _check_rewinds(config.guard, total)
+    _check_guard(config.guard, total)
     late = [
         stage.until_epoch
         for stage in schedule.image_sizes

@@ -36,13 +36,11 @@ from vit.data.stream import StreamBatches
 from vit.ranks.distributed import World
 from vit.run.record import Record
 from vit.run.state import RunState
-from vit.run.step_result import NON_FINITE, Limits, StepValues
+from vit.run.step_result import NON_FINITE, READ_LATE, Limits, StepValues
 from vit.system.files import ShardError
 
 NORMAL_SIGMA = 1.4826
 """Standard deviation of a normal distribution over its median distance from the median."""
-READ_LATE = 2
-"""Steps that are not read yet when a step is queued: itself and the one before."""
 DONE = {"skip": "update skipped", "stop": "the run stops", "rewind": "the run goes back"}
 """What is said of each action."""
 NAMED_SAMPLES = 8

@@ -35,6 +35,8 @@ class Slot(IntEnum):
     own only, so the sum gathers them."""
 
 
+READ_LATE = 2
+"""Steps that are not read yet when a step is queued: itself and the one before."""
 NON_FINITE = 1
 """Of a verdict: the gradient was not finite."""
 SPIKE = 2

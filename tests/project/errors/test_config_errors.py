@@ -101,6 +101,8 @@ ALONE = {
         *("loss.class_weights=balanced", "data.filter=label != 1")
     ],
     "a limit for spikes that nothing is done about": ["guard.spike_sigmas=4"],
+    "limits for spikes in a run that ends before the first": ["guard.on_spike=skip"],
+    "a window of blocks that are one sample each": ["data.window_blocks=32"],
     "a rewind that would pass over the entire run": ["guard.on_nonfinite=rewind"],
     "a batch larger than the data": ["data.global_batch_size=64"],
     "no such dataset folder": ["data.root=data/nowhere"],
