@@ -169,6 +169,37 @@ def test_an_update_whose_gradient_is_not_finite_has_not_happened(config, bad):
         assert bits_equal(a, b)
 
 
+@pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
+def test_all_tensors_at_once_as_on_gpus_make_the_same_update(name, monkeypatch):
+    """timm takes its other branch on CPUs. Two of six updates are skipped."""
+    models = [small_model(), small_model()]
+    one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
+    num_taken = 0
+
+    def on_a_gpu(*arguments, **options):
+        nonlocal num_taken
+        num_taken += 1
+        return True
+
+    for step in range(6):
+        is_bad = step in (1, 3)
+        for model in models:
+            give_gradients(model, step)
+            if is_bad:
+                model.head.weight.grad[0, 0] = float("nan")
+        update(one_by_one, float(is_bad))
+        with monkeypatch.context() as patched:
+            for module in (timm.optim.lamb, timm.optim.nadamw, timm.optim.adamw):
+                patched.setattr(module, "_resolve_foreach", on_a_gpu)
+            update(at_once, float(is_bad))
+    assert num_taken >= 6, "timm asks elsewhere"
+    for one, other in zip(*(model.parameters() for model in models), strict=True):
+        # Of four updates, each in a few operations on numbers of about 1.
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+    for one, other in zip(*map(tensors_of, (one_by_one, at_once)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def update(optimizer: torch.optim.Optimizer, found_inf: float) -> None:
     """As `TrainStep` calls it."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
