@@ -36,7 +36,7 @@ from vit.run.record import read_lines
 ROOT = Path(__file__).parents[1]
 SMALL = (
     *("model.image_size=32", "data.micro_batch_size=2"),
-    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=2"),
+    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
     *("data.num_workers=0", "train.device=cpu", "train.precision=fp32", "train.compile=false"),
     *("schedule.warmup_epochs=null", "schedule.warmup_steps=0", "train.epochs=null"),
     *("train.steps=1000000", "eval.every_epochs=null", "eval.every_steps=1000000"),

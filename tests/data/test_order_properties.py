@@ -21,7 +21,7 @@ from timm.data.distributed_sampler import RepeatAugSampler
 from webdataset import TarWriter
 
 from data_prep import index
-from vit.config.io import ConfigError, load_config
+from vit.config.io import load_config
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import partners
 from vit.data.batches import Batch, TrainBatches
@@ -297,9 +297,3 @@ def test_the_plan_tells_the_distinct_images_of_an_epoch(tmp_path):
         plan, order = make_plan(config_of(tmp_path, *overrides), 1000, world_size=2)
         assert (plan.steps_per_epoch, plan.dropped_per_epoch, plan.total_steps) == (20, 40, 40)
         assert (plan.distinct_images_per_epoch, order.num_lanes) == (distinct, lanes)
-
-
-def test_a_form_of_repeats_without_repeats_is_refused(tmp_path):
-    message = r"data\.aug_repeats_form=sampler has no effect at data\.aug_repeats=1: remove it"
-    with pytest.raises(ConfigError, match=message):
-        config_of(tmp_path, "data.aug_repeats_form=sampler")

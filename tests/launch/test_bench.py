@@ -97,7 +97,8 @@ def test_a_batch_that_takes_too_long_is_made_smaller(no_data):
 def test_the_smaller_batch_is_one_that_the_data_have_an_order_for(config):
     """Copies and lanes must divide it: of 1, 2, 3, 4, 6 and 12 images only 4 and 12 can be had."""
     lanes = ("data.aug_repeats=4", "data.num_lanes=1", "augment.mixup_alpha=0")
-    settings = (*lanes, "augment.cutmix_alpha=0", "data.micro_batch_size=2")
+    unmixed = ("augment.cutmix_alpha=0", "augment.mix_group_size=4")
+    settings = (*lanes, *unmixed, "data.micro_batch_size=2")
     done = bench(config, "--seconds", 1e-6, "--micro-batch", 2, "--json", *settings)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -356,12 +356,3 @@ def test_resumed_equals_uninterrupted(more, tmp_path, shards, teacher):
     done = train(config, tmp_path / "run", *given, ranks=2)
     assert "resumed at step 3 of 6" in done.stderr
     assert final_state(tmp_path / "run", 6) == whole
-
-
-def test_settings_without_effect_are_refused():
-    for given, problem in (
-        ({"distill_type": "soft"}, "distill.distill_type has no effect without distill.teacher"),
-        ({"teacher": "x", "temperature": 2.0}, "distill.temperature has no effect with"),
-    ):
-        with pytest.raises(ValueError, match=problem):
-            settings(**given)

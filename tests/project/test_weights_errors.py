@@ -145,10 +145,6 @@ def no_weights(place):
     return place.export(place.folder / "none.pth", "timm")
 
 
-def frozen_without_weights(place):
-    return place.train("init.freeze=backbone")
-
-
 def frozen_beyond_the_depth(place):
     return place.train(f"init.checkpoint={place.finished}", "init.freeze=7")
 
@@ -174,10 +170,6 @@ def teacher_of_other_classes(place):
     return place.train(f"distill.teacher={of_other_classes(place)}")
 
 
-def temperature_of_hard_labels(place):
-    return place.train(f"distill.teacher={place.finished}", "distill.temperature=3")
-
-
 def another_teacher(place):
     teacher = f"distill.teacher={place.finished}"
     return [*place.train(teacher), f"run.dir={place.finished}"]
@@ -198,12 +190,10 @@ SCENARIOS: dict[str, Callable[[Place], list]] = {
     "an export to a program that has no place for a part of the model": no_place,
     "an export to a folder that holds something": taken,
     "an export of something else than weights": no_weights,
-    "`init.freeze` without weights to keep": frozen_without_weights,
     "`init.freeze` of more blocks than there are": frozen_beyond_the_depth,
     "`--select-classes` with names that the model does not know": classes_that_it_does_not_know,
     "a teacher that is not there": no_teacher,
     "a teacher of other classes": teacher_of_other_classes,
-    "a temperature for hard labels": temperature_of_hard_labels,
     "another teacher, or the first one, for a run that goes on": another_teacher,
 }
 

@@ -65,13 +65,8 @@ def test_what_is_mixed_is_shown_also_where_mixing_ends_early(config, sheets, tmp
 
 
 def test_without_mixing_there_is_no_mixed_column(config, sheets, tmp_path):
-    contact_sheet.make_contact_sheet(
-        load_config(config, ["augment.mixup_alpha=0", "augment.cutmix_alpha=0"]).config,
-        3,
-        1,
-        tmp_path,
-        CPU,
-    )
+    unmixed = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
+    contact_sheet.make_contact_sheet(load_config(config, unmixed).config, 3, 1, tmp_path, CPU)
     assert [(title, len(cells)) for title, cells in sheets[0]] == [("original", 3), ("draw 1", 3)]
 
 

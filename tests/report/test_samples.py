@@ -138,8 +138,8 @@ def test_a_run_that_kept_no_losses_is_refused(trained, tmp_path):
 def test_margins_of_repeated_images_in_an_epoch_are_averaged(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=5)
     words = ["--config", str(config), f"run.dir={tmp_path / 'run'}", *TINY]
-    off = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "data.aug_repeats=3"]
-    run_here("launch/train.py", *words, *off)
+    off = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
+    run_here("launch/train.py", *words, *off, "data.aug_repeats=3")
     source = ReportSource(tmp_path / "run", CPU)
     rows = [row for s in range(1, 6) for p in Replay(source, s).pieces() for row in p.rows]
     curves = read_curves(source)

@@ -53,7 +53,8 @@ BATCH = 12
 SAVED_BEFORE = 12
 """The newest checkpoint when the bad batch comes."""
 SETTINGS = (
-    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "model.drop_path_rate=0"),
+    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
+    "model.drop_path_rate=0",
     *("optim.lr=0.003", "eval.every_steps=10", f"checkpoint.every_steps={SAVED_BEFORE // 2}"),
     *("guard.window_steps=8", "guard.spike_sigmas=5"),
     "checkpoint.keep_last=9",

@@ -12,6 +12,19 @@ MAY_CHANGE = "may change"
 """Annotates a setting, or a section, that a resumed run may have different from its checkpoint
 without `--allow-change`: the batches and the recipe stay the same."""
 
+
+class OnlyWith:
+    """Annotates a setting that has no effect unless one of `conditions` holds: it is refused.
+
+    A condition names another setting, of the same section or in dotted keys: `erasing_prob`, which
+    has to be other than null, 0, false, none and empty; `name=wsd|linear`, which has to be one of
+    these; or `freeze!=backbone`, which has to be another.
+    """
+
+    def __init__(self, *conditions: str):
+        self.conditions = conditions
+
+
 Probability = Annotated[float, Field(ge=0.0, le=1.0)]
 Rate = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(gt=0)]
@@ -37,22 +50,28 @@ class Selection(Section):
     A resumed run compares the samples that are selected, not these settings.
     """
 
-    exclude: Annotated[str | None, MAY_CHANGE] = None
+    exclude: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
     """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` per line, or the lines
     of a `quarantine.jsonl`."""
-    filter: Annotated[str | None, MAY_CHANGE] = None
+    filter: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
     """Expression over columns of the index that is true for the samples to use, such as
     `min(width, height) >= 64 and size < 5_000_000`. Columns: `width`, `height`, `size` (bytes) and
     `label`, as in `label == "class name"` or `label in (1, 2)`."""
-    fraction: Annotated[float | None, Field(gt=0, le=1), MAY_CHANGE] = None
+    fraction: Annotated[
+        float | None, Field(gt=0, le=1), MAY_CHANGE, OnlyWith("data.reader=index")
+    ] = None
     """Fraction of the remaining samples to use, drawn with `subset_seed`; a smaller fraction is a
     subset of a larger one."""
-    fraction_of: Annotated[Literal["all", "class"], MAY_CHANGE] = "all"
+    fraction_of: Annotated[Literal["all", "class"], MAY_CHANGE, OnlyWith("fraction")] = "all"
     """`fraction` of all samples, or of each class, of which at least one is used."""
-    samples_per_class: Annotated[int | None, Field(gt=0), MAY_CHANGE] = None
+    samples_per_class: Annotated[
+        int | None, Field(gt=0), MAY_CHANGE, OnlyWith("data.reader=index")
+    ] = None
     """Samples of each class, drawn with `subset_seed` (few-shot); all of a smaller class. Smaller
     sets are subsets of larger ones."""
-    subset_seed: Annotated[int, Field(ge=0), MAY_CHANGE] = 0
+    subset_seed: Annotated[
+        int, Field(ge=0), MAY_CHANGE, OnlyWith("fraction", "samples_per_class")
+    ] = 0
     """Seed of `fraction` and `samples_per_class`, which do not depend on `train.seed`."""
 
 

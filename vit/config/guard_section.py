@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from vit.config.base import Positive, Section
+from vit.config.base import OnlyWith, Positive, Section
 
 Action = Literal["skip", "stop", "rewind"]
 
@@ -21,19 +21,21 @@ class GuardConfig(Section):
     one. What fp16's loss scale overflows is always only left out."""
     on_spike: Literal["none"] | Action = "none"
     """The same for an update whose loss or gradient norm is a spike; `none`: it is made."""
-    spike_of: Literal["loss", "grad_norm", "either"] = "loss"
-    """What has to be above its limit; norms of gradients vary more. No effect, like the next two,
-    with `on_spike: none`."""
-    spike_sigmas: Annotated[float, Field(gt=0)] = 10.0
+    spike_of: Annotated[
+        Literal["loss", "grad_norm", "either"], OnlyWith("on_spike=skip|stop|rewind")
+    ] = "loss"
+    """What has to be above its limit; norms of gradients vary more."""
+    spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop|rewind")] = 10.0
     """The limit: the median of the last `window_steps` steps, and so many of their standard
     deviations (1.4826 times the median distance from the median)."""
-    window_steps: Annotated[int, Field(ge=8)] = 128
+    window_steps: Annotated[int, Field(ge=8), OnlyWith("on_spike=skip|stop|rewind")] = 128
     """Steps whose losses and gradient norms are compared with; before so many there is no
     limit."""
-    rewind_skip_steps: Annotated[int, Field(ge=0)] = 100
-    """Batches passed over before and after the one in question; 0: this one alone. No effect, like
-    the next, without `rewind`."""
-    max_rewinds: Positive = 10
+    rewind_skip_steps: Annotated[
+        int, Field(ge=0), OnlyWith("on_nonfinite=rewind", "on_spike=rewind")
+    ] = 100
+    """Batches passed over before and after the one in question; 0: this one alone."""
+    max_rewinds: Annotated[Positive, OnlyWith("on_nonfinite=rewind", "on_spike=rewind")] = 10
     """A further one stops the run."""
 
     def rewinds(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from vit.config.base import Positive, Rate, Section, Size, height_width
+from vit.config.base import OnlyWith, Positive, Rate, Section, Size, height_width
 
 
 def _without_hub(name: str) -> str:
@@ -64,19 +64,21 @@ class ModelConfig(Section):
     query finds in them (big_vision, arXiv 2106.04560; SO400M, g and G)."""
     pos_embed: Literal["learn", "sincos2d", "none"] | None = None
     """Learned positions, fixed 2-D sine-cosine ones, or none beside rotary ones (DINOv3)."""
-    no_embed_class: bool | None = None
+    no_embed_class: Annotated[bool | None, OnlyWith("pos_embed!=none")] = None
     """Positions are for patches only, not for class token and registers (timm's name; DeiT III,
     big_vision, ViT-5)."""
     rope_type: Literal["axial", "dinov3"] | None = None
     """Rotary positions in each block, at angles of the row and column (`axial`: EVA-02, timm's SBB
     ViTs, ViT-5) or of the place between -1 and 1 (`dinov3`); `None`: no such positions. What each
     does at another image size: vit/layers/rope.py."""
-    rope_temperature: Annotated[float, Field(gt=1)] | None = None
+    rope_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = None
     """Ratio of the highest to nearly the lowest frequency; `None`: 10,000 for `axial`, 100 for
     `dinov3`, as their sources have it."""
-    rope_reg_temperature: Annotated[float, Field(gt=1)] | None = None
+    rope_reg_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = (
+        None
+    )
     """Registers turn, too, as the places of a square, at this temperature (ViT-5: 100)."""
-    ref_feat_shape: Size | None = None
+    ref_feat_shape: Annotated[Size | None, OnlyWith("rope_type=axial")] = None
     """Side of the grid in patches, or `[height, width]`, that `axial` spreads each image over,
     usually that of pre-training (timm's name; EVA-02); `None`: places count on (ViT-5)."""
     dual_patch_norm: bool | None = None
@@ -97,10 +99,12 @@ class ModelConfig(Section):
     drop_path_rate: Rate | None = None
     """Stochastic depth: the probability that a sample leaves out a residual branch of the last
     block."""
-    drop_path_schedule: Literal["linear", "constant"] | None = None
+    drop_path_schedule: Annotated[
+        Literal["linear", "constant"] | None, OnlyWith("drop_path_rate")
+    ] = None
     """Drop path of the other blocks: `linear`, the default, from 0 at the first block; `constant`,
     the same for all (DeiT III, DINOv2)."""
-    drop_path_form: Literal["mask", "subset"] | None = None
+    drop_path_form: Annotated[Literal["mask", "subset"] | None, OnlyWith("drop_path_rate")] = None
     """`mask`, the default: each sample by itself, by a factor of 0; `subset`: a fixed number of a
     micro-batch's samples, of which alone the branch is computed (DINOv2): faster by almost the
     rate."""
@@ -108,11 +112,13 @@ class ModelConfig(Section):
     """Initial LayerScale; `None`: no LayerScale."""
     representation_size: Positive | None = None
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
-    weight_init: Literal["timm", "jax"] | None = None
+    weight_init: Annotated[Literal["timm", "jax"] | None, OnlyWith("init.checkpoint=null")] = None
     """Initial weights (timm's name): `timm`, also DeiT's and DeiT III's: patches as torch draws a
     convolution, head of deviation 0.02; `jax`, the ViT paper's code and big_vision: Xavier's rule
     for linear maps; `None`: normal linear maps, patches by LeCun's rule and a head of 0."""
-    init_head_bias: float | None = None
+    init_head_bias: Annotated[
+        float | None, OnlyWith("init.checkpoint=null", "init.reset_head=true")
+    ] = None
     """First value of the head's bias; `None`: 0 (big_vision's name, which has -6.9 for sigmoid
     losses over 1,000 classes)."""
 

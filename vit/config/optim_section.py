@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from vit.config.base import Positive, Rate, Section
+from vit.config.base import OnlyWith, Positive, Rate, Section
 
 PositiveFloat = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
@@ -24,16 +24,21 @@ class OptimizerConfig(Section):
     """Peak learning rate; nothing scales it."""
     weight_decay: NotNegative = 0.05
     """Decay of weight matrices; `no_weight_decay` says what has none."""
-    no_weight_decay: Literal["timm", "not_kernels", "norms", "embeddings", "nothing"] = "timm"
+    no_weight_decay: Annotated[
+        Literal["timm", "not_kernels", "norms", "embeddings", "nothing"],
+        OnlyWith("weight_decay", "schedule.final_weight_decay"),
+    ] = "timm"
     """What is not decayed. `timm`: biases, norms, scales, positions and tokens (timm, DeiT, MAE);
     `not_kernels`: all but weights of linear maps and convolutions (big_vision); `norms`: norms only
     (torchvision's --norm-weight-decay 0); `embeddings`: positions and tokens only (MMPretrain's
     ViTs); `nothing`: all is decayed (torchvision, AlgoPerf)."""
-    layer_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    layer_decay: Annotated[
+        Annotated[float, Field(gt=0, lt=1)] | None, OnlyWith("init.freeze!=backbone")
+    ] = None
     """Layer-wise decay of the learning rate, for fine-tuning (BEiT, MAE, timm): the head has `lr`,
     each layer below it this factor of the one above; patch embedding, tokens and positions are
     below the first block. `None`: the same rate for all."""
-    layer_decay_form: Literal["beit", "timm"] = "beit"
+    layer_decay_form: Annotated[Literal["beit", "timm"], OnlyWith("layer_decay")] = "beit"
     """Where the norm behind the last block belongs: to the head (BEiT, MAE), or to that block
     (timm). Models of timm without `blocks` know `timm` only."""
     clip_grad_norm: PositiveFloat | None = 1.0
@@ -62,7 +67,7 @@ class SgdConfig(OptimizerConfig):
     """L2 decay of weight matrices; `no_weight_decay` says what has none."""
     momentum: Rate = 0.9
     """Decay rate of the momentum."""
-    nesterov: bool = False
+    nesterov: Annotated[bool, OnlyWith("momentum")] = False
     """Use Nesterov momentum."""
 
 

@@ -15,7 +15,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from vit.config.base import MAY_CHANGE, Positive, Probability, Section, Selection, SourceConfig
+from vit.config.base import (
+    MAY_CHANGE,
+    OnlyWith,
+    Positive,
+    Probability,
+    Section,
+    Selection,
+    SourceConfig,
+)
 from vit.config.checks import find_problems
 from vit.config.distill_section import DistillConfig
 from vit.config.eval_section import EvalConfig
@@ -35,7 +43,7 @@ class DataConfig(Selection):
     """Split to train on, or a part of one: `train[:99%]` (docs/evaluation.md)."""
     val_split: Annotated[str, MAY_CHANGE] = "val"
     """Split to evaluate on."""
-    sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE] = ()
+    sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE, OnlyWith("reader=index")] = ()
     """Several data sets to train on, in place of `train_split` of `root`, which still provides the
     evaluation split and the class names. Each has `root`, `split`, `weight` and what selects
     samples, as
@@ -54,18 +62,18 @@ class DataConfig(Selection):
     reader: Literal["index", "webdataset"] = "index"
     """How training images are read: `index` reads shards at random, in an exact order;
     `webdataset` streams `stream`, whose order is not exact."""
-    stream: str | None = None
-    """For `reader: webdataset`: URLs of tars with braces, or `pipe:` commands that print tars;
+    stream: Annotated[str | None, OnlyWith("reader=webdataset")] = None
+    """URLs of tars with braces, or `pipe:` commands that print tars;
     several joined by `::`."""
-    stream_image: str | None = None
+    stream_image: Annotated[str | None, OnlyWith("reader=webdataset")] = None
     """For `reader: webdataset`: suffix of the image's member, such as `image.jpg`; several,
     of which each sample has one, as `jpg;png`. `None`: jpg, jpeg, png or webp."""
-    stream_label: str = "cls"
+    stream_label: Annotated[str, OnlyWith("reader=webdataset")] = "cls"
     """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, as
     `json:label`. A label that is a class name becomes its index among the class names of `root`."""
-    stream_keys_with_dots: bool = False
+    stream_keys_with_dots: Annotated[bool, OnlyWith("reader=webdataset")] = False
     """For `reader: webdataset`: a key ends at the last dot of a member's name, not at the first."""
-    num_samples: Positive | None = None
+    num_samples: Annotated[Positive | None, OnlyWith("reader=webdataset")] = None
     """For `reader: webdataset`: images per epoch, which cannot be counted without reading
     the stream."""
     global_batch_size: Positive = 1024
@@ -86,19 +94,20 @@ class DataConfig(Selection):
     its part of the batch again, once. Waiting for a store that answers now and then is progress.
     `None`: wait, and report it each minute. Twice the default is below the ten minutes for which
     ranks wait for each other."""
-    num_lanes: Positive | None = None
+    num_lanes: Annotated[Positive | None, OnlyWith("reader=index")] = None
     """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
     divisor up to 64."""
-    block_samples: Positive | None = None
+    block_samples: Annotated[Positive | None, OnlyWith("reader=index")] = None
     """Consecutive samples that are read together. `None`: 1 below 262,144 samples (a true
     permutation), else 64."""
-    window_blocks: Positive = 16
-    """Blocks per shuffling window of a lane. No effect with one sample per block, which is a true
-    permutation."""
-    aug_repeats: Positive = 1
+    window_blocks: Annotated[Positive, OnlyWith("reader=index")] = 16
+    """Blocks per shuffling window of a lane, unless a block is one sample: a true permutation."""
+    aug_repeats: Annotated[Positive, OnlyWith("reader=index")] = 1
     """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented by itself; an
     epoch keeps its number of steps. 1: off."""
-    aug_repeats_form: Literal["batch", "sampler"] = "batch"
+    aug_repeats_form: Annotated[
+        Literal["batch", "sampler"], OnlyWith("reader=index"), OnlyWith("aug_repeats!=1")
+    ] = "batch"
     """`batch`: a batch holds complete sets of copies, and all images are seen in as many epochs
     as there are copies; `sampler`, as in DeiT: each epoch is shuffled again, and the batch need not
     be a multiple of the copies."""
@@ -126,25 +135,35 @@ class AugmentConfig(Section):
     crop: Literal["random_resized", "simple"] = "random_resized"
     """`random_resized`: a window of random area and aspect (Inception); `simple`: resize to cover
     the view, then crop at random with 4 pixels of reflected margin (DeiT III)."""
-    crop_scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (
-        0.08,
-        1.0,
-    )
+    crop_scale: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]],
+        OnlyWith("crop=random_resized"),
+    ] = (0.08, 1.0)
     """Random-resized crop: range of the window's area over the image's (Inception)."""
-    crop_ratio: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (3 / 4, 4 / 3)
+    crop_ratio: Annotated[
+        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]],
+        OnlyWith("crop=random_resized"),
+    ] = (3 / 4, 4 / 3)
     """Random-resized crop: range of the window's width over its height."""
     hflip_prob: Probability = 0.5
     """Probability of a horizontal flip."""
     randaugment_layers: Annotated[int, Field(ge=0)] = 0
     """RandAugment operations per image; 0: off."""
-    randaugment_ops: Literal["timm", "timm_inc0", "torchvision", "big_vision"] = "timm"
+    randaugment_ops: Annotated[
+        Literal["timm", "timm_inc0", "torchvision", "big_vision"], OnlyWith("randaugment_layers")
+    ] = "timm"
     """Whose operations: timm's, increasing (`inc1`) or not, each applied with probability 0.5;
-    torchvision's 14 or big_vision's 16, always applied. No effect, like the next two, with
-    `randaugment_layers: 0`."""
-    randaugment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
+    torchvision's 14 or big_vision's 16, always applied."""
+    randaugment_magnitude: Annotated[float, Field(ge=0, le=30), OnlyWith("randaugment_layers")] = (
+        9.0
+    )
     """RandAugment strength on the scale of `randaugment_ops`: timm 0 to 10, torchvision integers
     from 0 to 30, big_vision 0 to 20."""
-    randaugment_magnitude_std: Annotated[float, Field(ge=0)] | None = None
+    randaugment_magnitude_std: Annotated[
+        Annotated[float, Field(ge=0)] | None,
+        OnlyWith("randaugment_layers"),
+        OnlyWith("randaugment_ops=timm|timm_inc0"),
+    ] = None
     """Standard deviation of the strength from one operation to the next; `None`: 0.5 with timm's
     operations; the others have none."""
     auto_augment: (
@@ -153,7 +172,9 @@ class AugmentConfig(Section):
     ) = None
     """In place of RandAugment: torchvision's TrivialAugment (`ta_wide`) or AutoAugment (`imagenet`,
     `cifar10`, `svhn`); timm's AutoAugment (`original`, `originalr`, `v0`, `v0r`). `None`: off."""
-    auto_augment_magnitude_std: Annotated[float, Field(ge=0)] = 0.0
+    auto_augment_magnitude_std: Annotated[
+        float, Field(ge=0), OnlyWith("auto_augment=original|originalr|v0|v0r")
+    ] = 0.0
     """Standard deviation of the strength of timm's AutoAugment (`original-mstd0.5`)."""
     three_augment: bool = False
     """3-Augment (DeiT III): one of grey, solarize and Gaussian blur for each image, in place of
@@ -164,34 +185,38 @@ class AugmentConfig(Section):
     """Largest change of brightness, contrast and saturation as a fraction, and of hue in turns,
     in random order (torchvision); 0: off."""
     erasing_prob: Probability = 0.0
-    """Probability that a box of the image is erased; at 0 the next three have no effect."""
-    erasing_mode: Literal["const", "rand", "pixel"] = "pixel"
+    """Probability that a box of the image is erased."""
+    erasing_mode: Annotated[Literal["const", "rand", "pixel"], OnlyWith("erasing_prob")] = "pixel"
     """Fill of the erased box: the mean colour, one random colour, or noise per pixel (timm)."""
-    erasing_area: tuple[
-        Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]
+    erasing_area: Annotated[
+        tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]],
+        OnlyWith("erasing_prob"),
     ] = (0.02, 1 / 3)
     """Range of the erased box's area over the image's."""
-    erasing_aspect: tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]] = (
-        0.3,
-        1 / 0.3,
-    )
+    erasing_aspect: Annotated[
+        tuple[Annotated[float, Field(gt=0)], Annotated[float, Field(gt=0)]],
+        OnlyWith("erasing_prob"),
+    ] = (0.3, 1 / 0.3)
     """Range of the erased box's height over its width."""
     mixup_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """MixUp: lambda ~ Beta(alpha, alpha); 0: off."""
     cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
-    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off. With both off the next five
-    have no effect."""
-    mix_prob: Probability = 1.0
+    """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off."""
+    mix_prob: Annotated[Probability, OnlyWith("mixup_alpha", "cutmix_alpha")] = 1.0
     """Probability that a group, a pair or an image is mixed at all."""
-    cutmix_switch_prob: Probability = 0.5
-    """With both on: probability of CutMix rather than MixUp."""
-    mixup_off_epoch: Positive | None = None
+    cutmix_switch_prob: Annotated[
+        Probability, OnlyWith("mixup_alpha"), OnlyWith("cutmix_alpha")
+    ] = 0.5
+    """Probability of CutMix rather than MixUp."""
+    mixup_off_epoch: Annotated[Positive | None, OnlyWith("mixup_alpha", "cutmix_alpha")] = None
     """MixUp and CutMix end after so many epochs of the run (timm's --mixup-off-epoch); `None`:
     never."""
-    mixup_mode: Literal["batch", "pair", "elem"] = "batch"
+    mixup_mode: Annotated[
+        Literal["batch", "pair", "elem"], OnlyWith("mixup_alpha", "cutmix_alpha")
+    ] = "batch"
     """What shares lambda and box, as in timm: the group; two images, which mix with each other;
     or nothing, so that each image has its own."""
-    mix_group_size: Annotated[int, Field(ge=2)] = 4
+    mix_group_size: Annotated[int, Field(ge=2), OnlyWith("mixup_alpha", "cutmix_alpha")] = 4
     """Images that mix with each other; divides the micro-batch, so that batches do not depend on
     the number of ranks."""
 
@@ -221,7 +246,9 @@ class TrainConfig(Section):
     drop path by sample: the same weights, bit for bit, on any number of ranks (docs/exactness.md).
     Needs `data.micro_batch_size`; implies `deterministic`."""
     activation_checkpointing: Annotated[
-        Literal["none", "block"] | Annotated[int, Field(ge=2)], MAY_CHANGE
+        Literal["none", "block"] | Annotated[int, Field(ge=2)],
+        MAY_CHANGE,
+        OnlyWith("init.freeze!=backbone"),
     ] = "none"
     """`block`: each block keeps only its input for the backward pass and computes the rest again: a
     third more work for a fraction of the memory, the same numbers. 2 or more: one of so many blocks
@@ -229,18 +256,20 @@ class TrainConfig(Section):
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
     average."""
-    ema_warmup: bool = False
+    ema_warmup: Annotated[bool, OnlyWith("ema_decay")] = False
     """Let the decay grow as (1 + t) / (10 + t) over steps t until it reaches `ema_decay`, so
     that the average of a short run is not mostly the initial weights; off: a constant decay."""
-    ema_warmup_power: Annotated[float, Field(gt=0)] | None = None
+    ema_warmup_power: Annotated[
+        Annotated[float, Field(gt=0)] | None, OnlyWith("ema_warmup=true")
+    ] = None
     """With it the warm-up is 1 - (1 + t / `ema_warmup_gamma`)^-power (timm's ModelEmaV3; 2/3 for
     its --model-ema-warmup, 3/4 for short runs)."""
-    ema_warmup_gamma: Annotated[float, Field(gt=0)] = 1.0
+    ema_warmup_gamma: Annotated[float, Field(gt=0), OnlyWith("ema_warmup_power")] = 1.0
     """Steps by which that warm-up counts; larger is slower."""
-    ema_every_steps: Positive = 1
+    ema_every_steps: Annotated[Positive, OnlyWith("ema_decay")] = 1
     """Steps between two updates of the average, counted in each epoch (torchvision's
     --model-ema-steps: 32); `ema_decay` is that of an update."""
-    ema_after_epochs: Annotated[float, Field(gt=0)] | None = None
+    ema_after_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("ema_decay")] = None
     """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
     update_after_step); `None`: it begins with the run."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
@@ -263,12 +292,14 @@ class InitConfig(Section):
     checkpoint: str | None = None
     """Run folder, checkpoint folder or weights file; positions are resampled to
     `model.image_size`."""
-    reset_head: bool = False
+    reset_head: Annotated[bool, OnlyWith("checkpoint")] = False
     """Start with a zero head in place of the checkpoint's, for other classes."""
-    select_classes: bool = False
+    select_classes: Annotated[bool, OnlyWith("checkpoint")] = False
     """Of the checkpoint's head keep the rows of the data's classes, found by name, in the data's
     order: 200 of 1,000 classes, or the same ones in another order."""
-    freeze: Literal["none", "backbone"] | Annotated[int, Field(ge=0)] = "none"
+    freeze: Annotated[
+        Literal["none", "backbone"] | Annotated[int, Field(ge=0)], OnlyWith("checkpoint")
+    ] = "none"
     """What training leaves as it is in the checkpoint: `backbone`, all but the head (a feature
     extractor); or a number k, the patch embedding, tokens, positions and the first k blocks."""
 

@@ -252,11 +252,6 @@ def test_what_is_not_jittered_takes_no_column():
             "augment.auto_augment=v0 takes the place of augment.three_augment: keep one of them",
         ),
         (
-            {"auto_augment": "imagenet", "auto_augment_magnitude_std": 0.5},
-            3,
-            "augment.auto_augment_magnitude_std has no effect with augment.auto_augment=imagenet",
-        ),
-        (
             {"auto_augment": "ta_wide"},
             1,
             "augment.auto_augment needs colour images (model.in_chans=3): set it to null",
@@ -275,16 +270,6 @@ def test_what_is_not_jittered_takes_no_column():
             {"color_jitter": (0.1, 0.1, 0.0, 0.1)},
             1,
             "augment.color_jitter needs colour images (model.in_chans=3): set its third and fourth",
-        ),
-        (
-            {"crop": "simple", "crop_scale": (0.5, 1.0)},
-            3,
-            "augment.crop_scale has no effect with augment.crop=simple: remove it",
-        ),
-        (
-            {"crop": "simple", "crop_ratio": (0.5, 1.0)},
-            3,
-            "augment.crop_ratio has no effect with augment.crop=simple: remove it",
         ),
         (
             {"erasing_area": (0.5, 0.1)},
@@ -318,11 +303,6 @@ def test_what_is_not_jittered_takes_no_column():
             {"randaugment_ops": "timm_inc0", "randaugment_magnitude": 11.0},
             3,
             "augment.randaugment_ops=timm_inc0: 0 to 10",
-        ),
-        (
-            {"randaugment_ops": "torchvision", "randaugment_magnitude_std": 0.5},
-            3,
-            "no effect with augment.randaugment_ops=torchvision: remove",
         ),
         (
             {"mixup_mode": "pair", "mix_group_size": 3},

@@ -100,7 +100,7 @@ ALONE = {
     "balanced weights where a class has no image": [
         *("loss.class_weights=balanced", "data.filter=label != 1")
     ],
-    "a limit for spikes that nothing is done about": ["guard.spike_sigmas=4"],
+    "a setting that has no effect without another one": ["guard.spike_sigmas=4"],
     "limits for spikes in a run that ends before the first": ["guard.on_spike=skip"],
     "a window of blocks that are one sample each": ["data.window_blocks=32"],
     "a rewind that would pass over the entire run": ["guard.on_nonfinite=rewind"],
