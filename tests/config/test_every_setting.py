@@ -1,0 +1,367 @@
+"""Every setting does something: where one is changed, something of what a run is made of changes.
+
+A run is built with and without the other value of `other_values.VALUES`, and takes two steps and an
+evaluation; what differs has to be more than its config. A setting for which nothing can differ here
+is in one of the tables below, with the reason.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from other_values import SETTINGS, VALUES, beside, changed
+from processes import make_shards
+from torch import Tensor
+
+import vit.build
+from vit.config.base import Section
+from vit.config.errors import LISTS
+from vit.config.eval_section import EvalSetConfig
+from vit.config.io import from_dict
+from vit.config.schema import Config
+from vit.ranks.distributed import World
+from vit.run.checkpoint import read_info
+from vit.run.guard import Guard
+from vit.run.record import Record
+from vit.run.state import RunState
+from vit.run.step_result import NON_FINITE, SPIKE, StepValues
+from vit.train import train
+
+ALONE = World(0, 1, torch.device("cpu"))
+ONLY_WHERE_OR_HOW_FAST = {
+    "data.cache_dir": "where blocks of shards are kept",
+    "data.cache_gib": "how much of them",
+    "data.patience_s": "how long a store is waited for",
+    "data.num_workers": "which processes make the batches",
+    "data.prefetch_gib": "how many batches are made ahead",
+    "data.stall_timeout_s": "how long a worker is waited for",
+    "train.device": "where it is computed; a machine without GPUs has one choice",
+    "train.compile": "how fast; a compilation takes seconds (tests/test_compile.py)",
+    "train.deterministic": "which kernels GPUs use; CPUs have no others (tests/gpu)",
+    "eval.batch_size": "how many images are evaluated at once",
+    "run.dir": "where the run is",
+    "run.local_dir": "where a run at a URL is worked on",
+    "run.lease_s": "how long another job waits for a run at a URL",
+    "run.hang_timeout_s": "how long a rank that stands still is waited for",
+    "log.wandb": "where the record is shown",
+    "log.wandb_project": "where the record is shown",
+    "log.tensorboard": "where the record is shown",
+    "log.report": "where the record is shown",
+}
+REFUSED = {"distill.teacher_model": "its run says which model it is: remove distill.teacher_model"}
+"""Settings that are refused in the situation that is built here, and with which words."""
+IN_THE_LOOP: dict[str, dict[str, Any]] = {
+    "checkpoint.every_steps": {"train.steps": 4},
+    "eval.best_by": {"train.steps": 4},
+    "guard.rewind_skip_steps": {"optim.lr": 1e30},
+}
+"""Settings that only the loop reads, and a short run in which they count."""
+SEVERAL = {
+    "model.image_size": {"batches", "evaluators", "step"},
+    "model.in_chans": {"batches", "evaluators", "step"},
+    "data.micro_batch_size": {"plan", "step"},
+    "data.mean": {"step", "evaluators"},
+    "data.interpolation": {"batches", "evaluators"},
+    "schedule.image_sizes": {"batches", "step"},
+    "train.seed": {"batches", "step"},
+    "train.precision": {"step", "evaluators"},
+}
+"""Settings that are handed to several parts of a run, each of which has to differ."""
+BASE: dict[str, Any] = {
+    "data.root": "{shards}",
+    "data.global_batch_size": 24,
+    "data.num_workers": 0,
+    "model.name": "vit_ti8",
+    "model.image_size": 16,
+    "model.embed_dim": 32,
+    "model.depth": 2,
+    "model.num_heads": 2,
+    "train.steps": 240,
+    "train.precision": "fp32",
+    "eval.batch_size": 23,
+    "log.wandb": "off",
+    "log.report": False,
+    "run.dir": "{folder}/run",
+}
+"""Two steps an epoch."""
+NUM_STEPS = 2
+
+
+# --- what a run is made of ------------------------------------------------------------------------
+
+
+def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
+    """What `value` consists of, without sections of the config: to hold one is no effect."""
+    if isinstance(value, Section | World | Record | Path):
+        return
+    if isinstance(value, Tensor):
+        plain = value.detach()
+        yield f"{plain.dtype} {tuple(plain.shape)} {value.requires_grad}".encode()
+        yield plain.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype} {value.shape}".encode() + value.tobytes()
+    elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | type):
+        yield repr(value).encode()
+    elif id(value) not in seen:
+        seen[id(value)] = value  # so that nothing else gets its id
+        yield type(value).__name__.encode()
+        for part in content(value):
+            yield from parts(part, seen)
+
+
+def content(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        # Hooks are numbered over all modules of the process.
+        return [*(key for key in value if not isinstance(key, int)), *value.values()]
+    if isinstance(value, list | tuple | range):
+        return list(value)
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return [value.__qualname__, value.__defaults__, *cells]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    return list(getattr(value, "__dict__", {}).items())
+
+
+def digest(*values: Any) -> str:
+    found = hashlib.sha256()
+    seen: dict[int, Any] = {}
+    for value in values:
+        for part in parts(value, seen):
+            found.update(part)
+    return found.hexdigest()
+
+
+def judged(config: Config, record: Record) -> list[str]:
+    """What the guard does about a spike and about gradients that are not finite, in a row."""
+    nothing = np.zeros(0, np.float32)
+    recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
+    state = RunState(step=202, recent=recent, rewinds=4)
+    guard = Guard(config, state, ALONE, record)
+    verdicts = [*[SPIKE] * (config.guard.on_spike != "none"), *[NON_FINITE] * 6]
+    words = [f"{guard.limits(202)}"]
+    for step, verdict in enumerate(verdicts, 202):
+        values = (math.nan if verdict == NON_FINITE else 99.0, 9.0, 0.0, 0, verdict)
+        problem = guard.judge(step, StepValues(*values, nothing[None], nothing, nothing, None))
+        words.append(f"{type(problem).__name__} {problem}")
+    return words
+
+
+def built(config: Config) -> dict[str, str]:
+    """Digests of the parts of a run that was built, of two steps of it, and of an evaluation."""
+    with vit.build.build(config, ALONE) as run:
+        found = {
+            "plan": digest(run.plan, run.comparison),
+            "batches": digest(run.batches),
+            "evaluators": digest(run.evaluators),
+            "step": digest(run.train_step),
+            "saver": digest(run.saver.samples, vars(run.saver)["_keep_last"]),
+            "guard": " ".join(judged(config, run.record)),
+        }
+        if config.data.reader == "index":
+            images = []
+            with vit.train._open_loader(run) as loader:
+                for step in range(2 * run.plan.steps_per_epoch):
+                    batch = next(loader)
+                    images.append(digest(batch))
+                    if step < NUM_STEPS:
+                        run.train_step.model.train()
+                        run.train_step(batch, step)
+            weights = {name: each.state_dict() for name, each in run.models().items()}
+            results = [each.evaluate(run.models()) for each in run.evaluators]
+            found |= {
+                "images": " ".join(images),
+                "weights": digest(weights),
+                "results": digest(results),
+            }
+    return found
+
+
+def trained(config: Config) -> dict[str, str]:
+    """What a run has left behind: its checkpoints, and where it went back to."""
+    with vit.build.build(config, ALONE) as run:
+        train(run)
+    states = []
+    for folder in sorted((run.folder / "checkpoints").glob("step_*")):
+        state = read_info(folder)
+        states.append([folder.name, state["best_set"], state["passed_over"]])
+    shutil.rmtree(run.folder)
+    return {"checkpoints": repr(states)}
+
+
+# --- the property ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """More would wait for each other: all is tiny."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
+    """What {names} in values stand for."""
+    folder = tmp_path_factory.mktemp("every_setting")
+    (folder / "exclude.txt").write_text("label=1\n")
+    (folder / "real.json").write_text(json.dumps({f"class{n % 3}_{n:04d}": [0] for n in range(23)}))
+    own = {"folder": str(folder), "shards": str(shards)}
+    own["other"] = str(make_shards(tmp_path_factory.mktemp("other"), seed=1))
+    for name, number in (("two", 2), ("four", 4)):
+        own[name] = str(make_shards(tmp_path_factory.mktemp(name), num_classes=number))
+    for name, root in (("trained", "{shards}"), ("of_four", "{four}")):
+        settings = {"train.steps": 1, "train.seed": 7, "data.root": root}
+        own[name] = str(folder / name)
+        with vit.build.build(
+            config_of(BASE | settings | {"run.dir": own[name]}, own), ALONE
+        ) as run:
+            train(run)
+    return own
+
+
+def filled(value: Any, places: dict[str, str]) -> Any:
+    if isinstance(value, list):
+        return [filled(item, places) for item in value]
+    if isinstance(value, dict):
+        return {key: filled(item, places) for key, item in value.items()}
+    return value.format(**places) if isinstance(value, str) else value
+
+
+def config_of(settings: dict[str, Any], places: dict[str, str]) -> Config:
+    tree: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        section, _, name = key.partition(".")
+        tree.setdefault(section, {})[name] = filled(value, places)
+    return from_dict(tree, "test")
+
+
+@pytest.fixture(scope="module")
+def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
+    @cache
+    def made(settings: str, owner: Any) -> dict[str, str]:
+        config = config_of(json.loads(settings), places)
+        return owner(config)
+
+    def digest_of_settings(settings: dict[str, Any], owner: Any) -> dict[str, str]:
+        return made(json.dumps(settings, sort_keys=True), owner)
+
+    return digest_of_settings
+
+
+@pytest.fixture
+def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 has the record of the others: its own takes two thirds of the time, and only reports
+    what has been built."""
+
+    def record_of_other_ranks(config, world, folder, lock, data, *rest):
+        folder.mkdir(parents=True, exist_ok=True)
+        return Record(folder, config.log, False, total_steps=data.plan.total_steps)
+
+    monkeypatch.setattr(vit.build, "start_record", record_of_other_ranks)
+
+
+TWO = [{"split": "train"}, {"split": "val"}]
+
+
+def sources(**settings: Any) -> list[dict[str, Any]]:
+    return [TWO[0] | settings, TWO[1]]
+
+
+WITHIN: dict[str, tuple[Any, Any]] = {
+    "data.sources.root": (TWO, sources(root="{other}")),
+    "data.sources.split": (TWO, sources(split="val")),
+    "data.sources.weight": (
+        [each | {"weight": 1.0} for each in TWO],
+        [TWO[0] | {"weight": 3.0}, TWO[1] | {"weight": 1.0}],
+    ),
+    "data.sources.exclude": (TWO, sources(exclude="{folder}/exclude.txt")),
+    "data.sources.filter": (TWO, sources(filter="label != 1")),
+    "data.sources.fraction": (TWO, sources(fraction=0.7)),
+    "data.sources.fraction_of": (
+        sources(fraction=0.72, filter="label != 1"),
+        sources(fraction=0.72, filter="label != 1", fraction_of="class"),
+    ),
+    "data.sources.samples_per_class": (TWO, sources(samples_per_class=9)),
+    "data.sources.subset_seed": (sources(fraction=0.7), sources(fraction=0.7, subset_seed=1)),
+    "eval.sets.root": ({"a": {"split": "train"}}, {"a": {"split": "train", "root": "{other}"}}),
+    "eval.sets.split": ({}, {"a": {"split": "train"}}),
+    "eval.sets.labels": ({}, {"a": {"labels": "{folder}/real.json"}}),
+    "eval.sets.classes": (
+        {"a": {"root": "{two}", "split": "train"}},
+        {"a": {"root": "{two}", "split": "train", "classes": "all"}},
+    ),
+    "schedule.image_sizes.until_epoch": (
+        [{"until_epoch": 1, "image_size": 8}],
+        [{"until_epoch": 2, "image_size": 8}],
+    ),
+    "schedule.image_sizes.image_size": (
+        [{"until_epoch": 1, "image_size": 8}],
+        [{"until_epoch": 1, "image_size": 24}],
+    ),
+}
+"""Settings in the items of a setting: its value before and after the change of one."""
+
+
+TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
+
+
+def test_every_setting_has_another_value_or_a_reason_why_it_needs_none():
+    keys = {setting.key for setting in SETTINGS}
+    assert VALUES.keys() | ONLY_WHERE_OR_HOW_FAST.keys() == keys
+    assert not VALUES.keys() & ONLY_WHERE_OR_HOW_FAST.keys()
+
+
+@pytest.mark.parametrize("setting", TESTED, ids=str)
+def test_a_setting_changes_what_a_run_is_made_of(setting, digest_of, request):
+    owner = trained if setting.key in IN_THE_LOOP else built
+    if owner is built:
+        request.getfixturevalue("without_record")
+    base = BASE | beside(setting) | IN_THE_LOOP.get(setting.key, {})
+    if setting.key in REFUSED:
+        with pytest.raises(ValueError, match=re.escape(REFUSED[setting.key])):
+            digest_of(base | changed(setting), built)
+        return
+    before = digest_of(base, owner)
+    after = digest_of(base | changed(setting), owner)
+    differing = {part for part in before | after if before.get(part) != after.get(part)}
+    assert differing, f"{setting} = {VALUES[setting.key]} has no effect"
+    assert differing >= SEVERAL.get(setting.key, set()), f"{setting} has an effect on some only"
+
+
+def test_every_setting_of_an_item_has_another_value():
+    kinds: dict[str, type[Section]] = {**LISTS, "eval.sets": EvalSetConfig}
+    assert WITHIN.keys() == {f"{key}.{name}" for key in kinds for name in kinds[key].model_fields}
+
+
+@pytest.mark.parametrize("key", WITHIN)
+def test_a_setting_of_an_item_changes_what_a_run_is_made_of(key, digest_of, without_record):
+    setting = key.rpartition(".")[0]
+    before, after = (digest_of(BASE | {setting: value}, built) for value in WITHIN[key])
+    assert before != after, f"{key} has no effect"
+
+
+BASES = {json.dumps(beside(setting), sort_keys=True): str(setting) for setting in TESTED}
+
+
+@pytest.mark.parametrize("settings", BASES, ids=BASES.get)
+def test_the_same_settings_make_the_same_run(settings, places, digest_of, without_record):
+    chosen = BASE | json.loads(settings)
+    assert built(config_of(chosen, places)) == digest_of(chosen, built), "this would hide others"
