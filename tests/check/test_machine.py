@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from ranks import together
 from servers import WebServer
-from wandb_runs import use_server
+from views.wandb_runs import use_server
 
 from vit.check import machine
 from vit.check.machine import compare_clocks, judge_clocks, judge_views, look_at_views

@@ -85,14 +85,14 @@ class Result:
     def line(self) -> str:
         """For people."""
         given = self.combination
-        ranks = f"{given.ranks} rank(s)" + (f", {given.other_ranks}" if given.other_ranks else "")
+        ranks = " and ".join(str(each) for each in (given.ranks, given.other_ranks) if each)
         words = " ".join(given.settings)
         more = len(self.differences) - NAMED_DIFFERENCES
         named = self.differences[:NAMED_DIFFERENCES] + [f"{more} more"] * (more > 0)
         verdict = "; ".join(named) or "equal"
         return (
             f"python tests/faults/fuzz.py --seed {self.seed} --count 1   # {verdict}:"
-            f" {ranks}, {given.place or 'folder'}, {self.num_kills} kill(s),"
+            f" {ranks} rank(s), {given.place or 'folder'}, {self.num_kills} kill(s),"
             f" {len(self.refused)} refused, {self.took_s:.0f} s: {words}"
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from wandb_runs import Server, use_server
+from views.wandb_runs import Server, use_server
 
 
 @pytest.fixture

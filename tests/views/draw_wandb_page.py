@@ -14,8 +14,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
-from wandb_runs import parts, read_wandb
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from views.wandb_runs import parts, read_wandb
 
 AXIS = "global_step"
 SHOWN = {

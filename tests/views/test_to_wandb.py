@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from processes import run_here
-from wandb_runs import numbers, one_run, parts, read_wandb, recorded
+from views.wandb_runs import numbers, one_run, parts, read_wandb, recorded
 
 from vit.run.to_wandb import ToWandb
 

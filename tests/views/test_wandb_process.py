@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from processes import Background, train, write_config
-from wandb_runs import (
+from views.wandb_runs import (
     Server,
     expected,
     numbers,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from wandb_runs import (
+from views.wandb_runs import (
     expected,
     numbers,
     one_run,
