@@ -22,10 +22,12 @@ import numpy as np
 import pytest
 import torch
 from other_values import SETTINGS, VALUES, beside, changed
+from PIL import ExifTags, Image
 from processes import make_shards
 from torch import Tensor
 
 import vit.build
+from data_prep import imagefolder
 from vit.config.base import Section
 from vit.config.errors import LISTS
 from vit.config.eval_section import EvalSetConfig
@@ -227,6 +229,14 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     own["other"] = str(make_shards(tmp_path_factory.mktemp("other"), seed=1))
     for name, number in (("two", 2), ("four", 4)):
         own[name] = str(make_shards(tmp_path_factory.mktemp(name), num_classes=number))
+    images = Path(own["two"]).parent / "images"
+    for path in images.rglob("val/**/*.jpg"):
+        picture = Image.open(path)
+        picture.getexif()[ExifTags.Base.Orientation] = 6
+        picture.save(path, exif=picture.getexif())
+    own["turned"] = str(folder / "turned")
+    words = [str(images), "--out", own["turned"], "--num-shards", "1", "--no-apply-exif"]
+    assert imagefolder.main(words) == 0
     for name, root in (("trained", "{shards}"), ("of_four", "{four}")):
         settings = {"train.steps": 1, "train.seed": 7, "data.root": root}
         own[name] = str(folder / name)
@@ -278,7 +288,7 @@ def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vit.build, "start_record", record_of_other_ranks)
 
 
-TWO = [{"split": "train"}, {"split": "val"}]
+TWO = [{"split": "train[:50%]"}, {"split": "train[50%:]"}]
 
 
 def sources(**settings: Any) -> list[dict[str, Any]]:
@@ -287,7 +297,7 @@ def sources(**settings: Any) -> list[dict[str, Any]]:
 
 WITHIN: dict[str, tuple[Any, Any]] = {
     "data.sources.root": (TWO, sources(root="{other}")),
-    "data.sources.split": (TWO, sources(split="val")),
+    "data.sources.split": (TWO, sources(split="train[:30%]")),
     "data.sources.weight": (
         [each | {"weight": 1.0} for each in TWO],
         [TWO[0] | {"weight": 3.0}, TWO[1] | {"weight": 1.0}],
