@@ -49,9 +49,10 @@ def test_what_differs_is_found(whole, tmp_path):
     assert left.startswith("left over: ")
 
 
-def test_make_soak_finds_all_that_it_imports(tmp_path):
+@pytest.mark.parametrize("script", ["soak.py", pytest.param("fuzz.py", marks=pytest.mark.full)])
+def test_make_finds_all_that_a_script_imports(script, tmp_path):
     """As in a new environment, where nothing but the installation names the project's folder."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    line = [sys.executable, Path(__file__).with_name("soak.py"), "--help"]
+    line = [sys.executable, Path(__file__).with_name(script), "--help"]
     asked = subprocess.run(line, cwd=tmp_path, env=kept, capture_output=True, text=True)
     assert asked.returncode == 0, asked.stderr
