@@ -121,7 +121,7 @@ class Fuzz:
                 refused.append(str(reason))
                 shutil.rmtree(folder)
                 continue
-            except AssertionError as error:
+            except (AssertionError, subprocess.TimeoutExpired) as error:
                 result = Result(seed, combination, refused, differences=[str(error)])
             else:
                 result = self.broken(folder, Result(seed, combination, refused))
@@ -154,14 +154,13 @@ class Fuzz:
             last = Background(self.config, run_dir, *given.settings, *place, ranks=given.ranks)
             said = last.end(LONGEST_S)
             assert last.process.returncode == 0, f"status {last.process.returncode}: {said}"
-        except (AssertionError, subprocess.TimeoutExpired) as error:
+            result.differences += differences(folder / "whole", run_dir, given.steps)
+            if given.other_ranks:
+                self.run_whole(folder / "other", given, given.other_ranks)
+                others = differences(folder / "whole", folder / "other", given.steps)
+                result.differences += [f"on {given.other_ranks} rank(s): {each}" for each in others]
+        except (AssertionError, Refused, subprocess.TimeoutExpired) as error:
             result.differences.append(str(error))
-            return result
-        result.differences += differences(folder / "whole", run_dir, given.steps)
-        if given.other_ranks:
-            self.run_whole(folder / "other", given, given.other_ranks)
-            found = differences(folder / "whole", folder / "other", given.steps)
-            result.differences += [f"on {given.other_ranks} rank(s): {each}" for each in found]
         return result
 
     def _place(self, given: Combination, folder: Path) -> tuple[str, ...]:
@@ -180,7 +179,7 @@ class Fuzz:
             time.sleep(0.01)
         time.sleep(kill.delay_s)
         ranks = attempt.workers()
-        hit = ranks if kill.hits_all else ranks[:1]
+        hit = ranks if kill.hits_all or not ranks else [ranks[kill.step % len(ranks)]]
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -208,12 +207,9 @@ def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
         one = first.get(name)
         other = second.get(name)
         if isinstance(one, dict) and isinstance(other, dict):
-            # the mean and the checksum since a resume
-            left_out = {*one.get("since a resume", ()), *other.get("since a resume", ())}
-            keys = sorted({*one, *other} - left_out - {"since a resume"})
             found += [
                 f"{name} {key}: {one.get(key)} and {other.get(key)}"
-                for key in keys
+                for key in sorted({*one, *other})
                 if repr(one.get(key)) != repr(other.get(key))
             ]
         elif one != other:
@@ -235,30 +231,16 @@ def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
 
 
 def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """The record's lines by kind and number, without what is measured. "since a resume": names of
-    the fields that count only the steps since then."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the record's lines by kind and number, without what is measured."""
+    lines: dict[str, dict[str, Any]] = {}
     numbers = dict.fromkeys(KINDS, 0)
-    resumed = {"train": False, "epoch": False}
-    last = 0
     for line in read_metrics(run_dir / METRICS_FILE):
         kind = line["kind"]
-        if kind == "start" and line["step"]:
-            resumed = {"train": line["step"] != last, "epoch": True}
-        if kind not in KINDS:
-            continue
-        fields = {name: value for name, value in line.items() if not MEASURED.fullmatch(name)}
-        if kind in resumed:
-            since = {"train": ["loss"], "epoch": _OF_BATCHES}[kind] if resumed[kind] else []
-            fields["since a resume"] = since
-            resumed[kind] = False
-        last = line["step"] if kind == "train" else last
-        numbers[kind] += 1
-        found[f"{kind} line {numbers[kind]}"] = fields
-    return found
-
-
-_OF_BATCHES = ["first_batch", "sample_checksum", "batches_passed_over", "samples_dropped"]
+        if kind in KINDS:
+            numbers[kind] += 1
+            fields = {name: value for name, value in line.items() if not MEASURED.fullmatch(name)}
+            lines[f"{kind} line {numbers[kind]}"] = fields
+    return lines
 
 
 def _error(text: str) -> str:

@@ -236,7 +236,7 @@ def test_what_cannot_be_frozen_is_refused():
         freeze(create_model("timm/resnet10t", 32, 5), "backbone")
     with pytest.raises(ValueError, match=r"init.freeze=1 blocks, but the model has none"):
         freeze(create_model("timm/resnet10t", 32, 5), 1)
-    with pytest.raises(ValueError, match=r"init.freeze=backbone keeps weights as they are"):
+    with pytest.raises(ValueError, match=r"init.freeze has no effect with init.checkpoint=null"):
         from_dict(
             {"data": {"root": "-"}, "train": {"steps": 1}, "init": {"freeze": "backbone"}}, "test"
         )

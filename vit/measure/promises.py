@@ -38,7 +38,8 @@ SMALL = (
 )
 """What makes a recipe small; its augmentation, mixing and average stay."""
 EXACT = (
-    *("train.precision=fp32", "model.drop_path_rate=0.0", "augment.randaugment_layers=0"),
+    *("train.precision=fp32", "model.drop_path_rate=0.0"),
+    *("augment.randaugment_layers=0", "augment.randaugment_magnitude_std=null"),
     *("augment.mixup_alpha=0.0", "augment.cutmix_alpha=0.0", "optim.eps=1e-5", "optim.lr=1e-3"),
     *("schedule.warmup_epochs=0", "train.compile=false"),
 )
