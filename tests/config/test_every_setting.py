@@ -14,6 +14,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from functools import cache, partial
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any
@@ -131,6 +132,8 @@ def content(value: Any) -> list[Any]:
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
+    if isinstance(value, Synchronized):  # its memory lies elsewhere each time
+        return [value.value]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, FunctionType):
