@@ -20,7 +20,7 @@ from views.wandb_runs import parts, read_wandb
 AXIS = "global_step"
 SHOWN = {
     "train": ["loss", "images_per_s", "lr", "grad_norm"],
-    "eval": ["top1", "loss", "top1_minus_reference", "ece"],
+    "eval": ["top1", "loss", "top5", "ece"],
     "report": ["attention", "confusion", "augmented", "positions"],
 }
 COLOUR = "#0f7b8a"
