@@ -15,7 +15,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "helpers")]
-from views.wandb_runs import parts, read_wandb
+
+from views.wandb_runs import parts, read_wandb  # noqa: E402
 
 AXIS = "global_step"
 SHOWN = {
