@@ -56,7 +56,7 @@ class Preprocess:
         Raises ValueError for one that cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # a loader's layout: for another one kernels may sum in another order
+        # The loader's memory layout: with another one, kernels may add in another order.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
@@ -96,7 +96,7 @@ class Trained:
     weights: LoadedWeights
     """Where they come from: path, step, whether they are averages. Without the tensors."""
     notes: tuple[str, ...] = ()
-    """A sentence for each thing that was chosen in reading the weights, or changed to fit them."""
+    """One sentence for each choice in reading the weights, and for each change to fit them."""
 
     @property
     def device(self) -> torch.device:

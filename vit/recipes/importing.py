@@ -41,7 +41,7 @@ _OWN_NAMES = {
     "run_with_submitit.py": "deit",
     "distributed_train.sh": "timm",
 }
-"""Scripts whose name says whose they are."""
+"""Scripts with a name that only one program has."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
@@ -196,9 +196,9 @@ def _table(program: str, command: Command) -> Table:
 
 
 def _find_program(command: Command, given: str | None) -> str:
-    """Return the program that `command` runs. given: as the caller has it.
+    """Return the program that `command` runs. given: the value of --program.
 
-    Raises ValueError if the script is of none that is read, or not of the one that is given.
+    Raises ValueError if no reader exists for the script, or if it contradicts `given`.
     """
     line = " ".join([command.script, *command.words])
     for pattern, (what, nearest) in _NOT_READ.items():
@@ -210,7 +210,7 @@ def _find_program(command: Command, given: str | None) -> str:
     name = command.script.rpartition("/")[2]
     own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
     if given and own and given != own:
-        raise ValueError(f"--program {given}: {command.script} is of {own}: omit --program")
+        raise ValueError(f"--program {given}: {command.script} belongs to {own}: omit --program")
     if program := given or own:
         return program
     first = command.words[0] if command.words else ""

@@ -223,7 +223,7 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """Of this attempt: a resumed interval has losses of the attempt before, too."""
+        """Steps of this attempt in the interval, whose losses may begin in the previous attempt."""
         self._waits = Waits()
 
     def _logs_after(self, step: int) -> bool:
