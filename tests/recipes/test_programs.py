@@ -45,7 +45,7 @@ def test_a_script_that_is_not_read_is_named_whatever_program_is_given(command, w
 )
 def test_a_program_that_contradicts_the_name_of_the_script_is_refused(command, own):
     for program in set(PROGRAMS) - {own}:
-        with pytest.raises(ValueError, match=f"^--program {program}: .* is of {own}"):
+        with pytest.raises(ValueError, match=f"^--program {program}: .* belongs to {own}"):
             import_recipe(command, program)
 
 
