@@ -24,10 +24,13 @@ from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
+from vit.loss import cross_entropy
 from vit.model import create_model
+from vit.objective import Supervised
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
 from vit.ranks.distributed import World
+from vit.reduce import DataParallel
 from vit.run.sample_losses import SampleLosses
 from vit.run.step_result import StepResult
 from vit.step import TrainStep
@@ -83,10 +86,10 @@ def main() -> None:
         model = create_model(model_name, size, classes, **fields)
         step = TrainStep(
             model,
-            model,
             create_optimizer(model, AdamWConfig()),
             Augment(CONFIG, classes, (0.5,), (0.25,), CPU),
-            World(0, 1, CPU),
+            Supervised(cross_entropy),
+            DataParallel(model, World(0, 1, CPU)),
             lr_at=lambda step: 1e-4,
             micro_batch_size=rows,
         )

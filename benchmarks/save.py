@@ -27,10 +27,13 @@ from torch import Tensor
 
 from vit.config import io as config_io
 from vit.config.schema import Config
+from vit.loss import cross_entropy
 from vit.model import create_model
+from vit.objective import Supervised
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
+from vit.reduce import DataParallel
 from vit.run.checkpoint import named_tensors
 from vit.run.record import Record
 from vit.run.saver import Saver
@@ -45,10 +48,10 @@ def create_train_step(config: Config) -> TrainStep:
     decay = config.train.ema_decay
     return TrainStep(
         model,
-        model,
         create_optimizer(model, config.optim),
-        augment=None,  # type: ignore[arg-type]
-        world=World(0, 1, device),
+        None,  # type: ignore[arg-type]
+        Supervised(cross_entropy),
+        DataParallel(model, World(0, 1, device)),
         lr_at=lambda step: 0.0,
         micro_batch_size=1,
         ema=None if decay is None else Ema(model, decay),

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.data.shards.data_set import open_split
@@ -97,7 +97,7 @@ class Training(NamedTuple):
 def ours(config: Config) -> Outcome:
     """Train by this project's loop, in this process."""
     world = join_world(config.train.device)
-    run = build(config, world)
+    run = build_run(config, world)
     if train(run) != "finished":
         raise SystemExit(1)  # a signal: the same command continues
     results = run.evaluators[0].evaluate(run.models())["val"]

@@ -35,9 +35,10 @@ from vit.data.storage.http import Refused
 from vit.ranks.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
 from vit.run.folder import LATEST_FILE
 from vit.run_store.copying import complete_in
-from vit.run_store.place import is_url, store_at
+from vit.run_store.place import store_at
 from vit.system.files import ShardError
 from vit.system.redact import shown
+from vit.system.urls import is_url
 
 FINISHED = 0
 ACCIDENT = 1

@@ -23,11 +23,11 @@ from vit.report.page import make_report
 from vit.report.pictures import PAINTERS
 from vit.run.folder import METRICS_FILE, is_in_use, newest_run
 from vit.run.to_wandb import ToWandb
-from vit.run_store.place import is_url
 from vit.run_store.reading import is_in_use as url_is_in_use
 from vit.run_store.reading import local_run, publish_report
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
+from vit.system.urls import is_url
 
 
 def main() -> World:

@@ -21,12 +21,12 @@ from datetime import timedelta
 
 import check_versions  # noqa: F401
 
-from vit.build import build
 from vit.check.run import JOIN_TIMES, LIMIT_S, check
+from vit.compose import build_run
 from vit.config.command_line import training_parser
 from vit.config.hints import all_keys, nearest
 from vit.config.io import load_config
-from vit.plan import describe
+from vit.print_config import describe
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
@@ -61,7 +61,7 @@ def main() -> World | None:
     if args.check:
         check(config, world, args.allow_change, args.check_limit_s)
         return world
-    outcome = train(build(config, world, args.allow_change))
+    outcome = train(build_run(config, world, args.allow_change))
     world.barrier()  # of all ranks: one may have failed at the report
     tell_outcome(outcome)
     return world

@@ -14,7 +14,7 @@ import torch
 from processes import TINY, run
 from ranks import together
 
-from vit.build import Run, build
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
@@ -26,6 +26,7 @@ from vit.run.checkpoint import named_tensors, newest_checkpoint
 from vit.run.checkpoint_info import SEAL
 from vit.run.order_check import OrderCheck
 from vit.run.state import RunState
+from vit.running import Run
 from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -46,7 +47,7 @@ def test_the_rows_of_all_ranks_are_the_batch(repeats):
 def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
     """A run of three steps on one rank, after its end."""
     short = ("train.steps=3", "eval.every_steps=100", f"run.dir={folder}")
-    run = build(config_io.load_config(config, [*TINY, *short, *overrides]).config, ALONE)
+    run = build_run(config_io.load_config(config, [*TINY, *short, *overrides]).config, ALONE)
     train(run)
     return run
 
@@ -89,7 +90,7 @@ def shifted(batch: Batch) -> Batch:
 ONE_READS = """
 import hashlib, json, sys, torch
 from dataclasses import replace
-from vit.build import build
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.ranks import distributed
 from vit.ranks.exit import leave_world, run_command
@@ -103,7 +104,7 @@ def main():
     # The other ranks have neither a run folder nor weights: they could not read anything.
     own = [word.replace("RANK", str(world.rank)) for word in overrides]
     settings = config_io.load_config(f"{folder}/tiny.yaml", own).config
-    run = build(settings, world)
+    run = build_run(settings, world)
     digest = hashlib.sha256()
     for name, tensor in named_tensors(run.train_step).items():
         digest.update(name.encode() + tensor.numpy().tobytes())
@@ -212,7 +213,7 @@ def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
     with pytest.raises(
         ValueError, match="belongs to a run with other settings:\n  data: class 0 is"
     ):
-        build(_with_names(run.config, tmp_path, names[::-1]), ALONE)
+        build_run(_with_names(run.config, tmp_path, names[::-1]), ALONE)
 
 
 def _with_names(config, tmp_path, names):

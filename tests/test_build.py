@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from processes import TINY
 from safetensors.torch import save_file
 
-import vit.build
-from vit.config.io import load_config
-from vit.config.schema import InitConfig, ModelConfig
+import vit.compose
+from vit.config.io import from_dict, load_config
+from vit.config.schema import ModelConfig
 from vit.data.shuffle_quality import measure_shuffle
 from vit.model import create_model
 from vit.one_reader import load_initial_weights
@@ -36,7 +37,7 @@ def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatc
     monkeypatch.setattr(start_record, "measure_shuffle", interrupted)
     settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"]).config
     with pytest.raises(Interrupted):
-        vit.build.build(settings, ALONE)
+        vit.compose.build_run(settings, ALONE)
     assert (tmp_path / "run" / "config.yaml").exists()
     mark = tmp_path / "run" / "stopped_early"
     if number == signal.SIGTERM:
@@ -52,5 +53,15 @@ def test_weights_with_two_sets_of_positions_are_named(tmp_path, num_positions):
     positions = torch.zeros(2, num_positions, 192)
     path = tmp_path / "two.safetensors"
     save_file({**model.state_dict(), "pos_embed": positions}, path)
+    settings = from_dict(
+        {
+            "model": {"name": "vit_ti16", "image_size": 32},
+            "data": {"root": "data"},
+            "train": {"steps": 1},
+            "init": {"checkpoint": str(path)},
+        },
+        "test",
+    )
+    data = SimpleNamespace(class_names=[], num_classes=3)
     with pytest.raises(WeightsError, match=rf"two.safetensors: .*pos_embed \(2, {num_positions}, "):
-        load_initial_weights(model, InitConfig(checkpoint=str(path)), config, [], 3, ALONE)
+        load_initial_weights(model, settings, data, ALONE)

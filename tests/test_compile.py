@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from plain_step import plain_step
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.compiling import checkpoint_activations, compile_blocks
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
@@ -16,7 +18,6 @@ from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
-from vit.step import TrainStep, checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12
@@ -151,7 +152,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
     for each in (model, average.module):
         compile_blocks(each, backend=graphs)
     cpu = torch.device("cpu")
-    step = TrainStep(
+    step = plain_step(
         model.train(),
         model,
         create_optimizer(model, AdamWConfig()),

@@ -16,7 +16,6 @@ from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_
 from vit.model import create_model
 from vit.plan import make_plan
 from vit.ranks.distributed import World
-from vit.run.guard import Guard
 from vit.run.monitor import Monitor
 from vit.run.record import Record
 from vit.run.state import RunState
@@ -92,7 +91,7 @@ def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, c
     with Loader(Nothing(), 0, 3) as loader:
         state = RunState(facts={})
         monitor = Monitor(
-            Guard(settings, state, World(0, 3, CPU), record),
+            (),
             plan,
             World(0, 3, CPU, hosts=("a", "b", "c")),
             state,

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from fake_gpu import gpu_without_memory, move_to_fake_gpu
+from plain_step import plain_step
 from torch.nn.parallel import DistributedDataParallel
 
 from vit.config.schema import AdamWConfig, AugmentConfig
@@ -27,6 +28,7 @@ from vit.optim.groups import parameter_groups
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
+from vit.reduce import DataParallel
 from vit.run.checkpoint import named_tensors
 from vit.run.step_result import NON_FINITE, SPIKE, Limits
 from vit.step import TrainStep
@@ -70,7 +72,7 @@ def make_step(
             augment.shift, images.double(), augment.scale
         )
     optimizer = create_optimizer(model, AdamWConfig(lr=1e-3, weight_decay=0.1, eps=EPS))
-    return TrainStep(
+    return plain_step(
         model,
         model,
         optimizer,
@@ -219,7 +221,8 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
     try:
         ours = make_step(micro_batch_size=4)
         plain = make_step(micro_batch_size=4)
-        ours.wrapped = DistributedDataParallel(ours.model, gradient_as_bucket_view=True)
+        in_ddp = DistributedDataParallel(ours.model, gradient_as_bucket_view=True)
+        ours.reduce = DataParallel(ours.model, WORLD, in_ddp)
         buckets = set()
         passes = []
 
@@ -258,7 +261,7 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
     model = create_model("vit_ti8", 16, 5, **fields)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)
-        step = TrainStep(
+        step = plain_step(
             model,
             model,
             create_optimizer(model, AdamWConfig()),

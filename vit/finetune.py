@@ -13,8 +13,8 @@ from typing import TextIO
 
 import torch
 
-from vit.build import build
 from vit.compare import Result, evaluate_weights
+from vit.compose import build_run
 from vit.config.eval_section import VAL
 from vit.config.io import with_settings
 from vit.config.schema import Config
@@ -23,9 +23,10 @@ from vit.one_reader import read_once
 from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.run.checkpoint import newest_checkpoint
-from vit.run_store.place import is_url, local_folder
+from vit.run_store.place import local_folder
 from vit.run_store.reading import newest_info
 from vit.system.redact import shown
+from vit.system.urls import is_url
 from vit.train import train
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
@@ -67,7 +68,7 @@ def finetune(
     elif world.is_main:
         print(f"no accuracy before: {problem}", file=out)
 
-    if train(build(tuned, world)) == "stopped":
+    if train(build_run(tuned, world)) == "stopped":
         if world.is_main:
             print(
                 f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same"

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from vit.config import io as config_io
-from vit.config.schema import InitConfig, ModelConfig
+from vit.config.schema import Config, InitConfig, ModelConfig
 from vit.ranks.distributed import World
+from vit.run_data import RunData
 from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, WeightsError, fingerprint, load_weights, read_weights
 
@@ -73,24 +74,18 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def load_initial_weights(
-    model: nn.Module,
-    init: InitConfig,
-    model_config: ModelConfig,
-    class_names: list[str],
-    num_classes: int,
-    world: World,
-) -> str:
+def load_initial_weights(model: nn.Module, config: Config, data: RunData, world: World) -> str:
     """Load `init.checkpoint` into `model` on all ranks, and return its fingerprint.
 
-    Rank 0 reads it and prints how it fitted. class_names, num_classes: of the data. Raises
-    ValueError there if it does not fit, and AlreadyReported on the others.
+    Rank 0 reads it and prints how it fitted. Raises ValueError there if it does not fit, and
+    AlreadyReported on the others.
     """
+    init = config.init
 
     def read() -> str:
         assert init.checkpoint is not None, "the caller checks"
         loaded = read_weights(init.checkpoint)
-        for line in _load(model, loaded, init, model_config, class_names, num_classes):
+        for line in _load(model, loaded, init, config.model, data.class_names, data.num_classes):
             print(f"{loaded.path}: {line}", file=sys.stderr)
         return fingerprint(loaded.weights)  # of the file, not of the classes that were selected
 

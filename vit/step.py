@@ -1,13 +1,13 @@
 """One training step: a global batch in, one update out.
 
 1. A rank's batch, whose images `Augment.change_batch` has changed, is cut into micro-batches. Each
-   becomes float32, is mixed, and goes through the model under autocast; its loss, divided by the
-   rank's number of rows, adds to the gradients. Only the last backward pass lets DDP average them
-   over the ranks. A teacher, if there is one, answers to the same inputs first.
+   becomes float32, is mixed, and goes through `Objective`, which calls the model under autocast,
+   and the backward pass; its loss, divided by the number of rows, adds to the gradients. `Reduce`
+   brings the gradients of all ranks together.
 2. One gradient norm controls the update: gradients are clipped by it, and if it is not finite, the
-   fused optimizer skips its update on the device, and the loss scale of fp16 is halved. So it does
-   where loss or norm are above the limits that `vit.run.guard` gives. What decides is summed over
-   the ranks before the update, so all ranks skip together.
+   fused optimizer skips its update on the device, and the loss scale of fp16 is halved. The update
+   is also skipped where loss or norm are above the limits that a hook gives. What decides is summed
+   over the ranks before the update, so all ranks skip together.
 3. What happened goes into a small vector, summed over the ranks, which the host reads one step
    later, when the next step is queued; behind it travel loss and margin of each of the rank's rows.
    Queueing a step waits for nothing on the device.
@@ -15,193 +15,79 @@
 
 from __future__ import annotations
 
-import functools
-import time
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from enum import StrEnum
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
-from vit.data.augment.draw import mixes
 from vit.data.batches import Batch
 from vit.data.hashing import fold
-from vit.exact.leaves import Leaves
-from vit.layers.attention_logits import largest_logits
-from vit.layers.blocks import Blocks
-from vit.loss import Loss, cross_entropy
-from vit.metrics import margins
+from vit.objective import Objective
 from vit.optim.ema import Ema
-from vit.optim.norms import Measured, Norms
+from vit.optim.norms import Measured
 from vit.optim.optimizer import set_rates
 from vit.precision import LossScale, autocast
-from vit.ranks.distributed import World, no_sync
-from vit.run.step_result import SPIKE, Limits, Slot, StepResult
-from vit.weights.teacher import Teacher
+from vit.probes import Probes
+from vit.ranks.distributed import World
+from vit.reduce import Reduce
+from vit.run.step_result import SPIKE, Limits, Slot, StepPhase, StepResult
 
 _SEED_DROPOUT = 0x0D0
-IMAGES_OF_LOGITS = 8
-"""Of the global batch, the first ones: the largest attention logit is looked for in these."""
-
-
-def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
-    """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
-
-    Our blocks share one graph in training and one in evaluation, so compiling takes as long for H
-    as for B. `backend`: any of torch.compile's.
-    """
-    blocks = list(getattr(model, "blocks", [model]))
-    # By default torch makes one graph for all sizes once it has seen two. Images of a run have few
-    # sizes, each for epochs, and a graph for each is faster.
-    num_sizes = 1 + len(getattr(model, "other_sizes", ()))
-    # Otherwise each graph is cut where a bucket of DDP ends, and its pieces are fused separately.
-    # The borders of blocks already let the all-reduce of one overlap with the backward pass of the
-    # next.
-    torch._dynamo.config.optimize_ddp = False
-    # Blocks of timm have a graph each where their drop path rates differ. After 8 graphs (the
-    # default limit) torch would run the others uncompiled, and those of evaluation too.
-    limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks) * num_sizes)
-    torch._dynamo.config.recompile_limit = limit
-    for block in blocks:
-        block.compile(backend=backend, dynamic=False if num_sizes > 1 else None)
-
-
-def compile_where_it_works(models: Iterable[nn.Module], world: World) -> str:
-    """Compile `models` by `compile_blocks`, on all ranks or on none; return why none is, or ""."""
-    why_eager = why_not_compiled(world.device)
-    if world.any_rank(bool(why_eager)):
-        return why_eager or "not on another host of this run"
-    for model in models:
-        compile_blocks(model)
-    return ""
-
-
-@functools.cache
-def why_not_compiled(device: torch.device) -> str:
-    """Return why torch.compile does not work on this host for `device`, "" if it does.
-
-    Compiles a line to find out, in seconds, most of which any first compilation takes. Asking for
-    its parts would not do: a C++ compiler without Python's headers is as good as none.
-    """
-    constant = time.time_ns()  # no cache has it
-
-    def line(x: Tensor) -> Tensor:
-        return x.sin() * constant
-
-    try:
-        torch.compile(line)(torch.ones(8, device=device))
-    except Exception as error:  # of Dynamo, compilers, Triton, drivers, disks: all end here
-        return str(error).strip().splitlines()[0].rstrip(".")
-    return ""
-
-
-def checkpoint_activations(model: nn.Module, which: str | int) -> None:
-    """Let blocks of `model` keep only their inputs for the backward pass, which computes the rest.
-
-    which: `train.activation_checkpointing`. Call it before or after `compile_blocks`. Raises
-    ValueError for a model of timm that cannot do it so.
-    """
-    if which == "none":
-        return
-    blocks = getattr(model, "blocks", None)
-    if isinstance(blocks, Blocks):
-        blocks.checkpoint_every = 1 if isinstance(which, str) else which
-        return
-    if which != "block":
-        raise ValueError(
-            f"train.activation_checkpointing={which}: models of timm know all blocks or none: set"
-            " block or none"
-        )
-    try:
-        model.set_grad_checkpointing(True)  # type: ignore[operator]
-    except (AttributeError, AssertionError):
-        raise ValueError(
-            f"train.activation_checkpointing=block: timm's {type(model).__name__} cannot do that:"
-            " set none, and lower data.micro_batch_size"
-        ) from None
-
-
-class Part(StrEnum):
-    """Where the time of a step goes, for `vit.measure`."""
-
-    CHANGE = "change"
-    """Augmentation of grey levels, ahead of the step."""
-    FINISH = "finish"
-    """Augmentation of float32 inputs, and targets."""
-    TEACHER = "teacher"
-    """Its forward pass (`distill`)."""
-    FORWARD = "forward"
-    """With the loss."""
-    BACKWARD = "backward"
-    """With DDP's averaging of gradients."""
-    UPDATE = "update"
-    """Gradient norm, clipping, optimizer and average."""
-
-
-def _unmarked(part: Part) -> None:
-    """Nobody measures."""
 
 
 class TrainStep:
     """Everything that an update changes: weights, optimizer, moving average (EMA), loss scale.
 
-    `model` is the module itself, `wrapped` the same under DDP and `torch.compile`; `lr_at` maps a
-    step to its learning rate, `weight_decay_at` to its decay, None if that stays. `why_eager`: why
-    it is not compiled although that was asked for. `loss`: cross-entropy, if none is given.
-    `teacher`: a model that this one learns from besides.
+    `lr_at` maps a step to its learning rate, `weight_decay_at` to its decay, None if that stays.
+    `why_eager`: why the model is not compiled although `train.compile` is on.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        wrapped: nn.Module,
         optimizer: torch.optim.Optimizer,
         augment: Augment,
-        world: World,
+        objective: Objective,
+        reduce: Reduce,
         *,
         lr_at: Callable[[int], float],
         weight_decay_at: Callable[[int], float | None] = lambda step: None,
         micro_batch_size: int,
         precision: str = "fp32",
-        loss: Loss | None = None,
-        teacher: Teacher | None = None,
         clip_grad_norm: float | None = None,
         ema: Ema | None = None,
-        norms: Norms | None = None,
+        probes: Probes | None = None,
         seed: int = 0,
         why_eager: str = "",
-        leaves: Leaves | None = None,
     ):
         self.model = model
-        self.wrapped = wrapped
         self.optimizer = optimizer
         self.augment = augment
-        self.world = world
+        self.objective = objective
+        self.reduce = reduce
         self.lr_at = lr_at
         self.weight_decay_at = weight_decay_at
         self.micro_batch_size = micro_batch_size
         self.precision = precision
-        self.loss = loss or cross_entropy
-        self.teacher = teacher
-        if teacher is not None and hasattr(model, "distilled_training"):
-            # Ours, and timm's, with a second head.
-            model.distilled_training = True  # type: ignore[assignment]
         self.clip_grad_norm = clip_grad_norm
         self.ema = ema
-        self.norms = norms
+        self.probes = probes
         self.seed = seed
         self.why_eager = why_eager
-        self.leaves = leaves
-        self.mark: Callable[[Part], object] = _unmarked
-        """Called where a part of the step begins."""
+        self.mark: Callable[[StepPhase], object] = lambda phase: None
+        """Called where a phase of the step begins."""
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.loss_scale = LossScale(precision, world.device)
+        self.loss_scale = LossScale(precision, reduce.world.device)
         self.copying: torch.cuda.Event | None = None
         """When a copy of the state is complete that the device may still be making."""
+        objective.begin(model, lambda: self.mark(StepPhase.TEACHER))
+
+    @property
+    def world(self) -> World:
+        """The ranks that step together."""
+        return self.reduce.world
 
     def __call__(
         self,
@@ -217,8 +103,8 @@ class TrainStep:
         stop. report: numbers shared with all ranks; every rank must pass the same number of them.
         limits: the same on all ranks; above them the update is skipped.
         """
-        sums, grad_norm, rows, norms = self._queue(batch, step, stop, report, limits)
-        return StepResult(sums, grad_norm, len(report), rows, norms)
+        sums, grad_norm, rows, measured = self._queue(batch, step, stop, report, limits)
+        return StepResult(sums, grad_norm, len(report), rows, measured)
 
     def _queue(
         self,
@@ -231,32 +117,9 @@ class TrainStep:
         """Queue everything on the device; return what `StepResult` takes."""
         # Dropout and drop path depend on (seed, rank, step) only, so a resumed run draws the same.
         torch.manual_seed(int(fold(self.seed, self.world.rank, step, _SEED_DROPOUT) >> 1))
-        num_rows = len(batch.labels)
-        # DDP averages the means of ranks that have as many rows; leaves are summed over all ranks.
-        divisor = num_rows if self.leaves is None else self.leaves.num_rows
         num_slots = Slot.RANK_REPORTS + self.world.size * len(report)
         sums = torch.zeros(num_slots, device=self.world.device)
-        rows: list[tuple[Tensor, Tensor, Tensor]] = []
-
-        # Forward and backward. Only the last micro-batch lets DDP average the gradients.
-        for start in range(0, num_rows, self.micro_batch_size):
-            end = start + self.micro_batch_size
-            micro_batch = batch.rows(start, end).to(self.world.device)
-            with self._pass(step, start, is_last=end >= num_rows):
-                losses, logits = self._losses(micro_batch)
-                # A row whose image could not be decoded has weight 0, and so no gradient.
-                loss_sum = (losses * micro_batch.weights).sum()
-                # Rows of weight 0 count in the divisor, so that all ranks have the same; the
-                # reported loss leaves them out.
-                self.mark(Part.BACKWARD)
-                (loss_sum * (1 / divisor) * self.loss_scale.value).backward()
-            if self.leaves is not None:
-                self.leaves.add(start, loss_sum.detach(), micro_batch.weights.sum())
-            sums[Slot.LOSS_SUM].add_(loss_sum.detach())
-            sums[Slot.ROW_WEIGHTS].add_(micro_batch.weights.sum())
-            row_margins = margins(logits.detach(), micro_batch.labels)
-            rows.append((losses.detach(), row_margins, micro_batch.weights))
-
+        rows = self._forward_and_backward(batch, step, sums)
         # `fill_` takes its number along with the kernel. `sums[...] = number` would copy it from
         # host memory, for which torch 2.11 waits for the device.
         sums[Slot.STOP].fill_(float(stop))
@@ -265,74 +128,54 @@ class TrainStep:
         for position, number in enumerate(report, own_report):
             sums[position].fill_(number)
 
-        self.mark(Part.UPDATE)
-        if self.leaves is not None:
-            self.leaves.finish()
-        norms = None
-        if self.norms is not None and self.norms.is_due(step):
-            logits = self._largest_logits(batch)
-            self.norms.begin(self.loss_scale.value)
-            grad_norm = self._update(step, sums, limits)
-            norms = self.norms.end(logits)
-        else:
-            grad_norm = self._update(step, sums, limits)
+        self.mark(StepPhase.UPDATE)
+        self.reduce.finish()
+        probes = self.probes if self.probes is not None and self.probes.is_due(step) else None
+        if probes is not None:
+            probes.begin(batch, self.reduce, self.loss_scale.value)
+        grad_norm = self._update(step, sums, limits)
+        measured = None if probes is None else probes.end()
         self._clear_gradients(batch)
-        pieces = [piece for kind in zip(*rows, strict=True) for piece in kind]
-        return sums, grad_norm, pieces, norms
+        return sums, grad_norm, rows, measured
 
-    def _pass(self, step: int, start: int, is_last: bool) -> AbstractContextManager[None]:
-        if self.leaves is not None:
-            return self.leaves.leaf(step, start)
-        return nullcontext() if is_last else no_sync(self.wrapped)
+    def _forward_and_backward(self, batch: Batch, step: int, sums: Tensor) -> list[Tensor]:
+        """Queue the passes of each micro-batch, and add their losses to `sums`.
+
+        Returns losses, margins and weights of the rows, each as a tensor per micro-batch.
+        """
+        num_rows = len(batch.labels)
+        divisor = self.reduce.divisor(num_rows)
+        rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        for start in range(0, num_rows, self.micro_batch_size):
+            end = start + self.micro_batch_size
+            micro_batch = batch.rows(start, end).to(self.world.device)
+            with self.reduce.micro_batch(step, start, is_last=end >= num_rows):
+                losses, margins = self._losses(micro_batch)
+                # A row whose image could not be decoded has weight 0, and so no gradient.
+                loss_sum = (losses * micro_batch.weights).sum()
+                # Rows of weight 0 count in the divisor, so that all ranks have the same; the
+                # reported loss leaves them out.
+                self.mark(StepPhase.BACKWARD)
+                (loss_sum * (1 / divisor) * self.loss_scale.value).backward()
+            row_weights = micro_batch.weights.sum()
+            self.reduce.add(start, loss_sum.detach(), row_weights)
+            sums[Slot.LOSS_SUM].add_(loss_sum.detach())
+            sums[Slot.ROW_WEIGHTS].add_(row_weights)
+            rows.append((losses.detach(), margins, micro_batch.weights))
+        return [piece for kind in zip(*rows, strict=True) for piece in kind]
 
     def _losses(self, micro_batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the loss of each row, (B,) float32, and the logits, (B, classes)."""
-        self.mark(Part.FINISH)
+        """Return loss and margin of each row, (B,) float32."""
+        self.mark(StepPhase.FINISH)
         inputs, targets = self.augment.finish(
             micro_batch.images, micro_batch.labels, micro_batch.table
         )
-        answers = None
-        if self.teacher is not None:
-            # First, so that its temporaries are gone when the student's activations come.
-            self.mark(Part.TEACHER)
-            answers = self.teacher(inputs)
-        self.mark(Part.FORWARD)
+        return self.objective(self._forward, inputs, targets, micro_batch.labels)
+
+    def _forward(self, inputs: Tensor) -> Any:
+        self.mark(StepPhase.FORWARD)
         with autocast(self.precision, self.world.device):
-            outputs = self.wrapped(inputs)
-        # Of a model with two heads the second one learns from the teacher, else the only one.
-        logits, learning = outputs if isinstance(outputs, tuple) else (outputs, outputs)
-        losses = self.loss(logits, targets)
-        if self.teacher is not None and answers is not None:
-            losses = self.teacher.blend(losses, learning, answers)
-        return losses, logits
-
-    @torch.no_grad()
-    def _largest_logits(self, batch: Batch) -> Tensor:
-        """Return the largest attention logit of each block, (blocks,) float32; (0,) for none.
-
-        In the first images of the global batch, as the weights before the update see them.
-        """
-        config = self.augment.config
-        unit = config.mix_group_size if mixes(config) else 1
-        num_rows = len(batch.labels)
-        # The same rows together on any number of ranks, where that is asked for.
-        size = num_rows if self.leaves is None else self.micro_batch_size
-        first = self.world.rank * num_rows if self.leaves is None else self.leaves.first_row
-        # The first ones are on the first ranks; the others compute as well, as shards would need.
-        largest = []
-        for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
-            end = start + min(-(-IMAGES_OF_LOGITS // unit) * unit, size)
-            rows = batch.rows(start, end).to(self.world.device)
-            # Eager: further graphs, for so few images, would cost seconds.
-            with torch.compiler.set_stance("force_eager"):
-                inputs, _ = self.augment.finish(rows.images, rows.labels, rows.table)
-                with autocast(self.precision, self.world.device):
-                    found = largest_logits(self.model, inputs[:IMAGES_OF_LOGITS])
-            if not len(found):
-                return found.new_empty(0)
-            found[:, max(IMAGES_OF_LOGITS - first - start, 0) :] = -torch.inf
-            largest.append(found.amax(1))
-        return self.world.max_(torch.stack(largest).amax(0))
+            return self.reduce.module(inputs)
 
     @torch.no_grad()
     def _update(self, step: int, sums: Tensor, limits: Limits | None = None) -> Tensor:
@@ -343,11 +186,9 @@ class TrainStep:
             self.copying = None
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients) / self.loss_scale.value
-        add = self.world.sum_ if self.leaves is None else self.leaves.sum_
-        # Exact over ranks: one rank's norm, which all have alike; a sum of several would round.
-        if self.leaves is None or self.world.is_main:
+        if self.world.rank < self.reduce.norm_ranks:
             sums[Slot.VERDICT].copy_(norm)
-        not_finite, is_skipped = self._judge(add(sums), limits)
+        not_finite, is_skipped = self._judge(self.reduce.sum_(sums), limits)
 
         # Unscale and clip in one pass over the gradients.
         factor = 1.0 / self.loss_scale.value
@@ -362,7 +203,7 @@ class TrainStep:
         self.optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
         set_rates(self.optimizer, self.lr_at(step), self.weight_decay_at(step))
         self.optimizer.step()
-        self.loss_scale.update(not_finite)  # a spike is no overflow
+        self.loss_scale.update(not_finite)  # a spike is not an overflow
         if self.ema is not None:
             # Also after a skipped update, of which the host does not know yet. The average then
             # moves towards unchanged weights.
@@ -381,47 +222,21 @@ class TrainStep:
             return not_finite, not_finite
         # The limits are numbers of the host, which travel with the kernels: nothing waits.
         loss = sums[Slot.LOSS_SUM] / sums[Slot.ROW_WEIGHTS].clamp(min=1.0)
-        is_above = norm_sum > limits.grad_norm * (self.world.size if self.leaves is None else 1)
+        is_above = norm_sum > limits.grad_norm * self.reduce.norm_ranks
         is_above = is_above.logical_or_(loss > limits.loss).float()
         sums[Slot.VERDICT].copy_(not_finite.add(is_above, alpha=SPIKE))
         return not_finite, torch.maximum(not_finite, is_above)
 
-    def _clear_gradients(self, batch: Batch) -> None:
-        """Set gradients to None, or to zero where several passes over `batch` add up under DDP."""
-        # Zeros stay in DDP's buckets. Without them the passes under `no_sync` would allocate a
-        # second set (2.5 GB for H), which the last pass copies into the buckets. For a single pass
-        # the fill is not worth its time.
-        self.optimizer.zero_grad(set_to_none=not self._accumulates(batch))
-
-    def _accumulates(self, batch: Batch) -> bool:
-        """Whether several passes over `batch` add up under DDP, where `wrapped` is not `model`."""
-        return self.wrapped is not self.model and len(batch.labels) > self.micro_batch_size
-
-    def fix_bucket_layout(self, batch: Batch) -> None:
-        """Bring DDP's buckets into their final layout, before the first step of a process.
-
-        DDP re-orders its buckets after the first synchronised backward pass, and from 3 ranks on
-        a different layout sums in a different order: a resumed run would differ in the last bit
-        from one that was not interrupted. A throw-away pass tells it the order, and the next
-        forward pass lays the buckets out.
-        """
-        if self.wrapped is self.model:  # not under DDP
-            return
-        micro_batch = batch.rows(0, self.micro_batch_size).to(self.world.device)
-        size: Any = self.model.image_size
-        if tuple(micro_batch.images.shape[2:]) != size:
-            # Gradients of resampled positions come at another time, and a run that resumes behind
-            # its stages has none: all attempts take the layout of the model's own size.
-            images = micro_batch.images.new_zeros((*micro_batch.images.shape[:2], *size))
-            micro_batch = replace(micro_batch, images=images)
-        # Batch norms of timm models would keep the passes in their running statistics.
-        buffers = [buffer.clone() for buffer in self.model.buffers()]
-        self._losses(micro_batch)[0].sum().backward()
-        if self._accumulates(batch):
-            self._losses(micro_batch)[0].sum().backward()  # zeros are to stay in the new buckets
-        else:
-            with no_sync(self.wrapped):
-                self._losses(micro_batch)
+    def prepare(self, batch: Batch) -> None:
+        """Let `reduce` settle, before the first step of a process, what a first pass settles."""
+        rows = batch.rows(0, self.micro_batch_size).to(self.world.device)
+        self.reduce.prepare(rows, lambda rows: self._losses(rows)[0], self._num_passes(batch))
         self._clear_gradients(batch)
-        for buffer, value in zip(self.model.buffers(), buffers, strict=True):
-            buffer.copy_(value)
+
+    def _clear_gradients(self, batch: Batch) -> None:
+        """Set gradients to zero where `reduce` keeps them, else to None."""
+        is_kept = self.reduce.keeps_gradients(self._num_passes(batch))
+        self.optimizer.zero_grad(set_to_none=not is_kept)
+
+    def _num_passes(self, batch: Batch) -> int:
+        return -(-len(batch.labels) // self.micro_batch_size)

@@ -28,6 +28,7 @@ from processes import make_shards
 from torch import Tensor
 
 import vit.build
+import vit.compose
 from data_prep import imagefolder
 from vit.config.base import Section
 from vit.config.errors import LISTS
@@ -40,6 +41,7 @@ from vit.run.guard import Guard
 from vit.run.record import Record
 from vit.run.state import RunState
 from vit.run.step_result import NON_FINITE, SPIKE, StepValues
+from vit.running import Run
 from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -168,15 +170,21 @@ def judged(config: Config, record: Record) -> list[str]:
     return words
 
 
+def of_hook(run: Run, kind: str, name: str) -> Any:
+    """An attribute of the hook of that class, None if the run has none."""
+    hooks = [hook for hook in run.hooks if type(hook).__name__ == kind]
+    return getattr(hooks[0], name) if hooks else None
+
+
 def built(config: Config) -> dict[str, str]:
     """Digests of the parts of a run that was built, of two steps of it, and of an evaluation."""
-    with vit.build.build(config, ALONE) as run:
+    with vit.compose.build_run(config, ALONE) as run:
         found = {
-            "plan": digest(run.plan, run.comparison),
+            "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
             "batches": digest(run.batches),
             "evaluators": digest(run.evaluators),
             "step": digest(run.train_step),
-            "saver": digest(run.saver.samples, vars(run.saver)["_keep_last"]),
+            "saver": digest(of_hook(run, "SamplesHook", "saved"), vars(run.saver)["_keep_last"]),
             "guard": " ".join(judged(config, run.record)),
         }
         if config.data.reader == "index":
@@ -200,7 +208,7 @@ def built(config: Config) -> dict[str, str]:
 
 def trained(config: Config) -> dict[str, str]:
     """What a run has left behind: its checkpoints, and where it went back to."""
-    with vit.build.build(config, ALONE) as run:
+    with vit.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
     for folder in sorted((run.folder / "checkpoints").glob("step_*")):
@@ -243,7 +251,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     for name, root in (("trained", "{shards}"), ("of_four", "{four}")):
         settings = {"train.steps": 1, "train.seed": 7, "data.root": root}
         own[name] = str(folder / name)
-        with vit.build.build(
+        with vit.compose.build_run(
             config_of(BASE | settings | {"run.dir": own[name]}, own), ALONE
         ) as run:
             train(run)

@@ -13,7 +13,7 @@ from processes import TINY, Background, final_state, run, train
 
 from vit.config.io import load_config
 from vit.data.shards.data_set import open_split
-from vit.plan import describe
+from vit.print_config import describe
 from vit.system.files import ShardError
 
 

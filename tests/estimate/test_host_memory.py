@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from vit.build import open_data
 from vit.config.io import load_config
-from vit.data.batches import EvalBatches
 from vit.estimate.forecast import make_forecast
 from vit.ranks.distributed import World
-from vit.run.preflight import preflight
+from vit.run.preflight import disk_needs, preflight
+from vit.run_data import open_data
 from vit.system.gpus import find_gpu
 
 GIB = 2**30
@@ -39,14 +38,8 @@ eval: {{batch_size: 5}}
     planned = make_forecast(config, 1, find_gpu("H200")).host_memory
     data = open_data(config, World(0, 1, torch.device("cpu")))
     on_gpu = World(0, 1, torch.device("cuda", 0))
-    batches = (
-        data.batches,
-        [
-            EvalBatches(sets[0].split, data.image_format, config.eval, config.eval.batch_size)
-            for sets in data.sets
-        ],
-    )
-    saved_bytes = data.disk.checkpoint_bytes
+    batches = (data.batches, data.eval_batches)
+    saved_bytes = disk_needs(config, data.plan, data.num_classes).checkpoint_bytes
     found = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).numbers
     assert (planned.slots + planned.eval_slots) / GIB == pytest.approx(found["batch_gib"], abs=1e-4)
     assert planned.saved_copy / GIB == pytest.approx(found["save_copy_gib"], abs=1e-4)

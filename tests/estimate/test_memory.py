@@ -50,7 +50,11 @@ from vit.data.batches import Batch
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
-from vit.step import TrainStep, checkpoint_activations
+from vit.compiling import checkpoint_activations
+from vit.loss import cross_entropy
+from vit.objective import Supervised
+from vit.reduce import DataParallel
+from vit.step import TrainStep
 
 def status(key):
     return int(re.search(key + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) * 1024
@@ -60,8 +64,9 @@ rows, device = ROWS, torch.device("cpu")
 model = create_model(config.model, num_classes=1000).train()
 checkpoint_activations(model, config.train.activation_checkpointing)
 step = TrainStep(
-    model, model, create_optimizer(model, config.optim),
-    create_augment(AugmentConfig(), config.data, 1000, device), World(0, 1, device),
+    model, create_optimizer(model, config.optim),
+    create_augment(AugmentConfig(), config.data, 1000, device),
+    Supervised(cross_entropy), DataParallel(model, World(0, 1, device)),
     lr_at=lambda step: 1e-3, micro_batch_size=ROWS, precision=config.train.precision,
 )
 def batch(rows):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from plain_step import plain_step
 from processes import REPOSITORY, run
 from test_step import CONFIG, make_batch
 from torch import Tensor, nn
@@ -20,7 +21,6 @@ from vit.exact.leaves import Leaves
 from vit.exact.tree_sum import Node, Stack, TreeSum, held_bytes, leaves_of, nodes_of, tree_sum
 from vit.model import create_model
 from vit.ranks.world import World
-from vit.step import TrainStep
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:
@@ -224,7 +224,7 @@ def test_a_step_is_that_of_a_plain_loop_over_leaves():
     augment = Augment(CONFIG, 5, (0.5,) * 3, (0.25,) * 3, world.device)
     optimizers = [torch.optim.AdamW(each.parameters(), fused=True) for each in (model, plain)]
     leaves = Leaves(model, 3, 2, world, 0)
-    step = TrainStep(
+    step = plain_step(
         model,
         model,
         optimizers[0],

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from fake_gpu import Launches
+from plain_step import plain_step
 
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
@@ -41,7 +42,7 @@ CONFIG = AugmentConfig(hflip_prob=0.0)
 def make_step() -> TrainStep:
     fields = {"embed_dim": 64, "depth": DEPTH, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("vit_ti8", 16, 5, **fields)
-    return TrainStep(
+    return plain_step(
         model,
         model,
         create_optimizer(model, AdamWConfig()),
@@ -67,7 +68,7 @@ def launched_by_part() -> dict[str, Launches]:
     with parts["inputs"]:
         inputs, _ = step.augment.finish(images, labels, table)
     with parts["forward"], autocast(step.precision, CPU):
-        logits = step.wrapped(inputs)
+        logits = step.reduce.module(inputs)
     with parts["backward"]:
         logits.sum().backward()
     sums = torch.zeros(Slot.RANK_REPORTS)

@@ -9,12 +9,14 @@ import pytest
 import torch
 from augmenting import mixed_table
 from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+from plain_step import plain_step
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorDeviceMismatchError,
 )
 
+from vit import objective
 from vit import step as step_module
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment import apply, pixel_ops
@@ -25,7 +27,6 @@ from vit.model import Mlp, create_model
 from vit.optim.optimizer import create_optimizer
 from vit.precision import LossScale
 from vit.ranks.distributed import World
-from vit.step import TrainStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 RECIPE = AugmentConfig(randaugment_layers=2, erasing_prob=1.0, mixup_alpha=0.8)
@@ -36,7 +37,7 @@ PLACES = {
     "boxes": (pixel_ops, "in_box"),
     "normalisation": (apply.Augment, "normalize"),
     "network": (Mlp, "forward"),
-    "loss": (step_module, "cross_entropy"),
+    "loss": (objective, "margins"),
     "update": (step_module, "set_rates"),
     "loss scale": (LossScale, "update"),
 }
@@ -61,7 +62,7 @@ def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     model = create_model("vit_ti8", 24, 5, embed_dim=32, depth=2, num_heads=2)
     with gpu_without_memory() as mode:
         move_to_fake_gpu(model)
-        step = TrainStep(
+        step = plain_step(
             model,
             model,
             create_optimizer(model, AdamWConfig()),

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 import torch
 from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
+from plain_step import plain_step
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
@@ -66,7 +67,7 @@ def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> Tra
     # fake tensors refuse to be converted, also from fp32 to fp32
     monkeypatch.setattr(nn.Module, "float", lambda self: self)
     model = move_to_fake_gpu(create_model("vit_ti8", 16, 5, **FIELDS))
-    step = TrainStep(
+    step = plain_step(
         model,
         model,
         create_optimizer(model, optim),

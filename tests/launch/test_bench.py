@@ -12,7 +12,7 @@ from processes import COMMANDS, TINY, call, environment, run
 
 from vit.mfu import train_flops_per_image
 from vit.model import create_model
-from vit.step import Part
+from vit.run.step_result import StepPhase
 
 SETTINGS = [word for word in TINY if not word.startswith(("log.", "eval."))]
 
@@ -48,8 +48,8 @@ def test_without_data_the_step_is_measured_and_the_numbers_agree(no_data):
     peak = found["peak_tflops"] * 1e12
     assert row["mfu"] == pytest.approx(row["flops_per_image"] * row["images_per_s"] / peak)
     assert found["peak_source"] == "measured"
-    assert set(row["parts_s"]) == set(Part)
-    assert [part for part, seconds in row["parts_s"].items() if not seconds] == [Part.TEACHER]
+    assert set(row["parts_s"]) == set(StepPhase)
+    assert [part for part, seconds in row["parts_s"].items() if not seconds] == [StepPhase.TEACHER]
     assert row["planned_memory_gib"] > 0
     assert row["all_reduce"] is None
 

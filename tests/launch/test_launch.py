@@ -14,7 +14,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vit.config.io import load_config
 from vit.model import create_model
-from vit.plan import make_plan, training_bytes
+from vit.plan import make_plan
+from vit.print_config import training_bytes
 from vit.run.record import Record
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from vit.estimate.forecast import MFU_RANGE, expected_speed
 from vit.measure.certificate import check_writable, loading_table, step_table, write_results
-from vit.step import Part
+from vit.run.step_result import StepPhase
 from vit.system.gpus import find_gpu
 
 H200 = find_gpu("H200")
@@ -45,7 +45,7 @@ def row(**changes) -> dict:
         "step_s": 1.36,
         "fastest_step_s": 1.35,
         "slowest_step_s": 1.4,
-        "parts_s": dict.fromkeys(map(str, Part), 0.272),
+        "parts_s": dict.fromkeys(map(str, StepPhase), 0.272),
         "all_reduce": None,
         "peak_memory_gib": 33.0,
         "planned_memory_gib": 34.4,

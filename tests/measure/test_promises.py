@@ -14,7 +14,7 @@ import torch
 from proc import is_alive
 from torch import nn
 
-from vit import step as step_module
+from vit import compiling
 from vit.data.loader import Loader
 from vit.layers.drop_path import DropPath
 from vit.measure import kills, promises
@@ -70,8 +70,8 @@ def test_another_arithmetic_is_no_longer_the_cpus(monkeypatch):
 
 def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
     """Graphs are counted when they are captured, so what runs them makes no difference."""
-    captured = partial(step_module.compile_blocks, backend="eager")
-    monkeypatch.setattr(step_module, "compile_blocks", captured)
+    captured = partial(compiling.compile_blocks, backend="eager")
+    monkeypatch.setattr(compiling, "compile_blocks", captured)
     [line] = promises.graphs_as_planned(CPU)
     assert line.numbers == {"training": 1, "evaluation": 1, "later": 0}
     assert line.passed

@@ -21,7 +21,7 @@ from vit.measure.step import (
 from vit.measure.synthetic import synthetic_batches
 from vit.plan import make_plan
 from vit.ranks.distributed import World
-from vit.step import Part
+from vit.run.step_result import StepPhase
 
 WORLD = World(0, 1, torch.device("cpu"))
 SECTIONS = {
@@ -79,8 +79,8 @@ def test_every_part_of_a_step_has_its_time_and_the_step_is_left_as_it_was(step, 
     batches = synthetic_batches(config, 8, 5, WORLD.device)
     before = step.mark
     found = time_step(step, batches, num_steps=3).parts_s
-    assert set(found) == set(Part)
-    assert found.pop(Part.TEACHER) == 0, "it has none"
+    assert set(found) == set(StepPhase)
+    assert found.pop(StepPhase.TEACHER) == 0, "it has none"
     assert all(seconds > 0 for seconds in found.values()), found
     assert step.mark is before
     assert all_reduce_times(step, batches) is None, "one rank has nobody to share with"

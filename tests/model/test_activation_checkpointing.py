@@ -8,9 +8,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from plain_step import plain_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.compiling import checkpoint_activations, compile_blocks
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
@@ -18,7 +20,6 @@ from vit.data.batches import Batch
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
-from vit.step import TrainStep, checkpoint_activations, compile_blocks
 
 CPU = torch.device("cpu")
 DROPS = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.4}
@@ -46,7 +47,7 @@ def make_batch(seed: int, rows: int = 8) -> Batch:
 
 def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = False) -> list[Tensor]:
     """The weights after two steps of two micro-steps each."""
-    step = TrainStep(
+    step = plain_step(
         model,
         DistributedDataParallel(model, gradient_as_bucket_view=True) if in_ddp else model,
         create_optimizer(model, AdamWConfig(eps=1e-5)),

@@ -9,12 +9,14 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
+from plain_step import plain_step
 from processes import final_state, metrics, train, write_config
 from test_step import WORLD, make_batch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
+from vit.compiling import checkpoint_activations, compile_blocks
 from vit.config.io import from_dict
 from vit.config.schema import (
     AdamWConfig,
@@ -34,7 +36,6 @@ from vit.model_summary import flops_per_image
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer, state_bytes
 from vit.plan import Plan
-from vit.step import TrainStep, checkpoint_activations, compile_blocks
 from vit.weights.files import read_weights
 
 SHAPE = {"embed_dim": 32, "depth": 3, "num_heads": 2}
@@ -93,7 +94,7 @@ def test_a_step_changes_what_is_trained_as_a_plain_loop_does(which, recomputed):
     assert {id(p) for p in optimizer.state} == {id(p) for p in trained}
     assert sum(p.nbytes for p in trained) * 2 + 4 * len(trained) == sum(state_bytes(OPTIM, model))
     augment = Augment(AugmentConfig(hflip_prob=0.0), 5, (0.5,) * 3, (0.25,) * 3, WORLD.device)
-    step = TrainStep(
+    step = plain_step(
         *(model, model, optimizer, augment, WORLD),
         lr_at=lambda step: 0.1,
         micro_batch_size=4,

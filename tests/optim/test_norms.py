@@ -14,8 +14,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from plain_step import plain_step
 from processes import run
 
+from vit.compiling import compile_blocks
 from vit.config.optim_section import AdafactorConfig, AdamWConfig, LambConfig, MuonConfig, SgdConfig
 from vit.config.schema import AugmentConfig
 from vit.data.augment.apply import Augment
@@ -27,7 +29,7 @@ from vit.model import create_model
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import World
-from vit.step import TrainStep, compile_blocks
+from vit.step import TrainStep
 
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
@@ -64,7 +66,7 @@ def make_batch(rows: int = 8, seed: int = 0, config: AugmentConfig = CONFIG) -> 
 
 def make_step(model=None, optim=OPTIMIZERS["adamw"], every=1, **options) -> TrainStep:
     model = make_model() if model is None else model
-    return TrainStep(
+    return plain_step(
         model,
         model,
         create_optimizer(model, optim),
@@ -152,7 +154,7 @@ def test_it_is_measured_at_the_interval_and_at_the_end():
 def test_only_what_is_trained_is_measured():
     model = make_model()
     freeze(model, 1)
-    assert make_step(model).norms.layers == ("blocks.1", "head")
+    assert Norms(model, 1, 9).layers == ("blocks.1", "head")
     guest = timm.create_model("test_resnet", num_classes=5)
     assert Norms(guest, 1, 9).layers[0] == "layers.0"
     with pytest.raises(ValueError, match="Linear does not say which layers it has"):
@@ -259,6 +261,10 @@ from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
 from vit.ranks.distributed import join_world, wrap
 from vit.ranks.exit import leave_world
+from vit.loss import cross_entropy
+from vit.objective import Supervised
+from vit.probes import Probes
+from vit.reduce import DataParallel
 from vit.step import TrainStep
 
 world = join_world("cpu")
@@ -281,15 +287,17 @@ for kind in ("ddp", "fsdp2") if world.size > 1 else ("plain",):
         for block in model.blocks:
             fully_shard(block)
         fully_shard(model)
+    wrapped = None if kind == "fsdp2" else wrap(model, world)
+    augment = Augment(config, 5, (0.5,), (0.25,), world.device)
     step = TrainStep(
         model,
-        model if kind == "fsdp2" else wrap(model, world),
         create_optimizer(model, SgdConfig(name="sgd")),
-        Augment(config, 5, (0.5,), (0.25,), world.device),
-        world,
+        augment,
+        Supervised(cross_entropy),
+        DataParallel(model, world, wrapped),
         lr_at=lambda step: 1e-2,
         micro_batch_size=16,
-        norms=Norms(model, 1, 9),
+        probes=Probes(Norms(model, 1, 9), model, augment, 16),
     )
     if kind == "fsdp2":
         # The step itself does not know shards yet.

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import metrics, run
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import ConfigError, load_config, recipe_name, to_dict
 from vit.estimate.forecast import make_forecast
 from vit.model import create_model
@@ -253,7 +253,7 @@ def bases(tmp_path_factory, shards):
             overrides = [*SMALL, patches(name, 2), f"data.root={shards}", f"run.dir={folder}"]
             assert (
                 train(
-                    build(
+                    build_run(
                         load_config(ROOT / "configs" / f"{name}.yaml", overrides).config,
                         World(0, 1, torch.device("cpu")),
                     )
@@ -290,7 +290,7 @@ def test_a_small_one_is_finetuned_from_its_base(path, bases, tmp_path, shards, c
     ]
     capsys.readouterr()
     assert (
-        train(build(load_config(path, overrides).config, World(0, 1, torch.device("cpu"))))
+        train(build_run(load_config(path, overrides).config, World(0, 1, torch.device("cpu"))))
         == "finished"
     )
     assert (

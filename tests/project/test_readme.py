@@ -24,7 +24,7 @@ from processes import TINY, call, environment, metrics, run, write_config
 from sklearn.datasets import load_digits
 
 import data_prep.command
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.ranks import distributed
 from vit.train import train
@@ -298,7 +298,7 @@ def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
     config = load_config(
         write_config(tmp_path, shards, steps=6), [*settings, *ours, f"run.dir={tmp_path / 'run'}"]
     ).config
-    assert train(build(config, distributed.join_world("cpu"))) == "finished"
+    assert train(build_run(config, distributed.join_world("cpu"))) == "finished"
     assert metrics(tmp_path / "run", "eval")[-1]["num_images"] == 23
 
 

@@ -13,7 +13,7 @@ import yaml
 from error_rows import Row, pattern_of, rows, snapshot
 from processes import run_here
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.ranks.distributed import World
 from vit.recipes.words import yaml_text
@@ -132,4 +132,4 @@ def test_an_imported_recipe_does_its_first_step_small(name, imported, shards, tm
     settings += ["model.image_size=32", "schedule.warmup_steps=1"]
     settings += ["eval.resize_px=null", "eval.crop_pct=0.875"]
     config = load_config(file, settings).config
-    assert train(build(config, World(0, 1, torch.device("cpu")))) == "finished"
+    assert train(build_run(config, World(0, 1, torch.device("cpu")))) == "finished"

@@ -12,7 +12,7 @@ import torch
 import yaml
 from processes import metrics
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config, recipe_name, to_dict
 from vit.estimate.forecast import make_forecast
 from vit.ranks.distributed import World
@@ -302,7 +302,7 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
             overrides += [f"distill.teacher={run('vit_b16')}", "distill.teacher_model=null"]
         overrides += [*SMALL, f"run.dir={folder}"]
         small = load_config(ROOT / "configs" / f"{name}.yaml", overrides).config
-        assert train(build(small, World(0, 1, torch.device("cpu")))) == "finished"
+        assert train(build_run(small, World(0, 1, torch.device("cpu")))) == "finished"
         made[name] = folder
         return folder
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from processes import TINY
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.plan import Plan, make_plan
@@ -52,7 +52,7 @@ def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards
     settings = load_config(path, [*overrides, *once]).config
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)
-    train_run(build(settings, World(0, 1, torch.device("cpu"))))
+    train_run(build_run(settings, World(0, 1, torch.device("cpu"))))
     assert needs.num_checkpoints == 1
     for expected, pattern in (
         (needs.checkpoint_bytes, "checkpoints/step_*/*"),

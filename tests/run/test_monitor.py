@@ -23,7 +23,6 @@ from vit.data.loader import Loader
 from vit.data.stages import TALLIED, Tally
 from vit.plan import make_plan
 from vit.ranks.distributed import World
-from vit.run.guard import Guard
 from vit.run.monitor import (
     Monitor,
     Waiting,
@@ -61,8 +60,7 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     with Loader(Slow(), 0, 5) as loader:
         world = World(0, 1, torch.device("cpu"))
         state = RunState(facts={})
-        guard = Guard(settings, state, world, record)
-        given = (guard, plan, world, state, record, loader, lambda step: 0.1)
+        given = ((), plan, world, state, record, loader, lambda step: 0.1)
         monitor = Monitor(*given, Slow.layout.image_format)
         monitor.start_clock()
         for step in range(5):
@@ -177,8 +175,7 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, 3) as loader:
         state = RunState(facts={})
-        guard = Guard(settings, state, world, record)
-        given = (guard, plan, world, state, record, loader, lambda step: 0.1)
+        given = ((), plan, world, state, record, loader, lambda step: 0.1)
         monitor = Monitor(*given, Slow.layout.image_format)
         monitor.start_clock()
         for step in range(3):

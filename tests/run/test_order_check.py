@@ -9,20 +9,21 @@ import torch
 from processes import TINY, metrics
 
 import vit.train
-from vit.build import Run, build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.data.batches import Batch
 from vit.ranks.distributed import World
 from vit.run.monitor import Monitor
 from vit.run.order_check import OrderCheck
 from vit.run.record import read_metrics
+from vit.running import Run
 
 
 def one_epoch(config: Path, folder: Path, *overrides: str) -> Run:
     """A run of five steps, which are an epoch, with an evaluation and a save at its end."""
     often = ["train.steps=5", "eval.every_steps=5", "checkpoint.every_steps=5"]
     settings = load_config(config, [*TINY, f"run.dir={folder}", *often, *overrides]).config
-    return build(settings, World(0, 1, torch.device("cpu")))
+    return build_run(settings, World(0, 1, torch.device("cpu")))
 
 
 def test_at_the_end_of_an_epoch_the_comparison_comes_before_all_else(config, tmp_path):

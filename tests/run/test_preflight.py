@@ -17,7 +17,7 @@ import pytest
 import torch
 from processes import REPOSITORY, TINY, environment, metrics, train
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.data.batches import EvalBatches, TrainBatches
@@ -396,7 +396,7 @@ def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
         )
     ):
         given = tiny(config, *settings, f"run.dir={tmp_path / str(number)}")
-        with build(given, World(0, 1, torch.device("cpu"))):
+        with build_run(given, World(0, 1, torch.device("cpu"))):
             pass
         note = "note: model.drop_path_rate=0.2 drops nothing"
         assert capfd.readouterr().err.count(note) == expected
@@ -421,7 +421,7 @@ def test_an_average_that_has_no_time_to_move_is_a_note(settings, expected, confi
     torch.save(create_model(tiny(config).model, num_classes=3).state_dict(), weights)
     words = [word.replace("FILE", str(weights)) for word in settings]
     given = tiny(config, *words, f"run.dir={tmp_path / 'run'}")
-    with build(given, World(0, 1, torch.device("cpu"))):
+    with build_run(given, World(0, 1, torch.device("cpu"))):
         pass
     printed = capfd.readouterr().err
     assert expected in printed

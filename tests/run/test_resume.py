@@ -9,7 +9,7 @@ import torch
 from processes import TINY, metrics
 from torch import Tensor
 
-from vit.build import build
+from vit.compose import build_run
 from vit.config.io import load_config
 from vit.ranks.distributed import World
 from vit.run.record import read_metrics
@@ -26,7 +26,7 @@ def test_lines_of_intervals_and_epochs_that_a_kill_divides_equal_the_uninterrupt
 
     def go_on() -> list[tuple]:
         settings = load_config(config, [*TINY, *often, f"run.dir={folder}"]).config
-        with build(settings, World(0, 1, torch.device("cpu"))) as run:
+        with build_run(settings, World(0, 1, torch.device("cpu"))) as run:
             train(run)
         names = ("kind", "step", "loss", "first_batch", "last_batch", "sample_checksum", "exact")
         lines = read_metrics(folder / "metrics.jsonl")
@@ -60,7 +60,7 @@ def test_the_best_weights_are_never_those_of_a_branch_that_was_left(
     def go_on(*overrides: str) -> None:
         settings = load_config(config, [*TINY, *given, *overrides]).config
         changed = [override.partition("=")[0] for override in overrides]
-        with build(settings, World(0, 1, torch.device("cpu")), changed) as run:
+        with build_run(settings, World(0, 1, torch.device("cpu")), changed) as run:
             train(run)
 
     go_on("optim.lr=1e-2")

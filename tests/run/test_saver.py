@@ -21,12 +21,13 @@ from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
 import vit.train
-from vit.build import Run, build
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.ranks.distributed import World
 from vit.run.checkpoint import CheckpointError, newest_checkpoint
 from vit.run.folder import complete_checkpoints
 from vit.run.saver import Saver
+from vit.running import Run
 from vit.weights.files import find_weights, read_weights
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -36,7 +37,7 @@ STEPS = 3
 def built(config: Path, folder: Path, *overrides: str) -> Run:
     """A run before its first step, whose thread is at rest."""
     settings = config_io.load_config(config, [*TINY, f"run.dir={folder}", *overrides])
-    run = build(settings.config, ALONE)
+    run = build_run(settings.config, ALONE)
     run.saver.finish()
     return run
 

@@ -32,11 +32,14 @@ from typing import Any
 import torch.distributed as dist
 
 import vit.build
+import vit.compose
+import vit.run.host_check
 import vit.train
 from vit.config.io import load_config
 from vit.ranks import distributed, exit
 from vit.ranks.watch import Watch
 from vit.ranks.world import World
+from vit.run import checkpoint
 from vit.run.monitor import Monitor
 from vit.run.order_check import OrderCheck
 from vit.step import TrainStep
@@ -58,19 +61,19 @@ log: {wandb: "off", report: false, every_steps: 6}
 """
 PARTS: tuple[tuple[Any, str, str], ...] = (
     (distributed, "join_world", "start: ranks meet"),
-    (vit.build, "build", "start: rest"),
+    (vit.compose, "build", "start: rest"),
     (vit.build, "open_data", "start: data"),
-    (vit.build, "_with_hosts", "start: hosts compared"),
+    (vit.run.host_check, "check_host", "start: hosts compared"),
     (vit.build, "find_checkpoint", "start: checkpoint found"),
-    (vit.build, "_load_checkpoint", "start: checkpoint read"),
-    (TrainStep, "fix_bucket_layout", "start: DDP's buckets"),
+    (checkpoint, "load_checkpoint", "start: checkpoint read"),
+    (TrainStep, "prepare", "start: DDP's buckets"),
     (TrainStep, "__call__", "step"),
     (Monitor, "queue", "step read, logged"),
     (Monitor, "pause", "step read, logged"),
     (OrderCheck, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
-    (vit.train, "save", "save"),
-    (vit.train, "finish", "end"),
+    (vit.train, "_save", "save"),
+    (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
 )
@@ -168,22 +171,22 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
     dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])
     config = load_config(*settings).config
     world = distributed.join_world("cpu", found=host)
-    vit.train.train(vit.build.build(config, world))
+    vit.train.train(vit.compose.build_run(config, world))
     world.barrier()
     exit.leave_world(world)
 
 
 def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
     """An `attempt` that is stopped at its first step, so that there is something to resume."""
-    train_on = vit.train._train_on
+    train_on = vit.train._train_from_state
 
     def stopped(*known: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
         return train_on(*known)
 
-    vit.train._train_on = stopped
+    vit.train._train_from_state = stopped
     attempt(settings, size, rank, store)
-    vit.train._train_on = train_on
+    vit.train._train_from_state = train_on
 
 
 def first_and_last(

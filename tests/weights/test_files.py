@@ -2,6 +2,7 @@
 written whole."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from timm.layers import resample_abs_pos_embed
 
+from vit.config.io import from_dict
 from vit.config.schema import InitConfig, ModelConfig
 from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
@@ -310,8 +312,12 @@ def test_settings_that_change_a_named_model_of_timms_are_named(tmp_path):
     named = ModelConfig(name="timm/vit_tiny_patch16_224", embed_dim=96, num_heads=2, depth=1)
     init = InitConfig(checkpoint=str(tmp_path / "w.pth"))
     world = World(0, 1, torch.device("cpu"))
+    settings = from_dict(
+        {"data": {"root": "data"}, "train": {"steps": 1}, "model": {"name": "vit_ti16"}}, "test"
+    ).model_copy(update={"model": named, "init": init})
+    data = SimpleNamespace(class_names=[], num_classes=1000)
     with pytest.raises(WeightsError, match="of a different shape") as caught:
-        load_initial_weights(create_model(named), init, named, [], 1000, world)
+        load_initial_weights(create_model(named), settings, data, world)
     assert str(caught.value).endswith(
         "; the config's model.embed_dim, model.depth, model.num_heads replace what"
         " timm/vit_tiny_patch16_224 has: for the model of that name set model.embed_dim=null"

@@ -28,8 +28,9 @@ from vit.config.schema import Config
 from vit.ranks.distributed import AlreadyReported, World
 from vit.ranks.exit import Interrupted, StopSignals
 from vit.run_store.lease import holder_of
-from vit.run_store.place import is_url, try_store
+from vit.run_store.place import try_store
 from vit.system.meter import Meter
+from vit.system.urls import is_url
 
 LIMIT_S = 60.0
 """Of a part, by default."""

@@ -18,10 +18,11 @@ from typing import Any
 
 import torch
 
-from vit.build import RunData, create_train_step, open_data
+from vit.build import create_train_step
 from vit.check.collectives import rate_text
 from vit.check.findings import Finding, Verdict
 from vit.check.storage import passing_folder
+from vit.compose import parts_of
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.loader import Loader
@@ -31,19 +32,22 @@ from vit.freeze import create_trained_model
 from vit.measure.step import peak_bytes as measured_peak_bytes
 from vit.measure.step import release_memory, reset_peak
 from vit.model_summary import count_parameters
-from vit.one_reader import load_initial_weights
 from vit.ranks.alike import places
 from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
+from vit.run.host_check import HostCheck, check_host
+from vit.run.place import Place
 from vit.run.preflight import Preflight, check_disk, size_text
 from vit.run.resume import check_belongs
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
-from vit.run_store.place import is_url, local_folder
+from vit.run_data import RunData, open_data
+from vit.run_store.place import local_folder
 from vit.run_store.reading import newest_info
 from vit.step import TrainStep
 from vit.system.host import free_memory_bytes
 from vit.system.meter import digits
+from vit.system.urls import is_url
 from vit.weights.files import grid_size
 
 STEPS = 3
@@ -87,7 +91,16 @@ class Trial:
     def open_data(self) -> dict[str, Any]:
         """Open the data and make the plan, as a start does; return what it tells of this host."""
         self._data = open_data(self._config, self._world)
-        checked = self._data.checked
+        config, world, data = self._config, self._world, self._data
+        self._parts = parts_of(config)
+        self._objective = self._parts.create_objective(
+            config, data.class_names, data.num_classes, data.class_weights, world
+        )
+        self._facts = {**data.facts, **self._objective.notes.facts}
+        for hook in self._parts.hooks:
+            if not isinstance(hook, HostCheck):  # it also checks the disk, which has its own part
+                self._facts |= hook.opened(config, world, data, Place(self.run_dir)).facts
+        checked, self._disk = check_host(config, world, data)
         return {"lines": checked.lines, **checked.numbers}
 
     def judge_data(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
@@ -147,7 +160,7 @@ class Trial:
         else:
             folder, info = found
             settings = config_io.to_dict(self._config)
-            check_belongs(folder, info, settings, self.data.facts, self._allowed)
+            check_belongs(folder, info, settings, self._facts, self._allowed)
             if not is_away:
                 checkpoints.read_info(folder, verify=True)
             state = "at its URL, not fetched here" if is_away else "whose files are whole"
@@ -155,7 +168,7 @@ class Trial:
             lines = [f"goes on at step {step:,} from {folder.name}, {state}"]
         keep_last = self._config.checkpoint.keep_last
         if found is None or found[1]["step"] < self.data.plan.total_steps:
-            lines += check_disk(Preflight((), {}), self.data.disk, self.run_dir, keep_last).lines
+            lines += check_disk(Preflight((), {}), self._disk, self.run_dir, keep_last).lines
         return lines
 
     def judge_checkpoint(self, found: dict[int, list[str] | None]) -> Iterator[Finding]:
@@ -183,15 +196,17 @@ class Trial:
                 torch.manual_seed(config.train.seed)
                 model = create_trained_model(config, data.num_classes)
             model.to(world.device)
-            if config.init.checkpoint is not None and not checkpoints.complete_checkpoints(
-                self.run_dir
-            ):
-                names = data.train_set.split.class_names
-                load_initial_weights(
-                    model, config.init, config.model, names, data.num_classes, world
-                )
-            known = (data.plan, data.num_classes, model, world, data.class_weights, data.teacher)
-            self._step = step = create_train_step(config, *known)
+            if not checkpoints.complete_checkpoints(self.run_dir):
+                self._parts.load_weights(model, config, data, world)
+            self._step = step = create_train_step(
+                config,
+                data.plan,
+                data.num_classes,
+                model,
+                world,
+                self._objective,
+                self._parts.create_reduce,
+            )
             step.model.train()
             return self._do_steps(step)
 
@@ -213,7 +228,7 @@ class Trial:
         ) as loader:
             for position, batch in enumerate(loader, first):
                 if position == first:
-                    step.fix_bucket_layout(batch)
+                    step.prepare(batch)
                 loss = step(batch, position).read().loss
                 ends_s.append(time.perf_counter())
             left_bytes = self._left_bytes()  # with the workers
@@ -339,7 +354,7 @@ class Trial:
             snapshot.prepare()
             snapshot.take(tensors)
             snapshot.wait()
-            state = RunState(facts={**self.data.facts, "grid_size": grid_size(self.step.model)})
+            state = RunState(facts={**self._facts, "grid_size": grid_size(self.step.model)})
             settings = config_io.to_dict(self._config)
             folder, _ = checkpoints.write_checkpoint(
                 place, snapshot.tensors, asdict(state), settings, self._world.size, keep_last=1

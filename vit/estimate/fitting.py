@@ -1,7 +1,6 @@
 """What to lower when memory has run out: sizes that divide, and what is counted to fit.
 
-`naming_what_fits` surrounds the loop. It leaves an error of memory as it is, with a note that
-`vit.ranks.exit` prints.
+`explain` leaves an error of memory as it is, with a note that `vit.ranks.exit` prints.
 """
 
 from __future__ import annotations
@@ -29,19 +28,26 @@ from vit.system.gpus import Gpu, find_device
 def naming_what_fits(
     config: Config, plan: Plan, num_classes: int, device: torch.device
 ) -> Iterator[None]:
-    """Add a note to an error of memory: which setting to lower, to which values."""
+    """Add the note of `explain` to an error of memory."""
     try:
         yield
     except Exception as error:
         if out_of_memory(error):
-            files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
-            if Path(evaluate.__file__) in files:
-                error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
-            else:
-                # Whatever goes wrong here, the error to report is the one of memory.
-                with suppress(Exception):
-                    error.add_note(what_to_lower(config, plan, num_classes, gpu_of(device)))
+            explain(error, config, plan, num_classes, device)
         raise
+
+
+def explain(
+    error: Exception, config: Config, plan: Plan, num_classes: int, device: torch.device
+) -> None:
+    """Add a note to an error of memory: which setting to lower, to which values."""
+    files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+    if Path(evaluate.__file__) in files:
+        error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
+    else:
+        # If anything fails here, the error to report is still the one of memory.
+        with suppress(Exception):
+            error.add_note(what_to_lower(config, plan, num_classes, gpu_of(device)))
 
 
 def gpu_of(device: torch.device) -> Gpu | None:

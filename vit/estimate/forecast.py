@@ -26,7 +26,8 @@ from vit.freeze import create_trained_model
 from vit.mfu import train_flops_per_image
 from vit.model_summary import flops_per_image, frozen_flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
-from vit.plan import IMAGENET_IMAGES, Plan, make_plan, micro_batch_sizes
+from vit.plan import Plan, make_plan, micro_batch_sizes
+from vit.print_config import IMAGENET_IMAGES
 from vit.run.preflight import DiskNeeds, disk_needs
 from vit.system.files import ShardError
 from vit.system.gpus import Gpu

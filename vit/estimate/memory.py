@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from vit.compiling import checkpoint_activations
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
@@ -36,12 +37,15 @@ from vit.data.image_format import ImageFormat
 from vit.exact.by_sample import draw_by_sample
 from vit.exact.tree_sum import held_bytes
 from vit.freeze import create_trained_model
-from vit.optim.norms import create_norms
+from vit.loss import cross_entropy
+from vit.objective import Supervised
 from vit.optim.optimizer import create_optimizer
 from vit.plan import Plan
+from vit.probes import create_probes
 from vit.ranks.distributed import World
-from vit.step import TrainStep, checkpoint_activations
-from vit.weights.teacher import Teacher, find_teacher
+from vit.reduce import DataParallel
+from vit.step import TrainStep
+from vit.weights.teacher import Distilled, Teacher, find_teacher
 
 _DEVICE_OF = torch.ops.prim.device.default
 BATCHES_ON_DEVICE = 3
@@ -133,17 +137,16 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
         train_step = TrainStep(
             model,
-            model,
             optimizer,
             augment,
-            World(0, 1, device),
+            Supervised(cross_entropy) if teacher is None else Distilled(cross_entropy, teacher),
+            DataParallel(model, World(0, 1, device)),
             lr_at=lambda step: optim.lr,
             micro_batch_size=plan.micro_batch_size,
             precision=train.precision,
-            teacher=teacher,
             clip_grad_norm=optim.clip_grad_norm,
             # At the step that is counted, the first one of one.
-            norms=create_norms(model, config.log, 1),
+            probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
         )
         before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))

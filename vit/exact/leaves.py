@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from vit.data.hashing import fold
 from vit.exact.by_sample import draw_by_sample
 from vit.exact.tree_sum import TreeSum, tree_sum
-from vit.ranks.world import World
+from vit.ranks.distributed import World
 from vit.system.host import cpu_name
 
 _SEED_LEAF = 0x0D1
@@ -83,7 +83,7 @@ def _num_threads() -> int:
 
 
 class Leaves:
-    """The leaves of a rank, in the order of their rows.
+    """The leaves of a rank, in the order of their rows: a `vit.reduce.Reduce`.
 
     Changes what `model` draws by. All parameters that are to be trained get their gradients here:
     the model is not under DDP.
@@ -92,13 +92,16 @@ class Leaves:
     def __init__(
         self, model: nn.Module, num_leaves: int, rows_per_leaf: int, world: World, seed: int
     ):
+        self.module = model
+        self.world = world
+        # One rank's norm, which all have alike; a sum of several would round.
+        self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
-        """Of the global batch."""
+        """Rows of the global batch."""
         self._rows_per_leaf = rows_per_leaf
         self._seed = seed
         self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
-        self._world = world
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
@@ -106,26 +109,29 @@ class Leaves:
         # All have drawn them from one seed; but a library of another version on one host may not.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
-    @property
-    def first_row(self) -> int:
-        """Of the global batch, on this rank."""
+    def divisor(self, num_rows: int) -> int:
+        """Return the rows of the global batch: leaves are summed over all ranks."""
+        return self.num_rows
+
+    def first_row(self, num_rows: int) -> int:
+        """Return the row of the global batch at which this rank's rows begin."""
         return self.gradients.leaves.start * self._rows_per_leaf
 
     @contextmanager
-    def leaf(self, step: int, first_row: int) -> Iterator[None]:
-        """A context for the passes of the leaf that begins at this rank's row `first_row`."""
-        leaf = self._number(first_row)
+    def micro_batch(self, step: int, row: int, is_last: bool) -> Iterator[None]:
+        """Return a context for the passes of the leaf that begins at this rank's `row`."""
+        leaf = self._number(row)
         self._keys.set(self._seed_of_samples, step, leaf * self._rows_per_leaf)
         torch.manual_seed(int(fold(self._seed, leaf, step, _SEED_LEAF) >> 1))
         with self.gradients.leaf():
             yield
 
-    def _number(self, first_row: int) -> int:
-        return self.gradients.leaves.start + first_row // self._rows_per_leaf
+    def _number(self, row: int) -> int:
+        return self.gradients.leaves.start + row // self._rows_per_leaf
 
-    def add(self, first_row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
+    def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
         """Keep the loss, summed over the rows of a leaf, and the sum of their weights."""
-        leaf = self._number(first_row)
+        leaf = self._number(row)
         self._sums[0, leaf].copy_(loss_sum)
         self._sums[1, leaf].copy_(row_weights)
 
@@ -139,8 +145,15 @@ class Leaves:
         values: (n,) float32; whole numbers but for the first two, or zero on all ranks but one.
         """
         # No rank has a number where another has one, so these sums are exact in any order.
-        summed = self._world.sum_(torch.cat([values, self._sums.flatten()]))
+        summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
         values.copy_(summed[: len(values)])
         values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)
         self._sums.zero_()
         return values
+
+    def keeps_gradients(self, num_passes: int) -> bool:
+        """Return False: each leaf gets gradients of its own."""
+        return False
+
+    def prepare(self, rows: object, losses: Callable[..., Tensor], num_passes: int) -> None:
+        """Do nothing: the tree is the same in each step."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from vit.build import open_data
+from vit.compiling import why_not_compiled
 from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.batches import Batch
@@ -37,7 +37,8 @@ from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_
 from vit.plan import Plan, create_order, micro_batch_sizes
 from vit.precision import precision_note
 from vit.ranks.distributed import World
-from vit.step import TrainStep, why_not_compiled
+from vit.run_data import open_data
+from vit.step import TrainStep
 from vit.system.host import cpu_name
 from vit.system.meter import Meter
 

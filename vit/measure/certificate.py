@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from vit.run.record import provenance
-from vit.step import Part
+from vit.run.step_result import StepPhase
 from vit.system.files import replacing
 from vit.system.gpus import find_device
 from vit.system.meter import digits
@@ -23,12 +23,12 @@ from vit.system.meter import digits
 Table = list[list[str]]
 """The first row is its head, the first column names the rows."""
 PART_NAMES = {
-    Part.CHANGE: "augmentation, grey levels",
-    Part.FINISH: "augmentation, float32",
-    Part.TEACHER: "teacher",
-    Part.FORWARD: "forward, loss",
-    Part.BACKWARD: "backward",
-    Part.UPDATE: "norm, optimizer, average",
+    StepPhase.CHANGE: "augmentation, grey levels",
+    StepPhase.FINISH: "augmentation, float32",
+    StepPhase.TEACHER: "teacher",
+    StepPhase.FORWARD: "forward, loss",
+    StepPhase.BACKWARD: "backward",
+    StepPhase.UPDATE: "norm, optimizer, average",
 }
 IDENTITY = (
     *("model", "image_size", "flops_per_image", "drop_path_form", "precision", "compiled"),
@@ -67,7 +67,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
         ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
     ]
     for part, name in PART_NAMES.items():
-        if part == Part.TEACHER and not any(row["parts_s"].get(part) for row in rows):
+        if part == StepPhase.TEACHER and not any(row["parts_s"].get(part) for row in rows):
             continue  # few have one
         table.append([f"  {name}", *(_share(row, row["parts_s"].get(part, 0.0)) for row in rows)])
     if all(reduced):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from vit.build import RunData
 from vit.config.schema import DataConfig
 from vit.data.loader import Loader
 from vit.measure.step import LEAST_STEPS, OnStep, time_step
 from vit.ranks.distributed import World
+from vit.run_data import RunData
 from vit.step import TrainStep
 
 ENDLESS = 10**6

@@ -27,7 +27,8 @@ from vit.measure.parts import Line
 from vit.measure.step import bytes_in_use, create_step, reset_peak, run_steps, time_step
 from vit.measure.step import peak_bytes as measured_peak_bytes
 from vit.measure.synthetic import synthetic_batches
-from vit.plan import IMAGENET_IMAGES, make_plan
+from vit.plan import make_plan
+from vit.print_config import IMAGENET_IMAGES
 from vit.ranks.distributed import World, make_deterministic
 from vit.step import TrainStep
 

@@ -26,15 +26,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit.build import create_train_step
+from vit.compose import create_reduce_of
 from vit.config.schema import Config
 from vit.data.batches import Batch
 from vit.freeze import create_trained_model
+from vit.loss import create_loss
+from vit.objective import Objective, Supervised
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.ranks.exit import out_of_memory
-from vit.run.step_result import StepResult
-from vit.step import Part, TrainStep
-from vit.weights.teacher import Teacher, find_teacher
+from vit.reduce import DataParallel
+from vit.run.step_result import StepPhase, StepResult
+from vit.step import TrainStep
+from vit.weights.teacher import Distilled, Teacher, find_teacher
 
 WARM_UP_STEPS = 2
 """The first one allocates, loads kernels and compiles; the second one shows how long a step is."""
@@ -57,7 +61,7 @@ class StepTimes:
     slowest_s: float
     total_s: float
     """Of all steps."""
-    parts_s: dict[Part, float]
+    parts_s: dict[StepPhase, float]
     """Medians. On a GPU of its own stream, by events."""
     num_steps: int
     global_batch_size: int
@@ -86,11 +90,15 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
     """
     torch.manual_seed(config.train.seed)
     model = create_trained_model(config, num_classes)
-    found = find_teacher(config, num_classes)
-    teacher = None if found is None else Teacher(found[0].to(world.device), found[1], config)
-    # Which they are changes no time.
+    # Their values change no time.
     weights = None if config.loss.class_weights is None else (1.0,) * num_classes
-    step = create_train_step(config, plan, num_classes, model, world, weights, teacher)
+    loss = create_loss(config.loss, weights, world.device)
+    objective: Objective = Supervised(loss)
+    if (teacher := find_teacher(config, num_classes)) is not None:
+        of_teacher, settings = teacher
+        objective = Distilled(loss, Teacher(of_teacher.to(world.device), settings, config))
+    create_reduce = create_reduce_of(config)
+    step = create_train_step(config, plan, num_classes, model, world, objective, create_reduce)
     step.model.train()
     return step
 
@@ -128,7 +136,9 @@ def time_step(
         fastest_s=min(taken_s),
         slowest_s=max(taken_s),
         total_s=sum(taken_s),
-        parts_s={part: statistics.median(each.get(part, 0.0) for each in parts) for part in Part},
+        parts_s={
+            part: statistics.median(each.get(part, 0.0) for each in parts) for part in StepPhase
+        },
         num_steps=num_steps,
         global_batch_size=num_rows * world.size,
     )
@@ -176,7 +186,7 @@ def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch
     batch while the GPU computes.
     """
     for batch in itertools.cycle(batches):
-        train_step.mark(Part.CHANGE)
+        train_step.mark(StepPhase.CHANGE)
         yield train_step.augment.change_batch(batch)
 
 
@@ -185,9 +195,9 @@ class PartClock:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._marks: list[tuple[Part | None, Any]] = []
+        self._marks: list[tuple[StepPhase | None, Any]] = []
 
-    def mark(self, part: Part | None) -> None:
+    def mark(self, part: StepPhase | None) -> None:
         """Let `part` begin, for the work that is queued from now; None: the step has ended."""
         moment: Any = time.perf_counter()
         if self._device.type == "cuda":
@@ -195,13 +205,13 @@ class PartClock:
             moment.record()
         self._marks.append((part, moment))
 
-    def steps(self) -> list[dict[Part, float]]:
+    def steps(self) -> list[dict[StepPhase, float]]:
         """Return the seconds of the parts of each step, once the device has done them."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
-        steps: list[dict[Part, float]] = []
-        seconds: dict[Part, float] = {}
+        steps: list[dict[StepPhase, float]] = []
+        seconds: dict[StepPhase, float] = {}
         for (part, begin), (following, end) in pairwise(self._marks):
             if part is not None:
                 taken_s = begin.elapsed_time(end) / 1e3 if on_gpu else end - begin
@@ -230,13 +240,13 @@ def all_reduce_times(
             work.wait()
         alone_s.append(_now_s(world.device) - began_s)
     with_s = statistics.median(run_steps(train_step, batches, num_steps))
-    wrapped = train_step.wrapped
-    train_step.wrapped = train_step.model  # without DDP nothing is averaged
+    reduce = train_step.reduce
+    train_step.reduce = DataParallel(train_step.model, world)  # without DDP nothing is averaged
     try:
         run_steps(train_step, batches, 1)
         without_s = statistics.median(run_steps(train_step, batches, num_steps))
     finally:
-        train_step.wrapped = wrapped
+        train_step.reduce = reduce
     exposed_s = max(with_s - without_s, 0.0)
     return AllReduce(statistics.median(alone_s[WARM_UP_STEPS:]), exposed_s, num_bytes)
 
@@ -283,9 +293,9 @@ def fits_in_memory(
     beside_bytes: what training needs at the same time, as for the next batch's augmentation.
     """
     beside: Tensor | None = None
-    before = (train_step.world, train_step.wrapped, train_step.micro_batch_size)
-    train_step.world = replace(train_step.world, rank=0, size=1)
-    train_step.wrapped = train_step.model
+    before = (train_step.reduce, train_step.micro_batch_size)
+    alone = replace(train_step.world, rank=0, size=1)
+    train_step.reduce = DataParallel(train_step.model, alone)
     train_step.micro_batch_size = micro_batch_size
     fits = True
     try:
@@ -296,7 +306,7 @@ def fits_in_memory(
             raise
         fits = False
     finally:
-        train_step.world, train_step.wrapped, train_step.micro_batch_size = before
+        train_step.reduce, train_step.micro_batch_size = before
     del beside
     # After the `except`: its stack holds tensors.
     train_step.optimizer.zero_grad(set_to_none=True)

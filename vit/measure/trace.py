@@ -13,7 +13,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from vit.data.batches import Batch
 from vit.measure.step import run_steps
-from vit.step import Part, TrainStep
+from vit.run.step_result import StepPhase
+from vit.step import TrainStep
 
 TRACE_FILE = "trace.json"
 OPERATORS_FILE = "operators.txt"
@@ -54,7 +55,7 @@ class _Labels:
     def __init__(self) -> None:
         self._open: record_function | None = None
 
-    def mark(self, part: Part | None) -> None:
+    def mark(self, part: StepPhase | None) -> None:
         if self._open is not None:
             self._open.__exit__(None, None, None)
             self._open = None

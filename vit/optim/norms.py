@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from vit.config.schema import LogConfig
 from vit.optim.groups import layer_numbers
 
 GRADIENT, WEIGHT, UPDATE = KINDS = ("grad_norm", "weight_norm", "update_norm")
@@ -55,13 +54,6 @@ class Measured:
         if len(logits):
             found[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
         return found
-
-
-def create_norms(model: nn.Module, config: LogConfig, total_steps: int) -> Norms | None:
-    """Return what measures the updates of `model`, if `config` asks for it. Raises as `Norms`."""
-    if config.norms_every_steps is None:
-        return None
-    return Norms(model, config.norms_every_steps, total_steps)
 
 
 class Norms:

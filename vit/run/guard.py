@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 import statistics
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from shlex import quote
 from typing import Any
 
@@ -34,9 +34,13 @@ from vit.config.schema import Config
 from vit.data.batches import TrainBatches
 from vit.data.stream import StreamBatches
 from vit.ranks.distributed import World
+from vit.run import checkpoint as checkpoints
+from vit.run.folder import CHECKPOINTS
 from vit.run.record import Record
+from vit.run.resume import restart_best
 from vit.run.state import RunState
 from vit.run.step_result import NON_FINITE, READ_LATE, Limits, StepValues
+from vit.running import GoBack, Hook, Run
 from vit.system.files import ShardError
 
 NORMAL_SIGMA = 1.4826
@@ -47,8 +51,8 @@ NAMED_SAMPLES = 8
 """Of the largest losses in a batch, by which the record names it."""
 
 
-class Rewind(Exception):
-    """The run goes back to its newest checkpoint; raised on all ranks after the same step."""
+class Rewind(GoBack):
+    """The run goes back to its newest checkpoint, and skips the batches around a step."""
 
     def __init__(self, step: int, found: dict[str, Any]):
         """step: counted from 0. found: what the record is told of it."""
@@ -71,6 +75,38 @@ class Rewind(Exception):
             restarts=given_up.restarts,
             facts=given_up.facts,
             elapsed_s=given_up.elapsed_s,
+        )
+
+    def apply(self, run: Run) -> None:
+        """Load the newest checkpoint; every rank calls it."""
+        skip_steps = run.config.guard.rewind_skip_steps
+
+        def note() -> tuple[str, dict[str, Any]]:
+            newest = checkpoints.newest_checkpoint(run.folder, verify=True)
+            assert newest is not None, "a run that may go back saves its start"
+            folder, info = newest
+            state = self.state_from(checkpoints.state_of(info), run.state, skip_steps)
+            # Before anything is done again: a kill from here on changes nothing.
+            checkpoints.update_info(folder, asdict(state))
+            run.place.push()
+            return folder.name, asdict(state)
+
+        name, values = run.world.broadcast_from_main(note)
+        run.state = RunState(**values)
+        checkpoints.load_checkpoint(run.folder / CHECKPOINTS / name, run.train_step)
+        restart_best(run.folder, run.state, run.world)
+        first, stop = run.state.passed_over[-1]
+        stop = min(stop, run.plan.total_steps)
+        run.record.go_back(
+            run.state.step,
+            f"back at step {run.state.step} after {self} (rewind {run.state.rewinds} of"
+            f" {run.config.guard.max_rewinds}): steps {first + 1} to {stop} will be passed over"
+            f"{', the rest of the run' if stop == run.plan.total_steps else ''}",
+            at_step=self.step + 1,
+            first_passed_over=first + 1,
+            last_passed_over=stop,
+            rewinds=run.state.rewinds,
+            **self.found,
         )
 
 
@@ -124,7 +160,7 @@ class Guard:
         return self._batches.image_format.in_epoch(epoch).size
 
     def judge(self, step: int, values: StepValues) -> Exception | None:
-        """Count and record what became of `step`; return what `end` is to raise, None to go on.
+        """Count and record what became of `step`; return what ends the training, or None.
 
         Every rank calls it, for the same steps.
         """
@@ -174,13 +210,6 @@ class Guard:
             " checkpoint is from before"
         )
 
-    def end(self, problem: Exception) -> None:
-        """Raise what `judge` has returned, on all ranks."""
-        if isinstance(problem, Rewind):
-            raise problem
-        with self._world.fail_together():
-            raise problem
-
     def _too_many(self, step: int, values: StepValues) -> ValueError | None:
         count = self._state.updates_skipped_in_a_row
         if count < self._most_in_a_row:
@@ -220,6 +249,25 @@ class Guard:
             for sample, loss in zip(samples.tolist(), found[largest].tolist(), strict=True):
                 named.append((self._batches.split.key(sample), _finite(loss)))
         return named
+
+
+class GuardHook(Hook):
+    """Skips updates that would harm, and stops or goes back after them (`guard`)."""
+
+    def __init__(self, config: Config):
+        self.saves_start = config.guard.rewinds()
+
+    def begin(self, run: Run) -> None:
+        """See `Hook`."""
+        self._guard = Guard(run.config, run.state, run.world, run.record, run.batches)
+
+    def limits(self, step: int) -> Limits | None:
+        """See `Hook`."""
+        return self._guard.limits(step)
+
+    def read(self, step: int, values: StepValues) -> Exception | None:
+        """See `Hook`."""
+        return self._guard.judge(step, values)
 
 
 def limit_of(values: tuple[float, ...], sigmas: float) -> float:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,14 +23,13 @@ from numpy.typing import ArrayLike, NDArray
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader, LoaderStats
 from vit.data.stages import TALLIED, Stage, Tally, add_up, since
-from vit.mfu import Utilization
+from vit.mfu import Utilization, find_peak, train_flops_per_image
 from vit.plan import Plan
 from vit.ranks.distributed import World, local_world_size, peak_memory_gib
-from vit.run.guard import Guard
 from vit.run.record import Record
-from vit.run.sample_losses import SampleLosses
 from vit.run.state import RunState
 from vit.run.step_result import StepResult, StepValues
+from vit.running import GoBack, Hook, Run
 from vit.system.host import num_cores
 from vit.system.meter import digits, duration
 
@@ -90,7 +90,7 @@ class Monitor:
 
     def __init__(
         self,
-        guard: Guard,
+        hooks: Sequence[Hook],
         plan: Plan,
         world: World,
         state: RunState,
@@ -99,12 +99,11 @@ class Monitor:
         lr_at: Callable[[int], float],
         image_format: ImageFormat,
         utilization: Utilization | None = None,
-        samples: SampleLosses | None = None,
         weight_decay_at: Callable[[int], float | None] = lambda step: None,
     ):
-        """utilization: None on ranks that write no record. samples: gets the losses of each row.
+        """hooks: get the numbers of each step. utilization: None on ranks that write no record.
         lr_at, weight_decay_at: as `vit.step.TrainStep`."""
-        self.guard = guard
+        self.hooks = hooks
         self.plan = plan
         self.world = world
         self.state = state
@@ -114,7 +113,6 @@ class Monitor:
         self.weight_decay_at = weight_decay_at
         self.image_format = image_format
         self.utilization = utilization
-        self.samples = samples
         self.stop = False
         """Whether training ends at this step, on all ranks."""
         self._reported_wait_share = 0.0
@@ -187,7 +185,7 @@ class Monitor:
     def flush(self, is_next_queued: bool = False) -> None:
         """Read the step that was kept; if no other is queued behind it, the device becomes idle.
 
-        Sets `stop` if a rank was asked to stop. Raises what the guard asks for: `Rewind`, or
+        Sets `stop` if a rank was asked to stop. Raises what a hook returns: `GoBack`, or
         ValueError.
         """
         if self._pending is None:
@@ -200,23 +198,24 @@ class Monitor:
         self.stop = self.stop or values.stop > 0
         self.state.interval_losses.append(values.loss)
         self._num_steps += 1
-        if self.samples is not None:
-            self.samples.add(step, values.losses, values.margins)
         self._waits.add(values.rank_reports[:, 0])
         self.state.bad_images += values.bad_images
-        problem = self.guard.judge(step, values)
+        problems = [hook.read(step, values) for hook in self.hooks]
         self._log(step + 1, values, stats)
         if values.norms is not None:
             self.record.write("norms", step + 1, **values.norms)
-        if problem is not None:
+        for problem in filter(None, problems):
             self.state.elapsed_s = self.elapsed_s()
-            self.guard.end(problem)
+            if isinstance(problem, GoBack):
+                raise problem
+            with self.world.fail_together():
+                raise problem
 
-    def pass_over(self, step: int) -> None:
-        """Go on behind `step` without its batch."""
+    def skip(self, step: int) -> None:
+        """Take `step`, which is not trained on."""
         self.flush()
-        if self.samples is not None:
-            self.samples.pass_over(step)
+        for hook in self.hooks:
+            hook.skipped(step)
 
     def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
         self._began = began
@@ -343,6 +342,32 @@ class Monitor:
         if not num_made:
             return None
         return num_made / busy_s * max(self.loader.num_workers, 1) * self.world.size
+
+
+def create_monitor(run: Run, loader: Loader) -> Monitor:
+    """Create the monitor of `run`; that of rank 0 also knows the device's peak."""
+    step = run.train_step
+    utilization = None
+    if run.world.is_main:
+        flops = partial(train_flops_per_image, step.model, step.micro_batch_size)
+        of_stages = [
+            (until * run.plan.steps_per_epoch, flops(size))
+            for until, size in run.batches.image_format.stages
+        ]
+        peak = find_peak(run.world.device, step.precision)
+        utilization = Utilization(flops(), peak, tuple(of_stages))
+    return Monitor(
+        run.hooks,
+        run.plan,
+        run.world,
+        run.state,
+        run.record,
+        loader,
+        step.lr_at,
+        run.batches.image_format,
+        utilization,
+        step.weight_decay_at,
+    )
 
 
 # --- how long training waits for data, and what to do about it ------------------------------------

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import torch
 
-from vit.data.batches import Batch
+from vit.data.batches import Batch, TrainBatches
 from vit.data.order import Order, sample_checksum
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.run.record import Record
 from vit.run.state import RunState
+from vit.running import Hook, Run
 
 
 class OrderCheck:
@@ -91,3 +92,23 @@ class OrderCheck:
         )
         state.checked_step = state.step
         state.sample_checksum = 0
+
+
+class OrderHook(Hook):
+    """Compares what is trained on with the order, at each save and at the end of an epoch."""
+
+    def begin(self, run: Run) -> None:
+        """See `Hook`."""
+        order = run.batches.order if isinstance(run.batches, TrainBatches) else None
+        self._check = OrderCheck(run.world, order, run.plan, run.record, run.state)
+
+    def queued(self, batch: Batch) -> None:
+        """See `Hook`."""
+        self._check.add(batch)
+
+    def verify(self, is_end: bool) -> None:
+        """See `Hook`."""
+        if is_end:
+            self._check.write()
+        else:
+            self._check.compare()

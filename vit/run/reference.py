@@ -283,13 +283,12 @@ def _is_same(length: float, other: float) -> bool:
     return abs(length - other) <= SAME_LENGTH * other
 
 
-def create_comparison(config: Config, plan: Plan, val_split: Split) -> Comparison | None:
-    """Hold a run of `config` against `eval.reference`; None if it names none.
+def create_comparison(config: Config, plan: Plan, val_split: Split) -> Comparison:
+    """Return the comparison of a run of `config` with `eval.reference`.
 
     Raises ValueError as `read_reference`, and if its recipe cannot be read.
     """
-    if config.eval.reference is None:
-        return None
+    assert config.eval.reference is not None, "the caller checks"
     reference = read_reference(config.eval.reference)
     header = reference.header
     recipe = _read_recipe(header, f"eval.reference={config.eval.reference}").train

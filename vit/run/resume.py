@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from vit.config import io as config_io
 from vit.config.base import MAY_CHANGE
 from vit.config.schema import Config
+from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import CHECKPOINTS, weights_file
@@ -62,6 +63,25 @@ def find_checkpoint(
         return None
     name, info = found
     return folder / CHECKPOINTS / name, info
+
+
+def fit_state(
+    state: RunState, folder: Path, facts: dict[str, Any], plan: Plan, world: World
+) -> None:
+    """Fit the state of a checkpoint in `folder` to this attempt, in place; every rank calls it.
+
+    Raises ValueError if it is beyond the end of the run.
+    """
+    with world.fail_together():
+        if state.step > plan.total_steps:
+            raise ValueError(
+                f"{folder} has come to step {state.step}, the run is to end at"
+                f" {plan.total_steps}: nothing is left to train"
+            )
+    if not state.is_finished(plan):
+        restart_best(folder, state, world)
+    renew_bits(state.facts, facts)
+    state.restarts += 1
 
 
 def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:

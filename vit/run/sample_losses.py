@@ -23,9 +23,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vit.config.schema import Config
 from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.run.folder import SAMPLES_FOLDER
+from vit.run.notes import Notes
+from vit.run.place import Place
+from vit.run.step_result import StepValues
+from vit.run_data import RunData
+from vit.running import Hook, Run
 from vit.system.files import replacing
 
 PIECE = 2**22
@@ -137,6 +143,29 @@ class SampleLosses:
 
     def _path(self, epoch: int) -> Path:
         return self._folder / f"epoch_{epoch:04d}.npy"
+
+
+class SamplesHook(Hook):
+    """Gathers loss and margin of each training image (`log.sample_losses`)."""
+
+    saved: SampleLosses
+
+    def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
+        """See `Hook`."""
+        self.saved = SampleLosses(place.folder, world, data.plan, config.log.sample_losses)
+        return Notes()
+
+    def begin(self, run: Run) -> None:
+        """Forget the steps that are done again."""
+        self.saved.drop()
+
+    def read(self, step: int, values: StepValues) -> None:
+        """See `Hook`."""
+        self.saved.add(step, values.losses, values.margins)
+
+    def skipped(self, step: int) -> None:
+        """See `Hook`."""
+        self.saved.pass_over(step)
 
 
 def epoch_files(run_dir: Path) -> dict[int, Path]:

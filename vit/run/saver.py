@@ -5,11 +5,11 @@
                                                              checkpoint.json, rename, `latest`,
                                                              remove older ones
 
-Of a run at a URL the thread then uploads what is new (`vit.run_store.store`). One save is written
-at a time, in the order in which they were asked for, and each in this order: weights first. So a
-complete checkpoint never tells of a best accuracy, or of the end of the run, whose weights are not
-there. After an error of the thread all ranks stop at the next step, by the flag that a signal sets,
-too (`has_failed`), and meet where rank 0 raises it.
+The thread then uploads what is new, if the run's place has a URL (`vit.run.place`). One save is
+written at a time, in the order in which they were asked for, and each in this order: weights first.
+So a complete checkpoint never tells of a best accuracy, or of the end of the run, whose weights are
+not there. After an error of the thread all ranks stop at the next step, by the flag that a signal
+also sets (`has_failed`), and meet where rank 0 raises it.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from vit.config import io as config_io
 from vit.run.checkpoint import check_room, checkpoint_folder, named_tensors, write_checkpoint
 from vit.run.folder import TIMM_CONFIG_FILE, weights_file
+from vit.run.place import Place
 from vit.run.record import Record
-from vit.run.sample_losses import SampleLosses, Written
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
-from vit.run_store.store import RunStore
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
 from vit.weights.formats import HUB_FILES
@@ -42,12 +41,25 @@ from vit.weights.programs import Subject, timm_config
 from vit.weights.save import cannot_write, save_weights
 
 
+class SavedBeside(Protocol):
+    """Something that each save writes before its checkpoint, such as losses of images."""
+
+    def collect(self) -> Any:
+        """Return what all ranks have gathered since the last call; every rank calls it."""
+
+    def new_bytes(self, collected: Any) -> int:
+        """Return by how much the run folder grows when `collected` is written."""
+
+    def write(self, collected: Any) -> None:
+        """Write it, on rank 0, in the saver's thread. Raises OSError, which names the file."""
+
+
 class Saver:
     """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
 
     config: as `config_io.to_dict` gives it. class_names: of the training data. record: gets a line
-    for each checkpoint that is complete. samples: losses to write with each save. store: where all
-    is uploaded to, if `run_dir` is the working copy of a URL.
+    for each checkpoint that is complete. beside: what else each save writes. place: by default
+    `run_dir`, a folder.
     """
 
     def __init__(
@@ -58,11 +70,11 @@ class Saver:
         class_names: list[str],
         keep_last: int,
         record: Record,
-        samples: SampleLosses | None = None,
-        store: RunStore | None = None,
+        beside: Sequence[SavedBeside] = (),
+        place: Place | None = None,
     ):
-        self.samples = samples
-        self._store = store
+        self._beside = beside
+        self._place = place or Place(run_dir)
         self._run_dir = run_dir
         self._train_step = train_step
         self._world = train_step.world
@@ -80,7 +92,7 @@ class Saver:
     def has_failed(self) -> bool:
         """Whether the thread has met an error, or another job has the run, which the next call of
         `save` or `finish` raises."""
-        return self._error is not None or (self._store is not None and self._store.is_lost)
+        return self._error is not None or self._place.is_lost
 
     def prepare(self) -> None:
         """Begin to get memory for the copy, once, so that the first save does not wait for it."""
@@ -96,17 +108,16 @@ class Saver:
         `World.fail_together` says.
         """
         began = time.perf_counter()
-        collected = self.samples.collect() if self.samples is not None else []
+        collected = [each.collect() for each in self._beside]
         self.prepare()  # a save before the first step
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
-                if self._store is not None:
-                    self._store.check()
+                self._place.check()
                 self._record.lock.check_in_place()
                 needed_bytes = self._needed_bytes(state, with_checkpoint, weights)
-                if self.samples is not None:
-                    needed_bytes += self.samples.new_bytes(collected)
+                for each, values in zip(self._beside, collected, strict=True):
+                    needed_bytes += each.new_bytes(values)
                 check_room(self._run_dir, state.step, needed_bytes)
         if self._snapshot is None:
             return
@@ -175,7 +186,7 @@ class Saver:
         state: dict[str, Any],
         with_checkpoint: bool,
         weights: tuple[str, ...],
-        collected: list[Written],
+        collected: list[Any],
         blocked_s: float,
     ) -> None:
         """Write the copy; in the thread."""
@@ -188,8 +199,7 @@ class Saver:
         for path, averaged, tensors in self._files(weights):
             save_weights(path, tensors, self._metadata(state, averaged), is_sealed=True)
         if not with_checkpoint:
-            if self._store is not None:
-                self._store.push()
+            self._place.push()
             return
         folder, sha256 = write_checkpoint(
             self._run_dir,
@@ -205,8 +215,9 @@ class Saver:
             "written_s": round(time.perf_counter() - began, 4),
             "sha256": sha256,
         }
-        if self._store is not None:
-            values["uploaded_s"] = round(self._store.push(), 4)
+        uploaded_s = self._place.push()
+        if uploaded_s is not None:
+            values["uploaded_s"] = round(uploaded_s, 4)
         self._complete.append((state["step"], values))
 
     def _describe_weights(self, num_classes: int) -> None:
@@ -228,11 +239,11 @@ class Saver:
         with suppress(OSError):  # a file system without links: timm then takes another file
             link_to(last.name, last.with_name(HUB_FILES[0]))
 
-    def _write_lines(self, collected: list[Written]) -> None:
-        """Bring to the disk what a checkpoint counts on: losses of images, lines of the record."""
+    def _write_lines(self, collected: list[Any]) -> None:
+        """Bring to the disk what a checkpoint counts on, such as the lines of the record."""
         try:
-            if self.samples is not None:
-                self.samples.write(collected)
+            for each, values in zip(self._beside, collected, strict=True):
+                each.write(values)
             self._record.flush()
         except OSError as error:
             raise cannot_write(Path(error.filename or self._run_dir), error) from None

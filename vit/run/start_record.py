@@ -7,9 +7,9 @@ plan. Then the views of the record begin.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vit.config import io as config_io
 from vit.config.schema import Config
@@ -23,14 +23,13 @@ from vit.loss import describe_class_weights
 from vit.mfu import find_peak
 from vit.ranks.distributed import World
 from vit.run.folder import CONFIG_FILE, RunLock, mount_note
-from vit.run.preflight import Preflight, start_lines
+from vit.run.notes import Notes
 from vit.run.record import Record, provenance
+from vit.run.start_lines import start_lines
 from vit.run.state import RunState
+from vit.run_data import RunData
 from vit.step import TrainStep
 from vit.system.files import replacing
-
-if TYPE_CHECKING:
-    from vit.build import RunData
 
 
 def start_record(
@@ -39,13 +38,13 @@ def start_record(
     folder: Path,
     lock: RunLock,
     data: RunData,
-    checked: Preflight,
+    notes: Sequence[Notes],
     state: RunState,
     train_step: TrainStep,
 ) -> Record:
     """Open the record, and write on the main rank what is known before the first step.
 
-    Raises ValueError if the folder cannot be written.
+    notes: of the objective and the hooks. Raises ValueError if the folder cannot be written.
     """
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=data.plan.total_steps)
@@ -89,20 +88,18 @@ def start_record(
         **made_by,
         exact=isinstance(data.batches, TrainBatches),
         plan=asdict(data.plan),
-        preflight=checked.numbers,
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,
         class_weights=data.class_weights,
-        teacher=None if data.teacher is None else data.teacher.in_record(),
+        **{key: value for part in notes for key, value in part.record.items()},
         **trained_on,
         **({} if peak is None else asdict(peak)),
     )
     lines = [f"chosen: {line}" for line in data.train_set.summary]
     lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
-    lines += checked.lines
+    lines += [line for part in notes for line in part.lines]
     lines += [f"note: {note}"] if (note := mount_note(folder)) else []
     lines += [note for sets in data.sets if (note := _note_of_trained(sets[0], data.train_set))]
-    lines += [] if data.teacher is None else data.teacher.lines()
     lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
     for line in lines:
         record.say(line)

@@ -7,7 +7,7 @@ vit.run     reads it as `StepValues` once the next step is queued
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import IntEnum
+from enum import IntEnum, StrEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,23 @@ class Slot(IntEnum):
     RANK_REPORTS = 5
     """First number of rank 0's report; the reports of the other ranks follow. Each rank adds to its
     own only, so the sum gathers them."""
+
+
+class StepPhase(StrEnum):
+    """Where the time of a step goes, for `vit.measure`."""
+
+    CHANGE = "change"
+    """Augmentation of grey levels, ahead of the step."""
+    FINISH = "finish"
+    """Augmentation of float32 inputs, and targets."""
+    TEACHER = "teacher"
+    """The forward pass of a teacher (`distill`)."""
+    FORWARD = "forward"
+    """With the loss."""
+    BACKWARD = "backward"
+    """With DDP's averaging of gradients."""
+    UPDATE = "update"
+    """Gradient norm, clipping, optimizer and average."""
 
 
 READ_LATE = 2

@@ -1,28 +1,62 @@
-"""Who opens and leaves a run's place: its folder, or its URL with a working copy.
-
-Every rank calls `open_place` and `put_start`; the main rank alone talks to a store.
-"""
+"""A run at a URL, which is trained in a working copy on a disk of this machine."""
 
 from __future__ import annotations
 
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 from vit.config.schema import Config
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted
-from vit.run.folder import RunLock, remove_unfinished
-from vit.run_store.place import is_url
+from vit.run.folder import RunLock
+from vit.run.place import Place
 from vit.run_store.store import RunStore
 
 
-def open_place(config: Config, world: World) -> tuple[Path, RunStore | None]:
-    """Return the run's folder, and on the main rank of a run at a URL what keeps the URL equal to
-    it."""
-    assert config.run.dir is not None, "load_config names the run folder"
-    if not is_url(config.run.dir):
-        return Path(config.run.dir), None
+class StoredPlace(Place):
+    """The working copy of a URL, and on rank 0 the store that keeps the URL equal to it."""
+
+    setting = "run.local_dir"
+
+    def __init__(self, folder: Path, store: RunStore | None):
+        """store: None on all ranks but rank 0."""
+        super().__init__(folder)
+        self._store = store
+
+    @property
+    def is_lost(self) -> bool:  # type: ignore[override]
+        """See `Place`."""
+        return self._store is not None and self._store.is_lost
+
+    def lock(self, lock: RunLock) -> None:
+        """Take the lease and fetch what a resume needs."""
+        assert self._store is not None, "rank 0 calls it"
+        print(f"run folder: {self._store}, worked on in {self.folder}", file=sys.stderr)
+        self._store.open(lock)
+        self.remove_unfinished()
+
+    def check(self) -> None:
+        """See `Place`."""
+        if self._store is not None:
+            self._store.check()
+
+    def push(self) -> float | None:
+        """See `Place`."""
+        return None if self._store is None else self._store.push()
+
+    def address(self) -> str:
+        """See `Place`."""
+        return str(self._store)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Upload the record if an `error` ended the run, and give the lease back."""
+        if self._store is not None:
+            is_urgent = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted)
+            self._store.close(with_record=error is not None, at_once=is_urgent)
+
+
+def open_place(config: Config, world: World) -> StoredPlace:
+    """Open the run at the URL `run.dir`; every rank calls it. Raises ValueError as `RunStore`."""
     opened: list[RunStore] = []
 
     def open_store() -> str:
@@ -30,30 +64,4 @@ def open_place(config: Config, world: World) -> tuple[Path, RunStore | None]:
         return str(opened[0].folder)
 
     folder = Path(world.broadcast_from_main(open_store))
-    return folder, (opened[0] if opened else None)
-
-
-def lock_place(lock: RunLock, folder: Path, store: RunStore | None) -> None:
-    """Let no other job write to the run."""
-    if store is not None:
-        print(f"run folder: {store}, worked on in {folder}", file=sys.stderr)
-        store.open(lock)
-    elif folder.is_dir():
-        lock.acquire()
-    if lock.is_held:
-        with suppress(OSError):  # whoever writes there next says why it cannot
-            remove_unfinished(folder)
-
-
-def put_start(store: RunStore | None, world: World) -> None:
-    """Upload the first line of the record: from here on the run is at the URL, too."""
-    with world.fail_together():
-        if store is not None:
-            store.push()
-
-
-def leave(store: RunStore | None, error: BaseException | None) -> None:
-    """Let another job have the run at a URL; its record tells of an `error`."""
-    if store is not None:
-        is_urgent = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted)
-        store.close(with_record=error is not None, at_once=is_urgent)
+    return StoredPlace(folder, opened[0] if opened else None)

@@ -12,7 +12,6 @@ The URL is used as the user gave it, with `${NAME}` and logins; its name is `bar
 from __future__ import annotations
 
 import hashlib
-import re
 import secrets
 from contextlib import suppress
 from pathlib import Path
@@ -24,12 +23,7 @@ from vit.data.storage.object_store import ObjectStore
 from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
 from vit.system.redact import shown
-from vit.system.urls import bare, resolve
-
-
-def is_url(place: object) -> bool:
-    """Whether `place`, a path or a URL, is a URL."""
-    return re.match(r"[a-z][a-z0-9+.-]+://.", str(place)) is not None
+from vit.system.urls import bare, is_url, resolve
 
 
 def store_at(url: str, patience_s: float, what: str = "run.dir=") -> ObjectStore:

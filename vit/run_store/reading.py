@@ -33,8 +33,9 @@ from vit.run_store.copying import (
 )
 from vit.run_store.lease import LEASE_FILE
 from vit.run_store.parts import parts_in, read_record
-from vit.run_store.place import cache_of, is_url, store_at
+from vit.run_store.place import cache_of, store_at
 from vit.system.files import replacing
+from vit.system.urls import is_url
 
 PATIENCE_S = 60.0
 """For a store that does not answer somebody who waits for a picture."""

@@ -110,6 +110,11 @@ def _remember(url: str) -> None:
     keep_secret(*(value for _, value in urllib.parse.parse_qsl(parts.query) if len(value) >= 12))
 
 
+def is_url(place: object) -> bool:
+    """Return whether `place`, a path or a URL, is a URL."""
+    return re.match(r"[a-z][a-z0-9+.-]+://.", str(place)) is not None
+
+
 def bare(text: str) -> str:
     """`text` without the userinfo and query of its URLs: the name of a data set for all users."""
     return QUERY.sub(lambda found: found[1], USERINFO.sub(r"\1", text))

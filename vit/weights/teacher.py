@@ -13,7 +13,7 @@ in no checkpoint. A checkpoint has the hash of its weights instead.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,14 @@ from torch import Tensor, nn
 from vit.config import io as config_io
 from vit.config.distill_section import DistillConfig
 from vit.config.schema import Config, DataConfig
-from vit.loss import hard_distillation, soft_distillation
+from vit.loss import Loss, create_loss, hard_distillation, soft_distillation
+from vit.metrics import margins
 from vit.model import create_model
 from vit.model_summary import count_parameters, flops_per_image
+from vit.objective import Forward
 from vit.one_reader import read_once
 from vit.precision import autocast
+from vit.run.notes import Notes
 from vit.weights.class_names import namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 from vit.weights.formats import WeightsError, few
@@ -154,6 +157,59 @@ def _renormalization(
     values = [((m - own_m) / own_s, s / own_s) for m, s, own_m, own_s in rows]
     shift, scale = torch.tensor(values, device=device).T.reshape(2, channels, 1, 1)
     return shift, scale
+
+
+class Distilled:
+    """The loss of the labels, blended with that of a teacher's answers: a `vit.objective`."""
+
+    def __init__(self, loss: Loss, teacher: Teacher):
+        self.loss = loss
+        self.teacher = teacher
+        self.models: Sequence[nn.Module] = (teacher.model,)
+        self._mark_teacher: Callable[[], object] = lambda: None
+
+    @property
+    def notes(self) -> Notes:
+        """Hash, identity and cost of the teacher."""
+        teacher = self.teacher
+        return Notes(
+            {"teacher_sha256": teacher.sha256},
+            {"teacher": teacher.in_record()},
+            tuple(teacher.lines()),
+        )
+
+    def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
+        """Let a `model` with two heads return the logits of both."""
+        self._mark_teacher = mark_teacher
+        if hasattr(model, "distilled_training"):  # our models, and timm's, with a second head
+            model.distilled_training = True  # type: ignore[assignment]
+
+    def __call__(
+        self, forward: Forward, inputs: Tensor, targets: Tensor, labels: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """See `vit.objective.Objective`."""
+        # First, so that its temporaries are gone when the student's activations come.
+        self._mark_teacher()
+        answers = self.teacher(inputs)
+        outputs = forward(inputs)
+        # The second head of a model with two learns from the teacher, else the only head.
+        logits, learning = outputs if isinstance(outputs, tuple) else (outputs, outputs)
+        losses = self.teacher.blend(self.loss(logits, targets), learning, answers)
+        return losses, margins(logits.detach(), labels)
+
+
+def distilled(
+    config: Config,
+    class_names: Sequence[str],
+    num_classes: int,
+    class_weights: Sequence[float] | None,
+    world: World,
+) -> Distilled:
+    """Create the objective of `distill`; every rank calls it. Raises as `load_teacher`."""
+    loss = create_loss(config.loss, class_weights, world.device)
+    teacher = load_teacher(config, class_names, num_classes, world)
+    assert teacher is not None, "the caller checks"
+    return Distilled(loss, teacher)
 
 
 def load_teacher(

@@ -1,0 +1,44 @@
+"""A `TrainStep` without a config, for tests that look at a step alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vit.data.augment.apply import Augment
+from vit.exact.leaves import Leaves
+from vit.loss import Loss, cross_entropy
+from vit.objective import Objective, Supervised
+from vit.optim.norms import Norms
+from vit.probes import Probes
+from vit.ranks.distributed import World
+from vit.reduce import DataParallel
+from vit.step import TrainStep
+from vit.weights.teacher import Distilled, Teacher
+
+
+def plain_step(
+    model: nn.Module,
+    wrapped: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    augment: Augment,
+    world: World,
+    *,
+    loss: Loss = cross_entropy,
+    teacher: Teacher | None = None,
+    leaves: Leaves | None = None,
+    norms: Norms | None = None,
+    **options: Any,
+) -> TrainStep:
+    """Return the step of `model`; wrapped: under DDP, or the model itself."""
+    objective: Objective = Supervised(loss)
+    if teacher is not None:
+        objective = Distilled(loss, teacher)
+    probes = None
+    if norms is not None:
+        precision = options.get("precision", "fp32")
+        probes = Probes(norms, model, augment, options["micro_batch_size"], precision)
+    reduce = leaves or DataParallel(model, world, wrapped)
+    return TrainStep(model, optimizer, augment, objective, reduce, probes=probes, **options)

@@ -1,0 +1,87 @@
+"""Choose the parts of a run: the one function that knows every hook.
+
+A part that few runs use is loaded by its name when a config needs it, as fsspec loads file systems:
+a run that does not use it does not import it, and without its folder the config is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from importlib import import_module
+from typing import Any
+
+from vit.build import build
+from vit.config.schema import Config
+from vit.ranks.distributed import World
+from vit.ranks.exit import out_of_memory
+from vit.reduce import Reduce, data_parallel
+from vit.run.guard import GuardHook
+from vit.run.host_check import HostCheck
+from vit.run.order_check import OrderHook
+from vit.running import Hook, Parts, Run
+from vit.system.urls import is_url
+
+
+def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
+    """Build the run of `config` with all parts that it needs; arguments as `vit.build.build`."""
+    return build(config, world, allow_change, parts_of(config))
+
+
+def parts_of(config: Config) -> Parts:
+    """Return the parts of a run of `config`. Raises ValueError for one that is not installed."""
+    parts: dict[str, Any] = {"create_reduce": create_reduce_of(config)}
+    if is_url(config.run.dir):
+        parts["open_place"] = load("vit.run_store.opening:open_place", f"run.dir={config.run.dir}")
+    if config.distill.teacher is not None:
+        parts["create_objective"] = load("vit.weights.teacher:distilled", "distill.teacher")
+    if config.init.checkpoint is not None:
+        parts["load_weights"] = load("vit.one_reader:load_initial_weights", "init.checkpoint")
+    return Parts(hooks=hooks_of(config), **parts)
+
+
+def create_reduce_of(config: Config) -> Callable[..., Reduce]:
+    """Return what sums the gradients of `config`, for `vit.build.create_train_step`."""
+    if config.train.exact_over_ranks:
+        return load("vit.run.exact_hook:exact_over_ranks", "train.exact_over_ranks")
+    return data_parallel
+
+
+def hooks_of(config: Config) -> tuple[Hook, ...]:
+    """Return the hooks of `config`, in the order in which they are called."""
+    hooks: list[Hook] = [HostCheck(), OrderHook()]
+    if config.train.exact_over_ranks:
+        hooks.append(load("vit.run.exact_hook:ExactFacts", "train.exact_over_ranks")())
+    if config.log.sample_losses and config.data.reader == "index":  # a stream has no known samples
+        hooks.append(load("vit.run.sample_losses:SamplesHook", "log.sample_losses")())
+    hooks.append(GuardHook(config))
+    if config.eval.reference is not None:
+        hooks.append(load("vit.run.reference_hook:ReferenceCurve", "eval.reference")())
+    if config.log.report:
+        hooks.append(load("vit.report.hook:Report", "log.report=true")())
+    hooks.append(MemoryAdvice())
+    return tuple(hooks)
+
+
+class MemoryAdvice(Hook):
+    """Names the setting to lower when memory has run out (`vit.estimate.fitting`)."""
+
+    def failed(self, run: Run, error: Exception) -> None:
+        """See `Hook`."""
+        if out_of_memory(error):
+            explain = load("vit.estimate.fitting:explain", "advice on memory")
+            explain(error, run.config, run.plan, run.state.facts["num_classes"], run.world.device)
+
+
+def load(name: str, needed_by: str) -> Any:
+    """Import `module:attribute`. Raises ValueError if the folder of `module` is not installed.
+
+    needed_by: the setting that needs it, for people.
+    """
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        folder = error.name.replace(".", "/")
+        raise ValueError(f"{needed_by} needs {folder}, which is not installed here") from None

@@ -1,0 +1,59 @@
+"""Where a run is: in a folder of this machine.
+
+`vit.run_store.opening.StoredPlace` is one whose folder is the working copy of a URL.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from vit.config.schema import Config
+from vit.ranks.distributed import World
+from vit.run.folder import RunLock, remove_unfinished
+from vit.system.urls import is_url
+
+
+class Place:
+    """A folder; rank 0 alone calls the methods."""
+
+    is_lost = False
+    """Whether another job has taken the run over."""
+    setting = "run.dir"
+    """The setting that names the folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def lock(self, lock: RunLock) -> None:
+        """Keep other jobs from writing to the run."""
+        if self.folder.is_dir():
+            lock.acquire()
+            self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left in the folder."""
+        with suppress(OSError):  # the next write reports why it fails
+            remove_unfinished(self.folder)
+
+    def check(self) -> None:
+        """Raise ValueError if another job has taken the run over."""
+
+    def push(self) -> float | None:
+        """Upload what is new; return the seconds it took, None where nothing is uploaded."""
+        return None
+
+    def address(self) -> str:
+        """Return the URL that is kept equal to the folder, "" without one."""
+        return ""
+
+    def leave(self, error: BaseException | None) -> None:
+        """Let another job take the run over. error: what ended the run."""
+
+
+def open_folder(config: Config, world: World) -> Place:
+    """Return the run's folder. Raises ValueError for a URL, which `vit.compose` opens."""
+    assert config.run.dir is not None, "load_config names the run folder"
+    if is_url(config.run.dir):
+        raise ValueError(f"run.dir={config.run.dir}: build the run by vit.compose.build_run")
+    return Place(Path(config.run.dir))
