@@ -70,6 +70,22 @@ def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
     assert found["optim.lr"] == pytest.approx(lr)
 
 
+@pytest.mark.parametrize(
+    ("flags", "is_noted"),
+    [
+        ("--opt adamw", True),
+        ("--opt lamb", True),
+        ("--opt sgd", False),
+        ("--opt adamw --lr 0.2", False),  # as somebody wants it
+        ("--opt adamw --lr-base 0.1", False),
+        ("--opt adamw --lr-base-size 1048576", False),  # 0.003
+    ],
+)
+def test_a_rate_for_sgd_that_adam_gets_by_default_is_noted(flags, is_noted):
+    imported = import_recipe(f"./distributed_train.sh 8 {VIT} {flags}")
+    assert ("neither --lr nor --lr-base" in " ".join(account(imported).split())) == is_noted
+
+
 def test_cooldown_and_prefix_add_epochs_and_a_policy_stops_colours():
     imported = import_recipe(
         f"python train.py {VIT} --opt adamw --lr 1e-3 --epochs 20 --warmup-epochs 5 --warmup-prefix"

@@ -55,6 +55,7 @@ def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool)
     _say_teacher(reading)
     lr, how = _rate(args, batch)
     say_optimizer(reading, lr, how, "lr lr_base lr_base_size lr_base_scale")
+    _say_rate_of_sgd(reading, lr)
     say_clipping(reading)
     say_layer_decay(reading, "layer_decay", args["layer_decay"], "timm")
     _say_schedule(reading, lr)
@@ -312,6 +313,18 @@ def _rate(args: dict[str, Any], batch: int) -> tuple[float, str]:
     if scale == "sqrt":
         return args["lr_base"] * ratio**0.5, how.replace("x ", "x sqrt(") + ")"
     return args["lr_base"] * ratio, how
+
+
+def _say_rate_of_sgd(reading: Reading, lr: float) -> None:
+    """A note where Adam or LAMB gets the rate that follows from timm's default, made for SGD."""
+    is_adaptive = reading.settings["optim.name"] in ("adamw", "nadamw", "lamb")
+    if is_adaptive and not reading.stated & {"lr", "lr_base"} and lr >= 0.01:
+        text = (
+            f"note: the command has neither --lr nor --lr-base, so the rate {lr:g} follows from"
+            " timm's default, which suits SGD and is usually far too high for"
+            f" {reading.args['opt']}: state --lr"
+        )
+        reading.same("", text=text)
 
 
 _OF_TEACHER = (
