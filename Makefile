@@ -10,7 +10,8 @@ DOCS_INSTALLED := .venv/.installed_docs
 LOCK_INSTALLED := .venv/.installed_lock
 PAGES := README.md CONTRIBUTING.md docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results \
 	$(wildcard vit/*.py vit/exact/*.py benchmarks/*.py)
-RANKS ?= 2
+# Of the demo; without a number launch/demo.sh chooses it.
+RANKS ?=
 # One more than two cores: tests also wait for processes, signals and servers, a third of their time.
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # `make demo`: real handwritten digits, a ViT from scratch on two DDP ranks, fine-tuned at a higher
 # resolution, exactly evaluated, with a report. No download, no account, no GPU. The same command
-# again continues where it was stopped; `rm -rf runs/demo runs/demo_finetune` starts over.
+# again continues where it was stopped; `rm -rf runs/demo runs/demo_finetune` starts over. RANKS is
+# the number of ranks; with a single GPU it is 1, as two ranks there would train on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
@@ -10,9 +11,10 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 run() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
 
 start=$SECONDS
+RANKS=${RANKS:-$(python -c 'import torch; print(1 if torch.cuda.device_count() == 1 else 2)')}
 run python -m data_prep.digits --out data/digits
-run torchrun --nproc_per_node="${RANKS:-2}" launch/train.py --config configs/demo.yaml
-run torchrun --nproc_per_node="${RANKS:-2}" launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
+run torchrun --nproc_per_node="$RANKS" launch/train.py --config configs/demo.yaml
+run torchrun --nproc_per_node="$RANKS" launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
 cat <<TEXT
 
 Done in $((SECONDS - start)) s. The last lines compare three models on the same images: as trained
@@ -23,7 +25,7 @@ at 32 px; the same at 48 px, where interpolated positions alone cost accuracy; a
   resume    run it again after Ctrl-C or kill -9: it continues from its last checkpoint,
             to the same weights
   your data python -m data_prep.imagefolder PATH/TO/class-folders --out data/mine
-            torchrun --nproc_per_node=2 launch/train.py --config configs/demo.yaml data.root=data/mine run.dir=runs/mine
+            torchrun --nproc_per_node=$RANKS launch/train.py --config configs/demo.yaml data.root=data/mine run.dir=runs/mine
   ImageNet  torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=data/imagenet
   Slurm     sbatch slurm/train.sh            (slurm/README.md: three lines to edit)
 TEXT

@@ -74,7 +74,7 @@ def commands(page: Path) -> list[str]:
 
 
 def commands_of_the_demo() -> list[str]:
-    demo = (ROOT / "launch" / "demo.sh").read_text().replace('"${RANKS:-2}"', "2")
+    demo = (ROOT / "launch" / "demo.sh").read_text().replace('"$RANKS"', "2")
     return re.findall(r"^run (.*)$", demo, re.M)
 
 
