@@ -31,7 +31,7 @@ test-all: test
 	$(AT_ONCE) -m full --ignore=tests/slurm
 	$(BIN)/python -m pytest tests/slurm  # alone: its jobs have time limits of seconds
 
-# Seconds: style, format, types.
+# Style, format, types: a minute the first time, then seconds.
 lint: $(TESTS_INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
