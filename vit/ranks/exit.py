@@ -363,7 +363,7 @@ def _has_no_order(error: Exception) -> str:
 def _failed_to_compile(error: Exception) -> str:
     """Message for what torch.compile raises about a model; "" for anything else.
 
-    That a host can compile was tried (`vit.compiling.why_not_compiled`), but not all that the model has.
+    `vit.compiling.why_not_compiled` has tried whether the host can compile, but not the model.
     """
     verbose = "TORCHDYNAMO_VERBOSE"  # torch's own variable
     dynamo = sys.modules.get("torch._dynamo.exc")  # there once something was compiled
