@@ -21,19 +21,20 @@ from datetime import timedelta
 
 import check_versions  # noqa: F401
 
-from vit.check.run import JOIN_TIMES, LIMIT_S, check
 from vit.compose import build_run
 from vit.config.command_line import training_parser
 from vit.config.hints import all_keys, nearest
 from vit.config.io import load_config
-from vit.print_config import describe
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
 from vit.ranks.outcome import tell_outcome
 from vit.ranks.watch import collective_timeout
-from vit.run.reference import read_reference
+from vit.system.by_name import load
 from vit.train import train
+
+JOIN_TIMES = 3.0
+"""So many limits of --check for the ranks to meet: a host may import torch from a slow disk."""
 
 
 def main() -> World | None:
@@ -46,10 +47,13 @@ def main() -> World | None:
         )
     if args.print_config:
         if config.eval.reference is not None:
-            read_reference(config.eval.reference)  # a wrong name is seen before the run's start
+            # A wrong name is seen before the run's start.
+            load("vit.run.reference:read_reference", "eval.reference")(config.eval.reference)
         if distributed.is_main_process():
+            describe = load("vit.print_config:describe", "--print-config")
             print(describe(config, origins, distributed.world_size()), end="")
         return None
+    check = load("vit.check.run:check", "--check") if args.check else None
     deterministic = config.train.deterministic or config.train.exact_over_ranks
     limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None
     world = distributed.join_world(
@@ -58,7 +62,7 @@ def main() -> World | None:
         collective_timeout=collective_timeout(config.run.hang_timeout_s),
         limit=limit,
     )
-    if args.check:
+    if check is not None:
         check(config, world, args.allow_change, args.check_limit_s)
         return world
     outcome = train(build_run(config, world, args.allow_change))
@@ -83,9 +87,9 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--check-limit-s",
         type=float,
-        default=LIMIT_S,
+        default=60.0,
         metavar="S",
-        help=f"for each part of --check (default: {LIMIT_S:.0f})",
+        help="for each part of --check (default: 60)",
     )
     args = parser.parse_intermixed_args(words)
     if not args.check_limit_s > 0:

@@ -21,7 +21,7 @@ from vit.one_reader import load_initial_weights
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted
 from vit.run import start_record
-from vit.weights.files import WeightsError
+from vit.system.files import WeightsError
 
 ALONE = World(0, 1, torch.device("cpu"))
 

@@ -14,7 +14,7 @@ import vit
 from vit.data.shards.data_set import open_split
 from vit.model import VisionTransformer
 from vit.run.checkpoint import newest_checkpoint
-from vit.weights.files import WeightsError
+from vit.system.files import WeightsError
 
 
 @pytest.fixture(scope="module")

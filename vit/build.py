@@ -22,6 +22,7 @@ from vit.data.augment.apply import create_augment
 from vit.evaluate import create_evaluators
 from vit.freeze import create_trained_model
 from vit.layers.init import undrawn
+from vit.layers.parts import grid_size
 from vit.objective import Objective
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
@@ -40,7 +41,6 @@ from vit.run.state import RunState
 from vit.run_data import open_data
 from vit.running import Parts, Run
 from vit.step import TrainStep
-from vit.weights.files import grid_size
 
 
 def build(

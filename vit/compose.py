@@ -7,7 +7,6 @@ a run that does not use it does not import it, and without its folder the config
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from importlib import import_module
 from typing import Any
 
 from vit.build import build
@@ -19,6 +18,7 @@ from vit.run.guard import GuardHook
 from vit.run.host_check import HostCheck
 from vit.run.order_check import OrderHook
 from vit.running import Hook, Parts, Run
+from vit.system.by_name import load
 from vit.system.urls import is_url
 
 
@@ -70,18 +70,3 @@ class MemoryAdvice(Hook):
         if out_of_memory(error):
             explain = load("vit.estimate.fitting:explain", "advice on memory")
             explain(error, run.config, run.plan, run.state.facts["num_classes"], run.world.device)
-
-
-def load(name: str, needed_by: str) -> Any:
-    """Import `module:attribute`. Raises ValueError if the folder of `module` is not installed.
-
-    needed_by: the setting that needs it, for people.
-    """
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(import_module(module), attribute)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name):
-            raise
-        folder = error.name.replace(".", "/")
-        raise ValueError(f"{needed_by} needs {folder}, which is not installed here") from None

@@ -18,8 +18,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from vit.config.base import height_width
 from vit.config.schema import Config
 from vit.layers.image_sizes import take_sizes
+from vit.layers.parts import head_prefixes
 from vit.model import create_model
-from vit.weights.files import head_prefixes
 
 BEHIND_THE_BLOCKS = ("norm.", "fc_norm.", "attn_pool.")
 """How parameters between the last block and the head begin."""

@@ -21,8 +21,9 @@ from vit.config import io as config_io
 from vit.config.schema import Config, InitConfig, ModelConfig
 from vit.ranks.distributed import World
 from vit.run_data import RunData
+from vit.system.files import WeightsError
 from vit.weights.class_names import class_mismatch, select_classes
-from vit.weights.files import LoadedWeights, WeightsError, fingerprint, load_weights, read_weights
+from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
 """Ends of the names of settings that change no shapes."""

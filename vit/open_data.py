@@ -10,17 +10,23 @@ from typing import Any
 
 import numpy as np
 
-from vit.config.schema import DataConfig, ModelConfig
+from vit.config.schema import Config, DataConfig, ModelConfig
+from vit.data.batches import AugmentedBatches, TrainBatches
+from vit.data.image_format import ImageFormat
+from vit.data.order import Order
 from vit.data.overlap import find_trained
 from vit.data.part import Part, parse_name
 from vit.data.shards import data_set
-from vit.data.shards.members import SampleLayout
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
-from vit.data.storage.retry import RetryPolicy
-from vit.data.stream import Stream, open_stream
 from vit.ranks.distributed import World
+from vit.system.by_name import load
+from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
+
+READERS = {"webdataset": "vit.extras.stream.batches"}
+"""What reads training data without an index, by `data.reader`: modules with `open_train_set` and
+`create_batches`, which only a run that names one loads."""
 
 
 def open_split(
@@ -62,7 +68,7 @@ def open_split(
 
 def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
     """Open the split to train on, or one of each source; none for a stream."""
-    if data.reader == "webdataset":
+    if data.reader != "index":
         return []
     if not data.sources:
         return [open_split(data, data.train_split, world)]
@@ -95,22 +101,9 @@ def choose_train_set(
     """
 
     def choose() -> TrainSet:
-        if data.reader == "webdataset":
-            assert data.stream is not None, "the config is checked"
-            assert data.num_samples is not None, "the config is checked"
-            names = val_split.class_names
-            layout = SampleLayout(
-                data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
-            )
-            stream = open_stream(
-                resolve(data.stream),
-                data.num_samples,
-                max(val_split.num_classes, num_classes or 0),
-                names,
-                layout,
-                RetryPolicy(data.patience_s),
-            )
-            return TrainSet(stream, data.num_samples)
+        if data.reader != "index":
+            opened: TrainSet = _reader(data).open_train_set(data, val_split, num_classes)
+            return opened
         if data.sources:
             weights = [source.weight for source in data.sources]
             train_set = train_set_of_sources(
@@ -122,6 +115,38 @@ def choose_train_set(
         return train_set
 
     return choose() if world is None else world.main_first(choose)
+
+
+def create_train_batches(
+    config: Config,
+    split: Any,
+    order: Order,
+    image_format: ImageFormat,
+    world: World,
+    *,
+    rows: range,
+    num_batches: int,
+) -> AugmentedBatches:
+    """Return the batches of this rank of a `TrainSet.split`; see `TrainBatches`."""
+    if config.data.reader != "index":
+        streamed: AugmentedBatches = _reader(config.data).create_batches(
+            config, split, order, image_format, world
+        )
+        return streamed
+    return TrainBatches(
+        split,
+        order,
+        config.augment,
+        image_format,
+        rows=rows,
+        num_batches=num_batches,
+        on_bad_image=config.data.on_bad_image,
+    )
+
+
+def _reader(data: DataConfig) -> Any:
+    """Return the module of `data.reader`. Raises ValueError if it is not installed."""
+    return load(READERS[data.reader], f"data.reader={data.reader}")
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
@@ -142,9 +167,7 @@ def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> 
         )
 
 
-def choose_num_classes(
-    model: ModelConfig, data: DataConfig, *splits: Split | Sources | Stream
-) -> int:
+def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | Sources) -> int:
     """Return the size of the head: `model.num_classes`, or the number of classes of `splits`.
 
     Raises ValueError if the head would have fewer classes than the data.

@@ -9,10 +9,10 @@ from torch import nn
 
 from vit.config import io as config_io
 from vit.config.schema import Config, OptimConfig, RunConfig
+from vit.data.batches import NOT_EXACT
 from vit.data.image_format import ImageFormat
 from vit.data.part import part_size
 from vit.data.shuffle_quality import measure_shuffle
-from vit.data.stream import NOT_EXACT
 from vit.freeze import create_trained_model
 from vit.model_summary import count_parameters, flops_per_image
 from vit.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from vit.config.schema import Config
-from vit.data.batches import EvalBatches, TrainBatches
+from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.image_format import ImageFormat
 from vit.data.sources import TrainSet
-from vit.data.stream import StreamBatches
 from vit.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.loss import choose_class_weights
-from vit.open_data import choose_num_classes, open_split, open_train_set
+from vit.open_data import choose_num_classes, create_train_batches, open_split, open_train_set
 from vit.plan import Plan, make_plan
 from vit.ranks.distributed import World
 
@@ -25,7 +22,7 @@ class RunData:
 
     plan: Plan
     train_set: TrainSet
-    batches: TrainBatches | StreamBatches
+    batches: AugmentedBatches
     sets: list[tuple[EvalSet, ...]]
     """The sets to evaluate on: those of the same images together, first `data.val_split`."""
     eval_batches: list[EvalBatches]
@@ -61,17 +58,14 @@ def open_data(config: Config, world: World) -> RunData:
         image_format = ImageFormat.from_config(config.model, config.data)
         train_format = ImageFormat.from_config(config.model, config.data, config.schedule)
         place = {"rank": world.rank, "world_size": world.size}
-        create: Callable[..., TrainBatches | StreamBatches]
-        if config.data.reader == "index":
-            rows = plan.rows_of(world.rank)
-            create = partial(TrainBatches, rows=rows, num_batches=plan.total_steps)
-        else:
-            workers = config.data.num_workers
-            create = partial(
-                StreamBatches, num_workers=workers, rank=world.rank, world_size=world.size
-            )
-        batches = create(
-            split, order, config.augment, train_format, on_bad_image=config.data.on_bad_image
+        batches = create_train_batches(
+            config,
+            split,
+            order,
+            train_format,
+            world,
+            rows=plan.rows_of(world.rank),
+            num_batches=plan.total_steps,
         )
         eval_batches = [
             EvalBatches(group[0].split, image_format, config.eval, config.eval.batch_size, **place)

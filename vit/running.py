@@ -29,8 +29,7 @@ from typing import Any
 from torch import nn
 
 from vit.config.schema import Config
-from vit.data.batches import Batch, TrainBatches
-from vit.data.stream import StreamBatches
+from vit.data.batches import AugmentedBatches, Batch
 from vit.evaluate import Evaluator
 from vit.objective import Objective, supervised
 from vit.plan import Plan
@@ -114,7 +113,7 @@ class Run:
     config: Config
     world: World
     plan: Plan
-    batches: TrainBatches | StreamBatches
+    batches: AugmentedBatches
     evaluators: list[Evaluator]
     """One for each split; the first for `data.val_split`."""
     train_step: TrainStep

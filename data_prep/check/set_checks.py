@@ -25,7 +25,7 @@ from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
 from vit.data.shards.index_file import has_checksums, open_index
 from vit.data.shards.info_file import info_sha256, read_sidecar, sidecars_sha256
-from vit.data.storage.http import Version
+from vit.data.shards.stores import Version
 from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 

@@ -23,12 +23,11 @@ from data_prep.errors import PrepError, readable
 from data_prep.read.archives import is_compressed_tar, walk_archive
 from data_prep.write.jobs import count_one
 from vit.data.storage.http import Refused, WebFile, WebFolder
-from vit.data.storage.http_request import on_the_web
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import parse_json
 from vit.system.meter import Meter
 from vit.system.redact import shown
-from vit.system.urls import resolve
+from vit.system.retry import RetryPolicy
+from vit.system.urls import on_the_web, resolve
 
 
 def download(

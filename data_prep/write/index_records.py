@@ -27,10 +27,9 @@ from vit.data.shards.index_file import first_samples, has_checksums, open_index
 from vit.data.shards.info_file import SIDECAR, check_types, is_sidecar
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import INDEX_DTYPE, Survey, idx_lines, index_rows, survey_tar, write_idx
-from vit.data.storage.http_request import on_the_web
 from vit.system.files import ShardError, sha256_of
 from vit.system.redact import shown
-from vit.system.urls import bare, expand_braces, resolve
+from vit.system.urls import bare, expand_braces, on_the_web, resolve
 
 COMPRESSED_TAR = re.compile(r"\.(tar\.(gz|bz2|xz|zst)|tgz)$")
 SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")

@@ -22,17 +22,17 @@ from typing import Any
 
 from data_prep.errors import PrepError
 from vit.data.storage.object_store import KINDS, ObjectStore
-from vit.data.storage.remote import local_path
 from vit.system import files
 from vit.system.files import locked_folder, remove_if_abandoned, replacing, temporary_file
 from vit.system.redact import shown
+from vit.system.urls import local_path
 
 
 class Output:
     """A local folder, or the URL of a folder in a store; files directly in it, by name.
 
     Picklable, as workers get one. Temporary errors of a store (a lost connection, "slow down") are
-    retried by `vit.data.storage.retry`; ShardError says what is left to do. Errors of a local disk
+    retried by `vit.system.retry`; ShardError says what is left to do. Errors of a local disk
     are raised unchanged (OSError).
     """
 

@@ -90,6 +90,7 @@ def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(
             )
             with Loader(batches, 0, 1) as loader:
                 next(loader)
+            assert isinstance(split.tars, cached_tars.CachedTars)
             while split.tars._under_way:  # what was asked for ahead
                 time.sleep(0.01)
             return [f"{path} {part}" for _, path, part in server.requests[num_before:]]

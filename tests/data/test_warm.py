@@ -113,12 +113,14 @@ def test_a_shard_that_is_replaced_meanwhile_is_reported_and_waited_for_by_nobody
     """Its other threads still wait for a server that is away."""
     code = """
 import runpy
-from vit.data.storage import cached_tars, http, retry
+from vit.data.shards.stores import Version
+from vit.data.storage import cached_tars
+from vit.system import retry
 cached_tars.BLOCK_BYTES = 16_000
 retry.NUM_REFUSALS = 1
 real = cached_tars.CachedTars.blocks
 def blocks(self, shards):
-    self.versions[0] = http.Version(5, "another")
+    self.versions[0] = Version(5, "another")
     return real(self, shards)
 cached_tars.CachedTars.blocks = blocks
 runpy.run_module("vit.data.warm", run_name="__main__")
@@ -196,6 +198,7 @@ def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, 
     )
     plan = Plan(**{**dict.fromkeys(Plan.__dataclass_fields__, 1), "total_steps": 50})
     [told] = filling_notes(batches, 3, plan)
+    assert isinstance(split.tars, cached_tars.CachedTars)
     all_bytes = sum(block.num_bytes for block in split.tars.blocks(range(3)))
     gb = f"{all_bytes / 1e9:.2f} GB"
     expected = (

@@ -27,8 +27,8 @@ from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.slots import Slots, plan_ring
 from vit.data.stages import STATUS_BYTES, TALLIED, Stage, WorkerStatus, add_up, since
-from vit.data.storage.retry import RetryableError, RetryPolicy, num_retries
 from vit.data.worker_pool import WorkerError, WorkerPool
+from vit.system.retry import RetryableError, RetryPolicy, num_retries
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
@@ -217,7 +217,7 @@ def test_a_worker_that_does_not_die_is_named_again_and_again(dies, caplog):
 
 def test_what_cannot_be_made_again_ends_the_run():
     class Stream(Hanging):
-        repeatable = False
+        exact = False
 
     with (
         Loader(Stream(1), 0, 40, num_workers=2, stall_timeout_s=0.6) as loader,

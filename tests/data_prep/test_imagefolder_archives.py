@@ -22,7 +22,7 @@ from data_prep.errors import PrepError
 from data_prep.read.archives import inflate_tar
 from data_prep.read.class_tree import open_archive
 from vit.data.shards.data_set import open_split
-from vit.data.storage.retry import RetryPolicy
+from vit.system.retry import RetryPolicy
 
 SPLIT = {
     f"{split}/{name}/{number}.jpg": jpeg(100 * number + 10 * len(split) + len(name))

@@ -45,7 +45,7 @@ from servers import S3Server, WebServer
 
 from vit.data.shards.index_file import left_out
 from vit.data.shards.tar import scan_tar
-from vit.data.storage.retry import RetryPolicy
+from vit.system.retry import RetryPolicy
 
 # ---- the output folder ---------------------------------------------------------------------------
 

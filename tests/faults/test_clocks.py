@@ -17,9 +17,9 @@ from processes import REPOSITORY, TINY, command, environment, final_state, last_
 
 from vit.config.schema import LogConfig
 from vit.data.storage.block_cache import BlockCache, Fetched
-from vit.data.storage.retry import RetryableError, RetryPolicy
 from vit.run.folder import METRICS_FILE
 from vit.run.record import Record
+from vit.system.retry import RetryableError, RetryPolicy
 
 HOURS_S = 5 * 3600.0
 SHIM = r"""
@@ -95,7 +95,7 @@ def test_times_in_the_record_are_as_far_apart_as_what_has_passed(tmp_path, clock
 
 @pytest.mark.parametrize("off_s", [HOURS_S, -HOURS_S])
 def test_an_outage_lasted_as_long_as_it_did(clock, caplog, monkeypatch, off_s):
-    monkeypatch.setattr("vit.data.storage.retry.WARN_AFTER_S", 0.0)
+    monkeypatch.setattr("vit.system.retry.WARN_AFTER_S", 0.0)
     attempts = iter([RetryableError("away"), RetryableError("away"), None])
 
     def attempt() -> str:

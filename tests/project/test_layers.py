@@ -18,7 +18,7 @@ ENGINE = (
 )
 BELOW = {
     "vit.system": (),
-    "vit.config": ("vit.data.row_filter", "vit.data.shards", "vit.data.storage", "vit.system"),
+    "vit.config": ("vit.data.row_filter", "vit.data.shards", "vit.system"),
     "vit.ranks": ("vit.system",),
     "vit.data": ("vit.system", "vit.config", "vit.ranks"),
     "vit.optim": ("vit.config",),
@@ -27,7 +27,7 @@ BELOW = {
     "vit.features": ("vit!", *ENGINE),
     "vit.run_store": (
         *("vit.run.folder", "vit.run.checkpoint_info"),
-        *("vit.data.storage", "vit.config", "vit.ranks", "vit.system"),
+        *("vit.data.storage", "vit.data.shards", "vit.config", "vit.ranks", "vit.system"),
     ),
     "vit.weights": (
         *("vit!", "vit.layers", "vit.run.folder", "vit.run.checkpoint_info", "vit.run_store"),
@@ -46,12 +46,13 @@ BELOW = {
     ),
     "vit.check": (
         *("vit!", "vit.measure", "vit.estimate", "vit.run", "vit.data", "vit.config", "vit.ranks"),
-        *("vit.run_store", "vit.system", "vit.views", "vit.weights"),
+        *("vit.layers", "vit.run_store", "vit.system", "vit.views", "vit.weights"),
     ),
     "vit.measure": (
         *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),
         *("vit.system", "vit.weights.teacher"),
     ),
+    "vit.extras": ("vit.data", "vit.config", "vit.ranks", "vit.system"),
     "data_prep": ("vit.data.shards", "vit.data.storage", "vit.data.decode", "vit.system"),
     "launch": ("vit",),
 }
@@ -66,7 +67,6 @@ NEEDS_TORCH = (
     "vit.data.batches",
     "vit.data.loader",
     "vit.data.slots",
-    "vit.data.stream",
     "vit.data.to_gpu",
     "vit.data.worker_pool",
     "vit.data.augment.apply",

@@ -21,11 +21,10 @@ from processes import TINY, environment, write_config
 from vit.config.io import load_config
 from vit.data.decode.images import decode
 from vit.data.shards.index_file import open_index
-from vit.data.storage import block_cache
 from vit.report.source import ReportSource
 from vit.report.style import drawing
 from vit.run.sample_losses import read_epoch
-from vit.system import redact
+from vit.system import host, redact
 from vit.system.files import private_folder
 
 ROOT = Path(__file__).parents[2]
@@ -274,16 +273,16 @@ def test_a_place_whose_name_can_be_guessed_is_this_users_alone(tmp_path):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
 def test_a_cache_that_another_user_has_put_there_is_not_used(tmp_path, monkeypatch):
-    monkeypatch.setattr(block_cache, "is_shared", lambda kind: False)
-    monkeypatch.setattr(block_cache, "file_system", lambda path, root: "ext4")
+    monkeypatch.setattr(host, "is_shared", lambda kind: False)
+    monkeypatch.setattr(host, "file_system", lambda path, root: "ext4")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
     guessed = tmp_path / f"vit-{os.getuid()}"
-    assert block_cache.default_folder() == guessed
+    assert host.default_folder() == guessed
     guessed.mkdir()
     shutil.chown(guessed, 12345)
-    assert block_cache.default_folder() == tmp_path / "mine" / "vit"
+    assert host.default_folder() == tmp_path / "mine" / "vit"
 
 
 # --- the network, and what is left in TMPDIR ------------------------------------------------------

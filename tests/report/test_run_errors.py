@@ -20,8 +20,8 @@ from error_rows import Row, pattern_of, rows, snapshot
 from processes import TINY, run, run_here, write_config
 
 from vit.run.folder import LOCK_FILE
+from vit.system.files import WeightsError
 from vit.weights.files import read_weights
-from vit.weights.formats import WeightsError
 
 ROWS = rows("Asking a run")
 REPLAY = "launch/replay.py"

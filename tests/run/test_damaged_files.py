@@ -21,8 +21,9 @@ from vit.run.checkpoint_info import SEAL
 from vit.run.folder import RunLock, weights_file
 from vit.run.state import RunState
 from vit.run_store.store import RunStore
+from vit.system.files import WeightsError
 from vit.weights.files import LoadedWeights, read_weights
-from vit.weights.formats import WeightsError, read_content
+from vit.weights.formats import read_content
 from vit.weights.save import save_weights
 
 BEFORE, NEWEST = 3, 6

@@ -10,9 +10,9 @@ import boto3
 import pytest
 
 from vit.data.storage.object_store import ObjectStore
-from vit.data.storage.retry import RetryPolicy
 from vit.run_store.lease import LEASE_FILE, Lease
 from vit.run_store.parts import join_parts, part_name, read_record
+from vit.system.retry import RetryPolicy
 
 
 def store_of(url: str) -> ObjectStore:

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from vit.data.storage.object_store import ObjectStore
-from vit.data.storage.retry import RetryPolicy
 from vit.run_store.lease import LEASE_FILE, Lease, LeaseLost
+from vit.system.retry import RetryPolicy
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 from servers import WebServer
 
 from vit.data.storage.http import WebFile
-from vit.data.storage.retry import RetryPolicy
 from vit.system import redact, urls
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 SIGNED = "https://bucket.s3.amazonaws.com/p/train-{0..9}.tar?X-Amz-Credential=AKIA%2F20260101&X-Amz-Signature=0a1b2c3d4e5f"
 

@@ -13,9 +13,10 @@ from safetensors.torch import save_file
 from torchvision.models._meta import _IMAGENET_CATEGORIES
 
 from vit.model import create_model
+from vit.system.files import WeightsError
 from vit.weights.class_names import imagenet_names, select_classes
 from vit.weights.files import LoadedWeights, load_weights, read_weights
-from vit.weights.formats import WeightsError, read_content
+from vit.weights.formats import read_content
 
 NAMES = ["ant", "bee", "cat", "dog", "elk"]
 

@@ -23,12 +23,11 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification
 from vit.config.io import from_dict
 from vit.data.decode.views import decode_center
 from vit.model import create_model
-from vit.system.files import sha256_of
+from vit.system.files import WeightsError, sha256_of
 from vit.trained import load
 from vit.weights.card import Origin, opening_code
 from vit.weights.export import export, read_subject
 from vit.weights.files import load_weights, read_weights
-from vit.weights.formats import WeightsError
 from vit.weights.programs import LACKS, PROGRAMS, Subject, lacking
 from vit.weights.published import with_published_config
 from vit.weights.view import View

@@ -17,9 +17,9 @@ from vit.layers.posemb import resample_posemb
 from vit.model import VisionTransformer, create_model
 from vit.one_reader import load_initial_weights
 from vit.ranks.distributed import World
+from vit.system.files import WeightsError
 from vit.weights.class_names import class_mismatch
 from vit.weights.files import LoadedWeights, load_weights, read_weights
-from vit.weights.formats import WeightsError
 from vit.weights.layouts import LAYOUTS, from_ours
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}

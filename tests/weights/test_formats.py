@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from vit.model import VisionTransformer
+from vit.system.files import WeightsError
 from vit.weights.files import load_weights, read_weights
-from vit.weights.formats import WeightsError, read_content
+from vit.weights.formats import read_content
 from vit.weights.save import save_weights
 
 TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}

@@ -18,8 +18,8 @@ from torchvision.models.vision_transformer import VisionTransformer as Torchvisi
 from transformers import ViTConfig, ViTForImageClassification, ViTMAEConfig, ViTMAEForPreTraining
 
 from vit.model import create_model
+from vit.system.files import WeightsError
 from vit.weights.files import load_weights, read_weights
-from vit.weights.formats import WeightsError
 from vit.weights.layouts import LAYOUTS, from_ours, layout_of, to_ours
 
 TINY = {"embed_dim": 48, "depth": 2, "num_heads": 3}

@@ -32,16 +32,12 @@ from vit.run_store.place import try_store
 from vit.system.meter import Meter
 from vit.system.urls import is_url
 
-LIMIT_S = 60.0
-"""Of a part, by default."""
-JOIN_TIMES = 3.0
-"""So many limits for the ranks to meet: a host may import torch from a slow disk."""
 STEP_TIMES = 3.0
 """So many limits for the first steps: the model is compiled there."""
 
 
 def check(
-    config: Config, world: World, allow_change: Iterable[str] = (), limit_s: float = LIMIT_S
+    config: Config, world: World, allow_change: Iterable[str] = (), limit_s: float = 60.0
 ) -> None:
     """Try all that the run of `config` needs, and print a table; leave nothing behind.
 

@@ -20,15 +20,14 @@ from typing import Any
 from vit.check.collectives import rate_text
 from vit.check.findings import Finding, Verdict, few
 from vit.config.schema import Config
-from vit.data.batches import TrainBatches
 from vit.data.part import parse_name
 from vit.data.shards.data_set import check_shards
-from vit.data.storage.retry import RetryPolicy
 from vit.ranks.distributed import World
 from vit.run.folder import CHECKPOINTS, is_in_use
 from vit.system.files import ShardError, flush, locked_folder, remove_leftovers
 from vit.system.host import file_system, is_shared
 from vit.system.meter import digits
+from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READ_S = 2.0
@@ -93,7 +92,7 @@ def read_rate(batches: Any, first: int, num_batches: int, world: World) -> list[
     one, compared with their checksums. Of a cache what is not in it yet is fetched. Raises
     ShardError for what cannot be read.
     """
-    if not world.is_local_main or not isinstance(batches, TrainBatches):
+    if not world.is_local_main or not batches.exact:
         return None
     split = batches.split
     positions = range(first, min(first + READ_BATCHES, num_batches))

@@ -29,6 +29,7 @@ from vit.data.loader import Loader
 from vit.estimate.fitting import naming_what_fits
 from vit.evaluate import create_evaluators
 from vit.freeze import create_trained_model
+from vit.layers.parts import grid_size
 from vit.measure.step import peak_bytes as measured_peak_bytes
 from vit.measure.step import release_memory, reset_peak
 from vit.model_summary import count_parameters
@@ -48,7 +49,6 @@ from vit.step import TrainStep
 from vit.system.host import free_memory_bytes
 from vit.system.meter import digits
 from vit.system.urls import is_url
-from vit.weights.files import grid_size
 
 STEPS = 3
 """The first one compiles and waits for workers; the last one shows how long a step is."""

@@ -4,7 +4,7 @@
            samples chosen by the config, several sources   select.choose, sources.Sources
 2. Order   batch position -> sample numbers of its rows    order.Order.rows_and_copies
 3. Read    sample number -> encoded bytes                  shards.split.Split.read
-           from a folder, a server, or a local cache       storage.local_tars, storage.cached_tars
+           from a folder, a server, or a local cache       shards.local_tars, storage.cached_tars
 4. Draw    (seed, epoch, sample) -> crop, table row        augment.draw.draw_crops, draw_table
 5. Decode  bytes, crop -> uint8 pixels of the view         decode.views.decode_views
 6. Batch   rows of one batch, in shared memory             batches.TrainBatches.fill, slots.Slots

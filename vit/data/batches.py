@@ -37,6 +37,8 @@ ALIGNMENT = 64
 """Bytes to which the tensors of a batch are aligned in memory: a cache line."""
 TENSORS = ("images", "labels", "weights", "table", "ids")
 """The fields of `Batch` that have a row for each sample."""
+NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
+"""What is told of batches for which `exact` is false."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,9 @@ class Batches(ABC):
     """Of the largest batch."""
     row_unit = 1
     """Parts of a batch begin at multiples of it."""
-    repeatable = True
-    """Whether any process that makes the same rows again gets the same content."""
+    exact = True
+    """Whether the order says what is in a batch: whichever process makes its rows again gets the
+    same content."""
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
         """Open what workers inherit, before they start: `num_processes` of them on this host."""

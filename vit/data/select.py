@@ -28,8 +28,6 @@ from vit.data.row_filter import RowFilter
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.tar import idx_name
-from vit.data.storage.cached_tars import CachedTars
-from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 
 CHUNK_ROWS = 1 << 20
@@ -234,14 +232,14 @@ def _idx_names(split: Split) -> Iterator[str]:
         names = list(_idx_names(split.whole))
         yield from (names[number] for number in split.numbers)
         return
-    folder = split.tars.folder if isinstance(split.tars, CachedTars) else None
+    store = None if isinstance(split.root, Path) else split.tars.store
     firsts = first_samples(split.lengths)
     for filename, (first, stop) in zip(split.filenames, pairwise(firsts), strict=True):
         name = filename.removesuffix(".tar") + ".idx"
         try:
-            if isinstance(folder, RemoteFolder) and not isinstance(split.root, Path):
-                version = folder.stat(name)
-                content = folder.read(name, 0, version.size, version)
+            if store is not None:
+                version = store.stat(name)
+                content = store.read(name, 0, version.size, version)
             else:
                 content = (Path(split.root) / name).read_bytes()
             lines = content.decode("utf-8", "surrogateescape").splitlines()[1:]

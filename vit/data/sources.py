@@ -32,7 +32,7 @@ class TrainSet(NamedTuple):
     """The samples of a training."""
 
     split: Any
-    """`Split`, `Sources` or `vit.data.stream.Stream`."""
+    """`Split` or `Sources`; of another reader what it has in their place."""
     num_draws: int
     """Images in an epoch, including those that fill no batch."""
     shares: tuple[Share, ...] = ()

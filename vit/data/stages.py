@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from enum import IntEnum
 from pathlib import Path
 
-from vit.data.storage.retry import num_progress, num_retries
+from vit.system.retry import num_progress, num_retries
 
 STATUS_BYTES = 256
 """Size of a process's status: 32 numbers of 8 bytes."""

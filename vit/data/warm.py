@@ -30,11 +30,11 @@ from vit.data.part import parse_name
 from vit.data.shards.data_set import open_split
 from vit.data.storage.block_cache import Fetched
 from vit.data.storage.cached_tars import CacheBlock, CachedTars
-from vit.data.storage.retry import RetryPolicy
 from vit.system.command_line import Parser
 from vit.system.files import ShardError
 from vit.system.meter import Meter
 from vit.system.redact import guard_console, shown
+from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 NUM_THREADS = 16

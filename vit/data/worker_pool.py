@@ -265,7 +265,7 @@ class WorkerPool:
         else:
             return
         remedy = "look for what stops it: a dead mount, a debugger, a suspended job"
-        if not self._batches.repeatable:
+        if not self._batches.exact:
             raise WorkerError(f"{problem}; {remedy}")
         if hung & self._hung:
             raise WorkerError(f"{problem}, where another worker hung before; {remedy}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.layers.attention_logits import attention_modules, catching, logits_of
-from vit.weights.files import grid_size
+from vit.layers.parts import grid_size
 
 
 def check_rollout(model: nn.Module) -> tuple[int, int]:

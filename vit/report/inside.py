@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vit.layers.parts import grid_size
 from vit.report import inside_plots
 from vit.report.attention import (
     attention_distance,
@@ -25,7 +26,6 @@ from vit.report.attention import (
 )
 from vit.report.components import filter_components, token_colors, token_features
 from vit.report.model_plots import plot_position_similarity
-from vit.weights.files import grid_size
 
 Normalize = Callable[[Tensor], Tensor]
 """(B, C, H, W) uint8 on the host -> inputs on the model's device."""

@@ -29,7 +29,8 @@ from vit.open_data import choose_num_classes, open_split, open_train_set
 from vit.plan import create_order
 from vit.report.confusion import confusion_matrix
 from vit.run.folder import CONFIG_FILE, PREDICTIONS_FILE
-from vit.weights.files import LoadedWeights, WeightsError, find_weights, load_weights, read_weights
+from vit.system.files import WeightsError
+from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
 """A matrix of 200 MB; the 21,841 classes of ImageNet-21k would take 3.8 GB."""

@@ -54,8 +54,7 @@ from vit.run.folder import (
 )
 from vit.run.state import RunState
 from vit.step import TrainStep
-from vit.system.files import flush, remove_leftovers, replacing
-from vit.weights.files import WeightsError
+from vit.system.files import WeightsError, flush, remove_leftovers, replacing
 from vit.weights.save import save_weights
 
 FORMAT_VERSION = 1

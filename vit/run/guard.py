@@ -31,8 +31,7 @@ import numpy as np
 import torch
 
 from vit.config.schema import Config
-from vit.data.batches import TrainBatches
-from vit.data.stream import StreamBatches
+from vit.data.batches import AugmentedBatches
 from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import CHECKPOINTS
@@ -119,7 +118,7 @@ class Guard:
         state: RunState,
         world: World,
         record: Record,
-        batches: TrainBatches | StreamBatches | None = None,
+        batches: AugmentedBatches | None = None,
     ):
         """batches: what is trained on; its samples are named if they are known."""
         self._settings = config.guard
@@ -129,7 +128,7 @@ class Guard:
         self._state = state
         self._world = world
         self._record = record
-        self._batches = batches if isinstance(batches, TrainBatches) else None
+        self._batches = batches if batches is not None and batches.exact else None
 
     def limits(self, step: int) -> Limits | None:
         """Return the limits of `step`, None where there are none."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import torch
 
-from vit.data.batches import Batch, TrainBatches
+from vit.data.batches import Batch
 from vit.data.order import Order, sample_checksum
 from vit.plan import Plan
 from vit.ranks.distributed import World
@@ -99,7 +99,7 @@ class OrderHook(Hook):
 
     def begin(self, run: Run) -> None:
         """See `Hook`."""
-        order = run.batches.order if isinstance(run.batches, TrainBatches) else None
+        order = run.batches.order if run.batches.exact else None
         self._check = OrderCheck(run.world, order, run.plan, run.record, run.state)
 
     def queued(self, batch: Batch) -> None:

@@ -18,13 +18,10 @@ import numpy as np
 import torch
 
 from vit.config.schema import Config, DataConfig
-from vit.data.batches import EvalBatches, TrainBatches
+from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.decode import native
 from vit.data.decode.images import decoder_name
 from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
-from vit.data.storage.cached_tars import FETCH_BYTES, CachedTars, fetch_threads_per_process
-from vit.data.storage.local_tars import LocalTars
-from vit.data.stream import StreamBatches
 from vit.freeze import create_trained_model
 from vit.optim.optimizer import state_bytes
 from vit.plan import Plan
@@ -69,7 +66,7 @@ def preflight(
     data: DataConfig,
     world: World,
     plan: Plan,
-    train: TrainBatches | StreamBatches,
+    train: AugmentedBatches,
     evals: Sequence[EvalBatches],
     root: Path = Path("/"),
     *,
@@ -114,9 +111,7 @@ def preflight(
     shm = Path("/dev/shm")
     evaluated = [each.split for each in evals]
     index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
-    local = [
-        split for split in (*train.split.splits, *evaluated) if isinstance(split.tars, LocalTars)
-    ]
+    local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
     # A reader leaves half of the limit to others.
     wanted_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
@@ -144,9 +139,7 @@ def preflight(
     return Preflight((*lines, *(f"note: {note}" for note in notes)), numbers)
 
 
-def _data_line(
-    train: TrainBatches | StreamBatches, evals: Sequence[EvalBatches], index_bytes: int
-) -> str:
+def _data_line(train: AugmentedBatches, evals: Sequence[EvalBatches], index_bytes: int) -> str:
     splits = [each.split for each in evals]
     further = f" ({len(splits)} splits)" if len(splits) > 1 else ""
     return (
@@ -160,7 +153,7 @@ def _data_line(
 def _notes(
     data: DataConfig,
     world: World,
-    train: TrainBatches | StreamBatches,
+    train: AugmentedBatches,
     numbers: dict[str, Any],
     wanted_files: int,
 ) -> Iterator[str]:
@@ -203,11 +196,10 @@ def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
     return plan_ring(*counts, EVAL_READY_BATCHES)
 
 
-def _worker_bytes(batches: TrainBatches | StreamBatches | EvalBatches, num_processes: int) -> int:
+def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -> int:
     """Return the memory of one of `num_processes` loader processes of this host."""
-    if not isinstance(getattr(batches.split, "tars", None), CachedTars):
-        return WORKER_BYTES
-    return WORKER_BYTES + fetch_threads_per_process(num_processes) * FETCH_BYTES
+    cached = getattr(getattr(batches.split, "tars", None), "cached", None)
+    return WORKER_BYTES + (0 if cached is None else cached.process_bytes(num_processes))
 
 
 # --- disk -----------------------------------------------------------------------------------------
@@ -301,12 +293,12 @@ def size_text(num_bytes: int) -> str:
 # --- the cache of remote shards -------------------------------------------------------------------
 
 
-def filling_notes(batches: TrainBatches | StreamBatches, step: int, plan: Plan) -> Iterator[str]:
+def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[str]:
     """Yield a line on what the first batches fetch, if it is much.
 
     After a resume on another host, for example, all windows of the order have to be fetched.
     """
-    if not isinstance(batches, TrainBatches):
+    if not batches.exact:
         return
     last = min(step + batches.split.read_ahead_batches, plan.total_steps)
     if step >= last:
@@ -317,9 +309,9 @@ def filling_notes(batches: TrainBatches | StreamBatches, step: int, plan: Plan) 
     folder = None
     wanted_bytes = missing_bytes = 0
     for split, own in batches.split.divided(np.unique(np.concatenate(samples))):
-        if isinstance(split.tars, CachedTars):
-            folder = split.tars.cache.folder
-            wanted, missing = split.tars.wanted_bytes(own)
+        if (cached := split.tars.cached) is not None:
+            folder = cached.cache.folder
+            wanted, missing = cached.wanted_bytes(own)
             wanted_bytes += wanted
             missing_bytes += missing
     if missing_bytes >= MISSING_BYTES:
@@ -330,7 +322,7 @@ def filling_notes(batches: TrainBatches | StreamBatches, step: int, plan: Plan) 
         )
 
 
-def _cache_notes(train: TrainBatches | StreamBatches, ranks: int) -> Iterator[str]:
+def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
     """Yield a note if the cache does not hold what the order reads from at a time.
 
     Blocks of remote shards are then fetched again and again.
@@ -339,8 +331,8 @@ def _cache_notes(train: TrainBatches | StreamBatches, ranks: int) -> Iterator[st
     wanted_bytes = 0
     cached = None
     for split in train.split.splits:
-        if isinstance(split.tars, CachedTars):
-            cached = split.tars
+        if split.tars.cached is not None:
+            cached = split.tars.cached
             blocks = order.blocks_at_a_time(
                 ranks * train.layout.num_rows, cached.read_ahead_batches
             )

@@ -36,9 +36,8 @@ from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
-from vit.weights.formats import HUB_FILES
 from vit.weights.programs import Subject, timm_config
-from vit.weights.save import cannot_write, save_weights
+from vit.weights.save import HUB_FILES, cannot_write, save_weights
 
 
 class SavedBeside(Protocol):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vit.config.schema import Config
-from vit.data.batches import TrainBatches
+from vit.data.batches import NOT_EXACT, AugmentedBatches
 from vit.data.shuffle_quality import ShuffleQuality
-from vit.data.stream import NOT_EXACT, StreamBatches
 from vit.layers.drop_path import num_kept
 from vit.model_summary import count_parameters, flops_per_image
 from vit.plan import Plan
@@ -25,7 +24,7 @@ def start_lines(
     config: Config,
     plan: Plan,
     train_step: TrainStep,
-    batches: TrainBatches | StreamBatches,
+    batches: AugmentedBatches,
     shuffle: ShuffleQuality | None,
     state: RunState,
 ) -> Iterator[str]:

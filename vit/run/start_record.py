@@ -13,7 +13,6 @@ from pathlib import Path
 
 from vit.config import io as config_io
 from vit.config.schema import Config
-from vit.data.batches import TrainBatches
 from vit.data.order import rows_sha256
 from vit.data.overlap import count_equal
 from vit.data.shuffle_quality import measure_shuffle
@@ -71,7 +70,7 @@ def start_record(
 
     shuffle = None
     trained_on = {}
-    if isinstance(data.batches, TrainBatches):
+    if data.batches.exact:
         labels = data.batches.split.index["label"]
         shuffle = measure_shuffle(data.batches.order, labels)
         # By which `vit.report.replay` knows that it shows the same.
@@ -86,7 +85,7 @@ def start_record(
         device=str(world.device),
         compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
         **made_by,
-        exact=isinstance(data.batches, TrainBatches),
+        exact=data.batches.exact,
         plan=asdict(data.plan),
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vit.data.storage.http import Version
+from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.run.checkpoint_info import read_info_file
 from vit.run.folder import CHECKPOINTS, INFO_FILE, METRICS_FILE

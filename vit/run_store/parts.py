@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vit.data.storage.http import Version
+from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.run.folder import METRICS_FILE
 

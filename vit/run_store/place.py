@@ -17,13 +17,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from vit.config.schema import RunConfig
-from vit.data.storage.block_cache import default_folder
-from vit.data.storage.http_request import on_the_web
 from vit.data.storage.object_store import ObjectStore
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
+from vit.system.host import default_folder
 from vit.system.redact import shown
-from vit.system.urls import bare, is_url, resolve
+from vit.system.retry import RetryPolicy
+from vit.system.urls import bare, is_url, on_the_web, resolve
 
 
 def store_at(url: str, patience_s: float, what: str = "run.dir=") -> ObjectStore:

@@ -19,7 +19,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vit.data.storage.http import Refused, Version
+from vit.data.shards.stores import Version
+from vit.data.storage.http import Refused
 from vit.data.storage.object_store import ObjectStore
 from vit.run.folder import CHECKPOINTS, INFO_FILE, METRICS_FILE, REPORT_FOLDER, weights_file
 from vit.run_store.copying import (

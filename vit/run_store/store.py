@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vit.config.schema import Config
-from vit.data.storage.http import Version
+from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.run.folder import (
     CHECKPOINTS,

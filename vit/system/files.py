@@ -29,6 +29,10 @@ class ShardError(ValueError):
     """A damaged or missing shard, index or `_info.json`: which, what was expected, what to do."""
 
 
+class WeightsError(ValueError):
+    """Weights that cannot be read, or do not fit the model."""
+
+
 def unreadable(path: Path, error: OSError) -> ShardError:
     """The error for a `path` that the system refuses to open."""
     return ShardError(

@@ -14,6 +14,8 @@ import resource
 from collections.abc import Iterator
 from pathlib import Path
 
+from vit.system.files import ShardError
+
 _SHARED = {
     "lustre",
     "gpfs",
@@ -200,3 +202,37 @@ def cpu_name(root: Path = Path("/")) -> str:
     except OSError:
         found = None
     return found[1].strip() if found else platform.machine()
+
+
+def _is_of_another(place: Path) -> bool:
+    return os.path.lexists(place) and place.lstat().st_uid != os.geteuid()
+
+
+def default_folder(root: Path = Path("/")) -> Path:
+    """Return a folder on a disk of this machine.
+
+    In SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk; else `vit` in XDG_CACHE_HOME
+    or in ~/.cache. root: the folder that contains `proc`.
+    Raises ShardError if all of these are in memory or on network file systems.
+    """
+    places = [
+        Path(os.environ[name]) / f"vit-{os.getuid()}"
+        for name in ("SLURM_TMPDIR", "TMPDIR")
+        if os.environ.get(name)
+    ]
+    places.append(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vit")
+    refused = []
+    for place in places:
+        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+        if place.name == f"vit-{os.getuid()}" and _is_of_another(place):
+            refused.append(f"{place} (another user's)")  # a name that others can guess
+            continue
+        kind = file_system(existing, root)
+        if not is_shared(kind) and kind != "tmpfs":
+            return place
+        refused.append(f"{place} ({kind})")
+    raise ShardError(
+        "no folder on a disk of this machine is known for blocks of shards, only"
+        f" {', '.join(refused)}: name one with data.cache_dir, as /scratch or /local_disk of a"
+        " cluster's node"
+    )

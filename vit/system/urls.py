@@ -31,6 +31,19 @@ PIPE = "pipe:"
 log = logging.getLogger(__name__)
 
 
+def local_path(root: str | Path) -> Path | None:
+    """Return the folder that `root` names; None for a URL other than file://."""
+    scheme, is_url, path = str(root).partition("://")
+    if not is_url:
+        return Path(root)
+    return Path(path) if scheme in ("file", "local") else None
+
+
+def on_the_web(url: str) -> bool:
+    """Return whether `vit.data.storage.http` reads a URL."""
+    return url.startswith(("http://", "https://"))
+
+
 def unset_variables(text: str) -> list[str]:
     """The names of `${NAME}` in `text` that are not set in the environment, each once."""
     names = (

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from vit.system.files import WeightsError
 from vit.weights.files import LoadedWeights
-from vit.weights.formats import WeightsError, few
+from vit.weights.formats import few
 from vit.weights.transformers_config import class_names_in
 
 

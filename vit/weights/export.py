@@ -22,11 +22,18 @@ import torch
 from torch import Tensor
 
 from vit.config import io as config_io
+from vit.layers.parts import grid_size
 from vit.model import create_model
-from vit.system.files import flush, locked_folder, remove_leftovers, sha256_of, write_json
+from vit.system.files import (
+    WeightsError,
+    flush,
+    locked_folder,
+    remove_leftovers,
+    sha256_of,
+    write_json,
+)
 from vit.weights.card import Origin, model_card
-from vit.weights.files import LoadedWeights, grid_size, load_weights, read_weights
-from vit.weights.formats import WeightsError
+from vit.weights.files import LoadedWeights, load_weights, read_weights
 from vit.weights.layouts import LAYOUTS, from_ours, to_ours
 from vit.weights.programs import PROGRAMS, Subject, huggingface_configs, lacking, timm_config
 from vit.weights.published import with_published_config

@@ -26,12 +26,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vit.layers.parts import grid_size, head_prefixes
 from vit.run.checkpoint_info import DamagedCheckpoint, checked_info
 from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.run_store.reading import local_run
-from vit.weights.formats import HUB_FILES, PARTS_FILES, WeightsError, few, read_content, readable
+from vit.system.files import WeightsError
+from vit.weights.formats import PARTS_FILES, few, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
+from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
@@ -139,20 +142,6 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
         return []
     texts = [f"{name} {kind}" for name, kind in kinds.items()]
     return [f"{len(kinds)} are no floating-point numbers ({few(texts)}): save them as such"]
-
-
-def grid_size(model: nn.Module) -> tuple[int, int] | None:
-    """(h, w) of a model's patches, ours or timm's; None for a model without them."""
-    return getattr(model, "grid_size", None) or getattr(
-        getattr(model, "patch_embed", None), "grid_size", None
-    )
-
-
-def head_prefixes(model: nn.Module) -> tuple[str, ...]:
-    """How the names of head weights begin; a timm model states its own."""
-    classifier = (getattr(model, "pretrained_cfg", None) or {}).get("classifier") or "head"
-    names = (classifier,) if isinstance(classifier, str) else classifier
-    return tuple(f"{name}." for name in (*names, "head_dist", "pre_logits"))
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:

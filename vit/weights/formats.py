@@ -28,13 +28,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from vit.system.files import WeightsError
+from vit.weights.save import HUB_FILES
 from vit.weights.seal import SEAL, is_intact
 
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys under which training programs keep the weights (timm; DeiT and MAE). The first one wins: as
 in timm, the average."""
-HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of weights in a folder of the Hugging Face hub."""
 PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
 """Names of the index there of weights that lie in several files."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -49,10 +49,6 @@ OTHER_KINDS = {
     b"\x08": "perhaps ONNX, whose weights have no names to match: use what it was exported from",
 }
 """How files begin that people take for weights, and what they are."""
-
-
-class WeightsError(ValueError):
-    """Weights that cannot be read, or do not fit the model."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vit.layers.posemb import resample_posemb
-from vit.weights.formats import WeightsError
+from vit.system.files import WeightsError
 
 
 def fold_prefix_positions(

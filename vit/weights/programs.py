@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vit.config.schema import Config, ModelConfig
-from vit.layers.presets import PRESETS
-from vit.weights.published_models import SIZES
+from vit.layers.presets import PRESETS, SIZES
 from vit.weights.view import View
 
 PROGRAMS = ("timm", "torchvision", "huggingface", "onnx", "npz")

@@ -29,7 +29,7 @@ from typing import Any
 from vit.config import io as config_io
 from vit.system.spelling import did_you_mean
 from vit.weights.files import LoadedWeights, find_weights
-from vit.weights.formats import HUB_FILES, PARTS_FILES
+from vit.weights.formats import PARTS_FILES
 from vit.weights.layouts import family_of
 from vit.weights.published_models import (
     IMAGENET,
@@ -39,6 +39,7 @@ from vit.weights.published_models import (
     KnownModel,
     own_model,
 )
+from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import class_names_in, from_transformers
 
 SEVERAL_TAGS = ("vit_", "deit3_")

@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vit.layers.presets import SIZES
+
 Channels = tuple[float, float, float]
 IMAGENET: tuple[Channels, Channels] = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 HALF: tuple[Channels, Channels] = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
@@ -47,9 +49,6 @@ class KnownModel:
     """File names under which the authors distribute the weights."""
     head: str = "head"
     """Name of the layer whose weight has a row per class."""
-
-
-SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:

@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vit.system.files import flush, replacing
-from vit.weights.formats import WeightsError
+from vit.system.files import WeightsError, flush, replacing
 from vit.weights.seal import SEAL, UNSEALED, place_of_seal
 
 PIECE_BYTES = 2**24
 """Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
+HUB_FILES = ("model.safetensors", "pytorch_model.bin")
+"""Names of weights in a folder of the Hugging Face hub."""
 ALIGNMENT = 8
 """The data begin at a multiple of it, so that readers can map any type in place."""
 TYPES = {

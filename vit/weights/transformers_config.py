@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vit.weights.formats import WeightsError
+from vit.system.files import WeightsError
 from vit.weights.programs import NORM_EPS
 from vit.weights.published_models import HALF, KnownModel
 

@@ -19,10 +19,10 @@ import pytest
 from processes import REPOSITORY, environment
 
 from vit.data.storage import block_cache, file_lock
-from vit.data.storage.block_cache import GIB, BlockCache, Fetched, default_folder
+from vit.data.storage.block_cache import GIB, BlockCache, Fetched
 from vit.data.storage.file_lock import locked_part
 from vit.system.files import ShardError
-from vit.system.host import file_system, is_shared
+from vit.system.host import default_folder, file_system, is_shared
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -18,10 +18,11 @@ from pathlib import Path
 import pytest
 from servers import WebServer
 
+from vit.data.shards.stores import Version
 from vit.data.storage import http, http_request
-from vit.data.storage.http import Refused, Version, WebFile, WebFolder
-from vit.data.storage.retry import NUM_REFUSALS, RetryPolicy
+from vit.data.storage.http import Refused, WebFile, WebFolder
 from vit.system.files import ShardError
+from vit.system.retry import NUM_REFUSALS, RetryPolicy
 
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)

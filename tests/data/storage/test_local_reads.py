@@ -26,9 +26,10 @@ from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
+from vit.data.shards.local_tars import LocalTars
 from vit.data.storage import cached_tars
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, preloads a library")
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
@@ -137,7 +138,7 @@ def run(
 
 READ_ALL = """
     import hashlib, sys
-    from vit.data.storage.retry import RetryPolicy, num_retries
+    from vit.system.retry import RetryPolicy, num_retries
     from vit.data.shards.data_set import open_split
     split = open_split(sys.argv[1], "train", retry=RetryPolicy(float(sys.argv[2]), 0.1))
     print(hashlib.sha256(b"".join(split.read(i) for i in range(60))).hexdigest(), num_retries())
@@ -250,6 +251,7 @@ def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
     split = open_split(shards, "train")
     resource.setrlimit(resource.RLIMIT_NOFILE, (4, before[1]))
     try:
+        assert isinstance(split.tars, LocalTars)
         assert split.tars._max_open() == 2
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -27,8 +27,8 @@ from vit.data.batches import EvalBatches
 from vit.data.loader import Loader
 from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars, remote
-from vit.data.storage.retry import RetryPolicy
 from vit.ranks.distributed import AlreadyReported
+from vit.system.retry import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -197,4 +197,5 @@ def test_what_was_asked_for_long_ago_is_forgotten(url, cache, monkeypatch):
     split = open_split(url, "train", cache)
     for block in range(15):
         split.prefetch(np.arange(4 * block, 4 * block + 4))
+    assert isinstance(split.tars, cached_tars.CachedTars)
     assert len(split.tars._asked_at_s) <= 4

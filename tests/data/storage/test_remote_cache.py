@@ -24,8 +24,8 @@ from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB, BlockCache, Fetched
 from vit.data.storage.file_lock import locked_part
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -168,6 +168,7 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(
         assert all(split.read(i) for i in range(len(split)))
         ranges = [wanted.removeprefix("bytes=").split("-") for _, wanted in parts_asked(web)]
         fetched = sum(int(last) + 1 - int(first) for first, last in ranges)
+        assert isinstance(split.tars, cached_tars.CachedTars)
         assert fetched < 1.5 * split.tars.stored_bytes, (
             "a block that cannot be kept is not fetched for each of its samples"
         )

@@ -21,8 +21,8 @@ from vit.data import stages
 from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars, http, remote
 from vit.data.storage.block_cache import BlockCache
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 
 @pytest.fixture(autouse=True)
@@ -227,6 +227,7 @@ def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, 
     split = open_split(url, "train", cache)
     monkeypatch.setattr(split.tars, "most_threads", 1)
     web.delay_s = 0.05
+    assert isinstance(split.tars, cached_tars.CachedTars)
     blocks = [block.name for block in split.tars.blocks([0])]
     web.requests.clear()
     split.prefetch(np.arange(split.tars.firsts[1]))

@@ -14,8 +14,8 @@ from servers import WebServer
 
 from data_prep.errors import PrepError
 from data_prep.read.download import WebShards, download
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 DATA = random.Random(0).randbytes(3_000_000)
 MD5 = hashlib.md5(DATA).hexdigest()

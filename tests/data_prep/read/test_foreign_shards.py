@@ -26,7 +26,7 @@ from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import scan_tar
-from vit.data.stream import StreamBatches, open_stream
+from vit.extras.stream.batches import StreamBatches, open_stream
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")

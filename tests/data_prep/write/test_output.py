@@ -13,8 +13,8 @@ from servers import S3Server, cable, forget_clients
 
 from data_prep.errors import PrepError
 from data_prep.write.output import Output, temporary_folder
-from vit.data.storage.retry import RetryPolicy, num_retries
 from vit.system.files import ShardError, locked_folder
+from vit.system.retry import RetryPolicy, num_retries
 
 
 @pytest.fixture(scope="module")

@@ -40,16 +40,21 @@ from vit.data.shards.index_file import (
     save_index,
 )
 from vit.data.shards.info_file import SplitInfo, check_info, describe_split, read_info
+from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout, recorded_layout
 from vit.data.shards.split import Split
-from vit.data.storage.block_cache import BlockCache
-from vit.data.storage.cached_tars import CachedTars, MountedFolder
-from vit.data.storage.http import Version
-from vit.data.storage.local_tars import LocalTars
-from vit.data.storage.remote import RemoteFolder, local_path
-from vit.data.storage.retry import RetryPolicy
+from vit.data.shards.stores import (
+    Cache,
+    Store,
+    Tars,
+    Version,
+    open_cache,
+    open_cached_tars,
+    open_store,
+)
 from vit.system.files import ShardError, sha256_of
-from vit.system.urls import bare
+from vit.system.retry import RetryPolicy
+from vit.system.urls import bare, local_path
 
 UNCHECKED = (
     "of an earlier version, without checksums of images: they are not compared; `python -m"
@@ -89,24 +94,23 @@ def open_split(
     home, shown, info, described, folder = _find(root, split, retry)
     filenames = described.filenames
     found: list[Version] = []
-    if isinstance(folder, RemoteFolder) or cache_dir is not None or not is_checked:
+    if not isinstance(folder, Path) or cache_dir is not None or not is_checked:
         found = _check_shards(folder, described, versions)
 
     # 2. The index, rebuilt if the shards of a folder do not match it, and how the shards are read.
     layout = recorded_layout(info, home and home / filenames[0])
     firsts = first_samples(described.lengths)
-    tars: LocalTars | CachedTars
-    if isinstance(folder, RemoteFolder):
-        cache = BlockCache(cache_dir, cache_gib)
-        index = _remote_index(folder, home, split, described, found, cache, is_checked)
-        tars = CachedTars(folder, filenames, found, index, firsts, cache)
-    else:
+    tars: Tars
+    if isinstance(folder, Path):
         index = _local_index(folder, split, described, found, layout, is_checked)
         tars = LocalTars(folder, filenames, retry)
         if cache_dir is not None:
-            cache = BlockCache(cache_dir, cache_gib)
-            mounted = MountedFolder(folder, filenames, retry)
-            tars = CachedTars(mounted, filenames, found, index, firsts, cache)
+            cache = open_cache(cache_dir, cache_gib, "data.cache_dir")
+            tars = open_cached_tars(folder, filenames, found, index, firsts, cache, retry)
+    else:
+        cache = open_cache(cache_dir, cache_gib, shown)
+        index = _remote_index(folder, home, split, described, found, cache, is_checked)
+        tars = open_cached_tars(folder, filenames, found, index, firsts, cache, retry)
 
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
@@ -138,7 +142,7 @@ class _Found(NamedTuple):
     """`home`, or the URL without any login."""
     info: dict[str, Any]
     described: SplitInfo
-    folder: Path | RemoteFolder
+    folder: Path | Store
     """Where the shards are."""
 
 
@@ -151,7 +155,7 @@ def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Found:
         info = read_info(home)
     elif url.partition("://")[2]:
         shown = bare(url)
-        info = check_info(RemoteFolder(url, retry).read_info(), shown)
+        info = check_info(open_store(url, retry).read_info(), shown)
     else:
         raise ShardError(
             f"{root}: no host in this address; expected https://host/folder or s3://bucket/folder"
@@ -161,7 +165,7 @@ def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Found:
     is_local = home is not None and (
         not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
     )
-    folder = Path(shown) if is_local else RemoteFolder(shards_url, retry)
+    folder = Path(shown) if is_local else open_store(shards_url, retry)
     return _Found(home, shown, info, described, folder)
 
 
@@ -193,16 +197,16 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
 
 
 def _check_shards(
-    folder: Path | RemoteFolder, described: SplitInfo, known: Sequence[Sequence[Any]] | None
+    folder: Path | Store, described: SplitInfo, known: Sequence[Sequence[Any]] | None
 ) -> list[Version]:
     """Return the version of each shard. Raises ShardError listing all that do not match."""
     found: list[Version | str]
     if known is not None and len(known) == len(described.filenames):
         found = [Version(*version) for version in known]
-    elif isinstance(folder, RemoteFolder):
-        found = folder.stats(described.filenames)
-    else:
+    elif isinstance(folder, Path):
         found = [_local_version(folder / name) for name in described.filenames]
+    else:
+        found = folder.stats(described.filenames)
     versions = []
     problems = []
     for name, version, expected in zip(described.filenames, found, described.sizes, strict=True):
@@ -317,12 +321,12 @@ def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Seq
 
 
 def _remote_index(
-    folder: RemoteFolder,
+    folder: Store,
     home: Path | None,
     split: str,
     described: SplitInfo,
     versions: Sequence[Version],
-    cache: BlockCache,
+    cache: Cache,
     is_checked: bool,
 ) -> np.ndarray:
     """Open the index of shards at a URL: in `home`, or else at the URL. Raises ShardError."""

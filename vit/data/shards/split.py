@@ -24,13 +24,11 @@ from vit.data.shards.index_file import (
     open_index,
     unmapped,
 )
+from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout
+from vit.data.shards.stores import Tars, Version
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, walk
-from vit.data.storage.cached_tars import CachedTars
-from vit.data.storage.http import Version
-from vit.data.storage.local_tars import LocalTars
-from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 
 FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
@@ -54,7 +52,7 @@ class Split:
         index: Any,
         num_classes: int,
         class_names: list[str],
-        tars: LocalTars | CachedTars | None = None,
+        tars: Tars | None = None,
         layout: SampleLayout = DEFAULT_LAYOUT,
         apply_exif: bool = False,
     ):
@@ -73,7 +71,7 @@ class Split:
         self.num_samples = len(index)
         self.num_classes = num_classes
         self.class_names = class_names
-        self.tars = tars or LocalTars(Path(root), filenames)
+        self.tars: Tars = tars or LocalTars(Path(root), filenames)
         self.apply_exif = apply_exif
         self._layout = layout
         self._firsts = first_samples(lengths)
@@ -173,9 +171,8 @@ class Split:
     @property
     def versions(self) -> list[Version] | None:
         """The server's version of each shard at a URL; None for a folder, which each host sees."""
-        if isinstance(self.tars, CachedTars) and isinstance(self.tars.folder, RemoteFolder):
-            return self.tars.versions
-        return None
+        cached = self.tars.cached
+        return None if cached is None or cached.store is None else cached.versions
 
     @property
     def read_ahead_batches(self) -> int:
@@ -184,12 +181,7 @@ class Split:
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
         """Read or fetch these (n,) samples in the background, as they will be needed soon."""
-        if isinstance(self.tars, CachedTars):
-            self.tars.prefetch(samples)
-        else:
-            rows = self.index[samples]
-            shards = np.searchsorted(self._firsts, samples, side="right") - 1
-            self.tars.prefetch(shards.tolist(), rows["offset"].tolist(), rows["size"].tolist())
+        self.tars.prefetch(samples, self.index, self._firsts)
 
     def key(self, i: int) -> str:
         """Return the key of sample `i`, read from the tar headers after the image before.

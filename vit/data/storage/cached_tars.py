@@ -28,15 +28,14 @@ from numpy.typing import NDArray
 from vit.data import stages
 from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.shards.index_file import has_checksums, open_index, unmapped
+from vit.data.shards.local_tars import LocalTars
+from vit.data.shards.stores import Store, Version
 from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
 from vit.data.stages import Stage
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.data.storage.file_lock import is_waited_for
-from vit.data.storage.http import Version
-from vit.data.storage.local_tars import LocalTars
-from vit.data.storage.remote import RemoteFolder
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 BLOCK_BYTES = 8 << 20
 """Target size. Smaller blocks pay the network's latency more often; larger ones delay the first
@@ -103,6 +102,20 @@ def fetch_threads_per_process(num_processes: int) -> int:
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
+def open_cached(
+    folder: Store | Path,
+    filenames: list[str],
+    versions: list[Version],
+    index: np.ndarray,
+    firsts: list[int],
+    cache: BlockCache,
+    retry: RetryPolicy | None,
+) -> CachedTars:
+    """Return what reads shards at a URL, or in a mounted folder, through `cache`."""
+    place = MountedFolder(folder, filenames, retry) if isinstance(folder, Path) else folder
+    return CachedTars(place, filenames, versions, index, firsts, cache)
+
+
 class CachedTars:
     """The shards of a split behind a cache. Threads, forks and pickling as for `Split`.
 
@@ -114,7 +127,7 @@ class CachedTars:
 
     def __init__(
         self,
-        folder: RemoteFolder | MountedFolder,
+        folder: Store | MountedFolder,
         filenames: list[str],
         versions: list[Version],
         index: np.ndarray | Path,
@@ -147,6 +160,16 @@ class CachedTars:
         index = unmapped(self.index)
         arguments = (self.folder, self.filenames, self.versions, index, self.firsts, self.cache)
         return CachedTars, arguments, {"most_threads": self.most_threads}
+
+    @property
+    def cached(self) -> CachedTars:
+        """These tars."""
+        return self
+
+    @property
+    def store(self) -> Store | None:
+        """Where shards at a URL are; None: they are in a mounted folder."""
+        return None if isinstance(self.folder, MountedFolder) else self.folder
 
     def where(self, shard: int) -> str:
         """Return the shard's URL or path."""
@@ -222,10 +245,14 @@ class CachedTars:
         """
         self.most_threads = fetch_threads_per_process(num_processes)
 
-    def prefetch(self, samples: NDArray[np.int64]) -> None:
+    def process_bytes(self, num_processes: int) -> int:
+        """Return the memory for fetching in each of `num_processes` processes of a host."""
+        return fetch_threads_per_process(num_processes) * FETCH_BYTES
+
+    def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
         """Fetch the blocks of these samples in the background, if the cache can store them.
 
-        An error is raised when the sample is read.
+        index, firsts: unused here. An error is raised when the sample is read.
         """
         if self.cache.refuses():
             return

@@ -1,7 +1,7 @@
 """Files on the web: a client whose transfers continue where a connection broke off.
 
 A `WebFile` requests a range of bytes and returns them in pieces as they come. If the connection
-ends, stalls or takes too long, it requests the rest on another one; `vit.data.storage.retry` says
+ends, stalls or takes too long, it requests the rest on another one; `vit.system.retry` says
 for how long. The first answer reveals the file's version (size, ETag); later answers must be of the
 same version. An answer is read to the byte that was requested and no further, so that the
 connection can be used again.
@@ -13,17 +13,17 @@ opens its own connections.
 from __future__ import annotations
 
 import errno
-import hashlib
 import io
 import re
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from vit.data.shards.stores import Version
 from vit.data.storage.http_request import get, reason_of
-from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.files import ShardError
 from vit.system.redact import shown
+from vit.system.retry import RetryableError, RetryPolicy, note_progress
 from vit.system.urls import address, login_hint
 
 PIECE_BYTES = 1 << 20
@@ -42,20 +42,6 @@ supported"."""
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 """Values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
-
-
-class Version(NamedTuple):
-    """Size of a file in bytes, -1 if unknown, and a tag that differs from version to version."""
-
-    size: int
-    tag: str
-
-    def digest(self) -> str:
-        """Return a short hash, for file names."""
-        return hashlib.sha256(f"{self.size} {self.tag}".encode()).hexdigest()[:12]
-
-    def __str__(self) -> str:
-        return f"{self.size} bytes" + (f" with the tag {self.tag}" if self.tag else "")
 
 
 class Refused(ShardError):

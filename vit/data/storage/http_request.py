@@ -10,10 +10,10 @@ import urllib.parse
 import urllib.request
 from typing import Any
 
-from vit.data.storage.retry import NUM_REFUSALS, RetryableError
 from vit.system.files import ShardError
 from vit.system.redact import shown
-from vit.system.urls import address, credentials
+from vit.system.retry import NUM_REFUSALS, RetryableError
+from vit.system.urls import address, credentials, on_the_web
 
 NUM_CONNECTIONS = 16
 """Kept open to a server by one process."""
@@ -21,11 +21,6 @@ MAX_REDIRECTS = 5
 NUM_CLOSED = 9
 """Attempts (some 70 s) at a port that has never answered: the server may be starting."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
-
-
-def on_the_web(url: str) -> bool:
-    """Return whether a URL is for this client."""
-    return url.startswith(("http://", "https://"))
 
 
 def get(

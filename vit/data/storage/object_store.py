@@ -1,7 +1,7 @@
 """Object stores and everything else that fsspec knows by URL: s3://, gs://, hf://, ftp://.
 
 Each call asks fsspec for its client, which fsspec keeps per process, and is repeated by
-`vit.data.storage.retry` while errors may pass. Errors that a user can correct name the place, the
+`vit.system.retry` while errors may pass. Errors that a user can correct name the place, the
 reason and the remedy. Files are transferred completely or not at all; a range of bytes comes with a
 check of the file's version.
 """
@@ -18,10 +18,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from vit.data.storage.http import ATTEMPT_S, Refused, Version, replaced
-from vit.data.storage.retry import RetryableError, RetryPolicy, note_progress
+from vit.data.shards.stores import Version
+from vit.data.storage.http import ATTEMPT_S, Refused, replaced
 from vit.system.files import FULL, ShardError, temporary_file
 from vit.system.redact import shown
+from vit.system.retry import RetryableError, RetryPolicy, note_progress
 
 SMALLEST_PIECE = 64 << 10
 """Bytes per request, after timeouts of larger ones."""

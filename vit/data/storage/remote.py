@@ -19,26 +19,19 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from vit.data.shards.stores import Version
 from vit.data.storage.block_cache import BlockCache, ends_with_checksum, with_checksum
 from vit.data.storage.file_lock import locked_part, write_all
-from vit.data.storage.http import Refused, Version, WebFolder
-from vit.data.storage.http_request import NUM_CONNECTIONS, on_the_web
+from vit.data.storage.http import Refused, WebFolder
+from vit.data.storage.http_request import NUM_CONNECTIONS
 from vit.data.storage.object_store import ObjectStore
-from vit.data.storage.retry import RetryPolicy
 from vit.system.files import ShardError, parse_json, temporary_file
-from vit.system.urls import bare
+from vit.system.retry import RetryPolicy
+from vit.system.urls import bare, on_the_web
 
 PIECE_BYTES = 8 << 20
 """Bytes per request for an entire file, which may be a large index."""
 log = logging.getLogger(__name__)
-
-
-def local_path(root: str | Path) -> Path | None:
-    """Return the folder that `root` names; None for a URL other than file://."""
-    scheme, is_url, path = str(root).partition("://")
-    if not is_url:
-        return Path(root)
-    return Path(path) if scheme in ("file", "local") else None
 
 
 class RemoteFolder:

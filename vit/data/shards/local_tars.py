@@ -18,10 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from vit.data import stages
 from vit.data.shards.tar_walk import TAR_BLOCK
 from vit.data.stages import Stage
-from vit.data.storage.retry import RetryableError, RetryPolicy
+from vit.system.retry import RetryableError, RetryPolicy
 
 NUM_OPENING = 16
 """Files opened at the same time."""
@@ -51,6 +54,8 @@ RETRYABLE_ERRNOS = {
 class LocalTars:
     """The shards of a split in a folder. Any number of threads; pickled without descriptors."""
 
+    cached = None
+    store = None
     read_ahead_batches = 0
     """`prefetch` right before reading suffices: the disk works while the first image is decoded."""
 
@@ -72,10 +77,13 @@ class LocalTars:
         """Open all shards, so that processes forked from now on share the descriptors."""
         self._open(range(len(self.filenames)))
 
-    def prefetch(self, shards: list[int], offsets: list[int], sizes: list[int]) -> None:
+    def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
         """Have the system read these images, with their tar headers, in the background."""
+        rows = index[samples]
+        shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()
         self._open(sorted(set(shards)))  # without workers nothing has prepared them
-        for shard, offset, size in zip(shards, offsets, sizes, strict=True):
+        places = zip(shards, rows["offset"].tolist(), rows["size"].tolist(), strict=True)
+        for shard, offset, size in places:
             if (fd := self._fds.get(shard)) is not None:
                 with suppress(OSError, AttributeError):  # macOS lacks it
                     os.posix_fadvise(

@@ -26,26 +26,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from vit.config.schema import AugmentConfig
+from vit.config.schema import AugmentConfig, Config, DataConfig
 from vit.data.batches import AugmentedBatches, Batch, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.hashing import fold, hash64
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, remedy
+from vit.data.shards.split import Split
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, unpacked, walk
+from vit.data.sources import TrainSet
 from vit.data.storage.http import PIECE_BYTES, WebFile
-from vit.data.storage.http_request import on_the_web
-from vit.data.storage.retry import RetryPolicy
+from vit.ranks.distributed import World
 from vit.system.files import ShardError
 from vit.system.redact import shown
-from vit.system.urls import expand_braces
+from vit.system.retry import RetryPolicy
+from vit.system.urls import expand_braces, on_the_web, resolve
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20
 """Limits of a worker's shuffle buffer: encoded samples, and their bytes."""
-NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,41 @@ def open_stream(
     return Stream(urls, num_samples, num_classes, class_names, layout, retry or RetryPolicy())
 
 
+def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) -> TrainSet:
+    """Return the stream of `data`; see `vit.open_data.choose_train_set`."""
+    assert data.stream is not None, "the config is checked"
+    assert data.num_samples is not None, "the config is checked"
+    names = val_split.class_names
+    layout = SampleLayout(
+        data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
+    )
+    stream = open_stream(
+        resolve(data.stream),
+        data.num_samples,
+        max(val_split.num_classes, num_classes or 0),
+        names,
+        layout,
+        RetryPolicy(data.patience_s),
+    )
+    return TrainSet(stream, data.num_samples)
+
+
+def create_batches(
+    config: Config, stream: Stream, order: Order, image_format: ImageFormat, world: World
+) -> StreamBatches:
+    """Return the batches of this rank; see `vit.open_data.create_train_batches`."""
+    return StreamBatches(
+        stream,
+        order,
+        config.augment,
+        image_format,
+        rank=world.rank,
+        world_size=world.size,
+        num_workers=config.data.num_workers,
+        on_bad_image=config.data.on_bad_image,
+    )
+
+
 class _Sample(NamedTuple):
     key: str
     number: int
@@ -108,7 +144,7 @@ class StreamBatches(AugmentedBatches):
     See `TrainBatches`.
     """
 
-    repeatable = False
+    exact = False
 
     def __init__(
         self,

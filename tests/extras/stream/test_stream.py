@@ -27,9 +27,9 @@ from vit.data.loader import Loader
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.storage import http
-from vit.data.storage.retry import RetryPolicy
-from vit.data.stream import StreamBatches, open_stream
+from vit.extras.stream.batches import StreamBatches, open_stream
 from vit.system.files import ShardError
+from vit.system.retry import RetryPolicy
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 PATIENCE = RetryPolicy(0.5, 0.01, 0.05)

@@ -11,15 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vit.data.storage import retry
-from vit.data.storage.retry import (
-    NUM_REFUSALS,
-    WARN_AFTER_S,
-    RetryableError,
-    RetryPolicy,
-    num_retries,
-)
+from vit.system import retry
 from vit.system.files import ShardError
+from vit.system.retry import NUM_REFUSALS, WARN_AFTER_S, RetryableError, RetryPolicy, num_retries
 
 QUICK = RetryPolicy(limit_s=0.3, first_pause_s=0.01, longest_pause_s=0.05)
 URL = "http://host.example/set/a.tar"
