@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from vit.config.base import OnlyWith, Section, Selection
 from vit.config.eval_section import VAL
 from vit.config.run_checks import run_rules
+from vit.config.sample_layout import SETTINGS, layout_problems
 from vit.config.size_checks import image_size_rules
 from vit.data.row_filter import RowFilter
-from vit.data.shards.members import SETTINGS, SampleLayout
 
 if TYPE_CHECKING:
     from vit.config.eval_section import EvalConfig
@@ -207,14 +207,14 @@ def _reader_rules(data: DataConfig) -> Rules:
     """What a stream needs and lacks."""
     if data.reader == "index":
         return {}
-    layout = SampleLayout(data.stream_image, data.stream_label, data.stream_keys_with_dots)
+    layout = (data.stream_image, data.stream_label, data.stream_keys_with_dots)
     return {
         "data.reader=webdataset needs data.stream: URLs of tars, as"
         " http://host/train-{0000..0099}.tar, or a pipe: command": data.stream is None,
         "data.reader=webdataset needs data.num_samples: how many images make an epoch": (
             data.num_samples is None
         ),
-        **dict.fromkeys(layout.problems(SETTINGS), True),
+        **dict.fromkeys(layout_problems(*layout, SETTINGS), True),
     }
 
 

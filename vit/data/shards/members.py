@@ -15,13 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from vit.config.sample_layout import IMAGE_EXTENSIONS, Names, image_suffixes, layout_problems
 from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-"""Suffixes of images, if a layout names none."""
 MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
 """Suffixes of what may be the image, if a layout names it."""
 LABEL_WORDS = {"cls", "label", "class", "y"}
@@ -42,22 +41,7 @@ class InvalidSample(ValueError):
     """A sample that does not fit a layout; the text does not name the sample."""
 
 
-class Names(NamedTuple):
-    """How a user gives a layout: the text in front of each value."""
-
-    image: str
-    label: str
-    keys_with_dots: str
-    class_names: str
-
-
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
-SETTINGS = Names(
-    "data.stream_image=",
-    "data.stream_label=",
-    "data.stream_keys_with_dots=true",
-    "the _info.json of data.root (python -m data_prep.index ROOT --classes names.txt)",
-)
 
 
 @dataclass(frozen=True)
@@ -94,23 +78,12 @@ class SampleLayout:
 
     def problems(self, names: Names) -> list[str]:
         """Return what is wrong with the values themselves."""
-        suffix = "[^./:]+" if self.keys_with_dots else "[^./:][^/:]*"
-        values = [(names.image, text, suffix) for text in self.image_suffixes]
-        values.append((names.label, self.label, f"{suffix}(:.+)?"))
-        found = [
-            f"{name}{text}: expected what follows the key's"
-            f" {'last ' if self.keys_with_dots else ''}dot, as jpg or json:label"
-            for name, text, rule in values
-            if not re.fullmatch(rule, text)
-        ]
-        if self.image is not None and self.label in self.image_suffixes:
-            found.append(f"{names.image}{self.image} and {names.label}{self.label}: two members")
-        return found
+        return layout_problems(self.image, self.label, self.keys_with_dots, names)
 
     @cached_property
     def image_suffixes(self) -> tuple[str, ...]:
         """In lower case; each sample has one of them."""
-        return IMAGE_EXTENSIONS if self.image is None else tuple(self.image.lower().split(";"))
+        return image_suffixes(self.image)
 
     @cached_property
     def label_suffix(self) -> str:

@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from vit.config.sample_layout import SETTINGS
 from vit.config.schema import AugmentConfig, Config, DataConfig
 from vit.data.batches import AugmentedBatches, Batch, Samples
 from vit.data.decode.images import read_image_size
 from vit.data.hashing import fold, hash64
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
-from vit.data.shards.members import META, SETTINGS, InvalidSample, SampleLayout, remedy
+from vit.data.shards.members import META, InvalidSample, SampleLayout, remedy
 from vit.data.shards.split import Split
 from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, unpacked, walk

@@ -1,0 +1,51 @@
+"""Which members of a tar are image and label, as a user says it: its names and its mistakes.
+
+`vit.data.shards.members` applies it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
+"""Suffixes of images, if a layout names none."""
+
+
+class Names(NamedTuple):
+    """How a user gives a layout: the text in front of each value."""
+
+    image: str
+    label: str
+    keys_with_dots: str
+    class_names: str
+
+
+SETTINGS = Names(
+    "data.stream_image=",
+    "data.stream_label=",
+    "data.stream_keys_with_dots=true",
+    "the _info.json of data.root (python -m data_prep.index ROOT --classes names.txt)",
+)
+
+
+def image_suffixes(image: str | None) -> tuple[str, ...]:
+    """Return the suffixes that `image` names (one, or several joined by `;`), in lower case."""
+    return IMAGE_EXTENSIONS if image is None else tuple(image.lower().split(";"))
+
+
+def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: Names) -> list[str]:
+    """Return what is wrong with the values of a `SampleLayout`, under the names of the user."""
+    images = image_suffixes(image)
+    suffix = "[^./:]+" if keys_with_dots else "[^./:][^/:]*"
+    values = [(names.image, text, suffix) for text in images]
+    values.append((names.label, label, f"{suffix}(:.+)?"))
+    found = [
+        f"{name}{text}: expected what follows the key's"
+        f" {'last ' if keys_with_dots else ''}dot, as jpg or json:label"
+        for name, text, rule in values
+        if not re.fullmatch(rule, text)
+    ]
+    if image is not None and label in images:
+        found.append(f"{names.image}{image} and {names.label}{label}: two members")
+    return found
