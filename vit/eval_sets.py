@@ -27,7 +27,7 @@ from vit.data.shards.split import Split
 from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.system.files import ShardError
-from vit.weights.formats import few
+from vit.system.spelling import few
 
 LEAST_AGREEMENT = 0.5
 """Share of images whose own label must be among those that a list without keys gives them. ReaL has

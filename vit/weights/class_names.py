@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vit.system.files import WeightsError
+from vit.system.spelling import few
 from vit.weights.files import LoadedWeights
-from vit.weights.formats import few
 from vit.weights.transformers_config import class_names_in
 
 

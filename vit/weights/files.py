@@ -31,7 +31,8 @@ from vit.run.checkpoint_info import DamagedCheckpoint, checked_info
 from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.run_store.reading import local_run
 from vit.system.files import WeightsError
-from vit.weights.formats import PARTS_FILES, few, read_content, readable
+from vit.system.spelling import few
+from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
 from vit.weights.save import HUB_FILES

@@ -29,6 +29,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit.system.files import WeightsError
+from vit.system.spelling import few
 from vit.weights.save import HUB_FILES
 from vit.weights.seal import SEAL, is_intact
 
@@ -323,9 +324,3 @@ def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
             f" become {len(weights)}"
         )
     return weights
-
-
-def few(names: list[str], limit: int = 4) -> str:
-    """The first names of a list, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

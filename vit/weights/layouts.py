@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vit.weights.formats import few
+from vit.system.spelling import few
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from vit.one_reader import read_once
 from vit.precision import autocast
 from vit.run.notes import Notes
 from vit.system.files import WeightsError
+from vit.system.spelling import few
 from vit.weights.class_names import namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
-from vit.weights.formats import few
 from vit.weights.published import identify, to_config, with_published_config
 
 if TYPE_CHECKING:
