@@ -17,11 +17,10 @@ from typing import Any
 
 from vit.config.schema import Config, ModelConfig
 from vit.layers.presets import PRESETS, SIZES
+from vit.weights.transformers_config import NORM_EPS
 from vit.weights.view import View
 
 PROGRAMS = ("timm", "torchvision", "huggingface", "onnx", "npz")
-NORM_EPS = 1e-6
-"""Of all norms of ours; transformers' default is 1e-12."""
 KNOWN_FIELDS = {
     *("name", "image_size", "in_chans", "num_classes", "patch_size", "embed_dim", "depth"),
     *("num_heads", "mlp_ratio", "qkv_bias", "class_token", "global_pool", "pos_embed"),

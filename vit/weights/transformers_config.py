@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from vit.system.files import WeightsError
-from vit.weights.programs import NORM_EPS
 from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
 """(hidden_size, num_hidden_layers) of the sizes that have a name."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers."""
+NORM_EPS = 1e-6
+"""Of all norms of ours; transformers' default is 1e-12."""
 MAX_NORM_EPS = 1e-5
 """Of norms with up to this epsilon the output is nearly that of ours."""
 
