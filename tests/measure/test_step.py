@@ -10,18 +10,16 @@ from vit.data.augment.draw import partners
 from vit.data.augment.table import LAMBDA
 from vit.measure.step import (
     all_reduce_times,
-    bytes_in_use,
     create_step,
     fits_in_memory,
     largest_micro_batch,
-    peak_bytes,
-    reset_peak,
     time_step,
 )
 from vit.measure.synthetic import synthetic_batches
 from vit.plan import make_plan
 from vit.ranks.distributed import World
 from vit.run.step_result import StepPhase
+from vit.system.device_memory import bytes_in_use, peak_bytes, reset_peak
 
 WORLD = World(0, 1, torch.device("cpu"))
 SECTIONS = {

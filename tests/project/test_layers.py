@@ -62,6 +62,7 @@ ENDS = ("vit.train", "vit.finetune")
 """Everything comes together here, so only launch/ and one another may import them; they alone may
 import vit.report, vit.recipes and vit.estimate."""
 NEEDS_TORCH = (
+    "vit.system.device_memory",
     "vit.system.devices",
     "vit.data.decode.views",
     "vit.data.batches",

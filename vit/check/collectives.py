@@ -19,9 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit.check.findings import Finding, Verdict
-from vit.measure.step import REDUCED_AT_ONCE
 from vit.ranks.alike import places
-from vit.ranks.distributed import World
+from vit.ranks.distributed import REDUCED_AT_ONCE, World
 
 REPEATS = 3
 """Timed, after one that makes the connections; the median counts."""

@@ -30,8 +30,6 @@ from vit.estimate.fitting import naming_what_fits
 from vit.evaluate import create_evaluators
 from vit.freeze import create_trained_model
 from vit.layers.parts import grid_size
-from vit.measure.step import peak_bytes as measured_peak_bytes
-from vit.measure.step import release_memory, reset_peak
 from vit.model_summary import count_parameters
 from vit.ranks.alike import places
 from vit.ranks.distributed import World
@@ -46,6 +44,8 @@ from vit.run_data import RunData, open_data
 from vit.run_store.place import local_folder
 from vit.run_store.reading import newest_info
 from vit.step import TrainStep
+from vit.system.device_memory import peak_bytes as measured_peak_bytes
+from vit.system.device_memory import release_memory, reset_peak
 from vit.system.host import free_memory_bytes
 from vit.system.meter import digits
 from vit.system.urls import is_url

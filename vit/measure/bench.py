@@ -163,7 +163,7 @@ def _subject(config: Config, world: World, wishes: Wishes) -> Subject:
     ]
     precision = config.train.precision
     peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
-    in_use = steps.bytes_in_use(world.device)
+    in_use = device_memory.bytes_in_use(world.device)
     return Subject(config, world, plan, data, wishes, peak, sizes, loadable, in_use)
 
 
@@ -221,7 +221,7 @@ def _measure_mode(
         if not subject.data.assumed:
             loading = _measure_loading(subject, train_step, first)
     del train_step
-    steps.release_memory(device)
+    device_memory.release_memory(device)
     return rows, loading
 
 
@@ -340,7 +340,7 @@ def _measure_row(
     micro_batch_size = min(micro_batch_size, rank_batch_size)
     train_step.micro_batch_size = micro_batch_size
     batches = subject.make_batches(rank_batch_size)
-    steps.reset_peak(world.device)
+    device_memory.reset_peak(world.device)
     what = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
     with _progress(subject, f"{what} {micro_batch_size}", rank_batch_size) as on_step:
         times = time_step(
@@ -350,7 +350,7 @@ def _measure_row(
             seconds=subject.wishes.seconds,
             on_step=on_step,
         )
-    peak = steps.peak_bytes(world.device)
+    peak = device_memory.peak_bytes(world.device)
     reduced = steps.all_reduce_times(train_step, batches)
     tried = replace(
         subject.plan,

@@ -24,13 +24,14 @@ from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.estimate.memory import step_memory
 from vit.measure.parts import Line
-from vit.measure.step import bytes_in_use, create_step, reset_peak, run_steps, time_step
-from vit.measure.step import peak_bytes as measured_peak_bytes
+from vit.measure.step import create_step, run_steps, time_step
 from vit.measure.synthetic import synthetic_batches
 from vit.plan import make_plan
 from vit.print_config import IMAGENET_IMAGES
 from vit.ranks.distributed import World, make_deterministic
 from vit.step import TrainStep
+from vit.system.device_memory import bytes_in_use, reset_peak
+from vit.system.device_memory import peak_bytes as measured_peak_bytes
 
 CLASSES = 10
 SMALL = (

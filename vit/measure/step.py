@@ -9,16 +9,13 @@ functions; rank 0 decides what depends on a clock.
 
 from __future__ import annotations
 
-import gc
 import itertools
-import re
 import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,22 +30,19 @@ from vit.freeze import create_trained_model
 from vit.loss import create_loss
 from vit.objective import Objective, Supervised
 from vit.plan import Plan
-from vit.ranks.distributed import World
+from vit.ranks.distributed import REDUCED_AT_ONCE, World
 from vit.ranks.exit import out_of_memory
 from vit.reduce import DataParallel
 from vit.run.step_result import StepPhase, StepResult
 from vit.step import TrainStep
 from vit.weights.teacher import Distilled, Teacher, find_teacher
+from vit.system.device_memory import release_memory
 
 WARM_UP_STEPS = 2
 """The first one allocates, loads kernels and compiles; the second one shows how long a step is."""
 LEAST_STEPS = 3
 OnStep = Callable[[int, int], None]
 """Called with the steps done and their number, at first with 0."""
-PROC = Path("/proc/self")
-"""On Linux only."""
-REDUCED_AT_ONCE = 25 * 2**20
-"""Bytes of gradients in one of DDP's all-reduces (torch's default)."""
 
 
 @dataclass(frozen=True)
@@ -312,41 +306,6 @@ def fits_in_memory(
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
     return fits
-
-
-def reset_peak(device: torch.device) -> None:
-    """Look for the peak of memory from here on."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    elif PROC.is_dir():
-        (PROC / "clear_refs").write_text("5")
-
-
-def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak since `reset_peak`, as `bytes_in_use`; None where it is not known."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return _status_bytes("VmHWM") if PROC.is_dir() else None
-
-
-def bytes_in_use(device: torch.device) -> int:
-    """Return the memory of tensors on a GPU, of this process on a CPU (0 where not known)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _status_bytes("VmRSS") if PROC.is_dir() else 0
-
-
-def release_memory(device: torch.device) -> None:
-    """Give back what no tensor uses."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def _status_bytes(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", (PROC / "status").read_text())
-    assert found is not None, "Linux has it"
-    return int(found[1]) * 1024
 
 
 def _now_s(device: torch.device) -> float:

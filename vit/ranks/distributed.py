@@ -41,6 +41,8 @@ __all__ = [
     "wrap",
 ]
 
+REDUCED_AT_ONCE = 25 * 2**20
+"""Bytes of gradients in one of DDP's all-reduces (torch's default)."""
 _joined: World | None = None
 """The world of this process."""
 
