@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.ranks.launcher import end_with_launcher
+from vit.ranks.launcher import end_with_launcher, is_main_process, local_world_size, world_size
 from vit.ranks.meeting import may_restart, part_of_attempt
 from vit.ranks.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
 from vit.system.devices import HostDevices, choose_device, find_devices, gpu_addresses
@@ -35,9 +35,12 @@ __all__ = [
     "AlreadyReported",
     "RankLost",
     "World",
+    "is_main_process",
     "join_world",
+    "local_world_size",
     "make_deterministic",
     "no_sync",
+    "world_size",
     "wrap",
 ]
 
@@ -45,21 +48,6 @@ REDUCED_AT_ONCE = 25 * 2**20
 """Bytes of gradients in one of DDP's all-reduces (torch's default)."""
 _joined: World | None = None
 """The world of this process."""
-
-
-def world_size() -> int:
-    """Ranks that torchrun has started; 1 without torchrun. Known before `join_world`."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def local_world_size() -> int:
-    """Ranks that torchrun has started on this host; 1 without torchrun."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def is_main_process() -> bool:
-    """True on rank 0. Known before `join_world`, for messages about what fails until then."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def announce_end(message: str) -> None:

@@ -18,6 +18,21 @@ _launcher = 0
 """Process id of the torchrun that has started this rank; 0 before `end_with_launcher`."""
 
 
+def world_size() -> int:
+    """Ranks that torchrun has started; 1 without torchrun. Known before `join_world`."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Ranks that torchrun has started on this host; 1 without torchrun."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """True on rank 0. Known before `join_world`, for messages about what fails until then."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def end_with_launcher() -> None:
     """Ask Linux for SIGTERM, which saves and stops, when torchrun dies.
 

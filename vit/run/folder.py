@@ -28,6 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from vit.ranks.launcher import is_main_process
 from vit.system.files import remove_leftovers, replacing, temporary_beside
 from vit.system.host import file_system
 
@@ -79,8 +80,6 @@ def newest_run(argument: str, *names: str) -> Path:
 
     argument: what was not given instead, for messages. Raises ValueError if there is none.
     """
-    from vit.ranks.distributed import is_main_process  # torch; launch/job.py needs the names only
-
     found = [path for name in names for path in Path("runs").glob(f"*/{name}")]
     if not found:
         raise ValueError(
