@@ -27,8 +27,9 @@ from rich.table import Table
 
 from vit.config.hints import setting_for
 from vit.config.io import load_config, with_settings
-from vit.measure.bench import Wishes, measure
+from vit.measure.bench import measure
 from vit.measure.certificate import check_writable, loading_table, step_table, title, write_results
+from vit.measure.subject import Wishes
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command

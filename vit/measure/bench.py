@@ -8,12 +8,10 @@ config -> plan and size of the data
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,20 +19,18 @@ import torch
 from vit.compiling import why_not_compiled
 from vit.config.io import with_settings
 from vit.config.schema import Config
-from vit.data.batches import Batch
 from vit.data.image_format import ImageFormat
 from vit.estimate.fitting import gpu_of, naming_what_fits
-from vit.estimate.forecast import DataSize, largest_micro_batch, size_and_plan
+from vit.estimate.forecast import largest_micro_batch
 from vit.estimate.memory import augmentation_bytes, step_memory
 from vit.freeze import create_trained_model
 from vit.measure import step as steps
 from vit.measure.certificate import peak_text
 from vit.measure.loading import time_loading
 from vit.measure.step import OnStep, create_step, run_steps, time_step
-from vit.measure.synthetic import synthetic_batches
+from vit.measure.subject import Subject, Wishes, look_at_subject
 from vit.measure.trace import write_trace
-from vit.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
-from vit.plan import Plan, create_order, micro_batch_sizes
+from vit.mfu import Utilization, train_flops_per_image
 from vit.precision import precision_note
 from vit.ranks.distributed import World
 from vit.run_data import open_data
@@ -43,61 +39,6 @@ from vit.system.host import cpu_name
 from vit.system.meter import Meter
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """What the user asked for."""
-
-    seconds: float
-    """For each measurement."""
-    num_steps: int | None = None
-    """In place of `seconds`."""
-    micro_batch_size: int | None = None
-    """The only one to measure."""
-    needs_data: bool = False
-    """Whether it is an error that the data cannot be opened."""
-    trace: Path | None = None
-    """Folder for the profiler's files."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What is measured, and on what."""
-
-    config: Config
-    world: World
-    plan: Plan
-    data: DataSize
-    wishes: Wishes
-    peak: Peak
-    """Of each device, also of a CPU."""
-    sizes: list[int]
-    """Micro-batches that divide a rank's batch."""
-    loadable: list[int]
-    """Those of them that the data's order takes as a rank's whole batch; all without data."""
-    in_use: int
-    """Bytes before anything was made. A CPU's process keeps what the first mode has freed, so those
-    before the second mode would hide what it takes."""
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.world.device.type == "cuda"
-
-    def make_batch(self, num_rows: int) -> Batch:
-        """Return one batch on the device."""
-        return self.make_batches(num_rows, 1)[0]
-
-    def make_batches(self, num_rows: int, count: int = 4) -> list[Batch]:
-        """Return batches on the device."""
-        return synthetic_batches(
-            self.config, num_rows, self.data.num_classes, self.world.device, count
-        )
-
-    def say(self, text: str) -> None:
-        """Tell people what begins, on the main rank."""
-        if self.world.is_main:
-            print(text, file=sys.stderr, flush=True)
 
 
 def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
@@ -109,7 +50,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     config = with_settings(config, {"schedule.image_sizes": []})
     with world.fail_together():
-        subject = _subject(config, world, wishes)
+        subject = look_at_subject(config, world, wishes)
     subject.say(f"{_device_name(world)}: {peak_text(*astuple(subject.peak))}")
     if emulated := precision_note(config.train.precision, world.device):
         subject.say(f"note: {emulated}")
@@ -143,38 +84,6 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
         "training": rows,
         "loading": loading,
     }
-
-
-def _subject(config: Config, world: World, wishes: Wishes) -> Subject:
-    """Look at config, data and device before anything is made."""
-    data, plan = size_and_plan(config, world.size)
-    if wishes.needs_data and data.assumed:
-        raise ValueError(data.assumed)
-    sizes = micro_batch_sizes(config.augment, plan.global_batch_size // world.size)
-    if wishes.micro_batch_size is not None:
-        if wishes.micro_batch_size not in sizes:
-            raise ValueError(
-                f"--micro-batch {wishes.micro_batch_size}: a rank's batch of {sizes[-1]} images can"
-                f" be divided into {', '.join(map(str, sizes))}"
-            )
-        plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
-    loadable = [
-        size for size in sizes if data.assumed or _has_order(config, data, size * world.size)
-    ]
-    precision = config.train.precision
-    peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
-    in_use = device_memory.bytes_in_use(world.device)
-    return Subject(config, world, plan, data, wishes, peak, sizes, loadable, in_use)
-
-
-def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
-    """Return whether there is an order of batches so large: lanes and copies must divide them."""
-    tried = config.data.model_copy(update={"global_batch_size": global_batch_size})
-    try:
-        create_order(tried, config.augment, config.train.seed, data.num_images)
-    except ValueError:
-        return False
-    return True
 
 
 def _one_graph_for_each_size() -> AbstractContextManager[None]:
