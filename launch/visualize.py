@@ -22,16 +22,12 @@ from typing import Any, NamedTuple
 
 import check_versions  # noqa: F401
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.estimate.layers import layer_costs, memory_needs
-from vit.model import create_model
-from vit.model_summary import count_parameters, print_shapes
+from vit.estimate.layers import print_costs, print_network
 from vit.ranks import distributed
 from vit.ranks.distributed import World
 from vit.ranks.exit import run_command
@@ -49,8 +45,6 @@ from vit.system.command_line import Parser
 from vit.system.meter import Meter
 from vit.trained import Trained, load
 from vit.weights.files import read_weights
-
-MIB = 2**20
 
 
 class Command(NamedTuple):
@@ -88,43 +82,12 @@ def main() -> World:
 
 def shapes(args: Namespace, world: World) -> None:
     """Print the shapes at each stage."""
-    config, num_classes = _config_of(args)
-    with torch.device("meta"):
-        model = create_model(config.model, num_classes=num_classes)
-    print_shapes(model, config.model.name)
+    print_network(*_config_of(args))
 
 
 def summary(args: Namespace, world: World) -> None:
     """Print parameters and operations of each layer, and the memory."""
-    config, num_classes = _config_of(args)
-    with torch.device("meta"):
-        model = create_model(config.model, num_classes=num_classes)
-    rows = layer_costs(model)
-    flops = sum(row.flops for row in rows)
-    table = Table("layer", "kind", "output", "parameters", "GFLOP", "share", box=None)
-    for column in table.columns[3:]:
-        column.justify = "right"
-    for row in rows:
-        table.add_row(
-            row.name,
-            row.kind,
-            row.output,
-            f"{row.parameters:,}",
-            f"{row.flops / 1e9:.3f}",
-            f"{100 * row.flops / max(flops, 1):.1f} %",
-        )
-    Console(width=None if sys.stdout.isatty() else 100).print(table)
-    needs = memory_needs(config, num_classes)
-    print(
-        f"{config.model.name} at {config.model.size_text()}, {num_classes:,} classes:"
-        f" {count_parameters(model):,} parameters, {flops / 1e9:.2f} GFLOP per image forward (2 for"
-        " each multiply-add)\n"
-        f"memory in use: weights {needs.weights / MIB:,.1f} MiB in fp32, and"
-        f" {needs.forward / MIB:,.1f} MiB for each image of a batch\n"
-        f"memory in training ({config.train.precision}, {config.optim.name}):"
-        f" {needs.training / MIB:,.0f} MiB with micro-batches of one image; each image adds"
-        f" {needs.per_image / MIB:,.1f} MiB to a large one (launch/plan.py says what fits where)"
-    )
+    print_costs(*_config_of(args))
 
 
 def _config_of(args: Namespace) -> tuple[Config, int]:

@@ -6,9 +6,12 @@ memory (`vit.estimate.memory`): nothing is computed or allocated, however large 
 
 from __future__ import annotations
 
+import sys
 from typing import Any, NamedTuple
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -16,8 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from vit.config.schema import Config
 from vit.estimate.memory import LiveBytes, drop_memory, step_memory
 from vit.model import create_model
+from vit.model_summary import count_parameters, print_shapes
 from vit.plan import Plan
 
+MIB = 2**20
 FROM_IMAGES = 64
 """From so many on the peak of a step is that of activations, which grow with the batch; with fewer
 it may be that of the update."""
@@ -126,4 +131,46 @@ def _plan_of(micro_batch_size: int) -> Plan:
         warmup_steps=0,
         eval_every_steps=1,
         log_every_steps=1,
+    )
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+
+def print_network(config: Config, num_classes: int) -> None:
+    """Print the shapes at each stage of the model of `config`."""
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=num_classes)
+    print_shapes(model, config.model.name)
+
+
+def print_costs(config: Config, num_classes: int) -> None:
+    """Print parameters and operations of each layer of the model of `config`, and its memory."""
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=num_classes)
+    rows = layer_costs(model)
+    flops = sum(row.flops for row in rows)
+    table = Table("layer", "kind", "output", "parameters", "GFLOP", "share", box=None)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.kind,
+            row.output,
+            f"{row.parameters:,}",
+            f"{row.flops / 1e9:.3f}",
+            f"{100 * row.flops / max(flops, 1):.1f} %",
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    needs = memory_needs(config, num_classes)
+    print(
+        f"{config.model.name} at {config.model.size_text()}, {num_classes:,} classes:"
+        f" {count_parameters(model):,} parameters, {flops / 1e9:.2f} GFLOP per image forward (2 for"
+        " each multiply-add)\n"
+        f"memory in use: weights {needs.weights / MIB:,.1f} MiB in fp32, and"
+        f" {needs.forward / MIB:,.1f} MiB for each image of a batch\n"
+        f"memory in training ({config.train.precision}, {config.optim.name}):"
+        f" {needs.training / MIB:,.0f} MiB with micro-batches of one image; each image adds"
+        f" {needs.per_image / MIB:,.1f} MiB to a large one (launch/plan.py says what fits where)"
     )
