@@ -1,6 +1,6 @@
 """Evaluate weights from files on all sets of a config, and compare them image by image.
 
-weights -> model -> `vit.evaluate.Evaluator` -> lines and JSON; of several also a table, with
+weights -> model -> `Evaluator` -> lines and JSON; of several also a table, with
 the paired difference of each to the first
 """
 

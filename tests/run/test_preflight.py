@@ -365,7 +365,8 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch
     may use make such a CPU of any."""
     code = (
-        "import torch; from vit.precision import precision_note; device = torch.device('cpu');"
+        "import torch; device = torch.device('cpu');"
+        "from vit.precision import precision_note;"
         "print(precision_note('bf16', device)); print(precision_note('fp32', device))"
     )
     limits = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}

@@ -72,7 +72,7 @@ def print_table(title: str, findings: Sequence[Finding], console: Console) -> No
 def by_message(told: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
     """Return lines of the problems of ranks, each once, behind the hosts that have it.
 
-    told: rank -> its problem, of one line or more. hosts: as of `vit.ranks.alike.places`.
+    told: rank -> its problem, of one line or more. hosts: as of `places`.
     """
     ranks: dict[str, list[int]] = {}
     for rank, message in sorted(told.items()):
