@@ -29,15 +29,18 @@ from torch import Tensor, nn
 from vit.layers.parts import grid_size, head_prefixes
 from vit.run.checkpoint_info import DamagedCheckpoint, checked_info
 from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
-from vit.run_store.reading import local_run
+from vit.system.by_name import load
 from vit.system.files import WeightsError
+from vit.system.redact import shown
 from vit.system.spelling import few
+from vit.system.urls import is_url
 from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
 from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
+LOCAL_RUN = "vit.run_store.reading:local_run"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """Of files that may be the weights of a folder; what a file is, its content says."""
 
@@ -203,7 +206,9 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     checkpoint. Raises WeightsError.
     """
     with readable(path):
-        return _find(local_run(str(path), only_weights=True))
+        if is_url(path):
+            return _find(load(LOCAL_RUN, shown(str(path)))(str(path), only_weights=True))
+        return _find(Path(path))
 
 
 def _find(path: Path) -> Path:
