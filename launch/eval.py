@@ -42,6 +42,7 @@ from typing import Any, NamedTuple, TextIO
 import check_versions  # noqa: F401
 
 from vit.compare import Result, compare, evaluate_weights
+from vit.compose import build_run
 from vit.config import io as config_io
 from vit.config.eval_section import VAL
 from vit.config.hints import setting_for
@@ -80,7 +81,7 @@ def main() -> World:
     world = distributed.join_world(device, setting, deterministic=deterministic)
     if tuned is not None:
         found = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
-        finetune(found.loaded, found.config, found.problem, tuned, world, out, args.json)
+        finetune(found.loaded, found.config, found.problem, tuned, world, build_run, out, args.json)
         return world
 
     if len(args.checkpoints) > 1:

@@ -48,7 +48,7 @@ def main() -> World | None:
     if args.print_config:
         if config.eval.reference is not None:
             # A wrong name is seen before the run's start.
-            load("vit.run.reference:read_reference", "eval.reference")(config.eval.reference)
+            load("vit.recipes.reference:read_reference", "eval.reference")(config.eval.reference)
         if distributed.is_main_process():
             describe = load("vit.print_config:describe", "--print-config")
             print(describe(config, origins, distributed.world_size()), end="")

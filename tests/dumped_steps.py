@@ -1,6 +1,6 @@
 """launch/train.py, run as such, which leaves what the model was given in the folder $DUMPED_STEPS.
 
-A file for each step and rank, as `step_00007_rank_1.pt`: inputs, targets, losses, logits, labels.
+A file for each step and rank, as `step_00007_rank_1.pt`: inputs, targets, losses, margins, labels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def dumping(folder: Path) -> Iterator[None]:
                 "targets": targets,
                 "labels": batch.labels.clone(),
                 "losses": found[0].detach().clone(),
-                "logits": found[1].detach().clone(),
+                "margins": found[1].detach().clone(),
             }
         )
         return found

@@ -7,30 +7,23 @@ last, once everything else has succeeded. What a config adds to a plain run come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
-from vit.compiling import checkpoint_activations, compile_models
 from vit.config import io as config_io
 from vit.config.schema import Config
-from vit.data.augment.apply import create_augment
+from vit.create_step import create_train_step
 from vit.evaluate import create_evaluators
 from vit.freeze import create_trained_model
 from vit.layers.init import undrawn
 from vit.layers.parts import grid_size
-from vit.objective import Objective
-from vit.optim.ema import create_average
-from vit.optim.optimizer import create_optimizer
-from vit.plan import Plan, rates
-from vit.probes import create_probes
+from vit.plan import Plan
 from vit.ranks.distributed import World
 from vit.ranks.exit import Interrupted, StopSignals
-from vit.reduce import Reduce, data_parallel
 from vit.run import checkpoint as checkpoints
 from vit.run.folder import RunLock
 from vit.run.resume import check_same_settings, find_checkpoint, fit_state
@@ -38,9 +31,8 @@ from vit.run.saver import Saver
 from vit.run.start_record import start_record
 from vit.run.start_times import StartTimes
 from vit.run.state import RunState
-from vit.run_data import open_data
+from vit.run_data import as_trained, open_data
 from vit.running import Parts, Run
-from vit.step import TrainStep
 
 
 def build(
@@ -66,6 +58,7 @@ def build(
 
         # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
         data = open_data(config, world)
+        config = as_trained(config, data)
         objective = parts.create_objective(
             config, data.class_names, data.num_classes, data.class_weights, world
         )
@@ -116,7 +109,7 @@ def build(
         saver = Saver(
             place.folder,
             train_step,
-            settings,
+            config_io.to_dict(config),
             data.class_names,
             config.checkpoint.keep_last,
             record,
@@ -156,56 +149,3 @@ def _config_of_step(
     if newest is None or not checkpoints.state_of(newest[1]).is_over(plan):
         return config
     return config_io.with_settings(config, {"train.compile": False})
-
-
-def create_train_step(
-    config: Config,
-    plan: Plan,
-    num_classes: int,
-    model: nn.Module,
-    world: World,
-    objective: Objective,
-    create_reduce: Callable[..., Reduce] = data_parallel,
-    is_filled_later: bool = False,
-) -> TrainStep:
-    """Move `model` to its device, compile and wrap it, and create all that updates it.
-
-    is_filled_later: a checkpoint will replace all values on each rank.
-    """
-    model.to(world.device)
-    # The order matters. The moving average copies the model before anything is compiled into it.
-    # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
-    # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
-    ema = create_average(model, config.train, plan.steps_per_epoch)
-    with world.fail_together():
-        checkpoint_activations(model, config.train.activation_checkpointing)
-    # The average, too: it is evaluated as often as the model.
-    averages = [] if ema is None else [ema.module]
-    why_eager = compile_models(config.train, [model, *averages, *objective.models], world)
-    reduce = create_reduce(model, config, plan, world, is_filled_later)
-    augment = create_augment(
-        config.augment,
-        config.data,
-        num_classes,
-        world.device,
-        compiled=config.train.compile and not why_eager,
-    )
-    with world.fail_together():
-        probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
-    learning_rate, weight_decay = rates(config, plan)
-    return TrainStep(
-        model,
-        create_optimizer(model, config.optim),
-        augment,
-        objective,
-        reduce,
-        lr_at=learning_rate,
-        weight_decay_at=weight_decay,
-        micro_batch_size=plan.micro_batch_size,
-        precision=config.train.precision,
-        clip_grad_norm=config.optim.clip_grad_norm,
-        ema=ema,
-        probes=probes,
-        seed=config.train.seed,
-        why_eager=why_eager,
-    )

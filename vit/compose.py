@@ -7,6 +7,7 @@ a run that does not use it does not import it, and without its folder the config
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from vit.build import build
@@ -55,7 +56,7 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
         hooks.append(load("vit.run.sample_losses:SamplesHook", "log.sample_losses")())
     hooks.append(GuardHook(config))
     if config.eval.reference is not None:
-        hooks.append(load("vit.run.reference_hook:ReferenceCurve", "eval.reference")())
+        hooks.append(load("vit.recipes.reference_hook:ReferenceCurve", "eval.reference")())
     if config.log.report:
         hooks.append(load("vit.report.hook:Report", "log.report=true")())
     hooks.append(MemoryAdvice())
@@ -68,5 +69,7 @@ class MemoryAdvice(Hook):
     def failed(self, run: Run, error: Exception) -> None:
         """See `Hook`."""
         if out_of_memory(error):
-            explain = load("vit.estimate.fitting:explain", "advice on memory")
-            explain(error, run.config, run.plan, run.state.facts["num_classes"], run.world.device)
+            with suppress(ValueError):  # without the planner the error has no advice
+                explain = load("vit.estimate.fitting:explain", "advice")
+                num_classes = run.state.facts["num_classes"]
+                explain(error, run.config, run.plan, num_classes, run.world.device)

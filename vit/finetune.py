@@ -7,6 +7,7 @@ the new one; then training runs, or continues; then its result is evaluated on t
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TextIO
@@ -14,7 +15,6 @@ from typing import TextIO
 import torch
 
 from vit.compare import Result, evaluate_weights
-from vit.compose import build_run
 from vit.config.eval_section import VAL
 from vit.config.io import with_settings
 from vit.config.schema import Config
@@ -23,8 +23,9 @@ from vit.one_reader import read_once
 from vit.open_data import open_split
 from vit.ranks.distributed import World
 from vit.run.checkpoint import newest_checkpoint
-from vit.run_store.place import local_folder
-from vit.run_store.reading import newest_info
+from vit.run.place import local_folder
+from vit.running import Run
+from vit.system.by_name import load
 from vit.system.redact import shown
 from vit.system.urls import is_url
 from vit.train import train
@@ -40,20 +41,25 @@ def finetune(
     problem: str,
     tuned: Config,
     world: World,
+    build_run: Callable[[Config, World], Run],
     out: TextIO,
     as_json: bool,
 ) -> None:
     """Fine-tune `loaded` by `tuned`, and print the accuracy before and after to `out`.
 
     base: the config of `loaded`; None, with the reason in `problem`, if they cannot be evaluated as
-    they are. as_json: also print one object on stdout, as `launch/eval.py` describes it. Raises
-    ValueError if the run folder was fine-tuned from other weights.
+    they are. build_run: builds the run of `tuned` (`vit.compose.build_run`). as_json: also print
+    one object on stdout, as `launch/eval.py` describes it. Raises ValueError if the run folder was
+    fine-tuned from other weights.
     """
     assert tuned.run.dir is not None, "load_config names it"
     with world.fail_together():
         if world.is_main:
             is_away = is_url(tuned.run.dir)
-            infos = newest_info(tuned.run.dir) if is_away else Path(tuned.run.dir)
+            infos = Path(tuned.run.dir)
+            if is_away:
+                newest_info = load("vit.run_store.reading:newest_info", tuned.run.dir)
+                infos = newest_info(tuned.run.dir)
             _check_same_start(infos, loaded, tuned.run.dir)
     split = open_split(tuned.data, tuned.data.val_split, world)
     selected = tuned.init.select_classes

@@ -15,8 +15,8 @@ from vit.config.guard_section import GuardConfig
 from vit.config.schema import AugmentConfig, Config, DataConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
-from vit.exact.tree_sum import leaves_of
 from vit.optim.schedule import lr_at, weight_decay_at
+from vit.ranks.world import leaves_of
 from vit.run.step_result import READ_LATE
 
 

@@ -19,7 +19,7 @@ from vit.open_data import choose_num_classes, choose_train_set, open_split, open
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.plan import make_plan
-from vit.run_store.place import local_folder
+from vit.run.place import local_folder
 from vit.system.files import ShardError
 from vit.system.urls import is_url
 from vit.weights.teacher import describe_teacher

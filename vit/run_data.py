@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.image_format import ImageFormat
@@ -40,6 +41,13 @@ class RunData:
     def class_names(self) -> list[str]:
         """Names of the classes to train on, in the order of their numbers; may be empty."""
         return self.train_set.split.class_names
+
+
+def as_trained(config: Config, data: RunData) -> Config:
+    """Return `config`, which follows EXIF orientations if the images of `data` were turned so."""
+    if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
+        return config_io.with_settings(config, {"eval.apply_exif": True})
+    return config
 
 
 def open_data(config: Config, world: World) -> RunData:

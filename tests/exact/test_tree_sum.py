@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from vit.data.augment.apply import Augment
 from vit.estimate.memory import LiveBytes
 from vit.exact.leaves import Leaves
-from vit.exact.tree_sum import Node, Stack, TreeSum, held_bytes, leaves_of, nodes_of, tree_sum
+from vit.exact.tree_sum import Node, Stack, TreeSum, held_bytes, nodes_of, tree_sum
 from vit.model import create_model
-from vit.ranks.world import World
+from vit.ranks.world import World, leaves_of
 
 
 def by_recursion(leaves: list[Tensor]) -> Tensor:

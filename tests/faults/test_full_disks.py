@@ -45,12 +45,12 @@ from vit.report.page import write_html
 from vit.report.style import drawing
 from vit.run.checkpoint import checkpoint_folder, update_info, write_checkpoint
 from vit.run.folder import METRICS_FILE, RunLock, mark_stopped
-from vit.run.record import Record, read_lines
+from vit.run.record import Record, Rows, read_lines
 from vit.run.sample_losses import SampleLosses
 from vit.run.state import RunState
 from vit.run_store.reading import local_run
 from vit.views.tensorboard import TensorboardView
-from vit.views.wandb_view import Rows, WandbProcess
+from vit.views.wandb_view import WandbProcess
 from vit.weights.card import Origin
 from vit.weights.export import export
 from vit.weights.programs import Subject

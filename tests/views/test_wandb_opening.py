@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from vit.run.record import Rows
 from vit.views import wandb_view
-from vit.views.wandb_view import Mode, Rows, WandbProcess
+from vit.views.wandb_view import Mode, WandbProcess
 
 SLOW = """
 import os

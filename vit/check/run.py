@@ -27,8 +27,7 @@ from vit.check.trial import Trial
 from vit.config.schema import Config
 from vit.ranks.distributed import AlreadyReported, World
 from vit.ranks.exit import Interrupted, StopSignals
-from vit.run_store.lease import holder_of
-from vit.run_store.place import try_store
+from vit.system.by_name import load
 from vit.system.meter import Meter
 from vit.system.urls import is_url
 
@@ -89,9 +88,9 @@ def look_at_place(place: str | None, run_dir: Path) -> list[str]:
     """
     found = storage.look_at_folder(run_dir)
     if is_url(place):
-        store = try_store(str(place))
+        store = load("vit.run_store.place:try_store", f"run.dir={place}")(str(place))
         found += [Verdict.OK, f"{store}: a file can be written and removed"]
-        if holder := holder_of(str(place)):
+        if holder := load("vit.run_store.lease:holder_of", "run.dir")(str(place)):
             raise ValueError(
                 f"{store}: in use by {holder}, live or killed just now: wait for its end, stop it,"
                 " or use another run.dir"

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from vit.build import create_train_step
 from vit.check.collectives import rate_text
 from vit.check.findings import Finding, Verdict
 from vit.check.storage import passing_folder
 from vit.compose import parts_of
 from vit.config import io as config_io
 from vit.config.schema import Config
+from vit.create_step import create_train_step
 from vit.data.loader import Loader
 from vit.estimate.fitting import naming_what_fits
 from vit.evaluate import create_evaluators
@@ -35,15 +35,14 @@ from vit.ranks.alike import places
 from vit.ranks.distributed import World
 from vit.run import checkpoint as checkpoints
 from vit.run.host_check import HostCheck, check_host
-from vit.run.place import Place
+from vit.run.place import Place, local_folder
 from vit.run.preflight import Preflight, check_disk, size_text
 from vit.run.resume import check_belongs
 from vit.run.snapshot import Snapshot
 from vit.run.state import RunState
 from vit.run_data import RunData, open_data
-from vit.run_store.place import local_folder
-from vit.run_store.reading import newest_info
 from vit.step import TrainStep
+from vit.system.by_name import load
 from vit.system.device_memory import peak_bytes as measured_peak_bytes
 from vit.system.device_memory import release_memory, reset_peak
 from vit.system.host import free_memory_bytes
@@ -153,7 +152,9 @@ class Trial:
         place = self._config.run.dir
         is_away = is_url(place)
         # Of a run at a URL no more than what each checkpoint says of itself.
-        where = newest_info(str(place)) if is_away else self.run_dir
+        where: Any = self.run_dir
+        if is_away:
+            where = load("vit.run_store.reading:newest_info", f"run.dir={place}")(str(place))
         found = checkpoints.newest_checkpoint(where, verify=False)
         if found is None:
             lines = ["a new run"]

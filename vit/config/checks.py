@@ -10,11 +10,9 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from vit.config.base import OnlyWith, Section, Selection
+from vit.config.base import OnlyWith, Section, Selection, height_width
 from vit.config.eval_section import VAL
-from vit.config.run_checks import run_rules
 from vit.config.sample_layout import SETTINGS, layout_problems
-from vit.config.size_checks import image_size_rules
 from vit.data.row_filter import RowFilter
 
 if TYPE_CHECKING:
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
     from vit.config.loss_section import LossConfig
     from vit.config.optim_section import OptimConfig
     from vit.config.schedule_section import ScheduleConfig
-    from vit.config.schema import AugmentConfig, Config, DataConfig, ModelConfig
+    from vit.config.schema import AugmentConfig, Config, DataConfig, ModelConfig, RunConfig
 
 EXCLUSIVE = (
     ("train", "epochs", "steps"),
@@ -307,3 +305,74 @@ def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
         f"augment.color_jitter {needs_colour}: set its third and fourth number, saturation and hue,"
         " to 0": is_grey and (saturation > 0 or hue > 0),
     }
+
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+://.")
+_SLIP = re.compile(r"\s*(?:[a-z][a-z0-9+.-]+:/|(?:s3a?|gs|gcs):|(?:s3a?|gs|gcs)//)", re.IGNORECASE)
+"""`s3:/bucket`, `S3://bucket`, `s3://`, `s3:bucket`, `s3//bucket`."""
+
+
+def run_rules(run: RunConfig) -> dict[str, bool]:
+    """What may be wrong in `run`, in dotted keys and with a remedy -> whether it is."""
+    place = run.dir or ""
+    is_url = _URL.match(place) is not None
+    return {
+        f"run.dir={place} is no URL, and a folder of that name is hardly meant: expected a folder,"
+        " or a URL such as s3://bucket/runs/name": not is_url and _SLIP.match(place) is not None,
+        "run.dir: a run's URL has no query (?...): remove it": is_url and "?" in place,
+        "run.local_dir has no effect where run.dir is a folder: give a URL, or leave it out": (
+            run.local_dir is not None and "://" not in place
+        ),
+    }
+
+
+def image_size_rules(config: Config) -> dict[str, bool]:
+    """Return what is wrong, in dotted keys and with a remedy -> whether it is."""
+    stages = config.schedule.image_sizes
+    model = config.model
+    epochs = config.train.epochs
+    name = re.fullmatch(r"vit_.+?([1-9]\d*)", model.name)
+    rules = {
+        f"schedule.image_sizes needs a model that resamples its positions; model.name={model.name}"
+        " is one of timm's: remove it, or take one of ours, such as vit_s16": (
+            bool(stages) and model.name.startswith("timm/")
+        )
+    }
+    patch = height_width(model.patch_size or (int(name[1]) if name else 1))
+    following = [*(stage.image_size for stage in stages[1:]), model.image_size]
+    before = 0
+    for number, (stage, after) in enumerate(zip(stages, following, strict=False)):
+        size = height_width(stage.image_size)
+        key = f"schedule.image_sizes[{number}]"
+        around = [_multiple(size, patch, more) for more in (0, 1)]
+        near = " and ".join(_side(each) for each in around if all(each))
+        rules |= {
+            f"{key}.image_size={_side(size)} is not a multiple of the patch, {_side(patch)}: the"
+            f" nearest that work are {near}": any(
+                side % of_patch for side, of_patch in zip(size, patch, strict=True)
+            ),
+            f"{key}.until_epoch={stage.until_epoch} is not after {before}, where the one before"
+            " it ends: put them in order": stage.until_epoch <= before,
+            f"{key}.until_epoch={stage.until_epoch} is not before the end of the run,"
+            f" train.epochs={epochs}: the last epochs have model.image_size": (
+                epochs is not None and stage.until_epoch >= epochs
+            ),
+            f"{key}.image_size={_side(size)} is also that of the epochs behind it: join them": (
+                size == height_width(after)
+            ),
+        }
+        before = max(before, stage.until_epoch)
+    return rules
+
+
+def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int) -> tuple[int, int]:
+    """Return the largest size of whole patches within `size`; with more=1 the smallest around."""
+    height, width = (
+        (side + more * (of_patch - 1)) // of_patch * of_patch
+        for side, of_patch in zip(size, patch, strict=True)
+    )
+    return height, width
+
+
+def _side(size: tuple[int, int]) -> str:
+    return str(size[0]) if size[0] == size[1] else f"[{size[0]}, {size[1]}]"

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit.ranks.world import World
+from vit.ranks.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
 """Gradients that are exchanged together; DDP's default."""
@@ -51,11 +51,6 @@ class Node(NamedTuple):
 
     level: int
     number: int
-
-
-def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
-    """Return the leaves of a rank: as many as others have, or one more."""
-    return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
 
 
 def _multiple_of(unit: int, length: int) -> int:

@@ -35,6 +35,7 @@ from vit.precision import precision_note
 from vit.ranks.distributed import World
 from vit.run_data import open_data
 from vit.step import TrainStep
+from vit.system import device_memory
 from vit.system.host import cpu_name
 from vit.system.meter import Meter
 

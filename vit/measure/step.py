@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vit.build import create_train_step
 from vit.compose import create_reduce_of
 from vit.config.schema import Config
+from vit.create_step import create_train_step
 from vit.data.batches import Batch
 from vit.freeze import create_trained_model
 from vit.loss import create_loss
@@ -35,8 +35,8 @@ from vit.ranks.exit import out_of_memory
 from vit.reduce import DataParallel
 from vit.run.step_result import StepPhase, StepResult
 from vit.step import TrainStep
-from vit.weights.teacher import Distilled, Teacher, find_teacher
 from vit.system.device_memory import release_memory
+from vit.weights.teacher import Distilled, Teacher, find_teacher
 
 WARM_UP_STEPS = 2
 """The first one allocates, loads kernels and compiles; the second one shows how long a step is."""

@@ -71,6 +71,11 @@ FIRST_SHARE = 1 / 16
 """Of the longest time between two looks: the shortest, where that is a millisecond or more."""
 
 
+def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
+    """Return the leaves of a rank (`vit.exact`): as many as others have, or one more."""
+    return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
+
+
 class AlreadyReported(ValueError):
     """Raised for a mistake that another rank found and reports."""
 

@@ -20,8 +20,8 @@ from vit.optim.groups import parameter_groups
 from vit.optim.schedule import weight_decay_at
 from vit.recipes.difference import flat
 from vit.recipes.rates import IMAGENET, our_rate
+from vit.recipes.reference import read_reference
 from vit.report.style import BLUE, GREY, ORANGE, add_title, drawing
-from vit.run.reference import read_reference
 
 POINTS = 1000
 """Of each curve."""

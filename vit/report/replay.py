@@ -32,7 +32,7 @@ from vit.data.batches import Batch, BatchLayout, TrainBatches
 from vit.data.decode.images import decode
 from vit.data.order import rows_sha256
 from vit.data.sources import content_sha256
-from vit.exact.tree_sum import leaves_of
+from vit.ranks.world import leaves_of
 from vit.report.source import ReportSource
 from vit.report.style import (
     Cell,

@@ -5,13 +5,17 @@
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import suppress
 from pathlib import Path
 
-from vit.config.schema import Config
+from vit.config.schema import Config, RunConfig
 from vit.ranks.distributed import World
 from vit.run.folder import RunLock, remove_unfinished
-from vit.system.urls import is_url
+from vit.system.files import ShardError
+from vit.system.host import default_folder
+from vit.system.redact import shown
+from vit.system.urls import bare, is_url
 
 
 class Place:
@@ -57,3 +61,33 @@ def open_folder(config: Config, world: World) -> Place:
     if is_url(config.run.dir):
         raise ValueError(f"run.dir={config.run.dir}: build the run by vit.compose.build_run")
     return Place(Path(config.run.dir))
+
+
+def local_folder(run: RunConfig) -> Path:
+    """Return the folder in which the run is worked on: `run.dir`, or the copy of a URL.
+
+    Raises ValueError if no disk of this machine is known for a copy.
+    """
+    assert run.dir is not None, "load_config names the run folder"
+    if not is_url(run.dir):
+        return Path(run.dir)
+    return Path(run.local_dir) if run.local_dir is not None else cache_of(run.dir, "runs")
+
+
+def cache_of(url: str, kind: str) -> Path:
+    """Return the folder for a copy of `url` on a disk of this machine, named as the run is.
+
+    kind: "runs", or "fetched" for what is only read. Raises ValueError as `local_folder`.
+    """
+    name = bare(url).rstrip("/")
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    try:
+        place = default_folder()
+    except ShardError:
+        raise ValueError(
+            f"{shown(url)}: no folder on a disk of this machine is known for the run's working"
+            " copy: name one with run.local_dir, as /scratch/name, or set TMPDIR"
+        ) from None
+    with suppress(OSError):  # the next write reports why it fails
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place / kind / digest / name.rpartition("/")[2]

@@ -18,7 +18,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 from rich.console import Console
@@ -26,11 +26,10 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from vit.config.schema import LogConfig
 from vit.run.folder import METRICS_FILE, RunLock
+from vit.system.by_name import load
 from vit.system.files import replacing
 from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
-from vit.views.tensorboard import TensorboardView
-from vit.views.wandb_view import Rows, WandbProcess, wanted_mode
 
 SILENT_S = 60.0
 """A log file gets a line after this long without one: steps may take minutes each."""
@@ -91,6 +90,14 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
     return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
 
 
+class Rows(NamedTuple):
+    """What is shown of a record: of each line that counts its step and its numbers by name, and the
+    most lines that ever counted."""
+
+    rows: list[tuple[int, dict[str, float]]]
+    most: int
+
+
 def rows_of(lines: list[dict[str, Any]]) -> Rows:
     """Return what W&B shows of the `lines` of a record, those that were replaced among them."""
     kept: list[tuple[int, dict[str, float]]] = []
@@ -125,8 +132,8 @@ class Record:
         lock: RunLock | None = None,
     ):
         self.is_main = is_main
-        self._wandb: WandbProcess | None = None
-        self._tensorboard: TensorboardView | None = None
+        self._wandb: Any = None
+        self._tensorboard: Any = None
         self._live: Progress | None = None
         self._step = first_step
         self._restarts = 0
@@ -256,9 +263,12 @@ class Record:
 
         Whether that works is reported as soon as it is known; nothing waits for it.
         """
-        mode = wanted_mode(self._config.wandb) if self.is_main else "off"
+        if not self.is_main or self._config.wandb == "off":
+            return
+        wandb_view = load("vit.views.wandb_view", "log.wandb")
+        mode = wandb_view.wanted_mode(self._config.wandb)
         if mode != "off":
-            self._wandb = WandbProcess(
+            self._wandb = wandb_view.WandbProcess(
                 self._run_dir,
                 self._config.wandb_project,
                 mode,
@@ -273,7 +283,8 @@ class Record:
         if self.is_main and self._config.tensorboard:
             lines = read_metrics(self._run_dir / METRICS_FILE)
             shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
-            self._tensorboard = TensorboardView(self._run_dir, shown_lines, self.say)
+            tensorboard_view = load("vit.views.tensorboard:TensorboardView", "log.tensorboard=true")
+            self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.say)
 
     def go_back(self, step: int, text: str, **values: Any) -> None:
         """Show and write that the run goes back to `step`: later lines so far do not count."""

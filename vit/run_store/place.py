@@ -11,18 +11,12 @@ The URL is used as the user gave it, with `${NAME}` and logins; its name is `bar
 
 from __future__ import annotations
 
-import hashlib
 import secrets
-from contextlib import suppress
-from pathlib import Path
 
-from vit.config.schema import RunConfig
 from vit.data.storage.object_store import ObjectStore
-from vit.system.files import ShardError
-from vit.system.host import default_folder
 from vit.system.redact import shown
 from vit.system.retry import RetryPolicy
-from vit.system.urls import bare, is_url, on_the_web, resolve
+from vit.system.urls import on_the_web, resolve
 
 
 def store_at(url: str, patience_s: float, what: str = "run.dir=") -> ObjectStore:
@@ -46,33 +40,3 @@ def try_store(url: str) -> str:
     store = store_at(url, 0.0)
     store.try_writing(f".check.{secrets.token_hex(4)}")
     return str(store)
-
-
-def local_folder(run: RunConfig) -> Path:
-    """Return the folder in which the run is worked on: `run.dir`, or the copy of a URL.
-
-    Raises ValueError if no disk of this machine is known for a copy.
-    """
-    assert run.dir is not None, "load_config names the run folder"
-    if not is_url(run.dir):
-        return Path(run.dir)
-    return Path(run.local_dir) if run.local_dir is not None else cache_of(run.dir, "runs")
-
-
-def cache_of(url: str, kind: str) -> Path:
-    """Return the folder for a copy of `url` on a disk of this machine, named as the run is.
-
-    kind: "runs", or "fetched" for what is only read. Raises ValueError as `local_folder`.
-    """
-    name = bare(url).rstrip("/")
-    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
-    try:
-        place = default_folder()
-    except ShardError:
-        raise ValueError(
-            f"{shown(url)}: no folder on a disk of this machine is known for the run's working"
-            " copy: name one with run.local_dir, as /scratch/name, or set TMPDIR"
-        ) from None
-    with suppress(OSError):  # whoever writes there says what is wrong
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return place / kind / digest / name.rpartition("/")[2]

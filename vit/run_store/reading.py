@@ -23,6 +23,7 @@ from vit.data.shards.stores import Version
 from vit.data.storage.http import Refused
 from vit.data.storage.object_store import ObjectStore
 from vit.run.folder import CHECKPOINTS, INFO_FILE, METRICS_FILE, REPORT_FOLDER, weights_file
+from vit.run.place import cache_of
 from vit.run_store.copying import (
     Copy,
     bring,
@@ -34,7 +35,7 @@ from vit.run_store.copying import (
 )
 from vit.run_store.lease import LEASE_FILE
 from vit.run_store.parts import parts_in, read_record
-from vit.run_store.place import cache_of, store_at
+from vit.run_store.place import store_at
 from vit.system.files import replacing
 from vit.system.urls import is_url
 

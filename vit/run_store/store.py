@@ -40,6 +40,7 @@ from vit.run.folder import (
     RunLock,
     complete_checkpoints,
 )
+from vit.run.place import local_folder
 from vit.run_store.copying import (
     Copy,
     bring,
@@ -52,7 +53,7 @@ from vit.run_store.copying import (
 )
 from vit.run_store.lease import Lease, LeaseLost
 from vit.run_store.parts import join_parts, new_lines, part_name, parts_in, read_record
-from vit.run_store.place import local_folder, store_at
+from vit.run_store.place import store_at
 from vit.system.files import replacing
 
 BROUGHT = (

@@ -29,8 +29,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, Any, Literal
 
+from vit.run.record import Rows
 from vit.views import wandb_process
 from vit.views.wandb_process import FINISH_S, POLL_S, Messages, temporary_folder
 
@@ -62,14 +63,6 @@ def wanted_mode(setting: str) -> Mode:
     if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun")):
         return "offline"
     return "online"
-
-
-class Rows(NamedTuple):
-    """What is shown of a record: of each line that counts its step and its numbers by name, and the
-    most lines that ever counted."""
-
-    rows: list[tuple[int, dict[str, float]]]
-    most: int
 
 
 class WandbProcess:

@@ -16,9 +16,9 @@ from vit.config.io import load_config, recipes_folder
 from vit.open_data import open_split
 from vit.plan import Plan
 from vit.recipes.difference import deviations, read_recipe
+from vit.recipes.reference import Comparison, Reference, create_comparison, read_reference
 from vit.report.curves import curve_panels
 from vit.report.history import read_history
-from vit.run.reference import Comparison, Reference, create_comparison, read_reference
 
 CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(

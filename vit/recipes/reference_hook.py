@@ -8,9 +8,9 @@ from typing import Any
 from vit.config.schema import Config
 from vit.ranks.distributed import World
 from vit.recipes.difference import deviations
+from vit.recipes.reference import Comparison, create_comparison
 from vit.run.notes import Notes
 from vit.run.place import Place
-from vit.run.reference import Comparison, create_comparison
 from vit.run_data import RunData
 from vit.running import Hook, Run
 

@@ -1,0 +1,72 @@
+"""Create the training step of a config: what compiles, wraps and updates a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import nn
+
+from vit.compiling import checkpoint_activations, compile_models
+from vit.config.schema import Config
+from vit.data.augment.apply import create_augment
+from vit.objective import Objective
+from vit.optim.ema import create_average
+from vit.optim.optimizer import create_optimizer
+from vit.plan import Plan, rates
+from vit.probes import create_probes
+from vit.ranks.distributed import World
+from vit.reduce import Reduce, data_parallel
+from vit.step import TrainStep
+
+
+def create_train_step(
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    model: nn.Module,
+    world: World,
+    objective: Objective,
+    create_reduce: Callable[..., Reduce] = data_parallel,
+    is_filled_later: bool = False,
+) -> TrainStep:
+    """Move `model` to its device, compile and wrap it, and create all that updates it.
+
+    is_filled_later: a checkpoint will replace all values on each rank.
+    """
+    model.to(world.device)
+    # The order matters. The moving average copies the model before anything is compiled into it.
+    # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
+    # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
+    ema = create_average(model, config.train, plan.steps_per_epoch)
+    with world.fail_together():
+        checkpoint_activations(model, config.train.activation_checkpointing)
+    # The average, too: it is evaluated as often as the model.
+    averages = [] if ema is None else [ema.module]
+    why_eager = compile_models(config.train, [model, *averages, *objective.models], world)
+    reduce = create_reduce(model, config, plan, world, is_filled_later)
+    augment = create_augment(
+        config.augment,
+        config.data,
+        num_classes,
+        world.device,
+        compiled=config.train.compile and not why_eager,
+    )
+    with world.fail_together():
+        probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
+    learning_rate, weight_decay = rates(config, plan)
+    return TrainStep(
+        model,
+        create_optimizer(model, config.optim),
+        augment,
+        objective,
+        reduce,
+        lr_at=learning_rate,
+        weight_decay_at=weight_decay,
+        micro_batch_size=plan.micro_batch_size,
+        precision=config.train.precision,
+        clip_grad_norm=config.optim.clip_grad_norm,
+        ema=ema,
+        probes=probes,
+        seed=config.train.seed,
+        why_eager=why_eager,
+    )
