@@ -9,7 +9,7 @@ TESTS_INSTALLED := .venv/.installed_tests
 DOCS_INSTALLED := .venv/.installed_docs
 LOCK_INSTALLED := .venv/.installed_lock
 PAGES := README.md CONTRIBUTING.md LICENSE docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results \
-	$(wildcard vit/*.py vit/exact/*.py benchmarks/*.py)
+	$(wildcard vit/*.py vit/distributed/exact/*.py benchmarks/*.py)
 # Of the demo; without a number launch/demo.sh chooses it.
 RANKS ?=
 # One more than two cores: tests also wait for processes, signals and servers, a third of their time.

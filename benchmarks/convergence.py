@@ -43,7 +43,7 @@ from trainings import (
 
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.report.style import BLUE, GREY, ORANGE, drawing
+from vit.system.drawing import BLUE, GREY, ORANGE, drawing
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"

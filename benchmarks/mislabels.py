@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from sklearn.metrics import roc_auc_score
 
 from vit.data.shards.data_set import open_split
-from vit.report.source import ReportSource
+from vit.extras.report.source import ReportSource
 
 ROOT = Path(__file__).parents[1]
 CPU = torch.device("cpu")
@@ -116,7 +116,7 @@ def compare(
     from cleanlab.filter import find_label_issues
     from cleanlab.rank import get_label_quality_scores
 
-    from vit.report.training_images.curves import read_curves
+    from vit.extras.report.training_images.curves import read_curves
 
     labels = open_split(root, "train").index["label"].astype(np.int64)
     curves = read_curves(ReportSource(run_dir, CPU))

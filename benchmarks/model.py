@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from measure import Result, create_parser, keep, machine, rows_of, take_turns
 from torch import nn
 
-from vit.compiling import compile_blocks
+from vit.layers.precision import AUTOCAST_DTYPE, autocast
 from vit.model import create_model
-from vit.model_summary import count_parameters, flops_per_image
-from vit.precision import AUTOCAST_DTYPE, autocast
+from vit.training.compiling import compile_blocks
+from vit.training.model_summary import count_parameters, flops_per_image
 
 NUM_CLASSES = 1000
 PASSES = {"training": 3, "inference": 1}

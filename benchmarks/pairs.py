@@ -40,7 +40,7 @@ from trainings import (
 
 from vit.config.io import load_config
 from vit.data.shards.data_set import open_split
-from vit.report.style import BLUE, GREY, drawing
+from vit.system.drawing import BLUE, GREY, drawing
 
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"

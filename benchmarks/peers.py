@@ -53,8 +53,8 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 
 
 def ours(task: Task, shards: str, copies: int = 1) -> Batches:
-    """What `vit.train` and `vit.evaluate` iterate over. copies: of each image in a training batch,
-    each augmented anew."""
+    """What `vit.train` and `vit.evaluation.evaluate` iterate over. copies: of each image in a
+    training batch, each augmented anew."""
     from vit.config.schema import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, TrainBatches
     from vit.data.image_format import ImageFormat

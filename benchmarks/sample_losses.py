@@ -24,16 +24,16 @@ from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
-from vit.loss import cross_entropy
+from vit.distributed.process_group import World
+from vit.hooks.sample_losses import SampleLosses
 from vit.model import create_model
-from vit.objective import Supervised
 from vit.optim.optimizer import create_optimizer
-from vit.plan import Plan
-from vit.ranks.distributed import World
-from vit.reduce import DataParallel
-from vit.run.sample_losses import SampleLosses
-from vit.run.step_result import StepResult
 from vit.step import TrainStep
+from vit.training.loss import cross_entropy
+from vit.training.objective import Supervised
+from vit.training.plan import Plan
+from vit.training.reduce import DataParallel
+from vit.training.step_result import StepResult
 
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)

@@ -25,20 +25,20 @@ from measure import rows_of, show, take_turns
 from safetensors.torch import save_file
 from torch import Tensor
 
+from vit.checkpoint.checkpoint import named_tensors
+from vit.checkpoint.saver import Saver
+from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.schema import Config
-from vit.loss import cross_entropy
+from vit.distributed.process_group import World
+from vit.loggers.record import Record
 from vit.model import create_model
-from vit.objective import Supervised
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.ranks.distributed import World
-from vit.reduce import DataParallel
-from vit.run.checkpoint import named_tensors
-from vit.run.record import Record
-from vit.run.saver import Saver
-from vit.run.state import RunState
 from vit.step import TrainStep
+from vit.training.loss import cross_entropy
+from vit.training.objective import Supervised
+from vit.training.reduce import DataParallel
 
 
 def create_train_step(config: Config) -> TrainStep:

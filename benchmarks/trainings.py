@@ -28,12 +28,12 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from vit.compose import build_run
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.data.shards.data_set import open_split
-from vit.ranks.distributed import join_world
-from vit.run.record import read_metrics
+from vit.distributed.process_group import join_world
+from vit.extras.compose import build_run
+from vit.loggers.record import read_metrics
 from vit.train import train
 
 FOUND_FILE = "found.json"

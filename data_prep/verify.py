@@ -34,7 +34,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from data_prep.check.data_set import DataSet, Part, opened_data_set
+from data_prep.check.data_set import DataSet, SplitFiles, opened_data_set
 from data_prep.check.set_checks import (
     check_catalogue,
     check_folder,
@@ -129,7 +129,7 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
         yield from found[place]
 
 
-def shard_of(data: DataSet, part: Part, number: int, num_sampled: int = 0) -> Shard:
+def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> Shard:
     """A shard for a worker. num_sampled: images of a quick check."""
     name = part.filenames[number]
     return Shard(
@@ -211,12 +211,12 @@ def _compared(report: Report, images: str) -> list[str]:
     ]
 
 
-def _images_per_class(data: DataSet, part: Part) -> str:
+def _images_per_class(data: DataSet, part: SplitFiles) -> str:
     counts = images_per_class(data, part)
     return number_range(counts) if len(counts) else "-"
 
 
-ROWS: dict[str, Callable[[DataSet, Part], str]] = {
+ROWS: dict[str, Callable[[DataSet, SplitFiles], str]] = {
     "shards": lambda _, part: f"{len(part.filenames):,}",
     "MB of tars": lambda _, part: f"{part.num_bytes / 1e6:,.1f}",
     "samples recorded": lambda _, part: f"{sum(part.described['shard_lengths']):,}",

@@ -27,12 +27,18 @@ from rich.table import Table
 
 from vit.config.hints import setting_for
 from vit.config.io import load_config, with_settings
-from vit.measure.bench import measure
-from vit.measure.certificate import check_writable, loading_table, step_table, title, write_results
-from vit.measure.subject import Wishes
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.extras.planner.benchmark.bench import measure
+from vit.extras.planner.benchmark.certificate import (
+    check_writable,
+    loading_table,
+    step_table,
+    title,
+    write_results,
+)
+from vit.extras.planner.benchmark.subject import Wishes
 from vit.system.command_line import Parser
 
 
@@ -46,10 +52,10 @@ def main() -> World:
     if config.train.exact_over_ranks:
         # Sizes other than the recipe's are tried, which have other leaves.
         config = with_settings(config, {"train.exact_over_ranks": False})
-        if distributed.is_main_process():
+        if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
     deterministic = config.train.deterministic
-    world = distributed.join_world(config.train.device, deterministic=deterministic)
+    world = process_group.join_world(config.train.device, deterministic=deterministic)
     with world.fail_together():
         for option, folder in (("--profile", args.profile), ("--out", args.out)):
             if world.is_main and folder is not None:

@@ -24,7 +24,7 @@ percent, loss, ece (calibration error in points), top1_low and top1_high (the 95
 top1), `sets` (by name; with num_skipped, images without a label), `probes` with --knn or
 --linear-probe (by name), and `note` if the classes of the data are not those of the model. Of
 several checkpoints: `checkpoints`, a list of such objects, and `difference`, a list of what each
-other one has to the first by set (see vit/metrics.py). With --finetune also `before`,
+other one has to the first by set (see vit/training/metrics.py). With --finetune also `before`,
 `before_resized` (objects of this form) and `difference`, or `stopped` and `run` after a signal.
 Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a mistake of the user; 130
 interrupted.
@@ -41,20 +41,20 @@ from typing import Any, NamedTuple, TextIO
 
 import check_versions  # noqa: F401
 
-from vit.compare import Result, compare, evaluate_weights
-from vit.compose import build_run
+from vit.checkpoint.run_folder import LATEST_FILE, newest_run
 from vit.config import io as config_io
 from vit.config.eval_section import VAL
 from vit.config.hints import setting_for
 from vit.config.schema import Config
-from vit.features.probes import KNN_FLAG, LINEAR_FLAG, Asked
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.evaluation.compare import Result, compare, evaluate_weights
+from vit.evaluation.probes import KNN_FLAG, LINEAR_FLAG, Asked
+from vit.extras.compose import build_run
 from vit.finetune import finetune
-from vit.one_reader import read_once
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.run.folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
+from vit.training.initial_weights import read_once
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
@@ -78,7 +78,7 @@ def main() -> World:
         device = tuned.train.device
         deterministic = tuned.train.deterministic
     setting = "--device " if args.device else "train.device="
-    world = distributed.join_world(device, setting, deterministic=deterministic)
+    world = process_group.join_world(device, setting, deterministic=deterministic)
     if tuned is not None:
         found = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
         finetune(found.loaded, found.config, found.problem, tuned, world, build_run, out, args.json)

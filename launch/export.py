@@ -21,16 +21,16 @@ from typing import Any
 
 import check_versions  # noqa: F401
 
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.run.folder import METRICS_FILE
-from vit.run.record import read_metrics
+from vit.checkpoint.run_folder import METRICS_FILE
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.extras.export.export import check_holds, export, read_subject
+from vit.extras.export.model_card import Origin
+from vit.loggers.record import read_metrics
 from vit.system.command_line import Parser
 from vit.system.files import sha256_of
 from vit.system.redact import shown
-from vit.weights.card import Origin
-from vit.weights.export import check_holds, export, read_subject
 from vit.weights.files import LoadedWeights
 from vit.weights.programs import PROGRAMS
 
@@ -38,7 +38,7 @@ from vit.weights.programs import PROGRAMS
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    world = distributed.join_world("cpu")
+    world = process_group.join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)
     check_holds(args.to, subject)
     run_dir = _run_of(loaded)

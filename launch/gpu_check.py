@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import check_versions  # noqa: F401
 import torch
 
-from vit.measure import kills, promises
-from vit.measure.certificate import check_writable, write_promises, write_results
-from vit.measure.parts import Line, run_part
-from vit.ranks.distributed import join_world
-from vit.ranks.exit import run_command
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import join_world
+from vit.extras.planner.benchmark import guarantees, kills
+from vit.extras.planner.benchmark.certificate import check_writable, write_promises, write_results
+from vit.extras.planner.benchmark.gpu_check_lines import Line, run_part
 from vit.system.command_line import Parser
 from vit.system.devices import find_devices
 from vit.system.gpus import find_device
@@ -46,7 +46,7 @@ TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
 """Of trainings that are killed."""
 
 
-class Part(NamedTuple):
+class GpuCheck(NamedTuple):
     """What is tried together, and for how many seconds on an H200."""
 
     name: str
@@ -110,7 +110,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     return args
 
 
-def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[Part]:
+def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[GpuCheck]:
     """Return everything that is tried, in this order."""
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
@@ -120,37 +120,37 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
     big = () if small else ("model.name=vit_b16", "model.image_size=224")
     timed = TINY_STEP if small else ("data.global_batch_size=256", "data.micro_batch_size=256")
     tried: dict[str, tuple[str, float, Callable[[], Iterable[Line]]]] = {
-        "slots": ("the loader's slots", 30, partial(promises.page_locked_slots, device)),
-        "equality": ("the CPU's numbers", 60, partial(promises.equals_the_cpu, device)),
-        "waits": ("no step waits", 40, partial(promises.no_waits, device)),
+        "slots": ("the loader's slots", 30, partial(guarantees.page_locked_slots, device)),
+        "equality": ("the CPU's numbers", 60, partial(guarantees.equals_the_cpu, device)),
+        "waits": ("no step waits", 40, partial(guarantees.no_waits, device)),
         "graphs": (
             "graphs are compiled as planned",
             120,
-            partial(promises.graphs_as_planned, device),
+            partial(guarantees.graphs_as_planned, device),
         ),
-        "memory": ("peak memory is the planner's", 30, partial(promises.planned_memory, device)),
+        "memory": ("peak memory is the planner's", 30, partial(guarantees.planned_memory, device)),
         "determinism": (
             "what train.deterministic costs",
             60,
-            partial(promises.cost_of_determinism, device, *timed, seconds=1 if small else 5),
+            partial(guarantees.cost_of_determinism, device, *timed, seconds=1 if small else 5),
         ),
     }
     built = [
-        Part(name, what, budget_s, partial(_on_device, device, run))
+        GpuCheck(name, what, budget_s, partial(_on_device, device, run))
         for name, (what, budget_s, run) in tried.items()
     ]
     place = partial(kills.make_place, folder / "resume", *settings)
     built += [
-        Part("resume", "kill -9 and resume", 180, partial(_resume, place, on_gpu)),
-        Part("pauses", "what stops training", 90, partial(_pauses, folder, settings, big)),
+        GpuCheck("resume", "kill -9 and resume", 180, partial(_resume, place, on_gpu)),
+        GpuCheck("pauses", "what stops training", 90, partial(_pauses, folder, settings, big)),
     ]
     for model in ("vit_b16",) if small else MODELS:
         run = partial(_speed, model, [*settings[:2], *(TINY_STEP if small else ())], small)
-        built.append(Part(model, f"speed of {model}", 200, run))
+        built.append(GpuCheck(model, f"speed of {model}", 200, run))
     if num_gpus > 1 or small:
         rows = 8 if small else 256
         run = partial(_ranks, folder, settings, rows, TINY_MODEL if small else ())
-        built.append(Part("ranks", "two ranks", 240, run))
+        built.append(GpuCheck("ranks", "two ranks", 240, run))
     return built
 
 

@@ -29,13 +29,13 @@ from types import FrameType
 
 import check_versions  # noqa: F401
 
+from vit.checkpoint.run_folder import LATEST_FILE
 from vit.config.command_line import training_parser
 from vit.config.io import load_config
 from vit.data.storage.http import Refused
-from vit.ranks.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
-from vit.run.folder import LATEST_FILE
-from vit.run_store.copying import complete_in
-from vit.run_store.place import store_at
+from vit.distributed.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
+from vit.extras.remote_runs.copying import complete_in
+from vit.extras.remote_runs.place import store_at
 from vit.system.files import ShardError
 from vit.system.redact import shown
 from vit.system.urls import is_url

@@ -23,7 +23,8 @@ from rich.console import Console
 
 from vit.config.hints import setting_for
 from vit.config.io import load_config
-from vit.estimate.forecast import (
+from vit.distributed.exit import run_command
+from vit.extras.planner.forecast import (
     GIB,
     IMAGES_PER_CORE_S,
     SHARD_BYTES_PER_IMAGE,
@@ -31,7 +32,6 @@ from vit.estimate.forecast import (
     make_forecast,
     usable_bytes,
 )
-from vit.ranks.exit import run_command
 from vit.system.command_line import Parser
 from vit.system.gpus import GPUS, parse_gpus
 

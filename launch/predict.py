@@ -25,21 +25,21 @@ import check_versions  # noqa: F401
 import torch
 from rich.console import Console
 
-from vit.predict.inputs import FROM_STDIN, Inputs, find_inputs
-from vit.predict.output import Summary, csv_file, image_table, printable, write_rows
-from vit.predict.predict import predict
-from vit.ranks import distributed
-from vit.ranks.distributed import World, world_size
-from vit.ranks.exit import leave, run_command
-from vit.report.attention import check_rollout, rollouts
-from vit.report.model_plots import overlaid
-from vit.report.prediction_sheet import plot_predictions
-from vit.report.style import picture_format
-from vit.run.folder import LATEST_FILE, newest_run
+from vit.checkpoint.run_folder import LATEST_FILE, newest_run
+from vit.distributed import process_group
+from vit.distributed.exit import leave, run_command
+from vit.distributed.process_group import World, world_size
+from vit.extras.report.attention import check_rollout, rollouts
+from vit.extras.report.model_plots import overlaid
+from vit.extras.report.prediction_sheet import plot_predictions
+from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
+from vit.inference.output import Summary, csv_file, image_table, printable, write_rows
+from vit.inference.predict import predict
+from vit.inference.predictor import Trained, load
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
+from vit.system.drawing import picture_format
 from vit.system.files import check_place
 from vit.system.meter import Meter
-from vit.trained import Trained, load
 
 TABLE_IMAGES = 20
 """Of more images the table shows how many are of each class."""
@@ -52,7 +52,7 @@ NAMED_PROBLEMS = 20
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    world = distributed.join_world(args.device or "auto", "--device ")
+    world = process_group.join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
     names = read_names(args.classes) if args.classes else ()
     trained = load(

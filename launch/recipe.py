@@ -25,17 +25,17 @@ import check_versions  # noqa: F401
 from rich.console import Console
 
 from vit.config.hints import setting_for
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.recipes.difference import in_words, read_recipe
-from vit.recipes.importing import PROGRAMS, import_recipe
-from vit.recipes.rates import IMAGENET
-from vit.recipes.show import draw_curves, groups_table, steps_line
-from vit.recipes.words import account, yaml_text
-from vit.report.contact_sheet import make_contact_sheet
-from vit.report.style import picture_format
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.extras.recipes.difference import in_words, read_recipe
+from vit.extras.recipes.importing import PROGRAMS, import_recipe
+from vit.extras.recipes.preview import draw_curves, groups_table, steps_line
+from vit.extras.recipes.rates import IMAGENET
+from vit.extras.recipes.summary import account, yaml_text
+from vit.extras.report.contact_sheet import make_contact_sheet
 from vit.system.command_line import Parser
+from vit.system.drawing import picture_format
 from vit.system.files import ShardError, replacing, told
 
 
@@ -71,7 +71,7 @@ def diff(args: Namespace) -> None:
 def show(args: Namespace) -> World:
     """Print the groups of parameters, draw the rates, and the augmentation if data are there."""
     config = read_recipe(args.recipe, args.overrides)
-    world = distributed.join_world("cpu")
+    world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
     Console(width=None if sys.stdout.isatty() else 100).print(groups_table(config))
     name = args.recipe.stem or args.recipe.name

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 import check_versions  # noqa: F401
 
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.report.page import make_report
-from vit.report.pictures import PAINTERS
-from vit.run.folder import METRICS_FILE, is_in_use, newest_run
-from vit.run.to_wandb import ToWandb
-from vit.run_store.reading import is_in_use as url_is_in_use
-from vit.run_store.reading import local_run, publish_report
+from vit.checkpoint.run_folder import METRICS_FILE, is_in_use, newest_run
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.extras.remote_runs.reading import is_in_use as url_is_in_use
+from vit.extras.remote_runs.reading import local_run, publish_report
+from vit.extras.report.page import make_report
+from vit.extras.report.pictures import PAINTERS
+from vit.loggers.wandb_upload import ToWandb
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
 from vit.system.urls import is_url
@@ -40,7 +40,7 @@ def main() -> World:
     to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
     # The GPU of a live run may have no memory left.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
-    world = distributed.join_world(device, "--device ")
+    world = process_group.join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
         report = make_report(
             run_dir,

@@ -18,18 +18,22 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
+from vit.checkpoint.run_folder import METRICS_FILE, newest_run
 from vit.config.hints import setting_for
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.report.source import ReportSource
-from vit.report.training_images.curves import read_curves, write_keys, write_table
-from vit.report.training_images.doubles import find_duplicates
-from vit.report.training_images.near_doubles import THRESHOLD, find_near_doubles, pooled_features
-from vit.report.training_images.page import TABLE_FILE, write_samples_page
-from vit.run.folder import METRICS_FILE, newest_run
-from vit.run.sample_losses import epoch_files
-from vit.run_store.reading import local_run
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.extras.remote_runs.reading import local_run
+from vit.extras.report.source import ReportSource
+from vit.extras.report.training_images.curves import read_curves, write_keys, write_table
+from vit.extras.report.training_images.doubles import find_duplicates
+from vit.extras.report.training_images.near_doubles import (
+    THRESHOLD,
+    find_near_doubles,
+    pooled_features,
+)
+from vit.extras.report.training_images.page import TABLE_FILE, write_samples_page
+from vit.hooks.sample_losses import epoch_files
 from vit.system.command_line import Parser, add_run_words, run_and_settings
 from vit.system.meter import Meter
 
@@ -38,7 +42,7 @@ def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
     run_dir = local_run(args.run or newest_run("RUN", METRICS_FILE))
-    world = distributed.join_world(args.device, "--device ")
+    world = process_group.join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:
         curves = read_curves(source, lambda done, total: meter.update(done))

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import check_versions  # noqa: F401
 import yaml
 
-from vit.run.folder import CONFIG_FILE, METRICS_FILE
-from vit.run.record import read_metrics
+from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE
+from vit.loggers.record import read_metrics
 from vit.system.command_line import Parser
 
 SEED = "train.seed"
@@ -147,6 +147,6 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
 
 
 if __name__ == "__main__":
-    from vit.ranks.exit import run_command
+    from vit.distributed.exit import run_command
 
     run_command(main)

@@ -21,15 +21,15 @@ from datetime import timedelta
 
 import check_versions  # noqa: F401
 
-from vit.compose import build_run
 from vit.config.command_line import training_parser
 from vit.config.hints import all_keys, nearest
 from vit.config.io import load_config
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.ranks.outcome import tell_outcome
-from vit.ranks.watch import collective_timeout
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.outcome import tell_outcome
+from vit.distributed.process_group import World
+from vit.distributed.watchdog import collective_timeout
+from vit.extras.compose import build_run
 from vit.system.by_name import load
 from vit.train import train
 
@@ -48,15 +48,17 @@ def main() -> World | None:
     if args.print_config:
         if config.eval.reference is not None:
             # A wrong name is seen before the run's start.
-            load("vit.recipes.reference:read_reference", "eval.reference")(config.eval.reference)
-        if distributed.is_main_process():
-            describe = load("vit.print_config:describe", "--print-config")
-            print(describe(config, origins, distributed.world_size()), end="")
+            load("vit.extras.recipes.reference:read_reference", "eval.reference")(
+                config.eval.reference
+            )
+        if process_group.is_main_process():
+            describe = load("vit.training.print_config:describe", "--print-config")
+            print(describe(config, origins, process_group.world_size()), end="")
         return None
-    check = load("vit.check.run:check", "--check") if args.check else None
+    check = load("vit.extras.planner.check.all_checks:check", "--check") if args.check else None
     deterministic = config.train.deterministic or config.train.exact_over_ranks
     limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None
-    world = distributed.join_world(
+    world = process_group.join_world(
         config.train.device,
         deterministic=deterministic,
         collective_timeout=collective_timeout(config.run.hang_timeout_s),

@@ -23,27 +23,27 @@ from typing import Any, NamedTuple
 import check_versions  # noqa: F401
 import torch
 
+from vit.checkpoint.run_folder import LATEST_FILE, METRICS_FILE, newest_run
 from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.config.io import load_config
 from vit.config.schema import Config
-from vit.estimate.layers import print_costs, print_network
-from vit.ranks import distributed
-from vit.ranks.distributed import World
-from vit.ranks.exit import run_command
-from vit.report import inside
-from vit.report.compare import compare, plot_comparison
-from vit.report.confusion import plot_confusion
-from vit.report.contact_sheet import make_contact_sheet
-from vit.report.curves import plot_learning_curves
-from vit.report.inside_plots import plot_heads, plot_patches, save_heads
-from vit.report.samples import Samples, samples_of_files, samples_of_split
-from vit.report.source import ReportSource
-from vit.report.style import picture_format
-from vit.run.folder import LATEST_FILE, METRICS_FILE, newest_run
+from vit.distributed import process_group
+from vit.distributed.exit import run_command
+from vit.distributed.process_group import World
+from vit.extras.planner.by_layer import print_costs, print_network
+from vit.extras.report import model_figures
+from vit.extras.report.confusion import plot_confusion
+from vit.extras.report.contact_sheet import make_contact_sheet
+from vit.extras.report.curves import plot_learning_curves
+from vit.extras.report.example_images import Samples, samples_of_files, samples_of_split
+from vit.extras.report.inside_plots import plot_heads, plot_patches, save_heads
+from vit.extras.report.model_comparison import compare, plot_comparison
+from vit.extras.report.source import ReportSource
+from vit.inference.predictor import Trained, load
 from vit.system.command_line import Parser
+from vit.system.drawing import picture_format
 from vit.system.meter import Meter
-from vit.trained import Trained, load
 from vit.weights.files import read_weights
 
 
@@ -63,11 +63,11 @@ def main() -> World:
     args = read_command_line()
     if args.command == "augment":
         config = load_config(args.config, args.overrides).config
-        world = distributed.join_world(config.train.device)
+        world = process_group.join_world(config.train.device)
         out = args.out or Path(f"augment_{Path(args.config).stem}.png")
         print(make_contact_sheet(config, args.images, args.draws, out, world.device))
         return world
-    world = distributed.join_world(args.device, "--device ")
+    world = process_group.join_world(args.device, "--device ")
     if args.command == "curves":
         runs = args.runs or [newest_run("RUN", METRICS_FILE)]
         names = "_".join(run.resolve().name for run in runs)
@@ -119,7 +119,7 @@ def patches(args: Namespace, world: World) -> None:
     """Draw images cut into patches."""
     trained = _load(args, world)
     samples = _samples(args, trained)
-    size = inside.patch_size_of(trained.model)
+    size = model_figures.patch_size_of(trained.model)
     for path, pixels in _numbered(_out(args, trained), samples.pixels(trained)):
         print(plot_patches(pixels, size, path))
 
@@ -128,14 +128,14 @@ def filters(args: Namespace, world: World) -> None:
     """Draw the components of the patch embedding."""
     trained = _load(args, world)
     out = _out(args, trained)
-    _say(inside.draw_filters(trained.model, out), out)
+    _say(model_figures.draw_filters(trained.model, out), out)
 
 
 def positions(args: Namespace, world: World) -> None:
     """Draw the similarity of positions."""
     trained = _load(args, world)
     out = _out(args, trained)
-    _say(inside.draw_positions(trained.model, out), out)
+    _say(model_figures.draw_positions(trained.model, out), out)
 
 
 def attention(args: Namespace, world: World) -> None:
@@ -147,7 +147,7 @@ def attention(args: Namespace, world: World) -> None:
     with Meter("drawing", len(pixels), "images") as meter:
         for number, (path, image) in enumerate(_numbered(_out(args, trained), pixels)):
             normalize = trained.preprocess.normalize
-            heads, rollout = inside.heads_and_rollout(trained.model, normalize, image)
+            heads, rollout = model_figures.heads_and_rollout(trained.model, normalize, image)
             name = Path(samples.names[number]).name
             if args.separate:
                 folder = args.separate / f"{number}_{Path(name).stem or name}"
@@ -168,7 +168,7 @@ def distance(args: Namespace, world: World) -> None:
     out = _out(args, trained)
     with Meter("looking at", len(pixels), "images") as meter:
         normalize = trained.preprocess.normalize
-        caption = inside.draw_distance(trained.model, normalize, pixels, out, meter.update)
+        caption = model_figures.draw_distance(trained.model, normalize, pixels, out, meter.update)
     _say(caption, out)
 
 
@@ -180,7 +180,7 @@ def tokens(args: Namespace, world: World) -> None:
     out = _out(args, trained)
     names = [Path(name).name or name for name in samples.names]
     normalize = trained.preprocess.normalize
-    _say(inside.draw_tokens(trained.model, normalize, pixels, names, out), out)
+    _say(model_figures.draw_tokens(trained.model, normalize, pixels, names, out), out)
 
 
 def confusion(args: Namespace, world: World) -> None:

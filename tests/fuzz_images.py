@@ -41,10 +41,10 @@ if __name__ == "__main__":
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
 from vit.config.schema import EvalConfig
 from vit.data.decode import native
+from vit.data.decode.crops import decode_center, decode_views, resize, resized_size
 from vit.data.decode.images import Pixels, decode, decode_box, read_image_size
 from vit.data.decode.jpeg_cut import Window
 from vit.data.decode.jpeg_header import read_header
-from vit.data.decode.views import decode_center, decode_views, resize, resized_size
 
 POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)

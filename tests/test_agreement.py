@@ -14,19 +14,19 @@ import torch
 from processes import TINY, run
 from ranks import together
 
-from vit.compose import build_run
+from vit.checkpoint import resume
+from vit.checkpoint.checkpoint import named_tensors, newest_checkpoint
+from vit.checkpoint.info import SEAL
+from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order, sample_checksum
-from vit.ranks.distributed import World
-from vit.run import resume
-from vit.run.checkpoint import named_tensors, newest_checkpoint
-from vit.run.checkpoint_info import SEAL
-from vit.run.order_check import OrderCheck
-from vit.run.state import RunState
-from vit.running import Run
+from vit.distributed.process_group import World
+from vit.extras.compose import build_run
+from vit.hooks.order_check import OrderCheck
+from vit.run import Run
 from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -90,13 +90,13 @@ def shifted(batch: Batch) -> Batch:
 ONE_READS = """
 import hashlib, json, sys, torch
 from dataclasses import replace
-from vit.compose import build_run
+from vit.extras.compose import build_run
 from vit.config import io as config_io
-from vit.ranks import distributed
-from vit.ranks.exit import leave_world, run_command
-from vit.run.checkpoint import named_tensors
+from vit.distributed import distributed
+from vit.distributed.exit import leave_world, run_command
+from vit.checkpoint.checkpoint import named_tensors
 from vit.weights.files import read_weights
-from vit.one_reader import read_once
+from vit.training.initial_weights import read_once
 
 def main():
     world = distributed.join_world("cpu")

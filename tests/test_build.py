@@ -12,16 +12,16 @@ import torch
 from processes import TINY
 from safetensors.torch import save_file
 
-import vit.compose
+import vit.extras.compose
 from vit.config.io import from_dict, load_config
 from vit.config.schema import ModelConfig
 from vit.data.shuffle_quality import measure_shuffle
+from vit.distributed.exit import Interrupted
+from vit.distributed.process_group import World
+from vit.hooks import start_record
 from vit.model import create_model
-from vit.one_reader import load_initial_weights
-from vit.ranks.distributed import World
-from vit.ranks.exit import Interrupted
-from vit.run import start_record
 from vit.system.files import WeightsError
+from vit.training.initial_weights import load_initial_weights
 
 ALONE = World(0, 1, torch.device("cpu"))
 
@@ -37,7 +37,7 @@ def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatc
     monkeypatch.setattr(start_record, "measure_shuffle", interrupted)
     settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"]).config
     with pytest.raises(Interrupted):
-        vit.compose.build_run(settings, ALONE)
+        vit.extras.compose.build_run(settings, ALONE)
     assert (tmp_path / "run" / "config.yaml").exists()
     mark = tmp_path / "run" / "stopped_early"
     if number == signal.SIGTERM:

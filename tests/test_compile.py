@@ -8,16 +8,16 @@ import torch.distributed as dist
 from plain_step import plain_step
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.compiling import checkpoint_activations, compile_blocks
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
+from vit.distributed.process_group import World
 from vit.layers.image_sizes import take_sizes
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.ranks.distributed import World
+from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12

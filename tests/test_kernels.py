@@ -25,15 +25,15 @@ NUMERIC = [
         for name in ("views", "windows", "center_view", "native", "jpeg_cut")
     ),
     "tests/weights/test_published.py",
-    "tests/report/test_model_plots.py",
+    "tests/extras/report/test_model_plots.py",
 ]
 CORE = [
-    "tests/exact/test_exact_runs.py::test_a_library_that_is_kept_from_instructions_is_another_kind_of_host",
-    "tests/exact/test_exact_runs.py::test_hosts_of_two_kinds_are_refused",
+    "tests/distributed/exact/test_exact_runs.py::test_a_library_that_is_kept_from_instructions_is_another_kind_of_host",
+    "tests/distributed/exact/test_exact_runs.py::test_hosts_of_two_kinds_are_refused",
     "tests/model/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
-    "tests/test_loss.py",
+    "tests/training/test_loss.py",
     "tests/test_step.py",
-    "tests/test_trained.py::test_inputs_and_logits_are_those_of_launch_eval",
+    "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t]",
 ]
 """Of all comparisons, some of each kind: seconds for each set of kernels."""

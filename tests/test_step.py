@@ -17,21 +17,21 @@ from fake_gpu import gpu_without_memory, move_to_fake_gpu
 from plain_step import plain_step
 from torch.nn.parallel import DistributedDataParallel
 
+from vit.checkpoint.checkpoint import named_tensors
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
-from vit.loss import cross_entropy
+from vit.distributed.process_group import World
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.groups import parameter_groups
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
-from vit.ranks.distributed import World
-from vit.reduce import DataParallel
-from vit.run.checkpoint import named_tensors
-from vit.run.step_result import NON_FINITE, SPIKE, Limits
 from vit.step import TrainStep
+from vit.training.loss import cross_entropy
+from vit.training.reduce import DataParallel
+from vit.training.step_result import NON_FINITE, SPIKE, Limits
 
 WORLD = World(0, 1, torch.device("cpu"))
 CONFIG = AugmentConfig(hflip_prob=0.0)
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_not_finite_is_no_spike():
 
 
 def test_fp16_unscales_before_it_clips_and_grows_after_good_steps(monkeypatch):
-    monkeypatch.setattr("vit.precision.FP16_GROWTH_STEPS", 2)
+    monkeypatch.setattr("vit.layers.precision.FP16_GROWTH_STEPS", 2)
     plain = make_step(clip_grad_norm=0.05)
     scaled = make_step(precision="fp16", clip_grad_norm=0.05)
     scaled.loss_scale.value.fill_(2.0**8)

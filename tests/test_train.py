@@ -30,8 +30,8 @@ from processes import (
 )
 from servers import WebServer
 
-from vit.run.record import read_metrics
-from vit.run.sample_losses import epoch_files
+from vit.hooks.sample_losses import epoch_files
+from vit.loggers.record import read_metrics
 
 STEPS = 24
 

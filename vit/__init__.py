@@ -5,7 +5,8 @@
     trained = vit.load("runs/demo")         # a run folder, a file of weights, or a model folder
     trained.classify("photo.jpg")           # [("seven", 0.93), ("one", 0.04), ...]
 
-`vit.load` is `vit.trained.load`. Nothing is imported before it is asked for, torch neither.
+`vit.load` is `vit.inference.predictor.load`. Nothing is imported before it is asked for, torch
+neither.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from vit.trained import load as load
+    from vit.inference.predictor import load as load
 
 __all__ = ["load"]
 
@@ -22,6 +23,6 @@ def __getattr__(name: str) -> Any:
     # Preparation of data works without torch, and starts in a tenth of the time.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vit.trained import load
+    from vit.inference.predictor import load
 
     return load

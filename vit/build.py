@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
+from vit.checkpoint import checkpoint as checkpoints
+from vit.checkpoint.resume import check_same_settings, find_checkpoint, fit_state
+from vit.checkpoint.run_folder import RunLock
+from vit.checkpoint.saver import Saver
+from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.create_step import create_train_step
-from vit.evaluate import create_evaluators
-from vit.freeze import create_trained_model
+from vit.distributed.exit import Interrupted, StopSignals
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import create_evaluators
+from vit.hooks.start_record import start_record
 from vit.layers.init import undrawn
 from vit.layers.parts import grid_size
-from vit.plan import Plan
-from vit.ranks.distributed import World
-from vit.ranks.exit import Interrupted, StopSignals
-from vit.run import checkpoint as checkpoints
-from vit.run.folder import RunLock
-from vit.run.resume import check_same_settings, find_checkpoint, fit_state
-from vit.run.saver import Saver
-from vit.run.start_record import start_record
-from vit.run.start_times import StartTimes
-from vit.run.state import RunState
-from vit.run_data import as_trained, open_data
-from vit.running import Parts, Run
+from vit.loggers.start_times import StartTimes
+from vit.run import Parts, Run
+from vit.training.freeze import create_trained_model
+from vit.training.plan import Plan
+from vit.training.run_data import as_trained, open_data
 
 
 def build(
@@ -40,9 +40,10 @@ def build(
 ) -> Run:
     """Build the run of `config`, from its newest checkpoint if its folder has one.
 
-    allow_change: settings that may differ from the checkpoint's. parts: as `vit.compose.parts_of`
-    chooses them for `config`. Raises ValueError for mistakes, and `vit.ranks.exit.Interrupted` if
-    SIGTERM, SIGHUP or SIGINT comes, also in a wait for other ranks.
+    allow_change: settings that may differ from the checkpoint's. parts: as
+    `vit.extras.compose.parts_of` chooses them for `config`. Raises ValueError for mistakes, and
+    `vit.distributed.exit.Interrupted` if SIGTERM, SIGHUP or SIGINT comes, also in a wait for other
+    ranks.
     """
     parts = parts or Parts()
     place = parts.open_place(config, world)

@@ -6,17 +6,17 @@ from collections.abc import Callable
 
 from torch import nn
 
-from vit.compiling import checkpoint_activations, compile_models
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
-from vit.objective import Objective
+from vit.distributed.process_group import World
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
-from vit.plan import Plan, rates
-from vit.probes import create_probes
-from vit.ranks.distributed import World
-from vit.reduce import Reduce, data_parallel
 from vit.step import TrainStep
+from vit.training.compiling import checkpoint_activations, compile_models
+from vit.training.norm_probes import create_probes
+from vit.training.objective import Objective
+from vit.training.plan import Plan, rates
+from vit.training.reduce import Reduce, data_parallel
 
 
 def create_train_step(

@@ -14,21 +14,21 @@ from typing import TextIO
 
 import torch
 
-from vit.compare import Result, evaluate_weights
+from vit.checkpoint.checkpoint import newest_checkpoint
+from vit.checkpoint.place import local_folder
 from vit.config.eval_section import VAL
 from vit.config.io import with_settings
 from vit.config.schema import Config
-from vit.metrics import paired_difference
-from vit.one_reader import read_once
-from vit.open_data import open_split
-from vit.ranks.distributed import World
-from vit.run.checkpoint import newest_checkpoint
-from vit.run.place import local_folder
-from vit.running import Run
+from vit.data.open_data import open_split
+from vit.distributed.process_group import World
+from vit.evaluation.compare import Result, evaluate_weights
+from vit.run import Run
 from vit.system.by_name import load
 from vit.system.redact import shown
 from vit.system.urls import is_url
 from vit.train import train
+from vit.training.initial_weights import read_once
+from vit.training.metrics import paired_difference
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
 VIEW_KEYS = ("crop_pct", "resize_px", "crop_mode", "resizer")
@@ -48,9 +48,9 @@ def finetune(
     """Fine-tune `loaded` by `tuned`, and print the accuracy before and after to `out`.
 
     base: the config of `loaded`; None, with the reason in `problem`, if they cannot be evaluated as
-    they are. build_run: builds the run of `tuned` (`vit.compose.build_run`). as_json: also print
-    one object on stdout, as `launch/eval.py` describes it. Raises ValueError if the run folder was
-    fine-tuned from other weights.
+    they are. build_run: builds the run of `tuned` (`vit.extras.compose.build_run`). as_json: also
+    print one object on stdout, as `launch/eval.py` describes it. Raises ValueError if the run
+    folder was fine-tuned from other weights.
     """
     assert tuned.run.dir is not None, "load_config names it"
     with world.fail_together():
@@ -58,7 +58,7 @@ def finetune(
             is_away = is_url(tuned.run.dir)
             infos = Path(tuned.run.dir)
             if is_away:
-                newest_info = load("vit.run_store.reading:newest_info", tuned.run.dir)
+                newest_info = load("vit.extras.remote_runs.reading:newest_info", tuned.run.dir)
                 infos = newest_info(tuned.run.dir)
             _check_same_start(infos, loaded, tuned.run.dir)
     split = open_split(tuned.data, tuned.data.val_split, world)

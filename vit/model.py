@@ -45,12 +45,12 @@ from vit.layers.norm import NormOf, create_norm
 from vit.layers.patch_drop import PatchDropout
 from vit.layers.patch_embed import NormedPatchEmbed, PatchEmbed
 from vit.layers.posemb import sincos2d_posemb
+from vit.layers.precision import without_autocast
 from vit.layers.presets import PRESETS
 from vit.layers.rope import RotaryEmbedding, rotate
 from vit.layers.swiglu import SwiGLU, SwiGLUPacked
-from vit.precision import without_autocast
+from vit.layers.timm_model import create_timm_model
 from vit.system.spelling import did_you_mean
-from vit.timm_model import create_timm_model
 
 
 def create_model(
@@ -446,4 +446,4 @@ class VisionTransformer(nn.Module):
 
 
 if __name__ == "__main__":
-    runpy.run_module("vit.model_summary", run_name="__main__")  # imports this module
+    runpy.run_module("vit.training.model_summary", run_name="__main__")  # imports this module

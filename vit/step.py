@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
-from vit.data.hashing import fold
-from vit.objective import Objective
+from vit.distributed.process_group import World
+from vit.layers.precision import LossScale, autocast
 from vit.optim.ema import Ema
 from vit.optim.norms import Measured
 from vit.optim.optimizer import set_rates
-from vit.precision import LossScale, autocast
-from vit.probes import Probes
-from vit.ranks.distributed import World
-from vit.reduce import Reduce
-from vit.run.step_result import SPIKE, Limits, Slot, StepPhase, StepResult
+from vit.system.hashing import fold
+from vit.training.norm_probes import Probes
+from vit.training.objective import Objective
+from vit.training.reduce import Reduce
+from vit.training.step_result import SPIKE, Limits, Slot, StepPhase, StepResult
 
 _SEED_DROPOUT = 0x0D0
 

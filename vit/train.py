@@ -4,19 +4,19 @@
 global batches attempted, and order, learning rate and all seeds are functions of it. So a run that
 resumes from a checkpoint continues bit for bit as if it had never stopped. What a step did is read
 while the next one is already queued: the device never waits for Python. Everything else that a run
-does is a hook (`vit.running`).
+does is a hook (`vit.run`).
 """
 
 from __future__ import annotations
 
 from shlex import quote
 
+from vit.checkpoint.run_folder import STOPPED_FILE, mark_stopped
 from vit.data.loader import Loader
-from vit.ranks.outcome import Outcome
-from vit.run.folder import STOPPED_FILE, mark_stopped
-from vit.run.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
-from vit.running import GoBack, Run
-from vit.validate import evaluate
+from vit.distributed.outcome import Outcome
+from vit.hooks.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
+from vit.hooks.validate import evaluate
+from vit.run import GoBack, Run
 
 
 def train(run: Run) -> Outcome:

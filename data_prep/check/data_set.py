@@ -31,7 +31,7 @@ from vit.system.urls import local_path
 
 
 @dataclass
-class Part:
+class SplitFiles:
     """One split: what is recorded, and what was found."""
 
     name: str
@@ -100,7 +100,7 @@ class DataSet:
     tars_at: str | None
     """URL of the shards; None: they are in `root`."""
     info: dict[str, Any]
-    parts: list[Part]
+    parts: list[SplitFiles]
     num_hashed: int = 0
     """Shards whose sha256 was compared."""
     catalogue_compared: bool = False
@@ -132,7 +132,7 @@ class DataSet:
         """A class in a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
-    def sample_name(self, part: Part, shard: int, row: int) -> str:
+    def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:
         """A sample in a message: its shard and its key, without an index its position."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
@@ -191,7 +191,7 @@ def _open(root: Path, shown: str, url: str | None) -> DataSet:
         tars_at = info["shards_at"]
     for name in info["splits"]:
         describe_split(info, name, shown)
-    parts = [Part(name, described) for name, described in info["splits"].items()]
+    parts = [SplitFiles(name, described) for name, described in info["splits"].items()]
     return DataSet(root, shown, tars_at, info, parts)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.check.data_set import DataSet, Part, tars_of
+from data_prep.check.data_set import DataSet, SplitFiles, tars_of
 from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from data_prep.errors import some
 from data_prep.write.card_page import is_as_written
@@ -99,7 +99,7 @@ def _check_sealed(data: DataSet) -> Iterator[Found]:
         )
 
 
-def _check_sidecars(data: DataSet, part: Part) -> Iterator[Found]:
+def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Found]:
     """The sidecars of a split together: their hash, their plan, and what was listed."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
@@ -142,7 +142,9 @@ def _check_sidecars(data: DataSet, part: Part) -> Iterator[Found]:
             yield Found("files", part.name, f"{where}: {text}")
 
 
-def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> Iterator[Found]:
+def _check_recorded(
+    data: DataSet, part: SplitFiles, number: int, size: int | str
+) -> Iterator[Found]:
     """One shard's size and sidecar against `_info.json`."""
     name = part.filenames[number]
     recorded: dict[str, Any] = {"filename": name, "num_samples": part.lengths[number]}
@@ -179,7 +181,7 @@ def _check_recorded(data: DataSet, part: Part, number: int, size: int | str) -> 
             yield Found("files", path.name, f"{text}; restore the one that is wrong")
 
 
-def _open_index(data: DataSet, part: Part) -> Iterator[Found]:
+def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Found]:
     path = data.root / f"{part.name}.index.npy"
 
     def found(text: str, fails: bool = True) -> Found:
@@ -290,7 +292,7 @@ def check_labels(data: DataSet) -> Iterator[Found]:
         )
 
 
-def images_per_class(data: DataSet, part: Part) -> np.ndarray:
+def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
     """(num_classes,) samples of each class that were seen; labels outside are left out.
 
     Empty if the number of classes is not recorded.
@@ -300,7 +302,7 @@ def images_per_class(data: DataSet, part: Part) -> np.ndarray:
     return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
-def _incomplete(data: DataSet, part: Part) -> bool:
+def _incomplete(data: DataSet, part: SplitFiles) -> bool:
     """Some samples were not seen, as their shard is missing or damaged, which is reported."""
     return len(part.labels()) != part.num_samples
 
@@ -308,7 +310,7 @@ def _incomplete(data: DataSet, part: Part) -> bool:
 # ---- equal samples -------------------------------------------------------------------------------
 
 
-def _repeated(parts: list[Part], column: str) -> np.ndarray:
+def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     """The samples whose value in `column` occurs twice or more, sorted.
 
     (n, 5) int64: number of the value, part, shard, row and label of each.

@@ -28,21 +28,21 @@ from processes import make_shards
 from torch import Tensor
 
 import vit.build
-import vit.compose
+import vit.extras.compose
 from data_prep import imagefolder
+from vit.checkpoint.checkpoint import read_info
+from vit.checkpoint.state import RunState
 from vit.config.base import Section
 from vit.config.errors import LISTS
 from vit.config.eval_section import EvalSetConfig
 from vit.config.io import from_dict
 from vit.config.schema import Config
-from vit.ranks.distributed import World
-from vit.run.checkpoint import read_info
-from vit.run.guard import Guard
-from vit.run.record import Record
-from vit.run.state import RunState
-from vit.run.step_result import NON_FINITE, SPIKE, StepValues
-from vit.running import Run
+from vit.distributed.process_group import World
+from vit.hooks.guard import Guard
+from vit.loggers.record import Record
+from vit.run import Run
 from vit.train import train
+from vit.training.step_result import NON_FINITE, SPIKE, StepValues
 
 ALONE = World(0, 1, torch.device("cpu"))
 ONLY_WHERE_OR_HOW_FAST = {
@@ -178,7 +178,7 @@ def of_hook(run: Run, kind: str, name: str) -> Any:
 
 def built(config: Config) -> dict[str, str]:
     """Digests of the parts of a run that was built, of two steps of it, and of an evaluation."""
-    with vit.compose.build_run(config, ALONE) as run:
+    with vit.extras.compose.build_run(config, ALONE) as run:
         found = {
             "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
             "batches": digest(run.batches),
@@ -208,7 +208,7 @@ def built(config: Config) -> dict[str, str]:
 
 def trained(config: Config) -> dict[str, str]:
     """What a run has left behind: its checkpoints, and where it went back to."""
-    with vit.compose.build_run(config, ALONE) as run:
+    with vit.extras.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
     for folder in sorted((run.folder / "checkpoints").glob("step_*")):
@@ -251,7 +251,7 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
     for name, root in (("trained", "{shards}"), ("of_four", "{four}")):
         settings = {"train.steps": 1, "train.seed": 7, "data.root": root}
         own[name] = str(folder / name)
-        with vit.compose.build_run(
+        with vit.extras.compose.build_run(
             config_of(BASE | settings | {"run.dir": own[name]}, own), ALONE
         ) as run:
             train(run)

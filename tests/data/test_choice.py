@@ -13,8 +13,8 @@ from processes import TINY, Background, final_state, run, train
 
 from vit.config.io import load_config
 from vit.data.shards.data_set import open_split
-from vit.print_config import describe
 from vit.system.files import ShardError
+from vit.training.print_config import describe
 
 
 @pytest.fixture(scope="module")

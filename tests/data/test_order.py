@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from order_oracle import SEEDS, anew, brute_force, feistel, key_of, mix, orders, pairs
 
-from vit.data.hashing import Permutation, fold, hash64, uniform
 from vit.data.order import make_order, sample_checksum
+from vit.system.hashing import Permutation, fold, hash64, uniform
 
 GOLDEN = Path(__file__).with_name("golden_order.json")
 

@@ -28,7 +28,7 @@ from vit.data.batches import Batch, TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order, make_order
 from vit.data.shards.data_set import open_split
-from vit.plan import create_order, make_plan
+from vit.training.plan import create_order, make_plan
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from vit.config.base import Selection, SourceConfig
 from vit.config.schema import DataConfig
+from vit.data.open_data import open_split, open_train_set
 from vit.data.overlap import count_equal
-from vit.data.part import Part
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.data.sources import train_set_of
-from vit.open_data import open_split, open_train_set
+from vit.data.split_slice import SplitSlice
 
 
 def opened(root, **settings):
@@ -95,6 +95,6 @@ def test_a_part_of_a_copy_counts_what_is_chosen(shards, tmp_path):
     train_set = opened(shards, train_split="train[:90%]", fraction=0.5)
     trained = {train_set.split.key(number) for number in train_set.shares[0].chosen.tolist()}
     elsewhere = open_split(DataConfig(root=str(copy)), "train[50%:]")
-    assert isinstance(elsewhere, Part)
+    assert isinstance(elsewhere, SplitSlice)
     common = trained & {elsewhere.key(i) for i in range(30)}
     assert 0 < count_equal(train_set, elsewhere) == len(common) < 30

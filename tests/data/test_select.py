@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from data_prep import index
 from vit.config.base import Selection
-from vit.data.hashing import fold
-from vit.data.row_filter import COLUMNS, RowFilter
+from vit.config.row_filter import COLUMNS, RowFilter
 from vit.data.select import choose
 from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.system.files import ShardError
+from vit.system.hashing import fold
 
 ROWS = np.zeros(400, INDEX_DTYPE)
 ROWS["width"] = np.arange(400) * 7 % 300 + 1

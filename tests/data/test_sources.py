@@ -23,10 +23,10 @@ from vit.data.batches import TrainBatches
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import Share, make_order, shares_of
-from vit.data.part import Part
 from vit.data.shards.data_set import open_split
 from vit.data.shuffle_quality import measure_shuffle
 from vit.data.sources import train_set_of, train_set_of_sources
+from vit.data.split_slice import SplitSlice
 from vit.system.files import ShardError
 
 
@@ -318,7 +318,7 @@ def test_one_split_with_a_choice_is_numbered_as_without(shards):
 
 def test_sources_that_are_parts_of_a_split_are_read_as_the_whole_split(shards):
     whole = open_split(shards, "train")
-    parts = [Part(whole, f"train[{part}]") for part in (":40%", "70%:")]
+    parts = [SplitSlice(whole, f"train[{part}]") for part in (":40%", "70%:")]
     of = train_set_of_sources(parts, [Selection()] * 2, [None] * 2, whole, None)
     numbers = np.concatenate([part.numbers for part in parts]).tolist()
     assert len({whole.where(number) for number in numbers}) > 1

@@ -20,8 +20,8 @@ from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars
 from vit.data.storage.block_cache import GIB
-from vit.plan import Plan
-from vit.run.preflight import filling_notes
+from vit.hooks.preflight import filling_notes
+from vit.training.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -191,7 +191,7 @@ def test_what_is_wrong_is_reported_in_a_line(arguments, told, shards, tmp_path, 
 
 
 def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.run.preflight.MISSING_BYTES", 10_000)
+    monkeypatch.setattr("vit.hooks.preflight.MISSING_BYTES", 10_000)
     split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
     batches = TrainBatches(
         split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear")

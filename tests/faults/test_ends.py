@@ -15,8 +15,8 @@ from faults.phases import lines_of, stopped
 from proc import children, status_of
 from processes import COMMANDS, TINY, Background, call, command, final_state, train
 
-from vit.ranks.exit import Interrupted, StopSignals, problem_of
-from vit.run.resume import settings_sha256
+from vit.checkpoint.resume import settings_sha256
+from vit.distributed.exit import Interrupted, StopSignals, problem_of
 
 STEPS = 48
 

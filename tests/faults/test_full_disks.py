@@ -2,8 +2,9 @@
 
 One line for people names the place; what has its final name is whole, as it was before or as it is
 to be; nothing half-written is left; and with room the same call does all of it. Writers whose full
-disks have tests of their own: checkpoints and weights (tests/run/test_saver.py), the cache of
-blocks (tests/data/storage), `--check` (tests/check), shards (tests/data_prep/test_prep_errors.py).
+disks have tests of their own: checkpoints and weights (tests/checkpoint/test_saver.py), the cache
+of blocks (tests/data/storage), `--check` (tests/extras/planner/check), shards
+(tests/data_prep/test_prep_errors.py).
 """
 
 from __future__ import annotations
@@ -31,28 +32,28 @@ from error_rows import leave_free, small_disk, snapshot
 from processes import TINY, call, command, environment, metrics, run_here
 
 from data_prep.read.archives import inflate_tar
+from vit.checkpoint.checkpoint import checkpoint_folder, update_info, write_checkpoint
+from vit.checkpoint.run_folder import METRICS_FILE, RunLock, mark_stopped
+from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
 from vit.config.schema import LogConfig
-from vit.evaluate import save_predictions
-from vit.measure.certificate import write_promises
+from vit.distributed.exit import problem_of
+from vit.distributed.outcome import OUTCOME_VARIABLE, read_outcome, tell_outcome
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import save_predictions
+from vit.extras.export.export import export
+from vit.extras.export.model_card import Origin
+from vit.extras.planner.benchmark.certificate import write_promises
+from vit.extras.remote_runs.reading import local_run
+from vit.extras.report.page import write_html
+from vit.hooks.sample_losses import SampleLosses
+from vit.inference.output import csv_file
+from vit.loggers.record import Record, Rows, read_lines
+from vit.loggers.tensorboard import TensorboardView
+from vit.loggers.wandb_logger import WandbProcess
 from vit.model import create_model
-from vit.plan import Plan
-from vit.predict.output import csv_file
-from vit.ranks.distributed import World
-from vit.ranks.exit import problem_of
-from vit.ranks.outcome import OUTCOME_VARIABLE, read_outcome, tell_outcome
-from vit.report.page import write_html
-from vit.report.style import drawing
-from vit.run.checkpoint import checkpoint_folder, update_info, write_checkpoint
-from vit.run.folder import METRICS_FILE, RunLock, mark_stopped
-from vit.run.record import Record, Rows, read_lines
-from vit.run.sample_losses import SampleLosses
-from vit.run.state import RunState
-from vit.run_store.reading import local_run
-from vit.views.tensorboard import TensorboardView
-from vit.views.wandb_view import WandbProcess
-from vit.weights.card import Origin
-from vit.weights.export import export
+from vit.system.drawing import drawing
+from vit.training.plan import Plan
 from vit.weights.programs import Subject
 
 ALONE = World(0, 1, torch.device("cpu"))
@@ -162,7 +163,9 @@ def fetched(folder: Path) -> None:
     (there / "weights").mkdir(exist_ok=True)
     (there / "weights" / "last.safetensors").write_bytes(bytes(30_000))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vit.run_store.reading.cache_of", lambda url, kind: folder / "cache" / "run")
+        patch.setattr(
+            "vit.extras.remote_runs.reading.cache_of", lambda url, kind: folder / "cache" / "run"
+        )
         local_run(f"file://{there}")
 
 

@@ -1,7 +1,7 @@
 """What is promised of a GPU: the parts of `make gpu-check` that need no long training.
 
 Without a GPU nothing here runs; that each of them can fail is shown on a CPU by
-tests/measure/test_promises.py.
+tests/extras/planner/benchmark/test_promises.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from vit.measure import kills
+from vit.extras.planner.benchmark import kills
 
 CHECK = Path(__file__).parents[2] / "launch" / "gpu_check.py"
 BUDGET_S = 500.0

@@ -16,9 +16,9 @@ from processes import environment, final_state, train
 
 from vit.config.schema import AugmentConfig
 from vit.data.augment.apply import Augment
-from vit.loss import cross_entropy
-from vit.metrics import AccuracyCounter, predicted_classes
 from vit.model import create_model
+from vit.training.loss import cross_entropy
+from vit.training.metrics import AccuracyCounter, predicted_classes
 
 WITHOUT_ORDER = {
     *("avg_pool3d_backward", "_adaptive_avg_pool2d_backward", "_adaptive_avg_pool3d_backward"),
@@ -35,7 +35,7 @@ WITHOUT_ORDER = {
 """What torch.use_deterministic_algorithms says will be an error on a GPU, as operations."""
 SETTINGS = """
 import json, os, torch
-from vit.ranks.distributed import join_world
+from vit.distributed.process_group import join_world
 join_world("cpu", deterministic={deterministic})
 print(json.dumps([
     torch.are_deterministic_algorithms_enabled(),

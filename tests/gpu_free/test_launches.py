@@ -18,14 +18,14 @@ from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
-from vit.loss import cross_entropy
+from vit.distributed.process_group import World
+from vit.layers.precision import autocast
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.precision import autocast
-from vit.ranks.distributed import World
-from vit.run.step_result import Slot
 from vit.step import TrainStep
+from vit.training.loss import cross_entropy
+from vit.training.step_result import Slot
 
 DEPTH = 4
 ROOM = DEPTH - 1

@@ -7,9 +7,9 @@ import torch
 from fake_gpu import GPU, gpu_without_memory, move_to_fake_gpu
 
 from vit.config.schema import ModelConfig
-from vit.loss import cross_entropy
+from vit.layers.precision import autocast
 from vit.model import create_model
-from vit.precision import autocast
+from vit.training.loss import cross_entropy
 
 TINY = {"name": "vit_ti8", "image_size": 16, "num_classes": 5}
 SMALL = {**TINY, "embed_dim": 32, "depth": 2, "num_heads": 2}

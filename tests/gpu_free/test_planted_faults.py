@@ -16,17 +16,17 @@ from torch._subclasses.fake_tensor import (
     FakeTensorDeviceMismatchError,
 )
 
-from vit import objective
 from vit import step as step_module
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment import apply, pixel_ops
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch
-from vit.metrics import AccuracyCounter
+from vit.distributed.process_group import World
+from vit.layers.precision import LossScale
 from vit.model import Mlp, create_model
 from vit.optim.optimizer import create_optimizer
-from vit.precision import LossScale
-from vit.ranks.distributed import World
+from vit.training import objective
+from vit.training.metrics import AccuracyCounter
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 RECIPE = AugmentConfig(randaugment_layers=2, erasing_prob=1.0, mixup_alpha=0.8)

@@ -26,20 +26,20 @@ from vit.config.optim_section import (
 )
 from vit.data.augment.apply import create_augment
 from vit.data.batches import Batch
+from vit.data.eval_sets import EvalSet
 from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
 from vit.data.shards.split import Split
-from vit.eval_sets import EvalSet
-from vit.evaluate import Evaluator, _Count
-from vit.metrics import AccuracyCounter
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import Evaluator, _Count
+from vit.layers.precision import LossScale
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
-from vit.precision import LossScale
-from vit.ranks.distributed import World
-from vit.run.step_result import Limits, Slot
 from vit.step import TrainStep
-from vit.weights.teacher import Teacher
+from vit.training.metrics import AccuracyCounter
+from vit.training.step_result import Limits, Slot
+from vit.training.teacher import Teacher
 
 pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 OPTIMIZERS = {

@@ -17,7 +17,7 @@ import warm_python
 from checksums import digest
 from processes import REPOSITORY, TINY, call, command, environment, write_config
 
-from vit.run.checkpoint import complete_checkpoints, read_info
+from vit.checkpoint.checkpoint import complete_checkpoints, read_info
 
 DOCUMENT = REPOSITORY / "docs" / "errors.md"
 NEEDS_MOUNT = "needs Linux and the right to mount a file system"

@@ -8,15 +8,15 @@ import torch
 from torch import nn
 
 from vit.data.augment.apply import Augment
-from vit.exact.leaves import Leaves
-from vit.loss import Loss, cross_entropy
-from vit.objective import Objective, Supervised
+from vit.distributed.exact.leaves import Leaves
+from vit.distributed.process_group import World
 from vit.optim.norms import Norms
-from vit.probes import Probes
-from vit.ranks.distributed import World
-from vit.reduce import DataParallel
 from vit.step import TrainStep
-from vit.weights.teacher import Distilled, Teacher
+from vit.training.loss import Loss, cross_entropy
+from vit.training.norm_probes import Probes
+from vit.training.objective import Objective, Supervised
+from vit.training.reduce import DataParallel
+from vit.training.teacher import Distilled, Teacher
 
 
 def plain_step(

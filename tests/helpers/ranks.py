@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vit.ranks.distributed import World
+from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:

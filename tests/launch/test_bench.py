@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from processes import COMMANDS, TINY, call, environment, run
 
-from vit.mfu import train_flops_per_image
 from vit.model import create_model
-from vit.run.step_result import StepPhase
+from vit.training.mfu import train_flops_per_image
+from vit.training.step_result import StepPhase
 
 SETTINGS = [word for word in TINY if not word.startswith(("log.", "eval."))]
 
@@ -155,7 +155,7 @@ def test_where_memory_is_the_limit_the_configs_micro_batch_and_the_largest_are_m
     """A GPU with room for four images at a time, as torch would say it; the rest is real."""
     said = """
 import runpy, sys, torch, vit.model
-from vit.measure import bench
+from vit.extras.planner.benchmark import bench
 from vit.system.gpus import Gpu
 bench.Subject.on_gpu = True
 bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, 1.0, "small")

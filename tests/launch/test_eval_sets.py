@@ -21,11 +21,11 @@ from data_prep import imagefolder
 from vit.config.io import ConfigError, from_dict, load_config
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
+from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
 from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
-from vit.eval_sets import EvalSet, ModelClasses, open_sets
-from vit.evaluate import Evaluator
-from vit.ranks.distributed import World
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import Evaluator
 from vit.weights.files import read_weights
 
 WORLD = World(0, 1, torch.device("cpu"))

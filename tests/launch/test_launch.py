@@ -13,10 +13,10 @@ from servers import WebServer
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from vit.config.io import load_config
+from vit.loggers.record import Record
 from vit.model import create_model
-from vit.plan import make_plan
-from vit.print_config import training_bytes
-from vit.run.record import Record
+from vit.training.plan import make_plan
+from vit.training.print_config import training_bytes
 
 
 @pytest.mark.slow

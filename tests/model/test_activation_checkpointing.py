@@ -1,6 +1,6 @@
 """A step whose blocks compute their activations again has the bits of one that keeps them.
 
-What it saves: tests/estimate/test_memory.py. Graphs: tests/test_compile.py.
+What it saves: tests/extras/planner/test_memory.py. Graphs: tests/test_compile.py.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from plain_step import plain_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from vit.compiling import checkpoint_activations, compile_blocks
 from vit.config.schema import AdamWConfig, AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
+from vit.distributed.process_group import World
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
-from vit.ranks.distributed import World
+from vit.training.compiling import checkpoint_activations, compile_blocks
 
 CPU = torch.device("cpu")
 DROPS = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.4}

@@ -16,7 +16,7 @@ from torch import Tensor
 from vit.config.schema import ModelConfig
 from vit.layers.drop_path import choose_rows, num_kept
 from vit.model import VisionTransformer, create_model
-from vit.model_summary import flops_per_image
+from vit.training.model_summary import flops_per_image
 
 SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 

@@ -18,7 +18,7 @@ from torch import nn
 from vit.layers.drop_path import DropPath
 from vit.layers.posemb import sincos2d_posemb
 from vit.model import VisionTransformer, create_model
-from vit.model_summary import count_parameters, flops_per_image
+from vit.training.model_summary import count_parameters, flops_per_image
 from vit.weights.files import load_weights
 
 TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}

@@ -17,7 +17,7 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch import Tensor, nn
 
 from vit.model import VisionTransformer, create_model
-from vit.model_summary import count_parameters, flops_per_image
+from vit.training.model_summary import count_parameters, flops_per_image
 from vit.weights.files import load_weights
 
 SIZE = (32, 48)

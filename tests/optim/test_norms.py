@@ -17,19 +17,19 @@ import torch.nn.functional as F
 from plain_step import plain_step
 from processes import run
 
-from vit.compiling import compile_blocks
 from vit.config.optim_section import AdafactorConfig, AdamWConfig, LambConfig, MuonConfig, SgdConfig
 from vit.config.schema import AugmentConfig
 from vit.data.augment.apply import Augment
 from vit.data.augment.draw import draw_table, sample_keys
 from vit.data.batches import Batch
-from vit.freeze import freeze
+from vit.distributed.process_group import World
 from vit.layers.attention_logits import largest_logits
 from vit.model import create_model
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
-from vit.ranks.distributed import World
 from vit.step import TrainStep
+from vit.training.compiling import compile_blocks
+from vit.training.freeze import freeze
 
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
@@ -259,12 +259,12 @@ from vit.data.batches import Batch
 from vit.model import create_model
 from vit.optim.norms import Norms
 from vit.optim.optimizer import create_optimizer
-from vit.ranks.distributed import join_world, wrap
-from vit.ranks.exit import leave_world
-from vit.loss import cross_entropy
-from vit.objective import Supervised
-from vit.probes import Probes
-from vit.reduce import DataParallel
+from vit.distributed.process_group import join_world, wrap
+from vit.distributed.exit import leave_world
+from vit.training.loss import cross_entropy
+from vit.training.objective import Supervised
+from vit.training.norm_probes import Probes
+from vit.training.reduce import DataParallel
 from vit.step import TrainStep
 
 world = join_world("cpu")

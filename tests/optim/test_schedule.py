@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, LRScheduler, S
 
 from vit.config.io import from_dict
 from vit.optim.schedule import lr_at, weight_decay_at
-from vit.plan import make_plan, rates
+from vit.training.plan import make_plan, rates
 
 PEAK = 0.3
 

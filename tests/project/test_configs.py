@@ -11,11 +11,11 @@ import pytest
 import torch
 from processes import metrics, run
 
-from vit.compose import build_run
 from vit.config.io import ConfigError, load_config, recipe_name, to_dict
-from vit.estimate.forecast import make_forecast
+from vit.distributed.process_group import World
+from vit.extras.compose import build_run
+from vit.extras.planner.forecast import make_forecast
 from vit.model import create_model
-from vit.ranks.distributed import World
 from vit.system.gpus import find_gpu
 from vit.train import train
 
@@ -88,7 +88,7 @@ TABLES = {
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# Those of other sources: tests/recipes/test_shipped.py.
+# Those of other sources: tests/extras/recipes/test_shipped.py.
 # What a recipe may set beyond its source: where things are, hardware, and how often it looks.
 OURS = {
     "model.name",

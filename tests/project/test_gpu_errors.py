@@ -18,9 +18,9 @@ from error_rows import Row, pattern_of, rows
 from processes import COMMANDS, TINY, call, environment, write_config
 
 from vit.config.io import load_config
-from vit.estimate.forecast import GIB, RESERVED_GIB, USABLE_SHARE
-from vit.estimate.memory import step_memory
-from vit.plan import make_plan
+from vit.extras.planner.forecast import GIB, RESERVED_GIB, USABLE_SHARE
+from vit.extras.planner.memory import step_memory
+from vit.training.plan import make_plan
 
 ROWS = rows("GPUs")
 NO_GPU = """
@@ -49,13 +49,13 @@ unchanged = vit.model.VisionTransformer.forward
 vit.model.VisionTransformer.forward = forward
 """
 GPU_OF_SIZE = """
-from vit.estimate import fitting
+from vit.extras.planner import fitting
 from vit.system.gpus import Gpu
 fitting.gpu_of = lambda device: Gpu("small", 1.0, 1.0, {memory_gib}, 1.0, "small")
 """
 FULL_ABOVE = """
 import torch, vit.model
-from vit.measure import bench
+from vit.extras.planner.benchmark import bench
 from vit.system.gpus import Gpu
 bench.Subject.on_gpu = True
 bench.gpu_of = lambda device: Gpu("small", 1.0, 1.0, 4.0, 1.0, "small")
@@ -87,7 +87,7 @@ torch.compile = compile
 """
 NO_BF16 = """
 import sys, torch
-from vit.precision import precision_note
+from vit.layers.precision import precision_note
 torch.cuda.get_device_capability = lambda device: (7, 5)
 torch.cuda.get_device_name = lambda device: "Tesla T4"
 print("note:", precision_note("bf16", torch.device("cuda", 0)), file=sys.stderr)

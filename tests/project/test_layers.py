@@ -1,72 +1,74 @@
-"""Imports go down: no circle of any length, and each room knows only what is below it."""
+"""Rooms stand in one order: each imports only rooms below it, and no file imports too many."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import graphlib
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-ENGINE = (
-    *("vit.exact", "vit.layers", "vit.optim", "vit.data", "vit.config", "vit.ranks"),
+ROOMS = (
     "vit.system",
+    "vit.config",
+    "vit.layers",
+    "vit.model",
+    "vit.distributed",
+    "vit.data",
+    "data_prep",
+    "vit.optim",
+    # What a run's folder holds, which weights are found by; the rest of checkpoint/ is above.
+    "vit.checkpoint.run_folder",
+    "vit.checkpoint.info",
+    "vit.checkpoint.place",
+    "vit.weights",
+    "vit.training",
+    "vit.step",
+    "vit.evaluation",
+    "vit.loggers",
+    "vit.checkpoint",
+    "vit.run",
+    "vit.hooks",
+    "vit.create_step",
+    "vit.build",
+    "vit.train",
+    "vit.inference",
+    "vit.finetune",
+    "vit",
+    "vit.extras.compose",
+    "vit.extras.stream",
+    "vit.extras.remote_runs",
+    "vit.extras.export",
+    "vit.extras.planner",
+    "vit.extras.report",
+    "vit.extras.recipes",
+    "launch",
 )
-BELOW = {
-    "vit.system": (),
-    "vit.config": ("vit.data.row_filter", "vit.data.shards", "vit.system"),
-    "vit.ranks": ("vit.system",),
-    "vit.data": ("vit.system", "vit.config", "vit.ranks"),
-    "vit.optim": ("vit.config",),
-    "vit.layers": (),
-    "vit.exact": ("vit.data.hashing", "vit.layers", "vit.ranks", "vit.system"),
-    "vit.features": ("vit!", *ENGINE),
-    "vit.run_store": (
-        *("vit.run.folder", "vit.run.checkpoint_info"),
-        *("vit.data.storage", "vit.data.shards", "vit.config", "vit.ranks", "vit.system"),
-    ),
-    "vit.weights": (
-        *("vit!", "vit.layers", "vit.run.folder", "vit.run.checkpoint_info", "vit.run_store"),
-        *("vit.config", "vit.system"),
-    ),
-    "vit.views": (),
-    "vit.run": ("vit!", "vit.run_store", "vit.views", "vit.weights", *ENGINE),
-    "vit.report": ("vit!", "vit.predict", "vit.features", "vit.run", "vit.weights", *ENGINE),
-    "vit.recipes": ("vit!", "vit.report", "vit.run", *ENGINE),
-    "vit.predict": ("vit!", "vit.data", "vit.config", "vit.system"),
-    "vit": ("vit.run", "vit.run_store", "vit.weights", "vit.features", *ENGINE),
-    "vit.estimate": (
-        "vit.exact",
-        *("vit!", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks", "vit.system"),
-        "vit.weights.teacher",
-    ),
-    "vit.check": (
-        *("vit!", "vit.measure", "vit.estimate", "vit.run", "vit.data", "vit.config", "vit.ranks"),
-        *("vit.layers", "vit.run_store", "vit.system", "vit.views", "vit.weights"),
-    ),
-    "vit.measure": (
-        *("vit!", "vit.estimate", "vit.optim", "vit.run", "vit.data", "vit.config", "vit.ranks"),
-        *("vit.system", "vit.weights.teacher"),
-    ),
-    "vit.extras": ("vit.data", "vit.config", "vit.ranks", "vit.system"),
-    "data_prep": ("vit.data.shards", "vit.data.storage", "vit.data.decode", "vit.system"),
-    "launch": ("vit",),
+"""From bottom to top. A module is in the room whose name is its longest beginning."""
+LATE = {
+    ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""What each room may import besides itself: modules, and rooms with all in them (`vit!`: the files
-of vit/ itself). The longest name that fits counts."""
-ENDS = ("vit.train", "vit.finetune")
-"""Everything comes together here, so only launch/ and one another may import them; they alone may
-import vit.report, vit.recipes and vit.estimate."""
+"""A module, and one of ours that it imports in a function -> why."""
+MOST_IMPORTS = 20
+"""Modules of ours that a file may import."""
+MOST_FILES = 10
+MOST_FOLDERS = 14
+"""What vit/ itself may hold: it is the map of the project."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",
-    "vit.data.decode.views",
+    "vit.system.drawing",
+    "vit.data.decode.crops",
     "vit.data.batches",
+    "vit.data.eval_sets",
     "vit.data.loader",
+    "vit.data.open_data",
     "vit.data.slots",
     "vit.data.to_gpu",
     "vit.data.worker_pool",
@@ -79,69 +81,173 @@ NEEDS_TORCH = (
 """Of vit.system, vit.data and data_prep; the rest works where torch is not installed."""
 
 
+class Arrow(NamedTuple):
+    """One module imports another one."""
+
+    target: str
+    line: int
+    is_late: bool
+    """Whether a function imports it."""
+
+
 @functools.cache
-def modules() -> dict[str, set[str]]:
-    """Each module of ours with those that it imports, anywhere in it but for types."""
+def modules() -> dict[str, tuple[Arrow, ...]]:
+    """Each module of ours with what it imports of ours: for types only and in functions, too."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path.name != "__init__.py"
     }
-    found = {}
-    for name, path in paths.items():
-        imported: set[str] = set()
-        tree = ast.parse(path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                node.body = []
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                imported |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                imported |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-        found[name] = imported & paths.keys()
+    return {name: tuple(arrows(ast.parse(path.read_text()), paths)) for name, path in paths.items()}
+
+
+def arrows(tree: ast.Module, known: dict[str, Path]) -> list[Arrow]:
+    found = []
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    late = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, functions)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            names = [name if name in known else node.module for name in names]
+        found += [
+            Arrow(name, node.lineno, id(node) in late)
+            for name in dict.fromkeys(names)
+            if name in known
+        ]
     return found
 
 
 def room_of(module: str) -> str:
-    return max((room for room in BELOW if module.startswith(f"{room}.")), key=len)
+    return max((room for room in ROOMS if f"{module}.".startswith(f"{room}.")), key=len)
 
 
-def is_in(module: str, place: str) -> bool:
-    """Whether `module` is `place`, or in it; `vit!` has the files of vit/ itself."""
-    if place.endswith("!"):
-        return module.rpartition(".")[0] == place[:-1]
-    return module == place or module.startswith(f"{place}.")
+def is_extra(room: str) -> bool:
+    return room.startswith("vit.extras.") and room != "vit.extras.compose"
 
 
-def test_no_circle_of_imports():
-    tuple(graphlib.TopologicalSorter(modules()).static_order())
+def shown(module: str, arrow: Arrow) -> str:
+    return f"{module.replace('.', '/')}.py:{arrow.line} imports {arrow.target}"
 
 
-@pytest.mark.parametrize("name", modules())
-def test_imports_go_down(name):
-    room = room_of(name)
-    for imported in modules()[name]:
-        assert (
-            room == room_of(imported)
-            or any(is_in(imported, place) for place in BELOW[room])
-            or (
-                name in ENDS
-                and imported.startswith(("vit.report.", "vit.recipes.", "vit.estimate."))
-            )
-        ), f"{name} must not import {imported}: {room} knows {BELOW[room]} and itself"
-        assert imported not in ENDS or name in ENDS or room == "launch", (
-            f"{name} imports {imported}"
-        )
+def complaints(say) -> str:
+    """What `say(module, arrow)` has against the imports, a line each."""
+    found = [
+        f"{shown(module, arrow)}: {text}"
+        for module, all_arrows in modules().items()
+        for arrow in all_arrows
+        if (text := say(module, arrow))
+    ]
+    return "\n".join(found)
+
+
+def test_every_module_has_a_room():
+    lost = [
+        module for module in modules() if not any(f"{module}.".startswith(f"{r}.") for r in ROOMS)
+    ]
+    assert not lost
+    in_use = {room_of(module) for module in modules()}
+    assert not set(ROOMS) - in_use, "no module is there: take the room off the list"
+
+
+def test_imports_go_down():
+    def say(module, arrow):
+        own, target = room_of(module), room_of(arrow.target)
+        if is_extra(own) and is_extra(target):
+            return ""  # the next test
+        return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
+
+    found = complaints(say)
+    assert not found, f"each room imports rooms below it (ROOMS in {__file__}):\n{found}"
+
+
+def test_extras_import_the_core_and_not_each_other():
+    def say(module, arrow):
+        own, target = room_of(module), room_of(arrow.target)
+        is_other = is_extra(own) and is_extra(target) and own != target
+        return "an extra must work without the others" if is_other else ""
+
+    found = complaints(say)
+    assert not found, f"move what both need into the core, or load it by name:\n{found}"
+
+
+def test_no_circle_of_files():
+    graph = {name: {arrow.target for arrow in found} for name, found in modules().items()}
+    # A class of settings and what checks it know each other, for types only.
+    graph = {name: {t for t in found if t != name} for name, found in without_types(graph).items()}
+    tuple(graphlib.TopologicalSorter(graph).static_order())
+
+
+def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """`graph` without what is imported for types only: within a room, files may name each other."""
+    found = {}
+    for name in graph:
+        tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                node.body = []
+        found[name] = {arrow.target for arrow in arrows(tree, dict.fromkeys(graph, ROOT))}
+    return found
+
+
+def test_imports_stand_at_the_top():
+    used = set()
+
+    def say(module, arrow):
+        if not arrow.is_late or room_of(module) == "launch":
+            return ""
+        used.add((module, arrow.target))
+        return "" if (module, arrow.target) in LATE else "in a function"
+
+    found = complaints(say)
+    assert not found, f"functions import third-party packages only:\n{found}"
+    assert used == set(LATE), "no longer there: take it off the list"
+
+
+def test_no_file_imports_too_many():
+    numbers = {name: len({arrow.target for arrow in found}) for name, found in modules().items()}
+    many = [f"{name}: {number}" for name, number in numbers.items() if number > MOST_IMPORTS]
+    assert not many, f"more than {MOST_IMPORTS} modules of ours: divide by role\n" + "\n".join(many)
+
+
+def test_what_is_loaded_by_name_is_there():
+    """`module:attribute`, as the core names what only some configs need: a text, not an import."""
+    lost = []
+    for module in modules():
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+                continue
+            if not (found := re.fullmatch(r"(vit(?:[.]\w+)+):(\w+)", node.value)):
+                continue
+            target = ROOT / f"{found[1].replace('.', '/')}.py"
+            if not target.is_file() or not re.search(
+                rf"^(?:def |class |){found[2]}\b", target.read_text(), re.MULTILINE
+            ):
+                lost.append(f"{path}:{node.lineno}: {node.value}")
+    assert not lost, "\n".join(lost)
+
+
+def test_the_listing_is_the_map():
+    files = sorted(path.name for path in (ROOT / "vit").glob("*.py"))
+    folders = sorted(path.parent.name for path in (ROOT / "vit").glob("*/__init__.py"))
+    assert len(files) <= MOST_FILES, files
+    assert len(folders) <= MOST_FOLDERS, folders
 
 
 def test_works_where_torch_is_not_installed():
-    names = [
-        name
-        for name in modules()
-        if is_in(name, "vit.system") or is_in(name, "vit.data") or is_in(name, "data_prep")
-    ]
+    rooms = ("vit.system", "vit.data", "data_prep")
+    names = [name for name in modules() if room_of(name) in rooms]
     free = [name for name in names if name not in NEEDS_TORCH and not name.endswith("__main__")]
     code = f"import sys; sys.modules['torch'] = None\nfor name in {free}: __import__(name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -152,7 +258,9 @@ def test_works_where_torch_is_not_installed():
 PACKAGES = sorted((ROOT / "vit").rglob("__init__.py"))
 
 
-@pytest.mark.parametrize("path", PACKAGES, ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", PACKAGES, ids=lambda path: ".".join(path.relative_to(ROOT).parent.parts)
+)
 def test_packages_import_nothing_by_themselves(path):
     body = ast.parse(path.read_text()).body
     if path.parent.name == "vit":  # `vit.load` imports when it is asked for

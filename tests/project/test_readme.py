@@ -24,9 +24,9 @@ from processes import TINY, call, environment, metrics, run, write_config
 from sklearn.datasets import load_digits
 
 import data_prep.command
-from vit.compose import build_run
 from vit.config.io import load_config
-from vit.ranks import distributed
+from vit.distributed import process_group
+from vit.extras.compose import build_run
 from vit.train import train
 
 ROOT = Path(__file__).parents[2]
@@ -298,7 +298,7 @@ def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
     config = load_config(
         write_config(tmp_path, shards, steps=6), [*settings, *ours, f"run.dir={tmp_path / 'run'}"]
     ).config
-    assert train(build_run(config, distributed.join_world("cpu"))) == "finished"
+    assert train(build_run(config, process_group.join_world("cpu"))) == "finished"
     assert metrics(tmp_path / "run", "eval")[-1]["num_images"] == 23
 
 

@@ -23,7 +23,7 @@ LARGER = {
     "tests/helpers/fake_imagenet.py": 460,
     "tests/helpers/servers.py": 482,
     "tests/helpers/servers.py:_answer": 84,
-    "tests/report/test_page.py": 619,
+    "tests/extras/report/test_page.py": 619,
 }
 """File, `file:function` or folder -> how large it may still be."""
 LISTED = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT).stdout

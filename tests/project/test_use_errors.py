@@ -111,7 +111,7 @@ SCENARIOS = {
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
 def test_the_row_is_what_happens(row: Row, base, place, monkeypatch, capfd):
-    from vit.ranks import exit
+    from vit.distributed import exit
 
     def leave(status: int) -> None:
         raise Left(status)

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 from torch.futures import Future
 
-from vit.ranks.world import COLLECTIVE_TIMEOUT
+from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
 """About what a request of torch's TCPStore has besides keys and values, with its answer."""

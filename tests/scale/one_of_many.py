@@ -32,16 +32,16 @@ from typing import Any
 import torch.distributed as dist
 
 import vit.build
-import vit.compose
-import vit.run.host_check
+import vit.extras.compose
+import vit.hooks.host_check
 import vit.train
+from vit.checkpoint import checkpoint
 from vit.config.io import load_config
-from vit.ranks import distributed, exit
-from vit.ranks.watch import Watch
-from vit.ranks.world import World
-from vit.run import checkpoint
-from vit.run.monitor import Monitor
-from vit.run.order_check import OrderCheck
+from vit.distributed import exit, process_group
+from vit.distributed.watchdog import Watch
+from vit.distributed.world import World
+from vit.hooks.monitor import Monitor
+from vit.hooks.order_check import OrderCheck
 from vit.step import TrainStep
 from vit.system.devices import HostDevices
 
@@ -60,10 +60,10 @@ eval: {every_steps: 6}
 log: {wandb: "off", report: false, every_steps: 6}
 """
 PARTS: tuple[tuple[Any, str, str], ...] = (
-    (distributed, "join_world", "start: ranks meet"),
-    (vit.compose, "build", "start: rest"),
+    (process_group, "join_world", "start: ranks meet"),
+    (vit.extras.compose, "build", "start: rest"),
     (vit.build, "open_data", "start: data"),
-    (vit.run.host_check, "check_host", "start: hosts compared"),
+    (vit.hooks.host_check, "check_host", "start: hosts compared"),
     (vit.build, "find_checkpoint", "start: checkpoint found"),
     (checkpoint, "load_checkpoint", "start: checkpoint read"),
     (TrainStep, "prepare", "start: DDP's buckets"),
@@ -170,8 +170,8 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
     host = HostDevices(host_of(rank), RANKS_OF_A_HOST, 0, 8, "no CUDA runtime is found")
     dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])
     config = load_config(*settings).config
-    world = distributed.join_world("cpu", found=host)
-    vit.train.train(vit.compose.build_run(config, world))
+    world = process_group.join_world("cpu", found=host)
+    vit.train.train(vit.extras.compose.build_run(config, world))
     world.barrier()
     exit.leave_world(world)
 

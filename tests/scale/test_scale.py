@@ -9,7 +9,7 @@ import pytest
 import warm_python
 from processes import REPOSITORY, call, environment, make_shards, run
 
-from vit.run.monitor import LOADER_COUNTS
+from vit.hooks.monitor import LOADER_COUNTS
 
 FEW = 16
 MANY = 64

@@ -19,13 +19,13 @@ from timm.models import save_for_hf
 from data_prep import imagefolder
 from vit.config.io import from_dict
 from vit.data.augment.apply import create_augment
-from vit.data.decode.views import decode_center
+from vit.data.decode.crops import decode_center
+from vit.data.eval_sets import EvalSet
 from vit.data.image_format import ImageFormat
 from vit.data.shards.data_set import open_split
-from vit.eval_sets import EvalSet
-from vit.evaluate import Evaluator
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import Evaluator
 from vit.model import create_model
-from vit.ranks.distributed import World
 from vit.weights.files import load_weights, read_weights
 from vit.weights.published import identify, to_config, with_published_config
 from vit.weights.published_models import KNOWN, TIMM, own_model

@@ -18,12 +18,12 @@ from transformers import CLIPImageProcessor, ViTConfig, ViTForImageClassificatio
 from vit.config.io import from_dict
 from vit.config.schema import ModelConfig
 from vit.data.image_format import ImageFormat
+from vit.inference.predictor import load
 from vit.model import create_model
-from vit.trained import load
 from vit.weights.files import find_weights, load_weights, read_weights
+from vit.weights.model_view import View
 from vit.weights.published import describe_published, identify, to_config, with_published_config
 from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, TORCHVISION, KnownModel
-from vit.weights.view import View
 
 ROOT = Path(__file__).parents[2]
 

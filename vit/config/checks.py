@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from vit.config.base import OnlyWith, Section, Selection, height_width
 from vit.config.eval_section import VAL
+from vit.config.row_filter import RowFilter
 from vit.config.sample_layout import SETTINGS, layout_problems
-from vit.data.row_filter import RowFilter
 
 if TYPE_CHECKING:
     from vit.config.eval_section import EvalConfig

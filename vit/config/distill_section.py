@@ -1,4 +1,4 @@
-"""The section `distill` of the config: a teacher, and how it is heard (`vit.weights.teacher`)."""
+"""The section `distill` of the config: a teacher, and how it is heard (`vit.training.teacher`)."""
 
 from __future__ import annotations
 

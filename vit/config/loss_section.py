@@ -1,4 +1,4 @@
-"""The section `loss` of the config (`vit.loss`)."""
+"""The section `loss` of the config (`vit.training.loss`)."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from vit.config.schema import AugmentConfig, EvalConfig
 from vit.data import stages
 from vit.data.augment.draw import draw_crops, draw_mix, draw_table, mixes, sample_keys
 from vit.data.augment.table import table_layout
-from vit.data.decode.views import decode_center, decode_views
+from vit.data.decode.crops import decode_center, decode_views
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.split import Split

@@ -48,7 +48,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data.hashing import U64, Permutation, fold, hash64
+from vit.system.hashing import U64, Permutation, fold, hash64
 
 PERMUTATION_BELOW = 262_144
 """Below this number of samples the default order is a true permutation: blocks of one sample, no

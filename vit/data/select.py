@@ -22,13 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from vit.config.base import Selection
-from vit.data.hashing import are_ranked, fold, fold_numbers
-from vit.data.part import Part
-from vit.data.row_filter import RowFilter
+from vit.config.row_filter import RowFilter
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
 from vit.data.shards.tar import idx_name
+from vit.data.split_slice import SplitSlice
 from vit.system.files import ShardError
+from vit.system.hashing import are_ranked, fold, fold_numbers
 
 CHUNK_ROWS = 1 << 20
 """Rows of the index in memory at once."""
@@ -228,7 +228,7 @@ def _idx_names(split: Split) -> Iterator[str]:
     From `.idx` next to the tar where it fits the index, else from the tar's headers: a read per
     sample.
     """
-    if isinstance(split, Part):
+    if isinstance(split, SplitSlice):
         names = list(_idx_names(split.whole))
         yield from (names[number] for number in split.numbers)
         return

@@ -4,7 +4,7 @@ A process that makes batches has a status, in memory that workers and training s
 (say, from reading to decoding) it writes there what it is doing and since when, and adds the time
 that has passed to its last stage: some 0.3 microseconds a change. Training only reads, so a process
 that hangs is seen as well as one that works. `vit.data.stall_watch` reports where a worker hangs;
-`vit.run.monitor` writes the sums to the record.
+`vit.hooks.monitor` writes the sums to the record.
 """
 
 from __future__ import annotations

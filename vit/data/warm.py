@@ -25,13 +25,13 @@ from shlex import quote
 from vit.config.base import SourceConfig
 from vit.config.io import load_config
 from vit.config.schema import DataConfig
-from vit.data.hashing import hash64
-from vit.data.part import parse_name
 from vit.data.shards.data_set import open_split
+from vit.data.split_slice import parse_name
 from vit.data.storage.block_cache import Fetched
 from vit.data.storage.cached_tars import CacheBlock, CachedTars
 from vit.system.command_line import Parser
 from vit.system.files import ShardError
+from vit.system.hashing import hash64
 from vit.system.meter import Meter
 from vit.system.redact import guard_console, shown
 from vit.system.retry import RetryPolicy

@@ -53,7 +53,7 @@ thousand pipes gets only 8 KiB for each further one."""
 _PART = struct.Struct("<qii")
 """position, slot, first row. Few enough bytes that a pipe passes them in one piece, with any number
 of readers."""
-Part = tuple[int, int]
+RowRange = tuple[int, int]
 """(position, first row)."""
 log = logging.getLogger(__name__)
 
@@ -146,9 +146,9 @@ class WorkerPool:
         self._oom_kills_before = num_oom_kills()
         self._waiting = deque[tuple[int, int, int]]()
         """Parts that are not in the pipe yet."""
-        self._queued: dict[Part, int] = {}
+        self._queued: dict[RowRange, int] = {}
         """The slot of each part that is in the pipe, or that a worker has."""
-        self._hung = set[Part]()
+        self._hung = set[RowRange]()
         """Parts at which a worker hung: each is made once more."""
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()

@@ -1,8 +1,8 @@
 """Queries and keys of a model's self-attention, and the largest logit that they give.
 
 The fused kernels never hold attention's logits, so they are computed again from what goes into each
-layer: the report makes attention maps of them (`vit/report/attention.py`), training looks at the
-largest (`log.norms_every_steps`).
+layer: the report makes attention maps of them (`vit/extras/report/attention.py`), training looks at
+the largest (`log.norms_every_steps`).
 
     model, images -> input of each `Attention` -> queries, keys -> q k^T / sqrt(head_dim)
 """

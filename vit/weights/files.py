@@ -26,9 +26,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from vit.checkpoint.info import DamagedCheckpoint, checked_info
+from vit.checkpoint.run_folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.layers.parts import grid_size, head_prefixes
-from vit.run.checkpoint_info import DamagedCheckpoint, checked_info
-from vit.run.folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.system.by_name import load
 from vit.system.files import WeightsError
 from vit.system.redact import shown
@@ -40,7 +40,7 @@ from vit.weights.positions import fit_posemb, fold_prefix_positions
 from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
-LOCAL_RUN = "vit.run_store.reading:local_run"
+LOCAL_RUN = "vit.extras.remote_runs.reading:local_run"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """Of files that may be the weights of a folder; what a file is, its content says."""
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from vit.config.schema import Config, ModelConfig
 from vit.layers.presets import PRESETS, SIZES
+from vit.weights.model_view import View
 from vit.weights.transformers_config import NORM_EPS
-from vit.weights.view import View
 
 PROGRAMS = ("timm", "torchvision", "huggingface", "onnx", "npz")
 KNOWN_FIELDS = {

@@ -14,9 +14,9 @@ from torchvision import transforms as v1
 from torchvision.transforms import InterpolationMode, v2
 
 from vit.config.schema import EvalConfig
-from vit.data.decode import views as decoding
+from vit.data.decode import crops as decoding
+from vit.data.decode.crops import decode_center, resize
 from vit.data.decode.images import decode
-from vit.data.decode.views import decode_center, resize
 
 # --- the evaluation view --------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from PIL import EpsImagePlugin, Image
 from data_prep.write.images import ImagePolicy, Unreadable, prepare
 from vit.config.schema import EvalConfig
 from vit.data.decode import native
+from vit.data.decode.crops import decode_center
 from vit.data.decode.images import (
     MAX_JPEG_SIDE,
     decode,
@@ -26,7 +27,6 @@ from vit.data.decode.images import (
     read_image_size,
 )
 from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
-from vit.data.decode.views import decode_center
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}

@@ -10,8 +10,8 @@ import torch
 from PIL import Image, ImageOps
 
 from vit.config.eval_section import EvalConfig
+from vit.data.decode.crops import decode_center
 from vit.data.decode.upright import upright
-from vit.data.decode.views import decode_center
 
 PICTURE = Image.fromarray(np.random.default_rng(0).integers(0, 256, (30, 41, 3), np.uint8))
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, features
 
+from vit.data.decode.crops import decode_views, resize
 from vit.data.decode.images import decode, decode_box
 from vit.data.decode.jpeg_header import read_header
-from vit.data.decode.views import decode_views, resize
 
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 

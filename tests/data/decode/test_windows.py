@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from vit.config.schema import EvalConfig
+from vit.data.decode import crops as decoding
 from vit.data.decode import images, native
-from vit.data.decode import views as decoding
+from vit.data.decode.crops import decode_center, decode_views
 from vit.data.decode.images import decode, decode_box
 from vit.data.decode.jpeg_header import read_header
-from vit.data.decode.views import decode_center, decode_views
 
 # --- a window of a JPEG ---------------------------------------------------------------------------
 

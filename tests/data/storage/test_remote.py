@@ -21,13 +21,13 @@ from remote_shards import FORMAT, assert_same, epoch, files_of, parts_asked, sam
 from servers import FtpServer, WebServer
 
 from data_prep import imagefolder, index
-from vit import open_data
 from vit.config.schema import DataConfig, EvalConfig
+from vit.data import open_data
 from vit.data.batches import EvalBatches
 from vit.data.loader import Loader
 from vit.data.shards.data_set import open_split
 from vit.data.storage import cached_tars, remote
-from vit.ranks.distributed import AlreadyReported
+from vit.distributed.process_group import AlreadyReported
 from vit.system.retry import RetryPolicy
 
 
@@ -142,7 +142,7 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
     shards, tmp_path, monkeypatch
 ):
     """And the others, who are told, read the same."""
-    monkeypatch.setattr("vit.ranks.world.POLL_S", 0.01)
+    monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),
         "--out",

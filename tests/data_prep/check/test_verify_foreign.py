@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from verifying import edit, edit_json, foreign, image_bytes, pair, verify, write_tar
 
-from data_prep.check.data_set import Part
+from data_prep.check.data_set import SplitFiles
 from data_prep.check.set_checks import _repeated
 from data_prep.check.shard_checks import SEEN_DTYPE
 
@@ -132,7 +132,7 @@ def test_repeated_values_are_all_found(num_values):
     rng = np.random.default_rng(num_values)
     parts = []
     for name in ("train", "val"):
-        part = Part(name, {})
+        part = SplitFiles(name, {})
         for shard in range(3):
             part.seen[shard] = np.zeros(7, SEEN_DTYPE)
             part.seen[shard]["image"] = rng.integers(0, num_values, 7)

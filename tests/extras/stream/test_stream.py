@@ -21,7 +21,7 @@ from processes import TINY, run
 from servers import WebServer
 
 from vit.config.schema import AugmentConfig
-from vit.data.decode.views import decode_views
+from vit.data.decode.crops import decode_views
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.data.order import make_order

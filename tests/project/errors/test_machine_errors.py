@@ -27,7 +27,7 @@ from processes import REPOSITORY, TINY, Background
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
-from vit.ranks import exit
+from vit.distributed import exit
 
 VERSIONS = runpy.run_path(str(REPOSITORY / "launch" / "check_versions.py"))
 

@@ -25,8 +25,8 @@ from error_rows import (
 )
 from processes import REPOSITORY, TINY, Background, command, environment
 
-from vit.run.checkpoint import newest_checkpoint
-from vit.run.checkpoint_info import sealed
+from vit.checkpoint.checkpoint import newest_checkpoint
+from vit.checkpoint.info import sealed
 
 scenario = Scenarios()
 

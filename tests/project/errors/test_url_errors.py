@@ -12,7 +12,7 @@ from error_rows import Place, Row, Scenarios
 from servers import S3Server
 
 from vit.data.storage.object_store import ObjectStore
-from vit.run_store.lease import Lease
+from vit.extras.remote_runs.lease import Lease
 
 scenario = Scenarios()
 

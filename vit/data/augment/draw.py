@@ -31,7 +31,7 @@ from vit.data.augment.table import (
     TOP,
     table_layout,
 )
-from vit.data.hashing import fold, uniform
+from vit.system.hashing import fold, uniform
 
 # What a hash is used for, as a part of its key. The numbers are part of the stream.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)

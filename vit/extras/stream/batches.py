@@ -30,7 +30,6 @@ from vit.config.sample_layout import SETTINGS
 from vit.config.schema import AugmentConfig, Config, DataConfig
 from vit.data.batches import AugmentedBatches, Batch, Samples
 from vit.data.decode.images import read_image_size
-from vit.data.hashing import fold, hash64
 from vit.data.image_format import ImageFormat
 from vit.data.order import Order
 from vit.data.shards.members import META, InvalidSample, SampleLayout, remedy
@@ -39,8 +38,9 @@ from vit.data.shards.tar import DEFAULT_LAYOUT, INDEX_DTYPE
 from vit.data.shards.tar_walk import FILE, TarDamaged, unpacked, walk
 from vit.data.sources import TrainSet
 from vit.data.storage.http import PIECE_BYTES, WebFile
-from vit.ranks.distributed import World
+from vit.distributed.process_group import World
 from vit.system.files import ShardError
+from vit.system.hashing import fold, hash64
 from vit.system.redact import shown
 from vit.system.retry import RetryPolicy
 from vit.system.urls import expand_braces, on_the_web, resolve
@@ -94,7 +94,7 @@ def open_stream(
 
 
 def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) -> TrainSet:
-    """Return the stream of `data`; see `vit.open_data.choose_train_set`."""
+    """Return the stream of `data`; see `vit.data.open_data.choose_train_set`."""
     assert data.stream is not None, "the config is checked"
     assert data.num_samples is not None, "the config is checked"
     names = val_split.class_names
@@ -115,7 +115,7 @@ def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) 
 def create_batches(
     config: Config, stream: Stream, order: Order, image_format: ImageFormat, world: World
 ) -> StreamBatches:
-    """Return the batches of this rank; see `vit.open_data.create_train_batches`."""
+    """Return the batches of this rank; see `vit.data.open_data.create_train_batches`."""
     return StreamBatches(
         stream,
         order,

@@ -1,0 +1,94 @@
+"""What a checkpoint keeps besides tensors, which evaluation is the best one among them; and reading
+the newest of a run that goes on."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from dataclasses import asdict
+
+import pytest
+import torch
+
+from vit.checkpoint.checkpoint import checkpoint_folder, newest_checkpoint, write_checkpoint
+from vit.checkpoint.state import RunState
+from vit.weights.files import read_weights
+
+
+@pytest.mark.parametrize(
+    ("before", "found", "expected"),
+    [
+        (-1.0, [(0.0, 2.3)], True),
+        (90.0, [(95.0, 1.35)], True),
+        (100.0, [(100.0, 1.0)], False),  # the same again
+        (100.0, [(100.0, 0.43)], True),
+        (100.0, [(100.0, 1.2)], False),
+        (100.0, [(99.0, 0.1), (100.0, 0.5)], True),  # weights and their average
+        (100.0, [(100.0, math.nan)], False),
+    ],
+)
+def test_of_equal_accuracies_the_smaller_loss_wins(before, found, expected):
+    state = RunState(best_top1=before, best_loss=1.0)
+    assert state.take_best("val", *found) == expected
+
+
+def test_progress_of_an_older_checkpoint_takes_part():
+    """It has no loss: the next evaluation as good takes its place."""
+    older = {
+        key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
+    }
+    state = RunState(**older)
+    assert not state.take_best("val", (99.0, 0.1))
+    assert state.take_best("val", (100.0, 2.0))
+    assert (state.best_top1, state.best_loss) == (100.0, 2.0)
+
+
+def test_a_loss_that_is_not_a_number_can_be_stored():
+    state = RunState()
+    assert state.take_best("val", (10.0, math.nan))
+    assert (state.best_top1, state.best_loss) == (10.0, None)
+
+
+def test_half_a_checkpoint_is_none_and_takes_no_place_of_those_that_are_kept(tmp_path):
+    """As a mounted bucket leaves it, which renames a folder by copying its files."""
+
+    def save(step: int) -> None:
+        state = {"step": step, "facts": {}}
+        write_checkpoint(tmp_path, {"model.step": torch.tensor(step)}, state, {}, 1, 2)
+
+    save(1)
+    half = checkpoint_folder(tmp_path, 3)
+    half.mkdir()
+    (half / "state.safetensors").write_bytes(b"half")
+    found, _ = newest_checkpoint(tmp_path, verify=True)
+    assert found == checkpoint_folder(tmp_path, 1)
+    assert half.exists(), "nobody says that it is damaged"
+    save(2)
+    assert newest_checkpoint(tmp_path)[0] == checkpoint_folder(tmp_path, 2)
+    assert checkpoint_folder(tmp_path, 1).exists()
+
+
+def test_the_newest_checkpoint_is_read_while_the_run_removes_what_was_the_newest(tmp_path):
+    """By another process, which saves as fast as it can and keeps one checkpoint."""
+    facts = {"num_classes": 2, "grid_size": None}
+
+    def save(step: int) -> None:
+        tensors = {"model.step": torch.tensor(step)}
+        write_checkpoint(tmp_path, tensors, {"step": step, "facts": facts}, {}, 1, 1)
+
+    save(1)
+    child = os.fork()
+    if not child:
+        for step in range(2, 10**6):
+            save(step)
+    try:
+        steps = []
+        while len(set(steps)) < 60:
+            loaded = read_weights(tmp_path)
+            assert loaded.weights["step"] == loaded.step
+            steps += [loaded.step, newest_checkpoint(tmp_path)[1]["step"]]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert steps == sorted(steps)

@@ -1,0 +1,201 @@
+"""Every file of a run's checkpoints and weights, cut, flipped or gone: the one before is taken, or
+an error names the file; never other weights than were saved."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from processes import bytes_of
+from torch import Tensor
+
+from vit.checkpoint.checkpoint import (
+    CheckpointError,
+    newest_checkpoint,
+    read_info,
+    write_checkpoint,
+)
+from vit.checkpoint.info import SEAL
+from vit.checkpoint.run_folder import RunLock, weights_file
+from vit.checkpoint.state import RunState
+from vit.config.io import from_dict
+from vit.extras.remote_runs.store import RunStore
+from vit.system.files import WeightsError
+from vit.weights.files import LoadedWeights, read_weights
+from vit.weights.formats import read_content
+from vit.weights.save import save_weights
+
+BEFORE, NEWEST = 3, 6
+FACTS = {"num_classes": 2, "grid_size": [2, 2], "class_names": ["a", "b"]}
+FILES = [
+    f"checkpoints/step_{NEWEST:08d}/state.safetensors",
+    f"checkpoints/step_{NEWEST:08d}/checkpoint.json",
+    "checkpoints/latest",
+    "weights/last.safetensors",
+]
+
+
+def tensors(step: int) -> dict[str, Tensor]:
+    return {f"model.{name}": torch.full((3,), float(step)) for name in "ab"}
+
+
+def plain(step: int) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): value for name, value in tensors(step).items()}
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    """A run with two checkpoints, and the weights of the newer one."""
+    folder = tmp_path_factory.mktemp("pristine")
+    for step in (BEFORE, NEWEST):
+        state = asdict(RunState(step=step, best_top1=10.0 * step, facts=FACTS))
+        write_checkpoint(folder, tensors(step), state, {"model": {"depth": 2}}, 1, 2)
+    described = {
+        **{key: json.dumps(value) for key, value in FACTS.items()},
+        **{"config": "{}", "step": str(NEWEST), "averaged": "false"},
+    }
+    save_weights(weights_file(folder, "last"), plain(NEWEST), described, is_sealed=True)
+    return folder
+
+
+def cut(content: bytes) -> Iterator[bytes]:
+    for length in {0, 1, 7, 8, 9, *range(16, len(content), 197), len(content) - 1}:
+        yield content[:length]
+
+
+def flipped(content: bytes) -> Iterator[bytes]:
+    """One bit of every 61st byte, and of all of the first ones."""
+    draw = random.Random(0)
+    for place in {*range(16), *range(16, len(content), 61)}:
+        if place < len(content):
+            changed = bytearray(content)
+            changed[place] ^= 1 << draw.randrange(8)
+            yield bytes(changed)
+
+
+def longer(content: bytes) -> Iterator[bytes]:
+    yield content + b"\0"
+    yield content + content
+
+
+FAULTS: dict[str, Callable[[bytes], Iterator[bytes | None]]] = {
+    "cut": cut,
+    "flipped": flipped,
+    "longer": longer,
+    "removed": lambda content: iter([None]),
+}
+
+
+def is_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        bytes_of(found[name]) == bytes_of(expected[name]) for name in expected
+    )
+
+
+def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
+    """What is read there, or why nothing is."""
+    try:
+        return read_weights(place), ""
+    except WeightsError as error:
+        return None, str(error)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("file", FILES)
+def test_no_damage_becomes_other_weights(pristine, tmp_path, file, fault):
+    infos = {}
+    for step in (BEFORE, NEWEST):
+        infos[step] = read_info(pristine / f"checkpoints/step_{step:08d}")
+        del infos[step][SEAL]
+    whole = (pristine / file).read_bytes()
+    noticed = 0
+    for number, content in enumerate(FAULTS[fault](whole)):
+        folder = shutil.copytree(pristine, tmp_path / str(number))
+        if content is None:
+            (folder / file).unlink()
+        else:
+            (folder / file).write_bytes(content)
+
+        # What evaluates, exports or starts from the run.
+        for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
+            loaded, problem = weights_at(place)
+            if loaded is None:
+                assert str((folder / file).parent) in problem
+                noticed += 1
+            else:
+                # A checkpoint without its info is any program's file, whose names fit no model.
+                expected = tensors(NEWEST) if loaded.step is None else plain(loaded.step)
+                assert is_equal(loaded.weights, expected)
+
+        # What resumes it.
+        said = list[str]()
+        path, info = newest_checkpoint(folder, verify=True, say=said.append)
+        # The name of the hash may have changed: what it would vouch for has not.
+        assert {key: info[key] for key in infos[BEFORE] if key != SEAL} == infos[info["step"]]
+        assert is_equal(read_content(path / "state.safetensors").tensors, tensors(info["step"]))
+        assert info["step"] in (BEFORE, NEWEST)
+        if info["step"] == BEFORE:
+            noticed += 1
+            assert said or not (folder / file).exists()
+            assert all(str((folder / file).parent) in line for line in said)
+        shutil.rmtree(folder)
+    assert noticed or "latest" in file or fault == "removed"
+
+
+def test_if_all_checkpoints_are_damaged_that_is_said_and_all_are_kept(pristine, tmp_path):
+    folder = shutil.copytree(pristine, tmp_path / "run")
+    for path in folder.glob("checkpoints/step_*/state.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    said = list[str]()
+    for _ in range(2):  # whoever starts a job again by itself does not begin the run anew
+        with pytest.raises(CheckpointError, match="all checkpoints are damaged or gone"):
+            newest_checkpoint(folder, verify=True, say=said.append)
+    assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(said) == 2
+    shutil.rmtree(folder / "checkpoints")
+    assert newest_checkpoint(folder, verify=True) is None
+
+
+@pytest.mark.full
+def test_no_start_of_a_run_at_a_url_whose_checkpoints_are_all_damaged_begins_anew(
+    pristine, tmp_path
+):
+    there = shutil.copytree(pristine, tmp_path / "there")
+    for path in there.glob("checkpoints/step_*/state.safetensors"):
+        path.write_bytes(path.read_bytes()[:-1])
+    values = {"run": {"dir": f"file://{there}"}, "data": {"root": "-"}, "train": {"steps": 9}}
+    for number in range(2):  # on machines that have nothing
+        values["run"]["local_dir"] = str(tmp_path / str(number))
+        store = RunStore(from_dict(values, "test"))
+        lock = RunLock(store.folder)
+        with pytest.raises(ValueError, match="all checkpoints are damaged or gone"):
+            store.open(lock)
+        lock.release()
+        store.close()
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that gives EIO")
+def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(pristine, tmp_path):
+    folder = shutil.copytree(pristine, tmp_path / "run")
+    info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"
+    whole = info.rename(tmp_path / "whole")
+    info.symlink_to("/proc/self/mem")  # its first page
+    with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)") as error:
+        newest_checkpoint(folder, verify=True)
+    assert str(info.parent) in str(error.value)
+    whole.rename(info)
+    assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST
+
+
+def test_a_checkpoint_from_before_it_had_a_hash_of_its_info_is_read(pristine, tmp_path):
+    folder = shutil.copytree(pristine, tmp_path / "run")
+    for path in folder.glob("checkpoints/step_*/checkpoint.json"):
+        info = json.loads(path.read_text())
+        del info[SEAL]
+        path.write_text(json.dumps(info, indent=1))
+    assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST

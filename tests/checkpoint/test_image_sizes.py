@@ -1,0 +1,140 @@
+"""Runs whose images change their size: exact wherever they are interrupted, on any ranks, and told
+in record and curves."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from processes import TINY, Background, final_state, metrics, run_here, train, write_config
+
+from vit.extras.report.history import read_history
+
+STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 2, image_size: 8}]"
+SIZES = [24] * 5 + [8] * 5 + [16] * 2
+"""Of 12 steps, five of them an epoch."""
+PLAIN = ("model.drop_path_rate=null", "model.proj_drop_rate=null")
+"""Without what each rank draws by itself."""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
+    """A config, and the folder of its undisturbed run, which has kept each checkpoint."""
+    folder = tmp_path_factory.mktemp("sizes")
+    config = write_config(folder, shards)
+    train_here(config, folder / "run")
+    return config, folder / "run"
+
+
+def train_here(config: Path, run_dir: Path, *overrides: str) -> None:
+    words = ["--config", config, f"run.dir={run_dir}", *TINY, STAGES]
+    words += ["checkpoint.every_steps=1", "checkpoint.keep_last=99", *overrides]
+    run_here("launch/train.py", *words)
+
+
+def begin_again(run_dir: Path, copy: Path, step: int) -> None:
+    """Copy a run as it was when its newest checkpoint was that of `step`."""
+    shutil.copytree(run_dir, copy)
+    for folder in (copy / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > step:
+            shutil.rmtree(folder)
+
+
+def names_that_differ(run_dir: Path, other: Path) -> list[str]:
+    found = final_state(run_dir, 12)
+    expected = final_state(other, 12)
+    assert found.keys() == expected.keys()
+    return [name for name in found if found[name] != expected[name]]
+
+
+@pytest.mark.parametrize(
+    ("step", "workers"),
+    [
+        pytest.param(5, 2, id="between two stages"),
+        pytest.param(7, 0, id="in the second stage"),
+        pytest.param(3, 1, id="in the first stage", marks=pytest.mark.full),
+        pytest.param(10, 0, id="before the last stage", marks=pytest.mark.full),
+    ],
+)
+def test_resumed_from_any_step_the_weights_are_those_of_the_undisturbed_run(
+    step, workers, whole, tmp_path
+):
+    """As after a kill whose last checkpoint was that of `step`."""
+    config, run_dir = whole
+    begin_again(run_dir, tmp_path / "run", step)
+    train_here(config, tmp_path / "run", f"data.num_workers={workers}")
+    assert metrics(tmp_path / "run", "start")[-1]["step"] == step
+    assert not names_that_differ(tmp_path / "run", run_dir)
+
+
+def test_the_record_has_the_size_of_each_step_and_a_line_where_it_changes(whole, tmp_path):
+    config, run_dir = whole
+    assert [line["image_size"] for line in metrics(run_dir, "train")] == SIZES
+    history = read_history(run_dir / "metrics.jsonl")
+    assert history.image_sizes() == [(0, "24"), (5, "8"), (10, "16")]
+    train_here(config, tmp_path / "run", "log.every_steps=4", "log.report=true")
+    lines = metrics(tmp_path / "run", "train")
+    assert [(line["step"], line["image_size"]) for line in lines] == [
+        *((4, 24), (5, 24), (8, 8), (10, 8), (12, 16))
+    ]
+    page = (tmp_path / "run" / "report" / "index.html").read_text()
+    assert "24x24 until epoch 1, 8x8 until epoch 2, then 16x16 pixels in training" in page
+
+
+def test_a_run_of_one_size_has_no_word_of_it(config, tmp_path):
+    train(config, tmp_path / "run", "train.steps=2")
+    assert all("image_size" not in line for line in metrics(tmp_path / "run", "train"))
+
+
+@pytest.mark.slow
+def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
+    """If one did it at another step, the mean of the losses would be another one."""
+    config, _ = whole
+    train_here(config, tmp_path / "one", *PLAIN)
+    train(config, tmp_path / "two", STAGES, *PLAIN, ranks=2)
+    one, two = (
+        torch.tensor([[line["loss"], line["grad_norm"]] for line in metrics(folder, "train")])
+        for folder in (tmp_path / "one", tmp_path / "two")
+    )
+    assert len(one) == len(SIZES)
+    # the same sums in another order, twelve updates long
+    torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("step", [4, 6, 11])
+def test_killed_ranks_go_on_bit_by_bit_also_from_a_later_stage(ranks, step, whole, tmp_path):
+    """From three ranks on the sums depend on the layout of DDP's buckets, which each attempt fixes
+    anew, here in another stage than the first attempt."""
+    config, _ = whole
+    train(config, tmp_path / "whole", STAGES, ranks=ranks)
+    background = Background(config, tmp_path / "run", STAGES, ranks=ranks)
+    background.wait_for_step(step)
+    background.kill_all()
+    train(config, tmp_path / "run", STAGES, ranks=ranks)
+    assert not names_that_differ(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.full
+def test_it_goes_on_with_the_same_batches_on_another_number_of_ranks(whole, tmp_path):
+    config, _ = whole
+    given = (STAGES, *PLAIN, "checkpoint.every_steps=1", "checkpoint.keep_last=99")
+    train(config, tmp_path / "whole", *given, ranks=2)
+    begin_again(tmp_path / "whole", tmp_path / "run", 5)
+    train(config, tmp_path / "run", *given, ranks=3)
+    whole_losses, losses = (
+        torch.tensor([line["loss"] for line in read_history(path).of_kind("train")])
+        for path in (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
+    )
+    torch.testing.assert_close(losses, whole_losses, rtol=1e-4, atol=1e-5)
+
+
+def test_other_sizes_are_another_run(whole, tmp_path):
+    config, run_dir = whole
+    shutil.copytree(run_dir, tmp_path / "run")
+    other = STAGES.replace("image_size: 8", "image_size: 32")
+    with pytest.raises(ValueError, match=r"--allow-change schedule\.image_sizes"):
+        train_here(config, tmp_path / "run", other)

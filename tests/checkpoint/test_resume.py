@@ -1,0 +1,79 @@
+"""What a resumed run makes of the files of weights that it finds."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+from processes import TINY, metrics
+from torch import Tensor
+
+from vit.config.io import load_config
+from vit.distributed.process_group import World
+from vit.extras.compose import build_run
+from vit.loggers.record import read_metrics
+from vit.train import train
+from vit.weights.files import read_weights
+
+
+def test_lines_of_intervals_and_epochs_that_a_kill_divides_equal_the_uninterrupted_ones(
+    config, tmp_path
+):
+    """Killed behind its checkpoint of step 9, in the middle of an interval and of an epoch."""
+    folder = tmp_path / "run"
+    often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
+
+    def go_on() -> list[tuple]:
+        settings = load_config(config, [*TINY, *often, f"run.dir={folder}"]).config
+        with build_run(settings, World(0, 1, torch.device("cpu"))) as run:
+            train(run)
+        names = ("kind", "step", "loss", "first_batch", "last_batch", "sample_checksum", "exact")
+        lines = read_metrics(folder / "metrics.jsonl")
+        return [
+            tuple(line.get(name) for name in names)
+            for line in lines
+            if line["kind"] in ("train", "epoch")
+        ]
+
+    whole = go_on()
+    assert [line[1] for line in whole] == [5, 5, 10, 10, 12, 12]
+    shutil.rmtree(folder / "checkpoints" / "step_00000012")
+    assert go_on() == whole
+    assert [line["step"] for line in metrics(folder, "start")] == [0, 9]
+
+
+@pytest.mark.parametrize("present", ["discarded", "gone"])
+def test_the_best_weights_are_never_those_of_a_branch_that_was_left(
+    config, tmp_path, capfd, present
+):
+    """Killed between weights and checkpoint, then resumed to another end: on other ranks numbers
+    differ by rounding, here the rate by a setting."""
+    folder = tmp_path / "run"
+    given = ("train.ema_decay=null", "train.steps=6", "eval.every_steps=3", f"run.dir={folder}")
+
+    def weights_of(name: str) -> tuple[int, dict[str, Tensor]]:
+        loaded = read_weights(folder / "weights" / f"{name}.safetensors")
+        assert loaded.step is not None
+        return loaded.step, loaded.weights
+
+    def go_on(*overrides: str) -> None:
+        settings = load_config(config, [*TINY, *given, *overrides]).config
+        changed = [override.partition("=")[0] for override in overrides]
+        with build_run(settings, World(0, 1, torch.device("cpu")), changed) as run:
+            train(run)
+
+    go_on("optim.lr=1e-2")
+    assert weights_of("best")[0] == 6, "otherwise nothing is shown here"
+    shutil.rmtree(folder / "checkpoints" / "step_00000006")
+    if present == "gone":
+        (folder / "weights" / "best.safetensors").unlink()
+    go_on("optim.lr=1e-30")  # at step 6 as good as at step 3, which alone is no new best
+    assert "resumed at step 3 of 6" in (said := capfd.readouterr().err)
+    step, best = weights_of("best")
+    last = weights_of("last")[1]
+    assert step == 6
+    assert best.keys() == last.keys()
+    assert all(torch.equal(best[name], value) for name, value in last.items())
+    reason = "of step 6, which the run has left" if present == "discarded" else "gone or damaged"
+    assert f"best.safetensors is {reason}" in said

@@ -1,0 +1,261 @@
+"""The copy of the state that a thread writes: equal to the state at one step, on a CPU and on a GPU
+whose streams run as late, and in as odd an order, as their waits allow."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from processes import TINY
+from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vit.checkpoint.checkpoint import named_tensors
+from vit.checkpoint.snapshot import Snapshot
+from vit.config import io as config_io
+from vit.distributed.process_group import World
+from vit.extras.compose import build_run
+
+GPU = torch.device("cuda", 0)
+
+
+class FakeEvent:
+    """A point in a stream."""
+
+    def __init__(self, cuda: FakeCuda):
+        self._cuda = cuda
+        self.is_reached = False
+
+    def reach(self) -> None:
+        self.is_reached = True
+
+    def wait(self) -> None:
+        if self._cuda.without != "update waits":
+            self._cuda.current.queue.append(self)
+
+    def synchronize(self) -> None:
+        while not self.is_reached and self._cuda.without != "thread waits":
+            assert self._cuda.run_one(), "all streams wait for one another"
+
+
+class FakeStream:
+    """Work that is done in order, some time: functions, and events to wait for."""
+
+    def __init__(self, cuda: FakeCuda):
+        self._cuda = cuda
+        self.queue: deque[Callable[[], Any] | FakeEvent] = deque()
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._cuda)
+        self.queue.append(event.reach)
+        return event
+
+    def wait_stream(self, other: FakeStream) -> None:
+        if self._cuda.without != "copy waits":
+            self.queue.append(other.record_event())
+
+
+class FakeCuda(TorchDispatchMode):
+    """Stands for torch.cuda: operations on tensors are queued, and run one at a time.
+
+    `choose` picks among the streams that can go on. without: the wait that is left out.
+    """
+
+    def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
+        super().__init__()
+        self.without = without
+        self._choose = choose
+        self.current = FakeStream(self)
+        self._streams = [self.current]
+        self._is_running = False
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        later = (torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar)
+        if self._is_running or function not in later:
+            return function(*args, **(kwargs or {}))
+        self.current.queue.append(lambda: function(*args, **(kwargs or {})))
+        return args[0]
+
+    def Stream(self, device: torch.device) -> FakeStream:
+        self._streams.append(FakeStream(self))
+        return self._streams[-1]
+
+    def current_stream(self, device: torch.device) -> FakeStream:
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+    def device(self, device: torch.device) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def run_one(self) -> bool:
+        """Do the next piece of work of a stream that can go on; whether there was one."""
+        ready = []
+        for stream in self._streams:
+            while stream.queue and isinstance(stream.queue[0], FakeEvent):
+                if not stream.queue[0].is_reached:
+                    break
+                stream.queue.popleft()
+            if stream.queue and not isinstance(stream.queue[0], FakeEvent):
+                ready.append(stream)
+        if ready:
+            self._is_running = True
+            self._choose(ready).queue.popleft()()
+            self._is_running = False
+        return bool(ready)
+
+
+def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
+    """Train `steps` steps of one parameter, one slot of an optimizer and one buffer, copied after
+    each second one; returns the step and the numbers of each copy, as a thread finds them."""
+    state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
+    snapshot = Snapshot(state, GPU, cuda)
+    found = []
+    copied = None
+    with cuda:
+        for step in range(1, steps + 1):
+            state["model.buffer"].fill_(step)  # the forward pass
+            if copied is not None:
+                copied.wait()  # as in TrainStep
+                copied = None
+            state["model.weight"].fill_(step)
+            state["optim.slot"].fill_(step)
+            if step % 2:
+                copied = snapshot.take(state, ["model.buffer"])
+                if cuda.without == "buffers at once":
+                    copied = snapshot.take(state)
+                # The host goes on, and may be far ahead when the thread looks.
+                pending = step
+            else:
+                snapshot.wait()
+                found.append((pending, [float(copy) for copy in snapshot.tensors.values()]))
+        while cuda.run_one():
+            pass
+    return found
+
+
+def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
+    """The computing stream first, the copying stream first, and a hundred at random."""
+    chance = random.Random(0)
+    return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
+
+
+def test_a_copy_is_of_one_step_in_whatever_order_streams_run():
+    for choose in orders():
+        found = copies_of_steps(FakeCuda(choose))
+        assert found == [(step, [step] * 3) for step in (1, 3)]
+
+
+@pytest.mark.parametrize("wait", ["copy waits", "update waits", "thread waits", "buffers at once"])
+def test_without_any_one_of_the_waits_some_order_is_wrong(wait):
+    wrong = [
+        found
+        for choose in orders()
+        if (found := copies_of_steps(FakeCuda(choose, wait))) != [(1, [1] * 3), (3, [3] * 3)]
+    ]
+    assert wrong
+
+
+def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
+    """Of a run whose GPU does nothing until it is waited for, and then runs the step first."""
+    overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
+    run = build_run(
+        config_io.load_config(config, overrides).config, World(0, 1, torch.device("cpu"))
+    )
+    run.saver.finish()
+    state = run.train_step.model
+    state.register_buffer("seen", torch.ones(3))  # as a batch norm's, which a forward pass changes
+    cuda = FakeCuda(lambda ready: ready[0])
+    snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
+    run.saver._snapshot = snapshot
+    is_queued = threading.Event()  # the GPU's work is done by whoever waits for it, here the thread
+    snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
+    expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
+    with cuda:
+        run.saver.save(run.state, True)
+        state.seen.fill_(2)
+        assert run.train_step.copying is snapshot._copied is not None
+        run.train_step.copying.wait()
+        state.cls_token.data.fill_(7)
+    is_queued.set()
+    run.saver.finish()
+    while cuda.run_one():
+        pass
+    assert (state.cls_token == 7).all()
+    run.__exit__(None, None, None)
+    saved = load_file(run.folder / "checkpoints" / "step_00000000" / "state.safetensors")
+    assert saved.keys() == expected.keys()
+    assert [name for name in saved if not torch.equal(saved[name], expected[name])] == []
+
+
+def test_the_end_after_a_failure_of_the_device_raises_nothing_of_its_own():
+    """The failure was raised where it was met, and closing must not hide it."""
+
+    class Failed(FakeEvent):
+        def synchronize(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    cuda = FakeCuda(lambda ready: ready[0])
+    snapshot = Snapshot({"weight": torch.zeros(2)}, GPU, cuda)
+    snapshot._copied = Failed(cuda)
+    snapshot._is_locked = True  # as page_lock does, which needs a driver
+    snapshot.close()
+
+
+def test_processes_that_are_forked_do_not_have_the_copy():
+    """A loader worker would keep the pages of an old copy."""
+    state = {"weight": torch.ones(2**20)}
+    snapshot = Snapshot(state, torch.device("cpu"))
+    snapshot.prepare()
+    assert snapshot.take(state) is None
+    assert torch.equal(snapshot.tensors["weight"], state["weight"])
+    address = snapshot.tensors["weight"].data_ptr()
+
+    def maps(pid: int) -> list[tuple[int, int]]:
+        with open(f"/proc/{pid}/maps") as file:
+            ends = [line.split()[0].split("-") for line in file]
+        return [(int(begin, 16), int(end, 16)) for begin, end in ends]
+
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(write)
+        os.read(read, 1)  # until the parent has looked
+        os._exit(0)
+    try:
+        assert any(begin <= address < end for begin, end in maps(os.getpid()))
+        assert not any(begin <= address < end for begin, end in maps(child))
+    finally:
+        os.close(write)
+        os.waitpid(child, 0)
+
+
+def test_types_shapes_and_layouts_of_tensors_are_kept():
+    state = {
+        "half": torch.arange(3).to(torch.bfloat16),
+        "step": torch.tensor(7.0),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "count": torch.tensor(2**40),
+        "none": torch.zeros(0, 4),
+    }
+    snapshot = Snapshot(state, torch.device("cpu"))
+    snapshot.take(state)
+    for name, tensor in state.items():
+        copy = snapshot.tensors[name]
+        assert copy.dtype == tensor.dtype
+        assert torch.equal(copy, tensor)
+        assert copy.is_contiguous()
+        assert copy.data_ptr() % 64 == 0

@@ -1,0 +1,322 @@
+"""The same weights on any number of ranks: whole runs, their hashes compared."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from processes import (
+    TINY,
+    Background,
+    call,
+    command,
+    environment,
+    final_state,
+    make_shards,
+    run,
+    train,
+    write_config,
+)
+from ranks import together
+
+from vit.config.io import load_config
+from vit.distributed.exact.leaves import KERNEL_LIMITS, check_leaves, same_kernels
+from vit.distributed.world import World
+from vit.training.plan import make_plan
+
+STEPS = 60
+
+EXACT = (
+    *("train.exact_over_ranks=true", "data.micro_batch_size=4", "augment.randaugment_layers=2"),
+    *("guard.on_spike=skip", "guard.spike_of=either", "guard.window_steps=8"),
+    *("guard.spike_sigmas=1", "log.norms_every_steps=6"),
+)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Path:
+    """Six leaves a step, with dropout, drop path, mixing and an average."""
+    folder = tmp_path_factory.mktemp("exact")
+    return write_config(folder, make_shards(folder), steps=STEPS, batch=24)
+
+
+def record(run_dir: Path, kind: str) -> list[dict]:
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line for line in lines if line["kind"] == kind]
+
+
+def hashes(run_dir: Path) -> dict[int, str]:
+    """sha256 of the state at each checkpoint."""
+    return {line["step"]: line["sha256"] for line in record(run_dir, "checkpoint")}
+
+
+def losses(run_dir: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in record(run_dir, "train")]
+
+
+def measured(run_dir: Path) -> list[dict]:
+    """Norms of each layer, and the largest attention logits."""
+    return [{**line, "time": 0} for line in record(run_dir, "norms")]
+
+
+def faults(run_dir: Path) -> list[tuple]:
+    """Updates that the guard left out, and the samples with the largest losses of all ranks."""
+    return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
+
+
+@pytest.fixture(scope="module")
+def alone(config, tmp_path_factory) -> Path:
+    """The run without torchrun."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(config, folder / "run", *EXACT)
+    return folder / "run"
+
+
+def test_any_number_of_ranks_also_of_unequal_shares_gives_the_same_bits(config, alone, tmp_path):
+    """Four ranks have 1, 2, 1 and 2 leaves."""
+    train(config, tmp_path / "4", *EXACT, ranks=4)
+    assert list(hashes(alone)) == [*range(3, STEPS + 1, 3)]
+    assert hashes(tmp_path / "4") == hashes(alone)
+    assert losses(tmp_path / "4") == losses(alone)
+    assert measured(tmp_path / "4") == measured(alone)
+    assert faults(tmp_path / "4") == faults(alone) != []
+
+
+def test_killed_on_three_ranks_and_finished_on_two_no_bit_changes(config, alone, tmp_path):
+    killed = Background(config, tmp_path / "run", *EXACT, ranks=3)
+    killed.wait_for_checkpoint(3)
+    killed.kill_all()
+    train(config, tmp_path / "run", *EXACT, ranks=2)
+    first, second = record(tmp_path / "run", "start")
+    assert (first["world_size"], second["world_size"]) == (3, 2)
+    assert 0 < second["step"] < STEPS
+    assert hashes(tmp_path / "run").items() <= hashes(alone).items()
+    assert STEPS in hashes(tmp_path / "run")
+
+
+# ---- at length -----------------------------------------------------------------------------------
+
+MANY_RANKS = (1, 2, 3, 4, 6, 8)
+SELDOM = "checkpoint.every_steps=20"
+
+
+@pytest.fixture(scope="module")
+def eight_leaves(tmp_path_factory) -> Path:
+    """The same with eight leaves a step, for up to as many ranks, and 200 steps."""
+    folder = tmp_path_factory.mktemp("eight")
+    return write_config(folder, make_shards(folder), steps=200, batch=32)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_hundred_steps_on_one_to_eight_ranks(eight_leaves, tmp_path, precision):
+    """With dropout, drop path, mixing, RandAugment, an average and a guard that leaves updates
+    out."""
+    for ranks in MANY_RANKS:
+        run_dir = tmp_path / str(ranks)
+        precision_too = (f"train.precision={precision}", SELDOM)
+        train(eight_leaves, run_dir, *EXACT, *precision_too, ranks=ranks)
+    found = {ranks: hashes(tmp_path / str(ranks)) for ranks in MANY_RANKS}
+    assert len(found[1]) == 10
+    assert all(of == found[1] for of in found.values())
+    assert {str(faults(tmp_path / str(ranks))) for ranks in MANY_RANKS} == {
+        str(faults(tmp_path / "1"))
+    }
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_two_hundred_steps_of_the_demo_on_one_to_eight_ranks(tmp_path, precision):
+    digits = tmp_path / "digits"
+    subprocess.run([sys.executable, "-m", "data_prep.digits", "--out", digits], check=True)
+    settings = (
+        *("--config", "configs/demo.yaml", f"data.root={digits}", "data.micro_batch_size=8"),
+        *("train.exact_over_ranks=true", f"train.precision={precision}", "train.epochs=null"),
+        *("train.steps=200", "eval.every_epochs=null", "eval.every_steps=100", "log.wandb=off"),
+        *("eval.reference=null", "log.report=false"),
+    )
+    found = {}
+    for ranks in MANY_RANKS:
+        run_dir = tmp_path / str(ranks)
+        done = run("launch/train.py", *settings, f"run.dir={run_dir}", ranks=ranks, timeout_s=3600)
+        assert done.returncode == 0, done.stderr
+        found[ranks] = (hashes(run_dir), losses(run_dir))
+    assert list(found[1][0]) == [100, 200]
+    assert all(of == found[1] for of in found.values())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leaves, tmp_path):
+    train(eight_leaves, tmp_path / "whole", *EXACT, SELDOM)
+    run_dir = tmp_path / "run"
+    for number, ranks in enumerate((4, 2, 3, 8)):
+        killed = Background(eight_leaves, run_dir, *EXACT, SELDOM, ranks=ranks)
+        killed.wait_for_checkpoint(36 * (number + 1))
+        killed.kill_all()
+    train(eight_leaves, run_dir, *EXACT, SELDOM)
+    starts = record(run_dir, "start")
+    assert [start["world_size"] for start in starts] == [4, 2, 3, 8, 1]
+    assert [start["step"] for start in starts] == sorted({start["step"] for start in starts})
+    assert hashes(run_dir).items() <= hashes(tmp_path / "whole").items()
+    assert final_state(run_dir, 200) == final_state(tmp_path / "whole", 200)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("precision", "compiled"),
+    [("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)],
+)
+def test_one_hash_for_all_ranks_where_plain_runs_have_one_for_each(
+    config, tmp_path, precision, compiled
+):
+    """Else the comparisons above would show nothing."""
+    options = (f"train.precision={precision}", f"train.compile={str(compiled).lower()}")
+    for name, settings in (("exact", EXACT), ("plain", EXACT[1:])):
+        for ranks in (1, 2, 3, 6):
+            train(config, tmp_path / f"{name}{ranks}", *settings, *options, ranks=ranks)
+    found = {
+        name: {hashes(tmp_path / f"{name}{ranks}")[STEPS] for ranks in (1, 2, 3, 6)}
+        for name in ("exact", "plain")
+    }
+    assert (len(found["exact"]), len(found["plain"])) == (1, 4)
+
+
+# ---- mistakes ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "message"),
+    [
+        ((), 2, r"needs data\.micro_batch_size, .* for 2 rank\(s\) one of \[2, 4, 6, 8, 12\]"),
+        (
+            ("data.micro_batch_size=12",),
+            3,
+            r"=12 makes 2 micro-batches, for 3 ranks .* \[2, 4, 6, 8\]",
+        ),
+        (
+            ("data.micro_batch_size=1",),
+            2,
+            r"=1 is below what mixes together, .* \[2, 4, 6, 8, 12\]",
+        ),
+        (("data.micro_batch_size=2",), 13, r"at most 12 micro-batches for 13 ranks: use fewer"),
+    ],
+)
+def test_what_cannot_be_divided_names_what_can(config, settings, ranks, message):
+    loaded, _ = load_config(config, ["train.exact_over_ranks=true", *settings])
+    with pytest.raises(ValueError, match=message):
+        make_plan(loaded, 60, ranks)
+
+
+@pytest.mark.full
+def test_batches_that_a_guard_passes_over_are_the_same_where_shares_are_unequal(config, tmp_path):
+    rewind = ("guard.on_spike=rewind", "guard.rewind_skip_steps=2", "guard.max_rewinds=2")
+    for ranks in (1, 4):
+        train(config, tmp_path / str(ranks), *EXACT, *rewind, "train.steps=24", ranks=ranks)
+    assert hashes(tmp_path / "1") == hashes(tmp_path / "4")
+    assert final_state(tmp_path / "1", 24) == final_state(tmp_path / "4", 24)
+    assert "rewind" in {line["action"] for line in record(tmp_path / "4", "fault")}
+
+
+def test_a_batch_norm_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    with pytest.raises(ValueError, match=r"exact_over_ranks: 1 \(BatchNorm1d\) keeps"):
+        check_leaves(model)
+    with pytest.raises(ValueError, match=r"0 \(InstanceNorm1d\) keeps"):
+        check_leaves(torch.nn.Sequential(torch.nn.InstanceNorm1d(2, track_running_stats=True)))
+    check_leaves(torch.nn.Sequential(torch.nn.BatchNorm1d(2, track_running_stats=False)))
+
+
+@pytest.fixture
+def no_limits(monkeypatch):
+    """Of libraries, by variables that whoever runs the tests has set."""
+    for name in KERNEL_LIMITS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_a_library_that_is_kept_from_instructions_is_another_kind_of_host(monkeypatch):
+    alone = World(0, 1, torch.device("cpu"))
+    usual = same_kernels(alone)
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert same_kernels(alone) == f"{usual}, ONEDNN_MAX_CPU_ISA=AVX2"
+
+
+@pytest.mark.parametrize("given", ["", "0", "many"])
+def test_threads_that_are_no_number_are_refused(monkeypatch, given):
+    monkeypatch.setenv("OMP_NUM_THREADS", given)
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{given}', expected a number"):
+        same_kernels(World(0, 1, torch.device("cpu")))
+
+
+@pytest.mark.usefixtures("no_limits")
+def test_hosts_of_two_kinds_are_refused():
+    """Rank 0 is a host of another kind here, and says so in the same words."""
+
+    def rank(world):
+        if not world.is_main:
+            return same_kernels(world)
+        with world.fail_together():
+            pass
+        world.broadcast_from_main(lambda: "torch 2.11.0 on AMD EPYC 9654 with AVX512, 1 thread(s)")
+        with world.fail_together():
+            pass
+
+    other, refused = together(2, rank)
+    assert re.fullmatch(
+        r"train\.exact_over_ranks: \S+ computes by torch \S+ on .+ with \w+, 1 thread\(s\), rank 0"
+        r" by torch 2\.11\.0 on AMD EPYC 9654 with AVX512, 1 thread\(s\): use hosts of one kind,"
+        " with the same OMP_NUM_THREADS",
+        str(refused),
+    )
+    assert isinstance(other, Exception)
+
+
+@pytest.mark.full
+def test_it_can_be_switched_on_for_the_rest_of_a_run(config, tmp_path):
+    run_dir = tmp_path / "run"
+    train(config, run_dir, "train.steps=3")
+    more = ("train.steps=6", "train.exact_over_ranks=true", "data.micro_batch_size=4")
+    changes = ("--allow-change", "train.exact_over_ranks", "--allow-change", "train.steps")
+    train(config, run_dir, *more, *changes)
+    assert [line["step"] for line in record(run_dir, "start")] == [0, 3]
+    words = ["launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, "train.steps=9"]
+    # From here on the leaves are known; and no more once it was switched off.
+    refused = run(*words, *more[1:2], "data.micro_batch_size=2", *changes[2:])
+    assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
+    train(config, run_dir, "train.steps=7", *changes)
+    train(config, run_dir, "train.steps=9", more[1], "data.micro_batch_size=2", *changes)
+    assert [line["step"] for line in record(run_dir, "start")] == [0, 3, 6, 7]
+
+
+def test_a_resume_with_other_leaves_is_refused(config, alone):
+    words = ["launch/train.py", "--config", config, f"run.dir={alone}", *TINY, *EXACT]
+    done = run(*words, "data.micro_batch_size=2")
+    assert done.returncode == 2
+    assert "data.micro_batch_size: 4 there, 2 here" in done.stderr
+    assert "train.exact_over_ranks=false --allow-change train.exact_over_ranks" in done.stderr
+
+
+@pytest.mark.full
+def test_what_is_compiled_cannot_go_on_eager_nor_begin_where_nothing_compiles(config, tmp_path):
+    """Both would go on with other bits, without a word."""
+    train(config, tmp_path / "run", *EXACT, "train.steps=3")
+    words = ["--config", config, *TINY, *EXACT, "train.compile=true"]
+    resumed = run("launch/train.py", *words, f"run.dir={tmp_path / 'run'}")
+    assert resumed.returncode == 2
+    assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
+    # A warm interpreter has looked for a compiler already.
+    env = {**environment(), "CXX": "/nonexistent"}
+    words += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
+    new = call(command("launch/train.py", *words, ranks=0), env)
+    assert new.returncode == 2
+    assert "exact_over_ranks: torch.compile does not work here (" in new.stderr
+    assert not (tmp_path / "new").exists()

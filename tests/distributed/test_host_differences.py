@@ -1,0 +1,81 @@
+"""What hosts have not alike is told with its places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from ranks import together
+
+from vit.distributed import host_differences
+from vit.distributed.host_differences import compare_hosts, differences, driver_version, places
+from vit.distributed.process_group import World
+
+HOSTS = ("a",) * 8 + ("b",) * 8
+
+
+@pytest.mark.parametrize(
+    ("ranks", "hosts", "expected"),
+    [
+        (range(16), HOSTS, "a (ranks 0-7), b (ranks 8-15)"),
+        ([3], HOSTS, "a (rank 3)"),
+        ([9, 1, 2, 5], HOSTS, "a (ranks 1-2, 5), b (rank 9)"),
+        ([0, 1], (), "ranks 0-1"),
+    ],
+)
+def test_places(ranks, hosts, expected):
+    assert places(ranks, hosts) == expected
+
+
+def test_a_difference_says_which_value_is_where():
+    found = {rank: {"torch": "2.13.0" if rank < 8 else "2.11.0"} for rank in range(16)}
+    [unlike] = differences(found, HOSTS)
+    assert unlike.said == (
+        "torch 2.13.0 on a (ranks 0-7), 2.11.0 on b (ranks 8-15): install the same on all hosts"
+    )
+    assert unlike.is_fatal
+    assert differences({rank: {"torch": "2.13.0"} for rank in range(16)}, HOSTS) == []
+
+
+def test_a_variable_of_one_rank_and_cpus_of_two_kinds():
+    found = {0: {"CPU kernels": "AVX2"}, 1: {"CPU kernels": "AVX512", "NCCL_ALGO": "Ring"}}
+    cpus, variable = differences(found, ("a", "b"))
+    assert (cpus.name, cpus.is_fatal) == ("CPU kernels", False)
+    assert variable.said == (
+        "NCCL_ALGO none on a (rank 0), Ring on b (rank 1): export the same NCCL_ALGO everywhere"
+    )
+
+
+def test_a_start_compares_one_rank_of_each_host(monkeypatch):
+    monkeypatch.setattr(
+        host_differences, "software", lambda: {"torch": "2.13.0", "Python": "3.12.1"}
+    )
+
+    def told(hosts: tuple[str, ...], config: tuple[str, ...]) -> list[list[str]]:
+        def rank(world: World) -> list[str]:
+            return compare_hosts(replace(world, hosts=hosts), {"config": config[world.rank]})
+
+        return together(3, rank)
+
+    line = "hosts: 2 with 3 ranks, the same torch 2.13.0, Python 3.12.1"
+    assert told(("a", "a", "b"), ("x", "y", "x")) == [[line], [], []]
+    assert told(("a", "a", "b"), ("x", "x", "y")) == [
+        [
+            line,
+            "note: hosts differ: config x on a (rank 0), y on b (rank 2): all hosts must see the"
+            " same files",
+        ],
+        [],
+        [],
+    ]
+    assert told(("a", "a", "a"), ("x", "y", "z")) == [[], [], []]
+
+
+def test_the_version_of_a_driver(tmp_path):
+    assert driver_version(tmp_path) == ""
+    path = tmp_path / "proc/driver/nvidia/version"
+    path.parent.mkdir(parents=True)
+    path.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\n"
+    )
+    assert driver_version(tmp_path) == "570.86.15"

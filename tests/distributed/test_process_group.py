@@ -1,0 +1,436 @@
+"""What ranks say to each other: threads over a real store, and real processes where they matter."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import warm_python
+from processes import REPOSITORY, environment, run
+from ranks import together
+from torch import nn
+
+from vit.distributed import process_group
+from vit.distributed import world as world_module
+from vit.distributed.process_group import AlreadyReported, RankLost, World
+from vit.system.devices import HostDevices, choose_device
+from vit.system.host import num_nvidia_gpus
+
+SLOW_MAIN = """
+import datetime, time
+import vit.distributed.process_group as distributed
+from vit.distributed.exit import leave_world
+distributed.COLLECTIVE_TIMEOUT = datetime.timedelta(seconds=5)
+world = distributed.join_world("cpu")
+
+def make():
+    if world.is_main:
+        time.sleep(7)
+    return world.rank * 10
+
+made = world.main_first(make)
+print(f"rank {world.rank} has {made} and {world.main_first(lambda: 7)}", flush=True)
+with world.fail_together():  # a save of the main rank
+    make()
+leave_world(world)
+"""
+
+
+def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """A script under torchrun, to its end."""
+    path = folder / "script.py"
+    path.write_text(script)
+    return run(path, ranks=ranks, timeout_s=240)
+
+
+def test_what_the_main_rank_does_alone_may_take_longer_than_a_collective(tmp_path):
+    """Making an index of a large data set does, and so may saving."""
+    done = launch(SLOW_MAIN, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["rank 0 has 0 and 7", "rank 1 has 10 and 7"]
+
+
+# ---- the protocol, rank by rank ---------------------------------------------------------------
+
+
+def words(ended: list[Any]) -> list[str]:
+    return [f"{type(one).__name__}: {one}" for one in ended]
+
+
+def test_all_ranks_get_what_the_main_rank_tells():
+    told = {"name": "step_00000003", "info": {"step": 3, "size": [2, None]}}
+    assert (
+        together(3, lambda world: world.broadcast_from_main(lambda: told if world.is_main else 1))
+        == [told] * 3
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "heard"),
+    [
+        (ValueError("no such shard"), "no such shard"),
+        (RuntimeError("a bug"), "RuntimeError: a bug"),
+        (MemoryError(), "MemoryError"),
+        (KeyboardInterrupt(), "KeyboardInterrupt"),
+    ],
+)
+def test_whatever_ends_the_main_rank_ends_those_who_wait_for_it(error, heard):
+    def function() -> None:
+        raise error
+
+    ended = together(3, lambda world: world.main_first(function))
+    assert ended[0] is error
+    assert words(ended[1:]) == [f"AlreadyReported: {heard}"] * 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "tell"), [((), ()), ((0,), (0,)), ((2,), (2,)), ((0, 1, 2), (0,)), ((1, 2), (1, 2))]
+)
+def test_a_mistake_on_any_rank_ends_all_and_is_reported_once_where_the_main_rank_has_it(
+    wrong, tell
+):
+    def function(world: World) -> str:
+        with world.fail_together():
+            if world.rank in wrong:
+                raise ValueError(f"mistake of {world.rank}")
+        return "went on"
+
+    expected = [
+        "AlreadyReported: mistake of 0"
+        if 0 in wrong
+        else "AlreadyReported: reported by another rank"
+    ] * 3
+    for rank in tell:
+        expected[rank] = f"ValueError: mistake of {rank}"
+    assert words(together(3, function)) == (expected if wrong else ["str: went on"] * 3)
+
+
+def test_a_bug_on_one_rank_ends_those_who_wait_for_it():
+    def function(world: World) -> None:
+        with world.fail_together():
+            if world.rank == 1:
+                raise RuntimeError("a bug")
+
+    heard = "AlreadyReported: RuntimeError: a bug"
+    assert words(together(3, function)) == [heard, "RuntimeError: a bug", heard]
+
+
+def test_a_mistake_of_another_rank_after_the_main_rank_ends_those_who_are_ahead():
+    """A host that does not see the data which the main rank's host sees."""
+
+    def function(world: World) -> None:
+        try:
+            world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
+        except OSError as error:
+            world.announce_end(str(error))  # as `run_command` does
+            raise
+        with world.fail_together():
+            pass
+
+    ended = together(2, function)
+    assert isinstance(ended[1], FileNotFoundError)
+    assert words(ended[:1]) == [f"AlreadyReported: {ended[1]}"]
+
+
+def test_a_rank_that_does_not_come_is_named(monkeypatch):
+    monkeypatch.setattr(world_module, "LONGEST_WAIT", datetime.timedelta(seconds=2))
+
+    def function(world: World) -> None:
+        if world.rank != 2:
+            with world.fail_together():
+                pass
+
+    ended = together(3, function)
+    assert isinstance(ended[0], RankLost)
+    assert str(ended[1]).startswith("rank 2 did not come within")
+
+
+@pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
+def test_the_ranks_that_are_missing_are_found_by_halves(silent):
+    store = dist.HashStore()
+    ranks = [rank for rank in range(8) if rank != 4]  # one is known to be lost
+    silent = [ranks[place] for place in silent]
+    for rank in set(ranks) - {*silent}:
+        store.set(f"part 3 {rank}", "")
+    assert world_module.silent_ranks(store, "part 3", ranks) == silent
+
+
+def test_what_hosts_see_must_be_the_same():
+    ended = together(
+        3, lambda world: world.check_same(lambda: "b" if world.rank == 1 else "a", "data")
+    )
+    assert isinstance(ended[0], AlreadyReported)
+    assert isinstance(ended[2], AlreadyReported)
+    assert str(ended[1]).startswith(
+        f"{socket.gethostname()} sees other data than rank 0 (b, not a)"
+    )
+
+
+# ---- signals and deaths -----------------------------------------------------------------------
+
+WAIT = """
+import time
+from vit.distributed import distributed
+from vit.distributed.exit import StopSignals, run_command
+
+def main():
+    world = distributed.join_world("cpu")
+    StopSignals()
+    print("waiting", flush=True)
+    world.main_first(lambda: time.sleep(3600))
+
+run_command(main)
+"""
+
+
+@contextmanager
+def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """This many ranks without torchrun, all waiting; the store lives and dies with rank 0."""
+    with socket.socket() as reserved:
+        # Bound all the time, so that nobody else is given the port; rank 0 may listen on it.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size)}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        ranks = []
+        for rank in range(size):
+            env = {**environment(), **address, "RANK": str(rank)}
+            line = [warm_python.python(environment()), script]
+            ranks.append(subprocess.Popen(line, env=env, cwd=REPOSITORY, **pipes))
+        try:
+            for process in ranks:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "waiting\n"
+            yield ranks
+        finally:
+            for process in ranks:
+                process.kill()
+                process.communicate()
+
+
+def end_of(process: subprocess.Popen[str]) -> tuple[str, int]:
+    return process.communicate(timeout=240)[1], process.returncode
+
+
+def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
+    """Nobody else would end them: each may be on a host of its own."""
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    nothing = "before the first step: nothing to save\n"
+    with by_hand(script, 3) as ranks:
+        ranks[1].send_signal(signal.SIGTERM)
+        assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
+        assert end_of(ranks[2]) == ("", 2)
+        ranks[0].send_signal(signal.SIGINT)  # in its own function, for which others waited
+        assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
+
+
+def test_who_waits_notices_a_killed_rank_of_its_host(tmp_path):
+    """As where rank 0 is killed while it saves: torchrun's SIGTERM ends nobody who is to save."""
+    script = tmp_path / "wait.py"
+    waits = """
+    with world.fail_together():
+        time.sleep(3600 if world.rank == 1 else 0)
+"""
+    changes = {
+        "    StopSignals()": "    StopSignals().remember_only()",  # before it says that it waits
+        "    world.main_first(lambda: time.sleep(3600))": waits,
+    }
+    text = WAIT
+    for old, new in changes.items():
+        assert old in text
+        text = text.replace(old, new)
+    script.write_text(text)
+    with by_hand(script, 3) as ranks:
+        ranks[1].kill()
+        ranks[1].wait()
+        for rank in (0, 2):
+            ranks[rank].send_signal(signal.SIGTERM)
+        told, status = end_of(ranks[2])
+        assert status in (1, 2)
+        killed = f"rank 1 on {socket.gethostname()} has ended without a word, as if killed"
+        told += end_of(ranks[0])[0]
+        assert killed in told
+
+
+def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    lost = "lost the connection to the first host's launcher, or to rank 0"
+    why = "its own message, or torchrun's, says why"
+    with by_hand(script, 2) as ranks:
+        ranks[0].kill()
+        assert end_of(ranks[1]) == (f"rank 1: {lost}; {why}\n", 1)
+
+
+# ---- which device -----------------------------------------------------------------------------
+
+GOOD = HostDevices("node1", ranks=8, gpus=8, nvidia_gpus=8, said="")
+BROKEN = HostDevices(
+    "node7", ranks=8, gpus=0, nvidia_gpus=8, said="Found no NVIDIA driver on your system"
+)
+FEW = HostDevices("node9", ranks=8, gpus=4, nvidia_gpus=4, said="")
+CPU = HostDevices("node3", ranks=8, gpus=0, nvidia_gpus=0, said="No CUDA GPUs are available")
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_a_host_without_what_the_others_have_is_named(asked):
+    for odd, says in (
+        (BROKEN, "node7: torch sees no GPU (Found no NVIDIA driver on your system)"),
+        (FEW, "node9: 4 GPU(s) for 8 rank(s)"),
+    ):
+        everyone = [GOOD] * 8 + [odd] * 8
+        with pytest.raises(ValueError, match="1 of 2 host") as caught:
+            choose_device(asked, "train.device=", everyone)
+        assert f"cannot train on GPUs. {says}. Check" in str(caught.value)
+        assert choose_device("cpu", "train.device=", everyone) == ("cpu", [])
+
+
+def test_where_all_have_the_same_it_is_taken():
+    assert choose_device("auto", "train.device=", [GOOD] * 16) == ("cuda", [])
+    assert choose_device("cuda", "train.device=", [GOOD] * 16) == ("cuda", [])
+    assert choose_device("auto", "train.device=", [CPU] * 16) == ("cpu", [])
+    for host, asked in ((CPU, "node3: torch sees no GPU"), (FEW, "node9: 4 GPU")):
+        with pytest.raises(ValueError, match=asked):
+            choose_device("cuda", "train.device=", [host] * 8)
+
+
+def test_the_main_rank_decides_for_all_of_what_each_has_found():
+    def agreed(world: World, found: list[HostDevices]) -> tuple[str, tuple[str, ...]]:
+        here = found[world.rank]
+        world = process_group._agree_on_device(world, "auto", "train.device=", here)
+        return str(world.device), world.hosts
+
+    hosts = ("node1", "node1", "node3")
+    assert (
+        together(3, lambda world: agreed(world, [GOOD, GOOD, replace(GOOD, host="node3")]))
+        == [("cuda:0", hosts)] * 3
+    )
+    assert together(2, lambda world: agreed(world, [CPU, CPU])) == [("cpu", ("node3",) * 2)] * 2
+    first, second = together(2, lambda world: agreed(world, [GOOD, BROKEN]))
+    assert isinstance(first, ValueError)
+    assert isinstance(second, AlreadyReported)
+    assert str(first) == str(second)
+
+
+def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
+    monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=2))
+
+    def function(world: World) -> None:
+        if world.rank == 2:
+            time.sleep(6)
+            world.announce_end("rank 0 did not say so")
+        else:
+            process_group._agree_on_device(world, "auto", "train.device=", CPU)
+
+    first, second, _ = together(3, function)
+    assert isinstance(first, RankLost)
+    assert isinstance(second, AlreadyReported)
+    assert str(second).startswith("RankLost: rank 2 did not come within")
+
+
+def test_gpus_that_a_torch_for_gpus_cannot_use_are_an_error_unless_the_cpu_is_asked_for():
+    with pytest.raises(ValueError, match=r"train.device=auto: 1 of 1 host.*train.device=cpu"):
+        choose_device("auto", "train.device=", [BROKEN] * 8)
+    assert choose_device("cpu", "train.device=", [BROKEN] * 8) == ("cpu", [])
+
+
+def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
+    for_cpus = replace(BROKEN, has_cuda_build=False)
+    kind, [note] = choose_device("auto", "train.device=", [for_cpus] * 8)
+    assert kind == "cpu"
+    assert "node7, with 8 NVIDIA GPU(s): torch sees no GPU (Found no NVIDIA driver" in note
+    assert "TRAINING ON THE CPU" in note
+    kind, [note] = choose_device("auto", "train.device=", [FEW] * 8)
+    assert (kind, "node9, with 4 NVIDIA GPU(s): 4 GPU(s) for 8 rank(s); TRAINING" in note) == (
+        "cpu",
+        True,
+    )
+
+
+def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
+    for name, vendor, kind in (
+        ("0000:00:02.0", "0x8086", "0x030000"),  # Intel's
+        ("0000:17:00.0", "0x10de", "0x030200"),  # a 3D controller
+        ("0000:17:00.1", "0x10de", "0x040300"),  # its sound
+        ("0000:65:00.0", "0x10de", "0x030000"),
+    ):
+        folder = tmp_path / "sys/bus/pci/devices" / name
+        folder.mkdir(parents=True)
+        (folder / "vendor").write_text(f"{vendor}\n")
+        (folder / "class").write_text(f"{kind}\n")
+    assert num_nvidia_gpus(tmp_path) == 2
+    assert num_nvidia_gpus(tmp_path / "elsewhere") == 0
+
+
+DIFFERENT = """
+import os
+from vit.distributed import distributed
+from vit.system.devices import HostDevices
+from vit.distributed.exit import run_command
+
+def main():
+    here = HostDevices("node1", 1, 1, 1, "")
+    there = HostDevices("node7", 1, 0, 1, "Found no NVIDIA driver on your system")
+    return distributed.join_world("auto", found=there if os.environ["RANK"] == "2" else here)
+
+run_command(main)
+"""
+
+
+def test_ranks_whose_hosts_differ_end_at_once_with_one_message_that_torchrun_repeats_last(tmp_path):
+    """They would wait for each other, some over NCCL and some over gloo, for ten minutes."""
+    done = launch(DIFFERENT, tmp_path, ranks=3)
+    assert done.returncode == 1, "torchrun's own"
+    told = (
+        "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs. node7: torch sees no GPU"
+        " (Found no NVIDIA driver on your system). Check them with nvidia-smi, start one rank for"
+        " each GPU (--nproc_per_node), leave them out, or use train.device=cpu everywhere"
+    )
+    lines = done.stderr.splitlines()
+    assert lines[0] == told, done.stderr
+    assert lines[-2].strip() == f"traceback : {told}"
+    assert set(lines[-1]) == {"="}
+    assert "exitcode  : 2 " in done.stderr
+    assert done.stderr.count("exitcode  :") == 1, "other ranks are in torchrun's report"
+
+
+@pytest.mark.parametrize(("norm", "sent"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
+def test_buffers_travel_before_each_step_only_where_they_change(norm, sent):
+    """A ViT's fixed positions are the same on all ranks from the start."""
+    model = nn.Sequential(nn.Linear(4, 4), norm)
+    model.register_buffer("pos_embed", torch.zeros(4))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        wrapped = process_group.wrap(model, World(0, 2, torch.device("cpu")))
+        assert wrapped.will_sync_module_buffers() is sent
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
+    """torch's own defaults, and what a user's other code may have set before."""
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    torch.backends.cudnn.allow_tf32 = True
+    torch.backends.cudnn.benchmark = True
+    process_group.join_world("cpu")
+    assert not torch.backends.cudnn.allow_tf32
+    assert not torch.backends.cudnn.benchmark
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
+    process_group.join_world("cpu")
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own wins"

@@ -1,0 +1,188 @@
+"""k-NN and the linear probe: equal to scikit-learn's, on any number of ranks, from the command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import TINY, run, run_here, write_config
+from sklearn.linear_model import LogisticRegression
+from sklearn.neighbors import KNeighborsClassifier
+
+from vit.data.shards.data_set import open_split
+from vit.distributed.process_group import World
+from vit.evaluation import knn, linear_probe
+from vit.evaluation.features import extract_features
+from vit.inference.predictor import load
+
+WORLD = World(0, 1, torch.device("cpu"))
+WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "cpu", "--json"]
+
+
+def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
+    """Features around a centre for each class, and labels."""
+    rng = np.random.default_rng(seed)
+    centres = np.random.default_rng(7).normal(size=(num_classes, dim))
+    labels = rng.integers(num_classes, size=num)
+    return centres[labels] + spread * rng.normal(size=(num, dim)), labels
+
+
+@pytest.mark.parametrize("block", [knn.NEIGHBOURS, 100])
+def test_neighbours_vote_as_scikit_learns_do(block, monkeypatch):
+    monkeypatch.setattr(knn, "NEIGHBOURS", block)
+    features, labels = blobs(430, 16, 8, seed=0)
+    queries, own = blobs(300, 16, 8, seed=1)
+    ks = (1, 20, 150)
+    train = (torch.from_numpy(features), torch.from_numpy(labels))
+    asked = (torch.from_numpy(queries), torch.from_numpy(own))
+    for voted in knn.classify(*train, *asked, ks, 8, WORLD):
+        theirs = KNeighborsClassifier(
+            voted.k,
+            metric="cosine",
+            algorithm="brute",
+            weights=lambda distance: np.exp(-distance / 0.07),
+        ).fit(features, labels)
+        probabilities = theirs.predict_proba(queries)
+        assert (voted.predictions.numpy() == probabilities.argmax(1)).all()
+        best = np.argsort(-probabilities, axis=1, kind="stable")[:, :5]
+        is_in = (best == own[:, None]).any(1) & (probabilities[range(300), own] > 0)
+        assert (voted.in_top5.numpy() == is_in).all()
+
+
+def test_the_nearest_are_those_of_all_pairs():
+    features = torch.randn(97, 5, generator=torch.Generator().manual_seed(0))
+    similarity, places = knn.nearest(features[:9], features, 4)
+    unit = (features / features.norm(dim=1, keepdim=True)).double()
+    expected, order = (unit[:9] @ unit.T).sort(1, descending=True)
+    assert (places == order[:, :4]).all()
+    assert (places[:, 0] == torch.arange(9)).all()
+    assert torch.allclose(similarity.double(), expected[:, :4], atol=1e-6)
+
+
+def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegression:
+    """Its penalty is on the sum over images: C = 1 / (l2 N)."""
+    return LogisticRegression(C=1 / (l2 * len(labels)), tol=1e-8, max_iter=5000).fit(
+        features, labels
+    )
+
+
+@pytest.mark.parametrize("l2", [1e-1, 1e-3])
+def test_the_linear_probe_has_scikit_learns_optimum(l2, monkeypatch):
+    monkeypatch.setattr(linear_probe, "ROWS", 64)
+    features, labels = blobs(333, 10, 4, seed=0)
+    features[:, 3] = 2.5  # a feature that says nothing
+    features = 4 + 3 * features
+    given = torch.from_numpy(features)
+    probe, scale = linear_probe.fit_probe(given, torch.from_numpy(labels), 4, WORLD, l2)
+    assert probe.is_optimal
+    deviation = features.std(0)
+    standard = (features - features.mean(0)) / np.where(deviation < 1e-9, np.inf, deviation)
+    expected = theirs(standard, labels, l2)
+    # The gradient at the end is at most 1e-5, and l2 the least curvature.
+    assert np.abs(probe.weight.numpy() - expected.coef_).max() < 3e-5 / l2
+    ours = linear_probe.logits_of(probe, scale, given).softmax(1).numpy()
+    assert np.abs(ours - expected.predict_proba(standard)).max() < 1e-3
+    assert (probe.weight[:, 3] == 0).all()
+
+
+def test_the_penalty_is_the_one_that_is_best_on_images_held_out():
+    features, labels = blobs(240, 40, 3, seed=0, spread=4)
+    tensors = (torch.from_numpy(features), torch.from_numpy(labels))
+    probe, _ = linear_probe.fit_probe(*tensors, 3, WORLD)
+    held = np.arange(240) % 10 == 9
+    standard = (features - features.mean(0)) / features.std(0)
+    right = {
+        l2: theirs(standard[~held], labels[~held], l2).score(standard[held], labels[held])
+        for l2 in (1e-1, 1e-2, 1e-3, 1e-4)
+    }
+    assert right[probe.l2] == max(right.values())
+    assert min(right.values()) < max(right.values())
+
+
+# --- from the command -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A run of three steps on three classes."""
+    folder = tmp_path_factory.mktemp("base")
+    config = write_config(folder, shards, steps=3)
+    run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
+    return folder / "run"
+
+
+def test_features_are_what_the_head_reads_of_each_image(base, shards):
+    trained = load(base)
+    split = open_split(shards, "val")
+    augment = trained.preprocess.augment
+    found = extract_features(
+        trained.model, split, trained.config, augment, WORLD, wanted_by="--knn"
+    )
+    pixels = [trained.preprocess.pixels(split.read(sample)) for sample in range(len(found))]
+    tokens = trained.model.forward_features(trained.preprocess.normalize(torch.stack(pixels)))
+    expected = trained.model.fc_norm(tokens[:, 0])
+    # fp16 has 11 bits.
+    assert torch.allclose(found.float(), expected, rtol=2**-11, atol=1e-6)
+    logits = trained.model.head(expected)
+    assert torch.allclose(logits, trained(trained.preprocess.normalize(torch.stack(pixels))))
+
+
+def test_the_command_compares_checkpoints_by_their_features(base, capfd):
+    capfd.readouterr()
+    best = base / "weights" / "last.safetensors"
+    run_here("launch/eval.py", base, best, *WORDS, "--batch-size", 5)
+    said = capfd.readouterr()
+    first, second = json.loads(said.out)["checkpoints"]
+    assert list(first["probes"]) == ["knn 3", "knn 20", "linear probe"]
+    assert first["probes"] != second["probes"]
+    for found in first["probes"].values():
+        assert (found["num_images"], found["num_train"]) == (23, 60)
+        assert found["top1_low"] < found["top1"] <= found["top1_high"]
+    [difference] = json.loads(said.out)["difference"]
+    for name, found in difference.items():
+        if name != "val":
+            gained = second["probes"][name]["correct_top1"] - first["probes"][name]["correct_top1"]
+            assert found["only_second"] - found["only_first"] == gained, name
+    assert "features: 83 x 32 in fp16" in said.err
+    rows = [line.split() for line in said.err.splitlines() if line.startswith("knn 3 ")]
+    assert rows[0][-2:] == ["-", "-"]
+
+
+@pytest.mark.full
+def test_two_ranks_find_what_one_does(base, capfd):
+    capfd.readouterr()
+    words = [base, *WORDS, "--batch-size", "5"]
+    run_here("launch/eval.py", *words)
+    alone = json.loads(capfd.readouterr().out)["probes"]
+    done = run("launch/eval.py", *words, ranks=2)
+    assert json.loads(done.stdout)["probes"] == alone
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--l2", "0.1"], "--l2 0.1 belongs to --linear-probe"),
+        (["--knn", "--k", "0"], "--k 0: give different numbers from 1 on"),
+        (["--knn", "--k", "5,5"], "--k 5,5: give different numbers from 1 on"),
+        (["--linear-probe", "--l2", "-1"], "--l2 -1: give a number above 0"),
+        (["--knn", "--finetune", "demo"], "--knn: after --finetune give the new run to eval.py"),
+    ],
+)
+def test_what_cannot_be_is_told_in_a_line(words, told):
+    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+        run_here("launch/eval.py", "--checkpoint", "runs/none", *words)
+    assert "\n" not in str(caught.value)
+
+
+def test_data_without_a_training_split_are_told(base, shards, tmp_path):
+    alone = shutil.copytree(shards, tmp_path / "alone")
+    info = json.loads((alone / "_info.json").read_text())
+    del info["splits"]["train"]
+    (alone / "_info.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match="no split 'train'; there are val"):
+        run_here("launch/eval.py", base, "--linear-probe", "--device", "cpu", "--data", alone)

@@ -1,0 +1,153 @@
+"""Files of results: what is written is what the planner reads."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from vit.extras.planner.benchmark.certificate import (
+    check_writable,
+    loading_table,
+    step_table,
+    write_results,
+)
+from vit.extras.planner.forecast import MFU_RANGE, expected_speed
+from vit.system.gpus import find_gpu
+from vit.training.step_result import StepPhase
+
+H200 = find_gpu("H200")
+B16_FLOPS = 105_000_000_000
+LOADING = {
+    "model": "vit_b16",
+    "num_workers": 8,
+    "loader_images_per_s": 9000.0,
+    "step_images_per_s": 3000.0,
+    "together_images_per_s": 2940.0,
+    "data_wait_share": 0.01,
+    "lost_share": 0.02,
+    "compiled": True,
+}
+
+
+def row(**changes) -> dict:
+    return {
+        "model": "vit_b16",
+        "image_size": [224, 224],
+        "precision": "bf16",
+        "compiled": True,
+        "deterministic": False,
+        "activation_checkpointing": "none",
+        "drop_path_form": "mask",
+        "num_devices": 1,
+        "rank_batch_size": 4096,
+        "micro_batch_size": 512,
+        "images_per_s": 3000.0,
+        "images_per_s_per_gpu": 3000.0,
+        "mfu": 0.32,
+        "flops_per_image": B16_FLOPS,
+        "num_steps": 7,
+        "step_s": 1.36,
+        "fastest_step_s": 1.35,
+        "slowest_step_s": 1.4,
+        "parts_s": dict.fromkeys(map(str, StepPhase), 0.272),
+        "all_reduce": None,
+        "peak_memory_gib": 33.0,
+        "planned_memory_gib": 34.4,
+        "largest_micro_batch_size": 2048,
+        **changes,
+    }
+
+
+def result(
+    *rows: dict, device: str = "NVIDIA H200", kind: str = "cuda", loading: dict | None = None
+) -> dict:
+    peak = {"peak_tflops": 989.4, "peak_source": "data sheet"}
+    num_devices = rows[0]["num_devices"]
+    return {
+        "device": device,
+        "device_type": kind,
+        "num_devices": num_devices,
+        **peak,
+        "training": list(rows),
+        "loading": loading,
+    }
+
+
+def test_the_planner_reads_what_the_bench_has_written(tmp_path):
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
+    eager = row(compiled=False, mfu=0.22)
+    path = write_results(tmp_path, result(eager, row(), loading=LOADING))
+    assert path.name.endswith("-gpu-h200.json")
+    speed = expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path)
+    assert (speed.low, speed.high) == (0.32, 0.32)
+    assert path.name in speed.source
+    again = row(activation_checkpointing="block", mfu=0.9)
+    write_results(tmp_path, result(again))
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
+        "it is not the same work"
+    )
+    shallow = row(flops_per_image=B16_FLOPS // 6, mfu=0.9)
+    write_results(tmp_path, result(shallow))
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, "other depth"
+    for model, precision, gpu in [
+        ("vit_l16", "bf16", "H200"),
+        ("vit_b16", "fp32", "H200"),
+        ("vit_b16", "bf16", "H100"),
+    ]:
+        assert (
+            expected_speed(model, precision, B16_FLOPS, find_gpu(gpu), tmp_path).low == MFU_RANGE[0]
+        )
+
+
+def test_a_file_gathers_models_and_replaces_what_was_measured_again(tmp_path):
+    path = write_results(tmp_path, result(row(), loading=LOADING))
+    large = row(model="vit_l16", mfu=0.4)
+    eight = row(num_devices=8, mfu=0.3)
+    assert write_results(tmp_path, result(large)) == path
+    write_results(tmp_path, result(eight))
+    write_results(tmp_path, result(row(mfu=0.34)))
+    found = json.loads(path.read_text())
+    assert [(each["model"], each["num_devices"], each["mfu"]) for each in found["training"]] == [
+        ("vit_l16", 1, 0.4),
+        ("vit_b16", 8, 0.3),
+        ("vit_b16", 1, 0.34),
+    ]
+    assert found["loading"] == [LOADING], "a measurement without data says nothing about loading"
+    page = path.with_suffix(".md").read_text()
+    for words in ("vit_l16 at 224x224", "on 8 x NVIDIA H200", "34.0 %", "| 2,940 | 2.0 % less"):
+        assert words in page, page
+
+
+def test_a_gpu_that_the_table_lacks_and_a_cpu_have_files_of_their_own(tmp_path):
+    other = write_results(tmp_path, result(row(), device="NVIDIA GeForce RTX 3060"))
+    assert other.name.endswith("-gpu-nvidia-geforce-rtx-3060.json")
+    processor = "AMD EPYC 9B14 (2 thread(s))"
+    cpu = write_results(tmp_path, result(row(), device=processor, kind="cpu"))
+    assert cpu.name.endswith("-amd-epyc-9b14.json")
+    assert "-gpu-" not in cpu.name, "the planner reads all files with gpu in their names"
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
+
+
+def test_tables_have_a_column_for_each_measurement():
+    reduced = {"alone_s": 0.004, "exposed_s": 0.136, "num_bytes": 346_000_000}
+    found = step_table(result(*(row(num_devices=2, all_reduce=reduced) for _ in range(3))))
+    assert {len(each) for each in found} == {4}
+    cells = {each[0].strip(): each[1] for each in found}
+    assert cells["backward"] == "20.0 %"
+    assert cells["all-reduce not hidden"] == "10.0 %"
+    assert cells["of each device"] == "3,000"
+    alone = {each[0].strip() for each in step_table(result(row()))}
+    assert not alone & {"all-reduce not hidden", "of each device"}
+    assert loading_table(result(row())) == []
+    faster = {**LOADING, "lost_share": -0.03}
+    assert "nothing lost" in loading_table({"loading": faster})[-1][2]
+
+
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_folder_that_cannot_be_written(place, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"--out .*file.*: cannot be written \(\w"):
+        check_writable("--out", tmp_path / place)
+    check_writable("--out", tmp_path / "new" / "folder")
+    assert not any((tmp_path / "new" / "folder").iterdir())

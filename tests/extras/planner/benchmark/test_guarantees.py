@@ -1,0 +1,166 @@
+"""Each promise can be broken: the same functions on a CPU, with planted faults."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from proc import is_alive
+from torch import nn
+
+from vit.data.loader import Loader
+from vit.extras.planner.benchmark import guarantees, kills
+from vit.extras.planner.benchmark.gpu_check_lines import Line, run_part
+from vit.layers.drop_path import DropPath
+from vit.step import TrainStep
+from vit.training import compiling
+
+CPU = torch.device("cpu")
+
+
+def verdicts(lines: Iterator[Line]) -> list[bool | None]:
+    return [line.passed for line in lines]
+
+
+def test_slots_bring_what_was_made_and_another_content_is_found(monkeypatch):
+    assert verdicts(guarantees.page_locked_slots(CPU)) == [True]
+    unchanged = Loader.__next__
+
+    def spoilt(loader: Loader):
+        batch = unchanged(loader)
+        if batch.labels[0] == 7:
+            batch.weights[3] = 8.0
+        return batch
+
+    monkeypatch.setattr(Loader, "__next__", spoilt)
+    [line] = guarantees.page_locked_slots(CPU)
+    assert line.passed is False
+    assert "39 of 40" in line.said
+
+
+@pytest.mark.slow
+def test_another_arithmetic_is_no_longer_the_cpus(monkeypatch):
+    """A thousandth more in one of the two models, in augmentation and in training."""
+    monkeypatch.setattr(guarantees, "STEPS", 3)
+    assert set(verdicts(guarantees.equals_the_cpu(CPU))) == {True}
+    steps: list[TrainStep] = []
+    unchanged = guarantees.make_step
+
+    def make_step(*arguments):
+        step, batches = unchanged(*arguments)
+        steps.append(step)
+        if len(steps) == 2:  # the one that is tried
+            plain = step.augment.normalize
+            step.augment.normalize = lambda images: plain(images) * 1.01
+            block = step.model.blocks[0]
+            block.register_forward_hook(lambda module, inputs, output: output * 1.1)
+        return step, batches
+
+    monkeypatch.setattr(guarantees, "make_step", make_step)
+    found = {line.what: line.passed for line in guarantees.equals_the_cpu(CPU)}
+    assert found["3 fp32 steps equal the CPU's"] is False
+    assert found["an evaluation's logits in fp32 are close to the CPU's in fp32"] is False
+
+
+def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
+    """Graphs are counted when they are captured, so what runs them makes no difference."""
+    captured = partial(compiling.compile_blocks, backend="eager")
+    monkeypatch.setattr(compiling, "compile_blocks", captured)
+    [line] = guarantees.graphs_as_planned(CPU)
+    assert line.numbers == {"training": 1, "evaluation": 1, "later": 0}
+    assert line.passed
+
+    def forward(path: DropPath, x: torch.Tensor) -> torch.Tensor:
+        return x * (1 - path.rate)  # a number of Python: another one for each block
+
+    monkeypatch.setattr(DropPath, "forward", forward)
+    monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))
+    [line] = guarantees.graphs_as_planned(CPU)
+    assert line.passed is False, line.said
+
+
+def test_what_only_a_gpu_can_break_is_not_called_kept():
+    assert verdicts(guarantees.no_waits(CPU)) == [None]
+
+
+def test_weights_that_differ_in_one_number_are_apart():
+    first, second = (nn.Linear(3, 2) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    assert guarantees.distance(first, second) == 0
+    with torch.no_grad():
+        second.bias[0] += 2.0
+    assert guarantees.distance(first, second) == pytest.approx(2.0)
+
+
+# --- parts ----------------------------------------------------------------------------------------
+
+
+def test_an_error_an_overrun_and_a_crash_are_lines_and_what_came_before_stays():
+    kept = Line("first", True, "kept")
+
+    def fails() -> Iterator[Line]:
+        yield kept
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    def hangs() -> Iterator[Line]:
+        yield kept
+        time.sleep(3600)
+
+    def crashes() -> Iterator[Line]:
+        yield kept
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_part("part", fails, 60) == [
+        kept,
+        Line("part", False, "RuntimeError: CUDA error: an illegal memory access"),
+    ]
+    assert run_part("part", crashes, 60) == [
+        kept,
+        Line("part", False, f"its process ended with status -{signal.SIGKILL.value}"),
+    ]
+    assert run_part("part", hangs, 2) == [kept, Line("part", False, "not done within its 2 s")]
+
+
+def test_what_a_part_has_started_ends_with_it(tmp_path: Path):
+    pid_file = tmp_path / "pid"
+
+    def starts() -> Iterator[Line]:
+        child = os.fork()
+        if not child:
+            time.sleep(3600)
+        pid_file.write_text(str(child))
+        yield Line("started", True, "")
+        time.sleep(3600)
+
+    run_part("part", starts, 3)
+    child = int(pid_file.read_text())
+    deadline = time.monotonic() + 60
+    while is_alive(child) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not is_alive(child)
+
+
+# --- killed trainings -----------------------------------------------------------------------------
+
+TINY = ("train.device=cpu", "train.precision=fp32", "model.depth=2", "model.image_size=32")
+
+
+@pytest.mark.full
+def test_a_killed_run_is_compared_bit_for_bit(tmp_path: Path, monkeypatch):
+    place = kills.make_place(tmp_path, *TINY, "data.num_workers=0")
+    [line] = kills.killed_and_resumed(place, deterministic=True, promised=True)
+    assert line.passed, str(line)
+    assert line.numbers["restarts"] == 1
+    name = f"checkpoints/step_{kills.NUM_STEPS:08d}/state.safetensors"
+    whole, killed = (tmp_path / f"{kind}_with" / name for kind in ("whole", "killed"))
+    data = bytearray(killed.read_bytes())
+    data[-1] ^= 1
+    killed.write_bytes(data)
+    assert len(kills._different_tensors(tmp_path / "whole_with", tmp_path / "killed_with")) == 1
+    assert whole.read_bytes() != killed.read_bytes()

@@ -1,0 +1,143 @@
+"""What is measured of a step: structure and counts; never how long."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vit.config.schema import Config
+from vit.data.augment.draw import partners
+from vit.data.augment.table import LAMBDA
+from vit.distributed.process_group import World
+from vit.extras.planner.benchmark.step_time import (
+    all_reduce_times,
+    create_step,
+    fits_in_memory,
+    largest_micro_batch,
+    time_step,
+)
+from vit.extras.planner.benchmark.synthetic import synthetic_batches
+from vit.system.device_memory import bytes_in_use, peak_bytes, reset_peak
+from vit.training.plan import make_plan
+from vit.training.step_result import StepPhase
+
+WORLD = World(0, 1, torch.device("cpu"))
+SECTIONS = {
+    "model": {
+        "name": "vit_ti8",
+        "image_size": 16,
+        "embed_dim": 32,
+        "depth": 2,
+        "num_heads": 2,
+        "drop_path_rate": 0.1,
+    },
+    "data": {"root": "none", "global_batch_size": 8, "micro_batch_size": 4},
+    "augment": {"mixup_alpha": 0.8, "mix_group_size": 2, "randaugment_layers": 1},
+    "train": {"steps": 10, "precision": "fp32", "ema_decay": 0.9},
+}
+
+
+@pytest.fixture
+def config() -> Config:
+    return Config.model_validate(SECTIONS)
+
+
+@pytest.fixture
+def step(config):
+    return create_step(config, make_plan(config, 64, 1)[0], 5, WORLD)
+
+
+def test_synthetic_batches_are_as_the_recipe_draws_them(config):
+    batches = synthetic_batches(config, 8, 5, WORLD.device)
+    assert len(batches) == 4
+    for batch in batches:
+        assert batch.images.shape == (8, 3, 16, 16)
+        assert batch.images.dtype == torch.uint8
+        assert batch.images.is_contiguous(memory_format=torch.channels_last)
+        assert int(batch.labels.max()) < 5
+        assert batch.weights.tolist() == [1.0] * 8
+        mixed = batch.table[:, LAMBDA]
+        assert torch.equal(mixed, mixed[partners(config.augment, 8)]), "one lambda for a pair"
+    tables = {batch.table.numpy().tobytes() for batch in batches}
+    assert len(tables) == 4, "different operations in each step"
+
+
+def test_steps_are_counted_and_times_are_those_of_images(step, config):
+    batches = synthetic_batches(config, 8, 5, WORLD.device)
+    seen = []
+    found = time_step(step, batches, num_steps=4, on_step=lambda *done: seen.append(done))
+    assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
+    assert found.num_steps == 4
+    assert 0 < found.fastest_s <= found.step_s <= found.slowest_s
+    assert found.images_per_s == pytest.approx(8 / found.step_s)
+    assert time_step(step, batches, seconds=0.0).num_steps == 3, "at least"
+
+
+def test_every_part_of_a_step_has_its_time_and_the_step_is_left_as_it_was(step, config):
+    batches = synthetic_batches(config, 8, 5, WORLD.device)
+    before = step.mark
+    found = time_step(step, batches, num_steps=3).parts_s
+    assert set(found) == set(StepPhase)
+    assert found.pop(StepPhase.TEACHER) == 0, "it has none"
+    assert all(seconds > 0 for seconds in found.values()), found
+    assert step.mark is before
+    assert all_reduce_times(step, batches) is None, "one rank has nobody to share with"
+
+
+def test_an_iterator_is_taken_from_and_nothing_else(step, config):
+    """Two steps to warm up, and those that are timed: a loader has no more than that to make."""
+    batches = synthetic_batches(config, 8, 5, WORLD.device, count=6)
+    stream = iter([step.augment.change_batch(batch) for batch in batches])
+    assert time_step(step, stream, num_steps=4).num_steps == 4
+    assert next(stream, None) is None
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
+@pytest.mark.parametrize("first", [1, 4, 100])
+def test_the_largest_size_is_found_from_wherever_it_begins(limit, first, step, config):
+    """Memory that is full above `limit` rows, as the CUDA allocator says it."""
+    tried = []
+
+    def make_batch(rows):
+        tried.append(rows)
+        if rows > 2 * limit:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return synthetic_batches(config, rows, 5, WORLD.device, count=1)[0]
+
+    sizes = [2, 4, 8, 16, 32]
+    expected = max((size for size in sizes if size <= limit), default=0)
+    assert largest_micro_batch(step, sizes, make_batch, first) == expected
+    assert len(tried) == len(set(tried)), "each size once"
+    assert step.micro_batch_size == 4
+    assert step.world is WORLD
+    assert all(parameter.grad is None for parameter in step.parameters)
+
+
+def test_what_is_not_about_memory_is_an_error(step):
+    def make_batch(rows):
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        fits_in_memory(step, 2, make_batch)
+    assert step.micro_batch_size == 4
+
+
+def test_what_is_needed_beside_a_step_must_fit_too(step, config):
+    def make_batch(rows):
+        return synthetic_batches(config, rows, 5, WORLD.device, count=1)[0]
+
+    assert fits_in_memory(step, 2, make_batch, beside_bytes=2**20)
+    assert not fits_in_memory(step, 2, make_batch, beside_bytes=2**50)
+
+
+def test_the_peak_has_what_is_gone_again():
+    """A quarter of a GiB, which the allocator takes from the system and gives back."""
+    device = WORLD.device
+    before = bytes_in_use(device)
+    reset_peak(device)
+    torch.ones(2**26).sum()
+    peak = peak_bytes(device)
+    if peak is not None:
+        assert peak - before > 0.9 * 2**28
+        reset_peak(device)
+        assert peak_bytes(device) < peak

@@ -1,0 +1,271 @@
+"""`launch/train.py --check` as it is typed: green, red with everything that is wrong, and nothing
+left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from error_rows import leave_free, small_disk
+from families import Family
+from proc import children
+from processes import REPOSITORY, TINY, Background, call, command, environment, run, run_here
+
+from vit.extras.remote_runs.lease import Lease
+from vit.extras.remote_runs.place import store_at
+from vit.system.meter import digits
+
+PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+PARTS = [
+    *("software", "shards", "run folder", "W&B", "clocks", "collectives", "config", "data"),
+    *("hosts", "start", "reading", "step", "evaluation", "checkpoint"),
+]
+
+
+def words(config: Path, run_dir: Path, *more: str) -> list[str]:
+    return ["--config", str(config), f"run.dir={run_dir}", *TINY, "--check", *more]
+
+
+def everything(folder: Path) -> dict[str, tuple[int, int]]:
+    """Each file and folder with its size and when it was changed, the lock as well."""
+    return {
+        str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
+        for path in folder.rglob("*")
+        if path.is_file()
+    } | {str(path.relative_to(folder)): (0, 0) for path in folder.rglob("*") if path.is_dir()}
+
+
+def verdicts(text: str) -> dict[str, str]:
+    """Of each row of the table."""
+    return {
+        name.strip(): verdict
+        for verdict, name in re.findall(r"^  (ok|note|FAIL|-) +(\S+(?: \S+)?)  ", text, re.M)
+    }
+
+
+def row(text: str, name: str) -> str:
+    """What was found, in one line."""
+    found = re.search(
+        rf"^  (?:ok|note|FAIL|-) +{re.escape(name)}  +(.*(?:\n {{8}}.*)*)", text, re.M
+    )
+    assert found is not None, text
+    return re.sub(r"\s+", " ", found[1]).strip()
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # paths in messages are long, and broken anywhere
+
+
+def test_a_new_run_is_green_and_leaves_nothing(config, tmp_path, capsys):
+    before = everything(tmp_path)
+    run_here("launch/train.py", *words(config, tmp_path / "runs" / "new"))
+    table = capsys.readouterr().out
+    found = verdicts(table)
+    assert list(found) == PARTS
+    found.pop("hosts")  # this machine may have little of something
+    assert set(found.values()) == {"ok"}, table
+    assert "31,939 parameters: 12 steps of 12 images" in row(table, "config")
+    assert "a new run" in row(table, "start")
+    assert re.search(r"steps of 12 images of 16x16 px: .* loss 1\.\d+", row(table, "step"))
+    assert everything(tmp_path) == before
+
+
+def test_a_run_that_is_there_is_left_as_it_is(config, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    run_here("launch/train.py", *words(config, run_dir, "train.steps=3")[:-2], "train.steps=3")
+    before = everything(run_dir)
+    capsys.readouterr()
+    run_here("launch/train.py", *words(config, run_dir, "train.steps=3"))
+    assert everything(run_dir) == before
+    assert "goes on at step 3 from step_00000003" in row(capsys.readouterr().out, "start")
+    with pytest.raises(ValueError, match=r"check: .* 1 FAILED \(start\)"):
+        run_here("launch/train.py", *words(config, run_dir, "train.steps=3", "optim.lr=1"))
+    assert "belongs to a run with other settings: optim.lr: 0.001 there, 1 here" in row(
+        capsys.readouterr().out, "start"
+    ).replace("1.0 here", "1 here")
+    assert everything(run_dir) == before
+
+
+def test_all_that_is_wrong_is_told_at_once(config, shards, tmp_path, capsys):
+    root = shutil.copytree(shards, tmp_path / "shards")
+    config.write_text(config.read_text().replace(str(shards), str(root)))
+    for shard in (root / "train-00001.tar", root / "val-00000.tar"):
+        os.truncate(shard, shard.stat().st_size - 512)
+    (root / "train-00002.tar").unlink()
+    (tmp_path / "file").touch()
+    before = everything(tmp_path)
+    # This machine may have little of something: then a row has a note.
+    with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
+        run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
+    table = capsys.readouterr().out
+    shards_row = row(table, "shards")
+    assert re.search(r"val-00000.tar: \d+ bytes, expected \d+ \(truncated", shards_row)
+    assert re.search(r"train-00001.tar: \d+ bytes, expected \d+ \(truncated", shards_row)
+    assert "train-00002.tar: No such file or directory; copy it again" in shards_row
+    assert "cannot be written (Not a directory): choose another" in row(table, "run folder")
+    assert row(table, "step") == "not tried: it needs data"
+    assert everything(tmp_path) == before
+
+
+def test_an_index_that_is_not_there_is_not_made(config, shards, tmp_path, capsys):
+    root = shutil.copytree(shards, tmp_path / "shards")
+    config.write_text(config.read_text().replace(str(shards), str(root)))
+    (root / "train.index.npy").unlink()
+    before = everything(tmp_path)
+    with pytest.raises(ValueError, match=r"FAILED \(shards\)"):
+        run_here("launch/train.py", *words(config, tmp_path / "run"))
+    assert "is absent: a start makes it first" in row(capsys.readouterr().out, "shards")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.full
+def test_three_ranks_under_torchrun(config, tmp_path):
+    exact = ("train.exact_over_ranks=true", "data.micro_batch_size=2", "data.num_workers=1")
+    before = everything(tmp_path)
+    done = run("launch/train.py", *words(config, tmp_path / "run", *exact), ranks=3)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert verdicts(done.stdout)["pairs"] in ("ok", "note")
+    assert "\x1b[" not in done.stdout
+    assert "the same on all 3 ranks: torch " in row(done.stdout, "software")
+    for name in ("all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all"):
+        assert re.search(rf"{name} [\d.]+ [MG]B/s", row(done.stdout, "collectives"))
+    assert "the slowest of 3: " in row(done.stdout, "pairs")
+    assert "a rank 4 in 2 passes" in row(done.stdout, "config")
+    assert "loaded on all ranks, removed" in row(done.stdout, "checkpoint")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.full
+def test_what_is_wrong_under_torchrun_ends_it_with_the_summary(config, shards, tmp_path):
+    root = shutil.copytree(shards, tmp_path / "shards")
+    config.write_text(config.read_text().replace(str(shards), str(root)))
+    os.truncate(root / "val-00000.tar", 1024)
+    done = run("launch/train.py", *words(config, tmp_path / "run"), ranks=2)
+    assert done.returncode != 0
+    assert "val-00000.tar: 1024 bytes, expected" in row(done.stdout, "shards")
+    assert done.stdout.count("check of ") == 1
+    assert len(re.findall(r"^error: check: .*FAILED \(shards\)", done.stderr, re.M)) == 1
+    assert not (tmp_path / "run").exists()
+
+
+SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
+"""Settings with which a step takes so long."""
+
+
+def has_workers(pid: int) -> bool:
+    """Whether a rank has begun its steps. What it starts while it imports ends at once."""
+    before = children(pid)
+    time.sleep(0.5)
+    return any(child in before for child in children(pid))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("victim", "number", "when", "expected"),
+    [
+        (1, signal.SIGSTOP, "at once", r"rank 1 did not come within 0:00:45"),
+        (
+            1,
+            signal.SIGSTOP,
+            "step",
+            r"\(rank 1\) did not answer within 45 s \(process {pid}, stopped\)",
+        ),
+        (0, signal.SIGSTOP, "step", r"error: step: \S+ \(rank 0\) did not answer within 45 s"),
+        (1, signal.SIGKILL, "step", r"\(rank 1\) ended without a word, as if killed"),
+    ],
+)
+def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, when, expected):
+    """By another one, after the limit; those that wait for it in a collective end, too."""
+    more = ("--check", "--check-limit-s=15", *SECONDS)
+    checking = Background(config, tmp_path / "run", *more, ranks=3, cold=True)
+    while len(pids := checking.trainers()) < 3 or (
+        when == "step" and not has_workers(pids[victim])
+    ):
+        assert checking.process.poll() is None, checking.end()
+        time.sleep(0.02)
+    os.kill(pids[victim], number)
+    try:
+        seen = checking.wait_for_output("torch/distributed/elastic", timeout_s=200)
+    finally:
+        if number == signal.SIGSTOP:
+            os.kill(pids[victim], signal.SIGKILL)
+        seen_later = checking.end()
+    told = re.sub(r"\s+", " ", seen + seen_later)
+    assert re.search(expected.format(pid=pids[victim]), told), seen + seen_later
+    assert checking.process.returncode != 0
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_checkpoint_leaves_none(config, tmp_path, number):
+    large = ("model.embed_dim=768", "model.num_heads=12", "model.depth=4", "model.image_size=16")
+    line = command("launch/train.py", *words(config, tmp_path / "run", *large), ranks=0)
+    before = everything(tmp_path)
+    with Family(line, env=environment(), cwd=REPOSITORY, **PIPES) as checking:
+        deadline = time.monotonic() + 200
+        while not list(tmp_path.glob(".check.*/checkpoints/*")):
+            assert checking.process.poll() is None, checking.communicate(60)[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        checking.process.send_signal(number)
+        text, _ = checking.communicate(60)
+    assert checking.process.returncode == 128 + number, text
+    assert f"ended by {number.name} in it" in row(text, "checkpoint")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.full
+def test_a_run_at_a_url_is_looked_at_there(config, tmp_path, capsys, monkeypatch):
+    """Who has it, and what it would go on from: on a machine that has nothing of it."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    url = f"file://{tmp_path}/bucket/run"
+    for name in ("there", "here"):
+        (tmp_path / name).mkdir()
+
+    def line(name: str, *more: str) -> list[str]:
+        return words(config, url, f"run.local_dir={tmp_path / name}", "train.steps=3", *more)
+
+    run_here("launch/train.py", *[word for word in line("there") if word != "--check"])
+    capsys.readouterr()
+    before = everything(tmp_path / "bucket")
+    run_here("launch/train.py", *line("here"))
+    said = row(capsys.readouterr().out, "start")
+    assert "goes on at step 3 from step_00000003, at its URL" in said
+    with pytest.raises(ValueError, match=r"FAILED \(start\)"):
+        run_here("launch/train.py", *line("here", "optim.lr=1"))
+    assert "belongs to a run with other settings" in row(capsys.readouterr().out, "start")
+    lease = Lease(store_at(url, 0.0), 60.0)
+    lease.acquire("another machine")
+    with pytest.raises(ValueError, match=r"FAILED \(run folder\)"):
+        run_here("launch/train.py", *line("here"))
+    lease.release()
+    assert re.search(r"in use by \S+.* live or killed", row(capsys.readouterr().out, "run folder"))
+    assert everything(tmp_path / "bucket") == before
+
+
+def test_a_rate_below_one_is_no_zero():
+    assert [digits(value) for value in (2711.6, 27.12, 0.271, 0.00271)] == [
+        *("2,712", "27.1", "0.27", "0.0027")
+    ]
+
+
+@pytest.mark.full
+def test_a_disk_without_room_for_the_checkpoint(config, tmp_path):
+    with small_disk(tmp_path / "disk") as disk:
+        leave_free(disk, 1200)
+        before = everything(disk)
+        line = command("launch/train.py", *words(config, disk / "run"), ranks=0)
+        done = call(line, {**environment(), "COLUMNS": "120"})
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert verdicts(done.stdout)["start"] == "FAIL"
+        assert "its disk has 1.2 MiB free: make room" in row(done.stdout, "start")
+        assert everything(disk) == before

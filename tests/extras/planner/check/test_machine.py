@@ -1,0 +1,99 @@
+"""Clocks through a store, and whether W&B would get anything."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from loggers.wandb_runs import use_server
+from ranks import together
+from servers import WebServer
+
+from vit.config.schema import LogConfig
+from vit.distributed.process_group import RankLost, World
+from vit.extras.planner.check import machine
+from vit.extras.planner.check.machine import (
+    compare_clocks,
+    judge_clocks,
+    judge_views,
+    look_at_views,
+)
+
+HOSTS = ("a", "b", "b", "c")
+
+
+def clocks(monkeypatch: pytest.MonkeyPatch, ahead_s: dict[int, float]) -> list:
+    """What ranks with clocks that are so far ahead find."""
+    own = threading.local()
+    shifted = SimpleNamespace(
+        time=lambda: time.time() + getattr(own, "ahead_s", 0.0), perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(machine, "time", shifted)
+
+    def rank(world: World) -> machine.Clock | None:
+        own.ahead_s = ahead_s.get(world.rank, 0.0)
+        return compare_clocks(replace(world, hosts=HOSTS))
+
+    return together(4, rank)
+
+
+def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
+    found = clocks(monkeypatch, {0: 100.0, 1: 100.25, 3: 40.0})
+    main, second, beside, third = found
+    assert (main.ahead_s, beside) == (0.0, None)
+    assert second.ahead_s == pytest.approx(0.25, abs=second.within_s)
+    assert third.ahead_s == pytest.approx(-60.0, abs=third.within_s)
+    [wrong] = judge_clocks(dict(enumerate(found)), HOSTS)
+    assert wrong.verdict == "FAIL"
+    assert wrong.said == "c is 60.00 s behind a: keep time by NTP (timedatectl set-ntp true)"
+    [right] = judge_clocks(dict(enumerate(found[:3])), HOSTS)
+    assert right.verdict == "ok"
+    assert right.said.startswith("2 hosts within 2")
+
+
+def test_a_host_that_does_not_ask_for_the_time_is_named(monkeypatch):
+    monkeypatch.setattr(machine, "ANSWER_S", 0.5)
+
+    def rank(world: World) -> machine.Clock | None:
+        return None if world.rank == 3 else compare_clocks(replace(world, hosts=HOSTS))
+
+    main, *_ = together(4, rank)
+    assert isinstance(main, RankLost)
+    assert str(main).startswith("c (rank 3) did not answer within")
+
+
+@pytest.fixture
+def no_key(monkeypatch, tmp_path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+
+
+def told(setting: str) -> tuple[str, str]:
+    [finding] = judge_views({0: look_at_views(LogConfig.model_validate({"wandb": setting}))})
+    return finding.verdict, finding.said
+
+
+def test_wandb_that_answers_and_wandb_that_does_not(no_key, monkeypatch, tmp_path):
+    assert told("off") == ("ok", "off, as asked")
+    assert told("offline")[0] == "ok"
+    verdict, said = told("auto")
+    assert (verdict, said.split(":")[0]) == ("note", "no key for https")
+    assert told("online")[0] == "FAIL"
+    with WebServer({}) as server:
+        (tmp_path / "settings").write_text(f"[default]\nbase_url = {server.url}\n")
+        (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
+        verdict, said = told("auto")
+        assert verdict == "ok", said
+        assert said.startswith(f"{server.url} answers in ")
+        assert "secret" not in said
+        use_server(monkeypatch, server.url)
+        assert told("online")[0] == "ok"
+    verdict, said = told("auto")
+    assert verdict == "note"
+    assert "does not answer (" in said
+    assert "wandb sync" in said

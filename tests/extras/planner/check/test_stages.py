@@ -1,0 +1,152 @@
+"""Parts of a check, rank by rank: who does not answer is named, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from ranks import together
+
+from vit.distributed.process_group import AlreadyReported, World
+from vit.extras.planner.check import stages as parts_module
+from vit.extras.planner.check.findings import Finding, Verdict
+from vit.extras.planner.check.stages import CheckStage, CheckStages
+
+HOSTS = ("a", "a", "b")
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch):
+    monkeypatch.setattr(parts_module, "MARGIN_S", 1.5)
+    monkeypatch.setattr(parts_module, "GRACE_S", 0.2)
+
+
+def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
+    """Its finding lists the values of the ranks that have answered."""
+
+    def judge(found: dict[int, Any]) -> Iterator[Finding]:
+        yield Finding(name, Verdict.OK, str(found))
+
+    return CheckStage(name, run, judge, **options)
+
+
+def check(
+    parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
+) -> list[Any]:
+    """Findings on rank 0, [] on the others, or what a rank raises; `leave` never comes."""
+
+    def rank(world: World) -> list[tuple[str, str, str]]:
+        world = replace(world, hosts=HOSTS)
+        if world.rank == leave:
+            return []
+        parts = CheckStages(world, limit_s)
+        try:
+            parts.run(parts_of(world), lambda number, name: None)
+        finally:
+            parts.close()
+        return [tuple(map(str, each)) for each in parts.findings] if world.is_main else []
+
+    return together(3, rank)
+
+
+def test_values_of_all_ranks_are_judged_on_rank_0():
+    found = check(lambda world: [part("ten", lambda: 10 * world.rank, is_joint=True)])
+    assert found == [[("ten", "ok", "{0: 0, 1: 10, 2: 20}")], [], []]
+
+
+def test_equal_problems_are_told_once_with_their_places_and_all_other_parts_are_done():
+    def parts_of(world: World) -> list[CheckStage]:
+        def fail() -> None:
+            if world.rank:
+                raise OSError("no such disk")
+
+        return [
+            part("disk", fail),
+            part("needs it", lambda: 1, needs=("disk",)),
+            part("does not", lambda: 1, is_joint=True),
+        ]
+
+    found, *_ = check(parts_of)
+    assert found == [
+        ("disk", "FAIL", "a (rank 1), b (rank 2): OSError: no such disk"),
+        ("needs it", "-", "not tried: it needs disk"),
+        ("does not", "ok", "{0: 1, 1: 1, 2: 1}"),
+    ]
+
+
+def test_ranks_that_wait_for_one_that_has_failed_go_on():
+    ever = threading.Event()  # as a collective that it does not join
+
+    def parts_of(world: World) -> list[CheckStage]:
+        def fail() -> None:
+            if world.rank == 2:
+                raise AssertionError("out of something")
+            ever.wait(20)
+
+        return [
+            part("step", fail, is_joint=True),
+            part("together", lambda: 1, is_joint=True),
+            part("alone", lambda: 1),
+        ]
+
+    found, *_ = check(parts_of)
+    ever.set()
+    assert found == [
+        ("step", "FAIL", "b (rank 2): AssertionError: out of something"),
+        ("together", "-", "not tried: it needs all ranks (see step)"),
+        ("alone", "ok", "{0: 1, 1: 1, 2: 1}"),
+    ]
+
+
+@pytest.mark.parametrize("is_joint", [True, False])
+def test_a_rank_that_does_not_answer_is_named_and_not_waited_for_again(is_joint):
+    ever = threading.Event()
+
+    def parts_of(world: World) -> list[CheckStage]:
+        def wait() -> None:
+            if is_joint:
+                ever.wait(20)
+
+        return [part("pairs", wait, is_joint=is_joint), part("alone", lambda: 1)]
+
+    found, *others = check(parts_of, limit_s=1.0, leave=1)
+    ever.set()
+    assert found == [
+        (
+            "pairs",
+            "FAIL",
+            "a (rank 1) did not answer within 1 s: hung, stopped or cut off; look at the host, or"
+            " leave it out",
+        ),
+        ("alone", "ok", "{0: 1, 2: 1}"),
+    ]
+    assert others == [[], []]
+
+
+def test_one_of_the_others_tells_that_rank_0_does_not_answer():
+    _, first, second = check(lambda world: [part("pairs", lambda: 1)], limit_s=1.0, leave=0)
+    assert isinstance(first, ValueError)
+    assert str(first).startswith("pairs: a (rank 0) did not answer within 1 s")
+    assert isinstance(second, AlreadyReported)
+
+
+def test_a_rank_whose_part_stands_still_is_told_from_one_that_is_gone():
+    ever = threading.Event()
+
+    def parts_of(world: World) -> list[CheckStage]:
+        def read() -> int:
+            if world.rank == 2:
+                ever.wait(20)
+            return 1
+
+        return [part("reading", read), part("step", lambda: 2, is_joint=True)]
+
+    found, *others = check(parts_of, limit_s=1.0)
+    ever.set()
+    assert found[0][:2] == ("reading", "FAIL")
+    assert found[0][2].startswith("not done within 1 s on b (rank 2): a disk, a network")
+    assert found[1] == ("step", "ok", "{0: 2, 1: 2, 2: 2}")
+    assert others == [[], []]

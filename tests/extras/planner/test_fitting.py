@@ -1,0 +1,83 @@
+"""What is advised when a step does not fit: what fits by the planner's count, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vit.config.io import from_dict
+from vit.config.schema import Config
+from vit.distributed.exit import out_of_memory
+from vit.extras.planner.fitting import gpu_of, naming_what_fits, what_to_lower
+from vit.extras.planner.forecast import GIB, RESERVED_GIB, USABLE_SHARE
+from vit.extras.planner.memory import step_memory
+from vit.system.gpus import GPUS
+from vit.training.plan import make_plan
+
+BATCH = "Lower data.micro_batch_size (64 now) to a size that divides a rank's batch of 64: 32, 16,"
+
+
+def small_config(checkpointing: str = "none") -> Config:
+    return from_dict(
+        {
+            "model": {"name": "vit_ti16", "depth": 4, "image_size": 64},
+            "data": {"root": "none", "global_batch_size": 64},
+            "train": {"steps": 1, "activation_checkpointing": checkpointing},
+        },
+        "test",
+    )
+
+
+def needed_bytes(config: Config, rows: int = 64) -> int:
+    plan, _ = make_plan(config, 64, 1)
+    plan = replace(plan, micro_batch_size=rows)
+    return step_memory(config, plan, 10).total
+
+
+def advice(config: Config, memory_bytes: float) -> str:
+    """For a GPU of which a step may use so much."""
+    plan, _ = make_plan(config, 64, 1)
+    memory_gib = RESERVED_GIB + memory_bytes / GIB / USABLE_SHARE
+    small = replace(GPUS[0], memory_gib=memory_gib)
+    return what_to_lower(config, plan, 10, small)
+
+
+def test_a_gpu_has_the_memory_that_its_driver_says(monkeypatch):
+    """What the driver says is put in its mouth: the table has 79 GiB for this name."""
+    said = SimpleNamespace(name="NVIDIA A100-SXM-64GB", total_memory=64 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: said)
+    gpu = gpu_of(torch.device("cuda", 0))
+    assert (gpu.name, gpu.bf16_tflops, gpu.memory_gib) == ("A100", 312.0, 64)
+    said.name = "NVIDIA H200 MIG 1g.18gb"
+    gpu = gpu_of(torch.device("cuda", 0))
+    assert (gpu.name, gpu.memory_gib) == (said.name, 64)
+    assert gpu_of(torch.device("cpu")) is None
+
+
+def test_activations_that_are_computed_again_are_advised_only_where_the_step_then_fits():
+    config = small_config()
+    again = needed_bytes(small_config("block"))
+    assert again < needed_bytes(config)
+    told = advice(config, again * 1.01)
+    assert told.startswith(BATCH)
+    assert "set train.activation_checkpointing=block, with which it fits" in told
+    assert "activation_checkpointing" not in advice(config, again * 0.99)
+    told = advice(small_config("block"), again * 0.99)
+    assert "activation_checkpointing" not in told
+
+
+@pytest.mark.parametrize(("error", "noted"), [(torch.OutOfMemoryError("full"), 1), (KeyError(), 0)])
+def test_only_an_error_of_memory_gets_a_note_and_it_stays_that_error(error, noted):
+    config = small_config()
+    plan, _ = make_plan(config, 64, 1)
+    with pytest.raises(type(error)) as caught:
+        with naming_what_fits(config, plan, 10, torch.device("cpu")):
+            raise error
+    assert caught.value is error
+    notes = getattr(error, "__notes__", [])
+    assert len(notes) == noted
+    if noted:
+        assert out_of_memory(error) == f"full. {BATCH} 8, 4, 2, 1; or {notes[0].split('; or ')[1]}"

@@ -1,0 +1,167 @@
+"""Hours, sizes and limits next to sums by hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.extras.planner.forecast import (
+    GIB,
+    IMAGES_PER_CORE_S,
+    MFU_RANGE,
+    Forecast,
+    expected_speed,
+    largest_micro_batch,
+    make_forecast,
+    usable_bytes,
+)
+from vit.extras.planner.memory import step_memory
+from vit.system.gpus import find_gpu
+from vit.training.plan import make_plan
+
+H200 = find_gpu("H200")
+B16_FLOPS = 3 * 35_130_000_000
+TINY = {"name": "vit_ti16", "depth": 2, "image_size": 64}
+
+
+def config_of(**sections: dict) -> Config:
+    base = {"data": {"root": "none", "global_batch_size": 64}, "train": {"steps": 10}}
+    return Config.model_validate({**base, **sections})
+
+
+def write_results(folder, name="2026-11-22-gpu-h200.json", gpu="H200", **row):
+    numbers = {"mfu": 0.31, "flops_per_image": B16_FLOPS}
+    row = {"model": "vit_b16", "precision": "bf16", **numbers, **row}
+    (folder / name).write_text(json.dumps({"gpu": gpu, "training": [row]}))
+
+
+def test_vit_b16_on_8_h200_by_hand():
+    """300 epochs of 312 batches of 4,096; 35.13 GFLOP forward, three times that in training."""
+    config = load_config("vit_b16", ["data.root=/nonexistent"]).config
+    forecast = make_forecast(config, 8, H200)
+    assert forecast.plan.total_steps == 93_600
+    assert forecast.forward_flops == pytest.approx(35.13e9, rel=1e-3)
+    images = 93_600 * 4096
+    evaluated = 300 // config.eval.every_epochs * 50_000 * 2
+    flops = 35.13e9 * (3 * images + evaluated)
+    hours = [flops / (989.4e12 * 8 * mfu) / 3600 for mfu in reversed(MFU_RANGE)]
+    assert forecast.hours == pytest.approx(hours, rel=1e-3)
+    rates = [mfu * 989.4e12 * 8 / (3 * 35.13e9) for mfu in MFU_RANGE]
+    assert forecast.images_per_s == pytest.approx(rates, rel=1e-3)
+    cores = [rate / 8 / IMAGES_PER_CORE_S for rate in rates]
+    assert forecast.cores_per_gpu == pytest.approx(cores, rel=1e-3)
+    assert "/nonexistent" in forecast.data.assumed
+
+
+def test_what_is_not_computed_and_what_is_computed_again_count():
+    """Of two blocks, next to which embedding and head are a seventh of the operations."""
+    plain = make_forecast(config_of(model=TINY), 1, H200)
+    subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
+    by_subset = make_forecast(config_of(model={**TINY, **subset}), 1, H200)
+    assert by_subset.forward_flops == plain.forward_flops
+    assert 0.5 < by_subset.train_flops / plain.train_flops < 0.6
+    for which, passes in (("block", 4), (2, 3.5)):
+        train = {"steps": 10, "activation_checkpointing": which}
+        again = make_forecast(config_of(model=TINY, train=train), 1, H200)
+        assert again.train_flops == passes * plain.forward_flops
+        assert again.images_per_s[0] == pytest.approx(plain.images_per_s[0] * 3 / passes)
+        assert again.memory.activations < 0.8 * plain.memory.activations
+
+
+def test_stages_of_image_size_count_with_their_own_operations():
+    """Of 100 epochs of 64 steps half at 32, then a quarter at 48 and at 64 px each."""
+    data = {"root": "none", "global_batch_size": 64, "reader": "webdataset"}
+    data |= {"stream": "http://localhost/{0..1}.tar", "num_samples": 4096}
+    stages = ({"until_epoch": 50, "image_size": 32}, {"until_epoch": 75, "image_size": 48})
+
+    def forecast_at(side: int, **schedule: tuple) -> Forecast:
+        model = {**TINY, "image_size": side}
+        config = config_of(model=model, data=data, train={"epochs": 100}, schedule=schedule)
+        return make_forecast(config, 1, H200)
+
+    staged = forecast_at(64, image_sizes=stages)
+    alone = {side: forecast_at(side) for side in (32, 48, 64)}
+    # The product with positions of another size is not part of a model of that size.
+    expected = sum(
+        share * alone[side].train_flops
+        for side, share in zip((32, 48, 64), (0.5, 0.25, 0.25), strict=True)
+    )
+    assert staged.train_flops == pytest.approx(expected, rel=5e-3)
+    assert [stage.stop for stage in staged.stages] == [50 * 64, 75 * 64, 100 * 64]
+    of_stages = [stage.train_flops for stage in staged.stages]
+    assert of_stages == pytest.approx([each.train_flops for each in alone.values()], rel=5e-3)
+    assert staged.forward_flops == alone[64].forward_flops, "evaluations have the model's size"
+    assert alone[32].hours[0] < staged.hours[0] < alone[64].hours[0]
+    # Besides matrices of positions, of some kilobytes.
+    assert staged.memory.total == pytest.approx(alone[64].memory.total, rel=1e-3)
+    assert staged.host_memory == alone[64].host_memory
+    assert not alone[64].stages
+    growing = forecast_at(32, image_sizes=({"until_epoch": 50, "image_size": 64},))
+    assert growing.memory.activations == pytest.approx(alone[64].memory.activations, rel=1e-3)
+    assert growing.host_memory.slots == alone[64].host_memory.slots
+
+
+def test_data_that_are_there_are_not_assumed(shards):
+    config = config_of(data={"root": str(shards), "global_batch_size": 4}, train={"epochs": 2})
+    data = make_forecast(config, 2, H200).data
+    assert (data.num_classes, data.num_images, data.num_val_images) == (3, 60, 23)
+    assert data.assumed == ""
+
+
+def test_a_measured_share_of_the_peak_replaces_the_range(tmp_path):
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
+    write_results(tmp_path, "2026-11-22-gpu-a.json", gpu="H100", mfu=0.5)
+    write_results(tmp_path, "2026-11-22-gpu-b.json", model="vit_l16", mfu=0.5)
+    write_results(tmp_path, "2026-11-22-gpu-c.json", precision="fp32", mfu=0.5)
+    write_results(tmp_path, "2026-11-22-gpu-f.json", flops_per_image=B16_FLOPS // 2, mfu=0.5)
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
+    write_results(tmp_path, "2026-11-22-gpu-d.json")
+    write_results(tmp_path, "2026-11-23-gpu-e.json", mfu=0.3)
+    speed = expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path)
+    assert (speed.low, speed.high) == (0.31, 0.31)
+    assert "2026-11-22-gpu-d.json" in speed.source
+
+
+@pytest.mark.parametrize(("gpu", "batch"), [("RTX-4090", 1024), ("H200", 1024), ("L40S", 8)])
+def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu, batch):
+    large = {"name": "vit_h16", "image_size": 1024} if batch == 8 else {"name": "vit_b16"}
+    config = config_of(
+        model={"image_size": 384, "depth": 6, **large},
+        data={"root": "none", "global_batch_size": batch},
+        train={"steps": 10, "precision": "fp32" if batch == 8 else "bf16"},
+        augment={} if batch == 8 else {"mixup_alpha": 0.8, "mix_group_size": 4},
+    )
+    plan, _ = make_plan(config, 4096, 2 if batch > 8 else 1)
+    rank_batch = plan.micro_batch_size
+    usable = usable_bytes(find_gpu(gpu))
+
+    def total(size: int) -> int:
+        tried = replace(plan, micro_batch_size=size)
+        return step_memory(config, tried, 1000).total
+
+    largest = largest_micro_batch(config, plan, 1000, find_gpu(gpu))
+    assert largest > 0
+    assert rank_batch % largest == 0
+    assert largest % 4 == 0 or batch == 8
+    assert total(largest) <= usable
+    assert largest == rank_batch or total(2 * largest) > usable
+
+
+def test_a_model_that_is_too_large():
+    config = config_of(model={"name": "vit_h14", "embed_dim": 10240, "num_heads": 80, "depth": 6})
+    forecast = make_forecast(config, 1, find_gpu("RTX-4090"))
+    assert forecast.largest_micro_batch_size == 0
+    assert not forecast.fits
+    assert forecast.memory.weights > 23.5 * GIB
+
+
+@pytest.mark.parametrize(("steps", "every"), [(10, 3), (9, 3), (2, 3), (3, 3), (1, None)])
+def test_evaluations_are_those_of_the_plan(steps, every):
+    config = config_of(train={"steps": steps}, eval={"every_steps": every})
+    forecast = make_forecast(config, 1, H200)
+    due = sum(forecast.plan.evaluates_at(step) for step in range(1, steps + 1))
+    assert forecast.eval_images == due * 50_000

@@ -1,0 +1,46 @@
+"""Memory of the host as it is planned, next to what a run asks for when it starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from vit.config.io import load_config
+from vit.distributed.process_group import World
+from vit.extras.planner.forecast import make_forecast
+from vit.hooks.preflight import disk_needs, preflight
+from vit.system.gpus import find_gpu
+from vit.training.run_data import open_data
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("data.num_workers=0",),
+        ("data.num_workers=3", "data.prefetch_gib=0.01", "data.global_batch_size=12"),
+        ("data.num_workers=2", "data.aug_repeats=2", "augment.mixup_alpha=0.8", "train.steps=2"),
+    ],
+)
+def test_it_is_what_a_start_on_a_gpu_asks_for(shards, tmp_path, settings):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"""
+model: {{name: vit_ti16, image_size: 32, depth: 1}}
+data: {{root: {shards}, global_batch_size: 4}}
+augment: {{randaugment_layers: 2, erasing_prob: 0.5}}
+train: {{epochs: 2, ema_decay: 0.9, device: cpu}}
+eval: {{batch_size: 5}}
+""")
+    config = load_config(path, list(settings)).config
+    planned = make_forecast(config, 1, find_gpu("H200")).host_memory
+    data = open_data(config, World(0, 1, torch.device("cpu")))
+    on_gpu = World(0, 1, torch.device("cuda", 0))
+    batches = (data.batches, data.eval_batches)
+    saved_bytes = disk_needs(config, data.plan, data.num_classes).checkpoint_bytes
+    found = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).numbers
+    assert (planned.slots + planned.eval_slots) / GIB == pytest.approx(found["batch_gib"], abs=1e-4)
+    assert planned.saved_copy / GIB == pytest.approx(found["save_copy_gib"], abs=1e-4)
+    assert planned.of_each_gpu == replace(planned, saved_copy=0).of_each_gpu > planned.slots

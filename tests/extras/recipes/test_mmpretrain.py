@@ -1,0 +1,56 @@
+"""MMPretrain's backbones beside the plain ViT: two tokens, and a norm before the blocks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vit.extras.recipes.importing import import_recipe
+from vit.model import create_model
+
+CONFIGS = Path(__file__).parent / "configs" / "mmpretrain"
+
+
+@pytest.fixture
+def import_child(tmp_path):
+    """Import a config that changes `backbone` of one of the stored ones."""
+
+    def importing(base: str, backbone: str):
+        child = tmp_path / "child_16xb64.py"
+        child.write_text(
+            f"_base_ = {str(CONFIGS / base)!r}\nmodel = dict(backbone=dict({backbone}))\n"
+        )
+        return import_recipe(str(child))
+
+    return importing
+
+
+def finding(imported, name):
+    (found,) = (f for f in imported.reading.findings if name in f.theirs)
+    return found
+
+
+def test_the_distilled_vit_has_the_second_token(import_child):
+    """As configs/deit/deit-base-distilled_16xb64_in1k.py: the same but for type and drop path."""
+    imported = import_child("deit/deit-base_16xb64_in1k.py", "type='DistilledVisionTransformer'")
+    assert imported.config().model.dist_token is True
+    assert imported.config().model.name == "vit_b16"
+    assert finding(imported, "model.backbone.arch").verdict == "same"
+
+
+def test_a_norm_before_the_blocks_is_clips_in_timm(import_child):
+    """As configs/clip/vit-base-p16_pt-64xb64_in1k.py. There patches have no bias, either."""
+    base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
+    imported = import_child(base, "pre_norm=True")
+    with torch.device("meta"):
+        model = create_model(imported.config().model, num_classes=10)
+    names = {name for name, _ in model.named_parameters()}
+    assert "norm_pre.weight" in names
+    assert "patch_embed.proj.bias" not in names
+    assert "epsilon" in finding(imported, "model.backbone.pre_norm").text
+    plain = import_child(base, "pre_norm=False")
+    assert plain.config().model.name == "vit_b16"
+    with pytest.raises(ValueError, match="pre_norm"):
+        import_child(base, "pre_norm=True, patch_size=8")

@@ -1,0 +1,54 @@
+"""Optimizers of other programs: those that are not here leave no rate behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vit.extras.recipes.importing import import_recipe
+
+CONFIGS = Path(__file__).parent / "configs"
+MMPRETRAIN = CONFIGS / "mmpretrain" / "vision_transformer" / "vit-base-p16_64xb64_in1k.py"
+BIG_VISION = CONFIGS / "big_vision" / "vit_s16_i1k.py"
+REFUSED = "is not available, and its learning rate suits no other: put AdamW in its place"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py --model vit_base_patch16_224 --lr 6.4 --opt lars",
+        "python train.py --model vit_base_patch16_224 --lr 1e-4 --opt lion",
+        "python train.py --model efficientnet_b2 --lr .016 --opt rmsproptf --opt-eps .001",
+        "python main.py --lr 6.4 --opt lars",
+        "python train.py --model vit_b_16 --lr 1 --opt rmsprop --lr-warmup-epochs 5",
+    ],
+)
+def test_an_optimizer_that_is_not_here_is_refused(command):
+    with pytest.raises(ValueError, match=REFUSED):
+        import_recipe(command)
+
+
+def test_lars_of_a_config_is_refused(tmp_path):
+    """As configs/mae/benchmarks/vit-base-p16_8xb2048-linear-coslr-90e_in1k.py has it."""
+    child = tmp_path / "linear_8xb2048.py"
+    child.write_text(
+        f"_base_ = {str(MMPRETRAIN)!r}\noptim_wrapper = dict(optimizer=dict(_delete_=True,"
+        " type='LARS', lr=6.4, weight_decay=0.0, momentum=0.9))\n"
+    )
+    with pytest.raises(ValueError, match=f"LARS.* {REFUSED}"):
+        import_recipe(str(child))
+    child.write_text(
+        BIG_VISION.read_text().replace("'scale_by_adam'", "'big_vision.scale_by_lion'")
+    )
+    with pytest.raises(ValueError, match=f"scale_by_lion.* {REFUSED}"):
+        import_recipe(str(child))
+
+
+def test_adam_with_a_decay_is_adamw_at_its_rate_and_says_what_differs():
+    imported = import_recipe("python main.py --opt adam --unscale-lr --lr 1e-3")
+    (said,) = (f for f in imported.reading.findings if "opt" in f.theirs)
+    assert said.verdict == "cannot"
+    assert "decay" in said.text
+    assert imported.config().optim.name == "adamw"
+    assert imported.config().optim.lr == 1e-3

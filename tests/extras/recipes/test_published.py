@@ -1,0 +1,335 @@
+"""Published recipes are imported whole: each of their settings has a word, the YAML loads, and the
+values are those of their papers and READMEs."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vit.config.io import load_config, to_dict
+from vit.extras.recipes.importing import import_recipe
+from vit.extras.recipes.summary import account, count, yaml_text
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
+ONE_EACH = (
+    *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
+    *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
+)
+"""One of each program; timm's is in test_timm.py."""
+
+
+def value(imported, key):
+    section, _, name = key.partition(".")
+    return to_dict(imported.config())[section][name]
+
+
+def verdict_of(imported, name):
+    (found,) = (f for f in imported.reading.findings if name in f.theirs)
+    return found
+
+
+def test_there_are_forty_and_each_names_its_source():
+    assert len(PUBLISHED) >= 40
+    for name, entry in PUBLISHED.items():
+        assert re.match(r"[\w-]+/[\w.-]+(@[0-9a-f]{8})?:[\w/.-]+$", entry["source"]), name
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ONE_EACH else pytest.mark.full) for n in PUBLISHED]
+)
+def test_it_is_imported_with_a_word_for_each_setting_and_loads(name, imported, tmp_path):
+    found = imported(name)
+    reading = found.reading
+    told = Counter(argument for f in reading.findings for argument in f.theirs)
+    recipe = {a.name for a in reading.table.arguments if a.in_recipe}
+    assert recipe <= set(told), "nothing is dropped"
+    assert set(reading.stated) <= set(told), "what is stated has a word"
+    assert max(told.values()) == 1
+    text = account(found)
+    for finding in reading.findings:
+        if finding.verdict in ("differs", "cannot"):
+            assert finding.text.split()[0] in text, "what differs is said how"
+    file = tmp_path / "theirs.yaml"
+    file.write_text(yaml_text(found, file))
+    loaded = load_config(file).config
+    ours = to_dict(found.config())
+    read = to_dict(loaded)
+    ours["run"] = read["run"]
+    assert read == ours, "the YAML says what the reading says"
+    assert reading.table.source.partition(":")[0] in file.read_text()
+    assert max(map(len, file.read_text().splitlines())) <= 100 or "command " in file.read_text()
+
+
+# Facts as papers and READMEs state them, not as the importer computes them.
+STATED: dict[str, dict] = {
+    # DeiT, Table 9: batch 1024, lr 5e-4 x 1024 / 512; README: 83.1 after 30 epochs at 5e-6
+    "deit_b16": {
+        "data.global_batch_size": 1024,
+        "optim.lr": 1e-3,
+        "optim.weight_decay": 0.05,
+        "optim.no_weight_decay": "timm",
+        "optim.clip_grad_norm": None,
+        "train.epochs": 300,
+        "model.drop_path_rate": 0.1,
+        "model.drop_path_schedule": None,
+        "augment.erasing_prob": 0.25,
+        "augment.color_jitter": [0, 0, 0, 0],
+        "data.aug_repeats": 3,
+        "loss.label_smoothing": 0.1,
+    },
+    "deit_b16_ft384": {"optim.lr": 5e-6, "data.global_batch_size": 512, "model.image_size": 384},
+    # DeiT III, Table 1: batch 2048, lr 3e-3 (4e-3 for S), drop path, no smoothing, 3-Augment
+    "deit3_b16_800ep": {
+        "data.global_batch_size": 2048,
+        "optim.lr": 3e-3,
+        "model.image_size": 192,
+        "model.drop_path_rate": 0.2,
+        "model.drop_path_schedule": "constant",
+        "optim.name": "lamb",
+        "loss.name": "bce",
+        "loss.bce_target_thresh": 0.0,
+        "schedule.interval": "epoch",
+        "schedule.warmup_lr": 1e-6,
+        "optim.eps": 1e-8,
+        "optim.clip_grad_norm": 1.0,
+        "augment.three_augment": True,
+        "augment.randaugment_layers": 0,
+        "augment.erasing_prob": 0.0,
+        "augment.color_jitter": [0.3, 0.3, 0.3, 0],
+        "loss.label_smoothing": 0.0,
+        "eval.crop_pct": 1.0,
+        "model.init_values": 1e-4,
+        "train.seed": 0,
+    },
+    "deit3_s16_800ep": {"optim.lr": 4e-3, "model.drop_path_rate": 0.05},
+    # deit3-jax: 160 px are 11 patches of 14, 154 px
+    "deit3_h14_800ep": {"model.image_size": 154, "model.drop_path_rate": 0.6},
+    "deit3_b16_in21k": {"augment.crop": "simple", "data.aug_repeats": 1},
+    # ViT-5: 4 registers that rotate at 100, a rate of 4e-3 for S
+    "vit5_s16": {
+        "optim.lr": 4e-3,
+        "model.reg_tokens": 4,
+        "model.norm_layer": "rmsnorm",
+        "model.rope_reg_temperature": 100.0,
+        "train.seed": 42,
+    },
+    "vit5_b16_ft": {"data.global_batch_size": 512, "augment.mixup_alpha": 0.8},
+    # MAE, FINETUNE.md: "the effective batch size is ... 1024"; lr = blr x 1024 / 256
+    "mae_b16_ft": {
+        "data.global_batch_size": 1024,
+        "optim.lr": 2e-3,
+        "schedule.min_lr": 1e-6,
+        "optim.layer_decay": 0.65,
+        "optim.layer_decay_form": "beit",
+        "model.global_pool": "avg",
+        "init.reset_head": True,
+    },
+    "mae_b16_ft_1node": {"data.global_batch_size": 1024, "optim.lr": 2e-3},
+    "mae_h14_ft": {"data.global_batch_size": 1024, "optim.lr": 4e-3, "model.name": "vit_h14"},
+    # torchvision: 64 x 64 = 8 x 512 images
+    "torchvision_b16": {
+        "data.global_batch_size": 4096,
+        "optim.lr": 3e-3,
+        "optim.weight_decay": 0.3,
+        "augment.randaugment_ops": "torchvision",
+        "data.interpolation": "bilinear",
+        "eval.crop_pct": 0.875,
+        "optim.clip_grad_norm": 1.0,
+        # train.py: alpha = (1 - 0.99998) x 4096 x 32 / 300, and a copy in the warm-up
+        "train.ema_decay": pytest.approx(0.99126, abs=1e-5),
+        "train.ema_every_steps": 32,
+        "train.ema_after_epochs": 30,
+    },
+    "torchvision_b32": {"augment.auto_augment": "imagenet", "augment.randaugment_layers": 0},
+    "torchvision_l16": {
+        "optim.name": "sgd",
+        "augment.auto_augment": "ta_wide",
+        "optim.lr": 0.5,
+        "data.global_batch_size": 1024,
+        "eval.resize_px": 232,
+        "augment.erasing_prob": 0.1,
+    },
+    # Better plain ViT: decay 0.1 as torch's AdamW has it, crops from 5 %, 10,000 steps
+    "bv_s16_90ep": {
+        "data.train_split": "train[:99%]",
+        "optim.weight_decay": pytest.approx(0.1),
+        "train.epochs": 90,
+        "model.pos_embed": "sincos2d",
+        "model.class_token": False,
+        "model.representation_size": 384,
+        "augment.crop_scale": [0.05, 1.0],
+        "augment.mixup_alpha": 0.2,
+        "schedule.warmup_steps": 10_000,
+        "data.mean": [0.5, 0.5, 0.5],
+    },
+    "bv_s16_300ep": {"train.epochs": 300},
+    "bv_augreg_b16": {
+        "loss.name": "bce",
+        "loss.bce_sum": True,
+        "model.init_head_bias": -6.9,
+        "augment.randaugment_magnitude": 15.0,
+    },
+    "bv_augreg_b32_light1": {"model.name": "vit_b32", "augment.randaugment_magnitude": 0.0},
+    # deit3-jax's table: 0.02, 0.1, 5 of 400 epochs at 2048
+    "jax_deit3_b16_400ep": {
+        "optim.weight_decay": 0.02,
+        "model.drop_path_rate": 0.1,
+        "train.steps": 1281167 * 400 // 2048,
+        "schedule.warmup_steps": 1281167 * 5 // 2048,
+    },
+    # MMPretrain's names: 64xb64
+    "mm_b16": {
+        "augment.auto_augment": "imagenet",
+        "data.global_batch_size": 4096,
+        "model.representation_size": 3072,
+        "model.proj_drop_rate": 0.1,
+        "loss.label_smoothing": pytest.approx(0.1 / 1.1),
+    },
+    "mm_deit_s16": {"data.global_batch_size": 1024, "optim.lr": 1e-3},
+    "mm_mae_l16_ft": {"optim.lr": 4e-3, "train.epochs": 50, "model.global_pool": "avg"},
+}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_its_values_are_those_of_its_paper(name, imported):
+    found = imported(name)
+    got = {key: value(found, key) for key in STATED[name]}
+    assert got == STATED[name]
+
+
+def test_label_smoothing_of_classyvision_is_ours_of_another_value():
+    """(one-hot + v / K) / (1 + v), computed: open-mmlab/mmpretrain, LabelSmoothLoss."""
+    theirs = [(float(n == 2) + 0.1 / 5) / 1.1 for n in range(5)]
+    share = 0.1 / 1.1
+    ours = [(1 - share) * float(n == 2) + share / 5 for n in range(5)]
+    assert ours == pytest.approx(theirs)
+
+
+def test_maes_supervised_recipe_is_the_one_of_our_config(imported):
+    """MMPretrain's reproduction of the table that configs/vit_b16.yaml is from."""
+    theirs = to_dict(imported("mm_b16_mae_sup").config())
+    ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml").config)
+    places = ("data.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
+    unlike = {
+        f"{section}.{key}": (theirs[section][key], ours[section][key])
+        for section in ours
+        for key in ours[section]
+        if theirs[section][key] != ours[section][key]
+        and f"{section}.{key}" not in (*places, "run.dir")
+    }
+    assert unlike == {
+        "augment.erasing_prob": (0.25, 0.0),  # MMPretrain's own
+        "augment.erasing_mode": ("rand", "pixel"),
+        "schedule.min_lr": (1e-5, 0.0),
+        "schedule.warmup_lr": (pytest.approx(1.6e-6), None),
+        "eval.every_epochs": (1.0, 5.0),
+    }
+
+
+def test_an_argument_without_effect_there_is_no_setting_here(imported):
+    found = imported("deit_b16")
+    jitter = verdict_of(found, "color_jitter")
+    assert (jitter.verdict, jitter.settings) == ("inert", {})
+    assert verdict_of(found, "cooldown_epochs").verdict == "inert"
+    assert verdict_of(imported("deit3_b16_800ep"), "reprob").verdict == "inert"
+
+
+def test_what_is_decayed_elsewhere_is_said(imported):
+    found = imported("torchvision_b16")
+    assert value(found, "optim.no_weight_decay") == "nothing"
+    assert value(imported("torchvision_l16"), "optim.no_weight_decay") == "norms"
+    assert value(imported("bv_s16_90ep"), "optim.no_weight_decay") == "not_kernels"
+    assert value(imported("mm_mae_l16_ft"), "optim.no_weight_decay") == "timm"
+    assert value(imported("mm_b16"), "optim.no_weight_decay") == "embeddings"
+
+
+def test_a_child_of_an_mmpretrain_config_is_read_with_what_it_changes(tmp_path):
+    base = Path(__file__).parent / "configs" / "mmpretrain" / "deit" / "deit-small_4xb256_in1k.py"
+    child = tmp_path / "deit-small_8xb64_in1k.py"
+    child.write_text(
+        f"""_base_ = {str(base)!r}
+model = dict(backbone=dict(frozen_stages=4, init_cfg=dict(type='Pretrained', checkpoint='a.pth')),
+             neck=dict(type='ClsBatchNormNeck', input_features=384))
+test_pipeline = [dict(type='ResizeEdge', scale=256), dict(type='CenterCrop', crop_size=224)]
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+train_dataloader = dict(sampler=dict(type='RepeatAugSampler', shuffle=True))
+train_cfg = dict(type='EpochBasedTrainLoop')
+""",
+        encoding="utf-8",
+    )
+    found = import_recipe(str(child))
+    assert value(found, "init.freeze") == 4
+    assert value(found, "data.aug_repeats") == 3
+    assert value(found, "data.global_batch_size") == 2048, "8 GPUs with 256 as its base says"
+    cannot = [f.theirs[0] for f in found.reading.findings if f.verdict == "cannot"]
+    assert cannot == ["model.neck.type"]
+    differs = " ".join(f.text for f in found.reading.findings if f.verdict == "differs")
+    assert "256 images in the config, 64 in the file's name" in differs
+    assert "resized by bilinear there, by bicubic here" in differs
+    evaluates = tmp_path / "headless.py"
+    evaluates.write_text("model = dict(backbone=dict(type='VisionTransformer', arch='base'))\n")
+    with pytest.raises(ValueError, match=r"has no train_dataloader\.batch_size: expected one that"):
+        import_recipe(str(evaluates))
+
+
+def test_weights_at_a_url_are_a_file_to_download(imported):
+    found = imported("deit_b16_ft384")
+    assert value(found, "init.checkpoint") == "deit_base_patch16_224-b5f2ef4d.pth"
+    assert "# download https://dl.fbaipublicfiles.com/deit/" in yaml_text(found, None)
+    other = import_recipe("python main.py --finetune https://a.b/c.pth --data-set CIFAR")
+    assert value(other, "init.reset_head") is True
+
+
+def test_repeated_augmentation_needs_a_launcher():
+    alone = import_recipe("python main.py --model deit_small_patch16_224 --batch-size 256")
+    assert value(alone, "data.aug_repeats") == 1
+    assert value(alone, "optim.lr") == pytest.approx(5e-4 * 256 / 512)
+    assert verdict_of(alone, "repeated_aug").verdict == "inert"
+    more = import_recipe(
+        "python main.py --model deit_small_patch16_224 --batch-size 256", num_gpus=4
+    )
+    assert value(more, "data.aug_repeats") == 3
+    assert value(more, "data.global_batch_size") == 1024
+
+
+@pytest.mark.parametrize("flags", ["--batch-size 0", "--epochs 0", "--lr 0"])
+def test_a_recipe_that_trains_nothing_is_refused(flags):
+    with pytest.raises(ValueError, match="expected more than 0"):
+        import_recipe(f"python main.py --model deit_small_patch16_224 {flags}")
+
+
+def test_counts_of_the_account_are_those_of_the_findings(imported):
+    found = imported("deit3_b16_800ep")
+    counts = count(found.reading)
+    arguments = {a.name for a in found.reading.table.arguments if a.in_recipe}
+    no_argument = sum(not f.theirs for f in found.reading.findings)
+    assert sum(counts.values()) - counts["place"] - no_argument == len(arguments)
+    assert f"cannot be said here: {counts['cannot']}" in account(found)
+
+
+@pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
+def test_its_learning_rate_is_ours(name, imported):
+    """Theirs is computed as tests/extras/recipes/test_rates.py compares it with timm's and
+    torch's."""
+    names = {f for finding in imported(name).reading.findings for f in finding.theirs}
+    (schedule,) = {
+        "warmup_epochs",
+        "lr_warmup_epochs",
+        "schedule.warmup_steps",
+        "warmup_steps",
+    } & names
+    found = verdict_of(imported(name), schedule)
+    assert (found.verdict, found.settings["schedule.name"]) == ("same", "cosine")
+
+
+def test_deits_schedule_is_an_epoch_late_and_no_more(imported):
+    found = verdict_of(imported("deit3_b16_800ep"), "warmup_epochs")
+    assert found.verdict == "differs"
+    assert "at most 20 % of its peak" in found.text, "one of five epochs of warm-up"
+    assert "an epoch late" in found.text

@@ -1,0 +1,118 @@
+"""Learning rates of other programs equal the schedulers that they use, timm's and torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from timm.scheduler import create_scheduler_v2
+
+from vit.extras.recipes.rates import (
+    after_warmup,
+    distance,
+    our_rate,
+    timm_cosine,
+    timm_step,
+    torchvision_cosine,
+)
+
+
+def optimizer(lr):
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=lr)
+
+
+@pytest.mark.parametrize("warmup_prefix", [False, True])
+@pytest.mark.parametrize("k_decay", [1.0, 1.5])
+def test_timms_cosine_per_epoch_is_timms(warmup_prefix, k_decay):
+    group = optimizer(3e-3)
+    options = {"warmup_lr": 1e-6, "min_lr": 1e-5, "warmup_prefix": warmup_prefix}
+    options |= {"k_decay": k_decay}
+    scheduler, epochs = create_scheduler_v2(group, "cosine", 40, warmup_epochs=5, **options)
+    rate = timm_cosine(3e-3, 40, warmup_epochs=5, **options)
+    for epoch in range(epochs):
+        assert rate(epoch + 0.3) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
+        scheduler.step(epoch + 1)
+    assert rate(epochs + 3) == pytest.approx(1e-5)  # cool-down
+
+
+def test_timms_cosine_per_step_is_timms():
+    group = optimizer(1e-3)
+    scheduler, _ = create_scheduler_v2(
+        group, "cosine", 10, warmup_epochs=2, warmup_lr=1e-5, step_on_epochs=False,
+        updates_per_epoch=7,
+    )  # fmt: skip
+    rate = timm_cosine(1e-3, 10, warmup_epochs=2, warmup_lr=1e-5, per_step=True)
+    for step in range(70):
+        assert rate(step / 7) == pytest.approx(group.param_groups[0]["lr"], rel=1e-9)
+        scheduler.step_update(step + 1)
+
+
+def test_deits_main_is_an_epoch_late():
+    """It calls `lr_scheduler.step(epoch)` after the epoch (facebookresearch/deit@7e160fe4)."""
+    group = optimizer(1e-3)
+    scheduler, _ = create_scheduler_v2(
+        group, "cosine", 30, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5
+    )
+    rate = timm_cosine(1e-3, 30, warmup_epochs=5, warmup_lr=1e-6, min_lr=1e-5, late=1)
+    for epoch in range(30):
+        assert rate(epoch) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
+        scheduler.step(epoch)
+
+
+def test_timms_steps_are_timms():
+    group = optimizer(0.016)
+    scheduler, _ = create_scheduler_v2(
+        group, "step", 30, decay_epochs=2.4, decay_rate=0.97, warmup_epochs=3, warmup_lr=1e-6
+    )
+    rate = timm_step(0.016, 2.4, 0.97, warmup_epochs=3, warmup_lr=1e-6)
+    for epoch in range(30):
+        assert rate(epoch) == pytest.approx(group.param_groups[0]["lr"], rel=1e-12)
+        scheduler.step(epoch + 1)
+
+
+@pytest.mark.parametrize("linear", [True, False])
+@pytest.mark.filterwarnings("ignore:.*epoch parameter.*:UserWarning")
+def test_torchvisions_rate_is_torchs(linear):
+    """As references/classification/train.py makes it."""
+    group = optimizer(0.5)
+    kinds = torch.optim.lr_scheduler
+    first = (
+        kinds.LinearLR(group, start_factor=0.033, total_iters=6)
+        if linear
+        else kinds.ConstantLR(group, factor=0.033, total_iters=6)
+    )
+    cosine = kinds.CosineAnnealingLR(group, T_max=24, eta_min=1e-3)
+    scheduler = kinds.SequentialLR(group, [first, cosine], milestones=[6])
+    rate = torchvision_cosine(
+        0.5, 30, warmup_epochs=6, warmup_factor=0.033, min_lr=1e-3, linear=linear
+    )
+    for epoch in range(30):
+        assert rate(epoch + 0.9) == pytest.approx(group.param_groups[0]["lr"], rel=1e-9)
+        group.step()
+        scheduler.step()
+
+
+def test_a_rate_after_a_warmup_is_maes_formula():
+    """facebookresearch/mae@efb2a806:util/lr_sched.py, adjust_learning_rate."""
+    rate = after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6)
+    assert rate(2.5) == pytest.approx(1e-3)
+    assert rate(5) == pytest.approx(2e-3)
+    middle = 1e-6 + (2e-3 - 1e-6) * 0.5 * (1 + math.cos(math.pi * (52.5 - 5) / 95))
+    assert rate(52.5) == pytest.approx(middle)
+    linear = after_warmup(1.0, 10, warmup_epochs=2, warmup_lr=0.2, linear=True)
+    assert [linear(t) for t in (0, 1, 2, 6)] == pytest.approx([0.2, 0.6, 1.0, 0.5])
+    stairs = after_warmup(1.0, 10, warmup_epochs=2, per_epoch=True)
+    assert stairs(4.9) == stairs(4.0)
+
+
+def test_ours_is_compared_by_the_share_of_the_peak():
+    settings = {"optim.lr": 2e-3, "train.epochs": 100, "schedule.warmup_epochs": 5}
+    ours = our_rate({**settings, "schedule.min_lr": 1e-6}, steps_per_epoch=1251)
+    same = distance(after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6), ours, 2e-3, 100)
+    assert same.largest < 1e-3  # one step of a warm-up of 6,255
+    late = timm_cosine(2e-3, 100, warmup_epochs=5, min_lr=1e-6, late=1)
+    found = distance(late, ours, 2e-3, 100)
+    assert found.largest == pytest.approx(0.4, abs=0.02)  # two of five epochs of the warm-up
+    assert found.at_epoch < 6
+    assert 0.02 < found.mean < 0.04

@@ -1,0 +1,333 @@
+"""The recipes of configs/ that are somebody's: each equals what its source says, imported, except
+for what its header names; starts from what it names; and does its first steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from processes import metrics
+
+from vit.config.io import load_config, recipe_name, to_dict
+from vit.distributed.process_group import World
+from vit.extras.compose import build_run
+from vit.extras.planner.forecast import make_forecast
+from vit.system.gpus import find_gpu
+from vit.train import train
+
+ROOT = Path(__file__).parents[3]
+HERE = Path(__file__).parent
+PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
+CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
+BY_RUN = {load_config(path).config.run.dir: path for path in CONFIGS}
+"""Recipes by the folder of their run."""
+CHEAPEST = "big_vision/vit_s16_90ep"
+"""The one that trains, small, in `make test`; the others with the mark `full`."""
+# Where things are, hardware, and how often a run looks.
+PLACES = {
+    "data.root",
+    "data.micro_batch_size",
+    "data.num_workers",
+    "train.compile",
+    "eval.every_epochs",
+    "eval.every_steps",
+    "eval.batch_size",
+    "eval.reference",
+    "init.checkpoint",
+    "run.dir",
+}
+
+
+# Dosovitskiy et al. 2021 (arXiv 2010.11929), Table 3 ("ImageNet, ViT-*"), B.1, and Table 4; what
+# google-research/vision_transformer@c6de1e53 has in vit_jax/input_pipeline.py and configs/.
+PAPER = {
+    "model.name": "vit_b16",
+    "model.image_size": 224,
+    "model.representation_size": 768,
+    "model.weight_init": "jax",
+    "model.pos_drop_rate": 0.1,
+    "model.proj_drop_rate": 0.1,
+    "data.global_batch_size": 4096,
+    "data.mean": [0.5, 0.5, 0.5],
+    "data.std": [0.5, 0.5, 0.5],
+    "data.interpolation": "bilinear",
+    "augment.crop_scale": [0.05, 1.0],
+    "optim.name": "adamw",
+    "optim.lr": 3e-3,
+    "optim.weight_decay": 0.3,
+    "optim.betas": [0.9, 0.999],
+    "optim.clip_grad_norm": 1.0,
+    "schedule.name": "cosine",
+    "schedule.warmup_steps": 10_000,
+    "train.epochs": 300,
+    "loss.label_smoothing": 0.0,
+}
+PAPER_FINETUNE = {
+    **{key: PAPER[key] for key in ("data.mean", "data.std", "data.interpolation")},
+    "augment.crop_scale": [0.05, 1.0],
+    "model.name": "vit_b16",
+    "model.image_size": 384,
+    "model.representation_size": None,
+    "model.proj_drop_rate": None,
+    "data.global_batch_size": 512,
+    "optim.name": "sgd",
+    "optim.lr": 0.03,
+    "optim.momentum": 0.9,
+    "optim.nesterov": False,
+    "optim.weight_decay": 0.0,
+    "optim.clip_grad_norm": 1.0,
+    "schedule.name": "cosine",
+    "schedule.warmup_steps": 500,
+    "train.steps": 20_000,
+    "init.reset_head": True,
+    "eval.crop_pct": 1.0,
+    "eval.crop_mode": "squash",
+}
+# mlcommons/algorithmic-efficiency@2c90454f: tuning_search_space.json, jax_nadamw.py,
+# cosine_warmup.py; workload.py and models.py of imagenet_vit, workload.py of imagenet_resnet.
+ALGOPERF = {
+    "model.name": "vit_s16",
+    "model.image_size": 224,
+    "model.class_token": False,
+    "model.global_pool": "avg",
+    "model.pos_embed": "sincos2d",
+    "model.representation_size": 384,
+    "model.weight_init": "jax",
+    "data.global_batch_size": 1024,
+    "data.mean": [0.485, 0.456, 0.406],
+    "data.std": [0.229, 0.224, 0.225],
+    "data.interpolation": "bicubic",
+    "augment.crop_scale": [0.08, 1.0],
+    "augment.randaugment_layers": 2,
+    "augment.randaugment_ops": "big_vision",
+    "augment.randaugment_magnitude": 10.0,
+    "augment.mixup_alpha": 0.2,
+    "loss.label_smoothing": 0.0,
+    "optim.name": "nadamw",
+    "optim.lr": 0.0008445074561975979,
+    "optim.betas": [0.8895758153482813, 0.9978504782314613],
+    "optim.eps": 1e-8,
+    "optim.weight_decay": 0.08135402759553023,
+    "optim.no_weight_decay": "nothing",
+    "optim.clip_grad_norm": None,
+    "schedule.name": "cosine",
+    "schedule.min_lr": 0.0,
+    "schedule.warmup_steps": 6_999,
+    "train.steps": 167_999,
+    "eval.crop_pct": 0.875,
+}
+TABLES = {
+    "paper/vit_b16_300ep": PAPER,
+    "paper/vit_b16_300ep_ft384": PAPER_FINETUNE,
+    "algoperf/vit_s16": ALGOPERF,
+}
+
+
+def entry(path: Path, word: str) -> str:
+    """What a recipe's header says after `word`, in one line; empty where it says nothing."""
+    found = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
+    return " ".join(re.sub(r"^# ", "", found[1], flags=re.M).split()) if found else ""
+
+
+# The commands of published.yaml, or the recipe, that a recipe equals but for what its header names.
+EQUALS = {
+    "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
+    "big_vision/vit_s16_300ep": "bv_s16_300ep",
+    "big_vision/vit_s16_90ep": "bv_s16_90ep",
+    "deit/vit_b16_300ep": "deit_b16",
+    "deit/vit_b16_300ep_ft384": "deit_b16_ft384",
+    "deit/vit_b16_distilled_300ep": "deit_b16_distilled",
+    "deit3/vit_b16_400ep": "jax_deit3_b16_400ep",
+    "deit3/vit_b16_400ep_ft224": "jax_deit3_b16_ft",
+    "deit3/vit_b16_800ep": "deit3_b16_800ep",
+    "deit3/vit_b16_800ep_ft224": "deit3_b16_ft224",
+    "deit3/vit_b16_800ep_ft384": "deit3_b16_ft384",
+    "deit3/vit_h14_400ep": "jax_deit3_h14_400ep",
+    "deit3/vit_h14_400ep_ft224": "jax_deit3_h14_ft",
+    "deit3/vit_h14_800ep": "deit3_h14_800ep",
+    "deit3/vit_h14_800ep_ft224": "deit3_h14_ft224",
+    "deit3/vit_l16_400ep": "jax_deit3_l16_400ep",
+    "deit3/vit_l16_400ep_ft224": "jax_deit3_l16_ft",
+    "deit3/vit_l16_800ep": "deit3_l16_800ep",
+    "deit3/vit_l16_800ep_ft224": "deit3_l16_ft224",
+    "deit3/vit_l16_800ep_ft384": "deit3_l16_ft384",
+    "deit3/vit_s16_400ep": "jax_deit3_s16_400ep",
+    "deit3/vit_s16_800ep": "deit3_s16_800ep",
+    "deit3/vit_s16_800ep_ft384": "deit3_s16_ft384",
+    "mae/vit_b16_ft": "mae_b16_ft",
+    "muon/vit_b16": "configs/vit_b16.yaml",
+    "torchvision/vit_b16_300ep": "torchvision_b16",
+    "vit5/vit_b16": "vit5_b16",
+    "vit5/vit_b16_ft224": "vit5_b16_ft",
+    "vit5/vit_l16": "vit5_l16",
+    "vit5/vit_l16_ft224": "vit5_l16_ft",
+    "vit5/vit_s16": "vit5_s16",
+}
+
+
+def flat(config) -> dict:
+    return {
+        f"{section}.{key}": value
+        for section, values in to_dict(config).items()
+        for key, value in values.items()
+    }
+
+
+@pytest.mark.parametrize("name", EQUALS)
+def test_it_equals_its_source_except_for_what_its_header_names(name, imported):
+    path = ROOT / "configs" / f"{name}.yaml"
+    differences = entry(path, "differs")
+    source = EQUALS[name]
+    if source.startswith("configs/"):
+        theirs = flat(load_config(ROOT / source).config)
+        assert differences.startswith(f"from {source} in ")
+    else:
+        theirs = flat(imported(source).config())
+        assert entry(path, "source").startswith(PUBLISHED[source]["source"])
+    ours = flat(load_config(path).config)
+    unlike = {key: ours[key] for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
+    unlike = {key: value for key, value in unlike.items() if key not in PLACES}
+    stated = {
+        key: yaml.safe_load(value)
+        for key, value in re.findall(r"(\w+\.\w+) (\[[^]]*\]|\S+): ", differences)
+    }
+    assert unlike == stated
+    assert ours.keys() == theirs.keys() or "optim.name" in stated
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_it_has_the_values_of_its_sources_table_and_no_others(name):
+    path = ROOT / "configs" / f"{name}.yaml"
+    config, origins = load_config(path)
+    values = flat(config)
+    assert {key: values[key] for key in TABLES[name]} == TABLES[name]
+    given = {key for key, where in origins.items() if where.startswith(str(path))}
+    assert given <= TABLES[name].keys() | PLACES, "a value without a source"
+
+
+def test_every_recipe_is_held_against_something():
+    """Own ones, tables here and in tests/project/test_configs.py, or `EQUALS`."""
+    others = (ROOT / "tests" / "project" / "test_configs.py").read_text()
+    for path in CONFIGS:
+        name = recipe_name(path)
+        if name not in EQUALS and not entry(path, "source").startswith("none"):
+            assert name in TABLES or f'    "{name}": ' in others, name
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in CONFIGS if (load_config(path).config.init.checkpoint or "")[:5] == "runs/"],
+    ids=recipe_name,
+)
+def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
+    config = load_config(path).config
+    base_path = BY_RUN[config.init.checkpoint]
+    base = load_config(base_path).config
+    changes = {
+        "model.image_size",
+        "model.drop_path_rate",
+        "model.drop_path_schedule",
+        "model.weight_init",
+        *("model.representation_size", "model.pos_drop_rate", "model.proj_drop_rate"),
+    }
+    ours, theirs = flat(config), flat(base)
+    assert not [
+        key
+        for key in ours
+        if key.startswith("model.") and key not in changes and ours[key] != theirs[key]
+    ]
+    if config.model.representation_size != base.model.representation_size:
+        assert config.init.reset_head
+    assert (ours["data.mean"], ours["data.std"]) == (theirs["data.mean"], theirs["data.std"])
+    assert f"configs/{recipe_name(base_path)}.yaml" in path.read_text().partition("\n\n")[0]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "path", [path for path in CONFIGS if "8 H200:" in path.read_text()], ids=recipe_name
+)
+def test_hours_and_memory_of_its_header_are_the_planners(path):
+    config = load_config(path, ["data.root=/none"]).config
+    forecast = make_forecast(config, 8, find_gpu("H200"))
+    hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
+    assert f"8 H200: {hours} h at 20 to 40 %" in entry(path, "here")
+    assert f"about {forecast.memory.total / 2**30:.0f} GiB (launch/plan.py)" in path.read_text()
+    steps = forecast.plan.accumulation_steps
+    assert ("no accumulation" if steps == 1 else f"{steps} micro-steps a step") in path.read_text()
+
+
+SMALL = [
+    "model.embed_dim=32",
+    "model.depth=2",
+    "model.num_heads=2",
+    "data.global_batch_size=12",
+    "data.micro_batch_size=null",
+    "data.num_workers=0",
+    "train.epochs=null",
+    "train.steps=3",
+    "train.precision=fp32",
+    "train.compile=false",
+    "train.device=cpu",
+    "eval.every_epochs=null",
+    "eval.every_steps=3",
+    "eval.batch_size=8",
+    "log.every_steps=1",
+    "log.wandb=off",
+    "log.report=false",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
+    """Run folder of a recipe, small, after three steps and those of what it starts from."""
+    made: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name in made:
+            return made[name]
+        folder = tmp_path_factory.mktemp("runs") / name
+        config = load_config(ROOT / "configs" / f"{name}.yaml").config
+        patch = int(re.search(r"\d+$", config.model.name)[0])
+        stage = 3 if re.search(r"_ft\d", name) else 2
+        overrides = [f"model.image_size={stage * patch}", f"data.root={shards}"]
+        checkpoint = config.init.checkpoint
+        if checkpoint is not None:
+            base = recipe_name(BY_RUN.get(checkpoint, ROOT / "configs" / "vit_b16.yaml"))
+            overrides.append(f"init.checkpoint={run(base)}")
+        if config.distill.teacher is not None:
+            overrides += [f"distill.teacher={run('vit_b16')}", "distill.teacher_model=null"]
+        overrides += [*SMALL, f"run.dir={folder}"]
+        small = load_config(ROOT / "configs" / f"{name}.yaml", overrides).config
+        assert train(build_run(small, World(0, 1, torch.device("cpu")))) == "finished"
+        made[name] = folder
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == CHEAPEST else pytest.mark.full)
+        for name in map(recipe_name, CONFIGS)
+    ],
+)
+def test_a_small_one_does_three_steps_and_an_evaluation(name, trained):
+    folder = trained(name)
+    losses = [line["loss"] for line in metrics(folder, "train")]
+    assert len(losses) == 3
+    config = load_config(ROOT / "configs" / f"{name}.yaml").config
+    starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
+    starts_at_zeros &= config.model.weight_init != "timm"
+    if starts_at_zeros and config.model.init_head_bias is None:
+        # three classes of probability 1/3, or each of 1/2 by itself
+        first = 0.6931 if config.loss.name == "bce" else 1.0986
+        assert losses[0] == pytest.approx(first, abs=2e-3)
+    assert all(0 < loss < 30 for loss in losses)
+    (last,) = metrics(folder, "eval")
+    assert last["num_images"] == 23
+    assert ("num_images_ema" in last) == (config.train.ema_decay is not None)

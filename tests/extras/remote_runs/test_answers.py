@@ -1,0 +1,97 @@
+"""What S3 servers other than Amazon's answer, and objects that others replace meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import boto3
+import pytest
+
+from vit.data.storage.object_store import ObjectStore
+from vit.extras.remote_runs.lease import LEASE_FILE, Lease
+from vit.extras.remote_runs.record_parts import join_parts, part_name, read_record
+from vit.system.retry import RetryPolicy
+
+
+def store_of(url: str) -> ObjectStore:
+    return ObjectStore(f"{url}/run", RetryPolicy(10.0))
+
+
+@pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
+def test_a_file_that_must_be_new_is_told_by_any_server(s3, way, answer):
+    """Amazon names the condition that does not hold; some do not, and some know no conditions."""
+    store = store_of(s3.new_bucket())
+    assert store.write("a", b"1", only_new=True)
+    assert not store.write("a", b"2", only_new=True)
+    assert store.read_all("a") == b"1"
+    puts = []
+
+    def fault(method: str, path: str) -> str | None:
+        puts.extend([path] if method == "PUT" else [])
+        return answer if method == "PUT" and len(puts) == 1 else None
+
+    way.fault = fault
+    knows = answer.startswith("412")
+    assert store.write("a", b"2", only_new=True) != knows
+    assert store.read_all("a") == (b"1" if knows else b"2")
+
+
+def test_a_lease_is_had_where_conditions_are_unknown(s3, way):
+    """The server refuses each conditional write, and takes each other one."""
+    store = store_of(s3.new_bucket())
+    is_refused = False
+
+    def fault(method: str, path: str) -> str | None:
+        nonlocal is_refused
+        if method == "PUT":
+            is_refused = not is_refused
+        return "501 NotImplemented" if method == "PUT" and is_refused else None
+
+    way.fault = fault
+    lease = Lease(store, 8.0)
+    lease.acquire("a")
+    way.is_good()
+    lease.confirm()
+    assert json.loads(store.read_all(LEASE_FILE))["place"] == "a"
+    lease.release()
+
+
+@pytest.mark.full
+def test_what_is_replaced_on_its_way_comes_whole(s3, way, tmp_path):
+    """A large object comes in several requests, and both versions have one size."""
+    url = s3.new_bucket()
+    one = os.urandom(20 << 20)
+    two = os.urandom(20 << 20)
+    # not by the way: as another machine does
+    client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3.port}")
+    client.put_object(Bucket=url[5:], Key="run/weights", Body=one)
+    ranges = []
+
+    def fault(method: str, path: str) -> str | None:
+        ranges.extend([path] if method == "GET" and "weights" in path else [])
+        if len(ranges) == 3:
+            client.put_object(Bucket=url[5:], Key="run/weights", Body=two)
+        return None
+
+    way.fault = fault
+    path = tmp_path / "weights"
+    store_of(url).download("weights", path)
+    assert path.read_bytes() == two
+    assert len(ranges) == 6, "twice"
+
+
+def test_a_reader_who_comes_while_parts_are_joined_reads_each_line_once(tmp_path: Path):
+    store = ObjectStore(f"file://{tmp_path}")
+    lines = [b'{"step": %d}\n' % number for number in range(100)]
+    at = 0
+    for line in lines:
+        store.write(part_name(at), line)
+        at += len(line)
+    listing = store.list_below()
+    store.write(part_name(0), b"".join(lines))  # the first thing that `join_parts` does
+    assert read_record(store, listing) == b"".join(lines)
+    join_parts(store, listing, b"".join(lines))
+    assert read_record(store, store.list_below()) == b"".join(lines)
+    assert len(store.list_below()) == 1

@@ -1,0 +1,24 @@
+"""What is said of mounted buckets, by what the kernel says of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vit.checkpoint.run_folder import mount_note
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_told"), [("fuse.gcsfuse", True), ("ext4", False), ("fuse.juicefs", False)]
+)
+def test_a_mounted_bucket_is_told(tmp_path: Path, kind, is_told):
+    device = os.stat(tmp_path).st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts = tmp_path / "proc/self/mountinfo"
+    mounts.parent.mkdir(parents=True)
+    mounts.write_text(f"36 35 {number} / / rw,noatime - {kind} bucket rw\n")
+    note = mount_note(tmp_path, tmp_path)
+    assert (f"it is mounted ({kind}): a bucket's own URL" in note) == is_told
+    assert (f"run.dir=file://{tmp_path}" in note) == is_told

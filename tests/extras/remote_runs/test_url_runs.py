@@ -1,0 +1,429 @@
+"""A run at a URL is the run in a folder: the same bits, on a machine that has nothing, through what
+goes wrong on the way to a real S3 server."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import boto3
+import pytest
+from processes import TINY, Background, final_state, run, run_here, train, write_config
+from servers import forget_clients
+
+from vit.checkpoint.checkpoint import newest_checkpoint
+from vit.extras.remote_runs.place import store_at
+from vit.extras.remote_runs.reading import local_run
+from vit.extras.remote_runs.record_parts import parts_in, read_record
+from vit.loggers.record import read_metrics
+
+STEPS = 24
+LEASE_S = 2.0
+SECRET = "wJalrXUtnFEMI/K7MDENG"
+
+
+def settings(url: str, local: Path, *more: str) -> list[str]:
+    return [f"run.local_dir={local}", f"run.lease_s={LEASE_S}", "data.patience_s=60", *more]
+
+
+def train_here(config: Path, url: str, local: Path, *more: str) -> None:
+    words = [*TINY, f"run.dir={url}", *settings(url, local), *more]
+    run_here("launch/train.py", "--config", config, *words)
+
+
+def train_at(config: Path, url: str, local: Path, *more: str, ranks: int = 0, ok: bool = True):
+    words = [*TINY, f"run.dir={url}", *settings(url, local), *more]
+    done = run("launch/train.py", "--config", config, *words, ranks=ranks)
+    assert not ok or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def record_at(url: str, tmp: Path) -> list[dict]:
+    """The lines of the record at a URL that are valid."""
+    store = store_at(url, 60)
+    path = tmp / "record.jsonl"
+    path.write_bytes(read_record(store, store.list_below()))
+    return read_metrics(path)
+
+
+def assert_whole(url: str, tmp: Path, steps: int = STEPS) -> None:
+    """The record at the URL has each step once, and checkpoints there are complete."""
+    lines = record_at(url, tmp)
+    counts = Counter(line["step"] for line in lines if line["kind"] == "train")
+    assert counts == dict.fromkeys(range(1, steps + 1), 1)
+    assert lines[-1]["kind"] == "end"
+    assert lines[-1]["outcome"] == "finished"
+
+
+def objects_of(s3, url: str) -> dict[str, bytes]:
+    prefix = url.split("/", 3)[3] + "/"
+    return {
+        name.removeprefix(prefix): data
+        for name, data in s3.objects(url).items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.fixture
+def config(tmp_path: Path, shards: Path) -> Path:
+    return write_config(tmp_path, shards, steps=STEPS)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
+    """The final state of an undisturbed run in a folder."""
+    folder = tmp_path_factory.mktemp("whole")
+    run_here(
+        *("launch/train.py", "--config", write_config(folder, shards, steps=STEPS), *TINY),
+        f"run.dir={folder / 'run'}",
+    )
+    return final_state(folder / "run", STEPS)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
+    s3, tmp_path, shards, capfd, monkeypatch
+):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    forget_clients()
+    config = write_config(tmp_path, shards, steps=9)
+    url = f"{s3.new_bucket()}/runs/some run"
+    with s3.only("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
+        train_here(config, url, tmp_path / "one", "train.steps=6")
+    shutil.rmtree(tmp_path / "one")  # that machine is gone
+    train_here(config, url, tmp_path / "two", "--allow-change", "train.steps")
+    there = objects_of(s3, url)
+    assert "lease.json" not in there
+    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/step")} == {
+        "step_00000006",
+        "step_00000009",
+    }, "those that the folder keeps"
+    assert there["checkpoints/latest"] == b"step_00000009\n"
+    for name, data in there.items():
+        if not name.startswith(("record/", "checkpoints/latest")):
+            assert (tmp_path / "two" / name).read_bytes() == data, name
+    parts = [there[name] for name in sorted(there) if name.startswith("record/")]
+    assert b"".join(parts) == (tmp_path / "two" / "metrics.jsonl").read_bytes()
+    starts = [json.loads(line) for line in b"".join(parts).splitlines() if b'"start"' in line[:20]]
+    assert [start["restarts"] for start in starts] == [0, 1]
+    assert_whole(url, tmp_path, 9)
+    assert SECRET.encode() not in b"".join(there.values())
+    left = (path for path in (tmp_path / "two").rglob("*") if path.is_file())
+    assert not any(SECRET.encode() in path.read_bytes() for path in left)
+    assert SECRET not in "".join(capfd.readouterr())
+
+    capfd.readouterr()
+    run_here("launch/eval.py", url, "--json")
+    said = json.loads(capfd.readouterr().out)
+    evals = [line for line in record_at(url, tmp_path) if line["kind"] == "eval"]
+    assert said["correct_top1"] == evals[-1]["correct_top1_ema"]
+    fetched = local_run(url)
+    assert newest_checkpoint(fetched) is None, "the weights are as new"
+    assert (fetched / "metrics.jsonl").read_bytes() == b"".join(parts)
+    weights = f"{url}/weights/best.safetensors"
+    assert local_run(weights).read_bytes() == there["weights/best.safetensors"]
+
+
+def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
+    """A fault that keeps the `number`-th PUT to a path with `at` in it waiting; `sent` gets all."""
+
+    def fault(method: str, path: str) -> str | None:
+        if method == "PUT" and at in path:
+            sent.append(path)
+            return "hold" if len(sent) == number else None
+        return None
+
+    return fault
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("at", ["state.safetensors", "checkpoint.json", "latest", "record/part"])
+def test_killed_amid_an_upload_it_goes_on_elsewhere_and_ends_with_the_same_bits(
+    s3, way, tmp_path, config, shards, at, ranks
+):
+    train(config, tmp_path / "whole", ranks=ranks)
+    expected = final_state(tmp_path / "whole", STEPS)
+    url = f"{s3.new_bucket()}/runs/x"
+    way.fault = holds(at, 3, [])
+    words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
+    background = Background(config, tmp_path / "one", *words, ranks=ranks)
+    assert way.is_holding.wait(120), background.end()
+    background.kill_all()
+    way.is_good()
+    shutil.rmtree(tmp_path / "one")
+    there = objects_of(s3, url)
+    latest = there["checkpoints/latest"].decode().strip()
+    assert f"checkpoints/{latest}/checkpoint.json" in there
+    assert f"checkpoints/{latest}/state.safetensors" in there, "it never leads to half a one"
+    done = train_at(config, url, tmp_path / "two", ranks=ranks)
+    assert "taking over" in done.stderr or "waiting up to" in done.stderr
+    assert f"resumed at step {int(latest.removeprefix('step_'))} of" in done.stderr or (
+        at == "latest"
+    )
+    assert final_state(tmp_path / "two", STEPS) == expected
+    assert_whole(url, tmp_path)
+    way.let_go.set()
+
+
+@pytest.mark.full
+def test_slow_down_and_cut_uploads_cost_time_only(s3, way, tmp_path, config, whole):
+    url = f"{s3.new_bucket()}/runs/x"
+    counts = Counter[str]()
+
+    def fault(method: str, path: str) -> str | None:
+        counts[method] += 1
+        if method == "PUT" and counts[method] % 3 == 0:
+            return "503 SlowDown" if counts[method] % 2 else "cut"
+        return "503 SlowDown" if method != "PUT" and counts[method] % 7 == 0 else None
+
+    way.fault = fault
+    train_at(config, url, tmp_path / "one")
+    way.is_good()
+    assert counts["PUT"] > 30, "faults did happen"
+    assert final_state(tmp_path / "one", STEPS) == whole
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
+def test_a_store_that_is_away_when_a_save_begins_costs_time_only(s3, way, tmp_path, config, whole):
+    """For longer than a renewal of the lease is tried, and than the lease lasts."""
+    url = f"{s3.new_bucket()}/runs/x"
+    began: list[float] = []
+
+    def fault(method: str, path: str) -> str | None:
+        num_saves = sum(each[0] == "PUT" and "latest" in each[1] for each in way.requests)
+        if num_saves >= 2 and "lease.json" in path and not began:
+            began.append(time.monotonic())
+        return "503 SlowDown" if began and time.monotonic() < began[0] + 2 * LEASE_S else None
+
+    way.fault = fault
+    train_at(config, url, tmp_path / "one")
+    assert began
+    assert final_state(tmp_path / "one", STEPS) == whole
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
+    s3, way, tmp_path, config, ranks
+):
+    train(config, tmp_path / "whole", ranks=ranks)
+    expected = final_state(tmp_path / "whole", STEPS)
+    url = f"{s3.new_bucket()}/runs/x"
+    is_expired = False
+
+    def fault(method: str, path: str) -> str | None:
+        nonlocal is_expired
+        is_expired |= "step_00000009" in path
+        return "400 ExpiredToken" if is_expired else None
+
+    way.fault = fault
+    done = train_at(config, url, tmp_path / "one", ranks=ranks, ok=False)
+    assert done.returncode == (1 if ranks else 2), done.stderr
+    assert "ExpiredToken it is" in done.stderr
+    assert "credentials come from AWS_ACCESS_KEY_ID" in done.stderr
+    assert f"the working copy {tmp_path / 'one'} is complete, and the same command" in done.stderr
+    assert done.stderr.count("error: ") <= 2, "ours, and torchrun's of it"
+    assert "AKIA" not in done.stderr
+    way.is_good()
+    train_at(config, url, tmp_path / "one", ranks=ranks)
+    assert final_state(tmp_path / "one", STEPS) == expected
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.parametrize("script", ["launch/train.py", "launch/job.py"])
+def test_a_bucket_that_does_not_exist_is_a_mistake_to_train_and_to_a_scheduler(
+    s3, tmp_path, config, script
+):
+    url = "s3://my-misspelt-bucket/runs/x"
+    words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
+    done = run(script, *words)
+    assert done.returncode == 2, done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith(f"error: {url}: there is no such bucket ("), line
+    assert line.endswith("): correct the URL, or create it first"), line
+
+
+@pytest.mark.full
+def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, tmp_path, config):
+    """The ranks end with status 2; whether there is a newer checkpoint cannot be seen then."""
+    url = f"{s3.new_bucket()}/runs/x"
+    is_expired = False
+
+    def fault(method: str, path: str) -> str | None:
+        nonlocal is_expired
+        is_expired |= "step_00000006" in path
+        return "400 ExpiredToken" if is_expired else None
+
+    way.fault = fault
+    words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
+    done = run("launch/job.py", *words, cold=True)
+    assert done.returncode == 1, done.stderr
+    assert "the store does not say whether there is a newer checkpoint" in done.stdout
+    way.is_good()
+    done = run("launch/job.py", *words, cold=True)
+    assert done.returncode == 0, done.stderr
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
+def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
+    s3, tmp_path, config, shards
+):
+    url = f"{s3.new_bucket()}/runs/x"
+    steps = "train.steps=100000"
+    local = [tmp_path / name for name in ("one", "two", "three")]
+    first = Background(
+        config, local[0], f"run.dir={url}", *settings(url, local[0]), steps, ranks=0, cold=True
+    )
+    first.wait_for_checkpoint(3)
+    second = train_at(config, url, local[1], steps, ok=False)
+    assert second.returncode == 2
+    assert "in use by a live run (process " in second.stderr
+    assert not (local[1] / "metrics.jsonl").exists(), "nothing was fetched for it"
+
+    os.kill(first.process.pid, signal.SIGSTOP)
+    third = Background(
+        config, local[2], f"run.dir={url}", *settings(url, local[2]), steps, ranks=0, cold=True
+    )
+    third.wait_for_output("resumed at step ")
+    os.kill(first.process.pid, signal.SIGCONT)
+    ended = first.end()
+    assert first.process.returncode == 2, ended
+    assert "has taken over the run, because this job did not reach the store for 2 s" in ended
+    third.wait_for_checkpoint(200)
+    third.process.send_signal(signal.SIGTERM)
+    said = third.end()
+    assert third.process.returncode == 0, said
+    lines = record_at(url, tmp_path)
+    assert lines[-1]["outcome"] == "stopped"
+    steps_of = Counter(line["step"] for line in lines if line["kind"] == "train")
+    assert set(steps_of.values()) == {1}
+    assert len(steps_of) == lines[-1]["step"]
+
+
+@pytest.mark.parametrize("name", ["../../../harm", "{tmp}/harm"])
+def test_a_file_whose_name_leads_out_of_the_run_is_refused(s3, tmp_path, monkeypatch, name):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    bucket = s3.new_bucket()
+    for key, data in (("checkpoint.json", b"{}"), (name.format(tmp=tmp_path), b"harm")):
+        boto3.client("s3").put_object(Bucket=bucket[5:], Key=f"run/{key}", Body=data)
+    with pytest.raises(ValueError, match=r"harm', which leads out of its folder"):
+        local_run(f"{bucket}/run")
+    assert not list(tmp_path.rglob("harm"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("at", ["weights/last.safetensors", "record/part", "state.safetensors"])
+def test_who_was_suspended_in_an_upload_writes_over_nothing_of_the_next_job(
+    s3, way, tmp_path, config, at
+):
+    url = f"{s3.new_bucket()}/runs/x"
+    sent: list[str] = []
+    way.fault = holds(at, 2, sent)
+    words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
+    first = Background(config, tmp_path / "one", *words, ranks=0, cold=True)
+    assert way.is_holding.wait(120), first.end()
+    os.kill(first.process.pid, signal.SIGSTOP)
+    way.is_good()
+    train_at(config, url, tmp_path / "two")
+    before = objects_of(s3, url)
+    way.let_go.set()
+    os.kill(first.process.pid, signal.SIGCONT)
+    said = first.end()
+    assert first.process.returncode == 2, said
+    assert "another job has taken it over and has ended" in said
+    after = objects_of(s3, url)
+    changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
+    assert changed <= {sent[1].partition("/runs/x/")[2].partition("?")[0]}, "what was on its way"
+    assert_whole(url, tmp_path)
+
+
+@pytest.mark.full
+def test_a_damaged_checkpoint_at_the_url_is_passed_over(s3, tmp_path, config, whole):
+    import boto3
+
+    url = f"{s3.new_bucket()}/runs/x"
+    train_at(config, url, tmp_path / "one", "train.steps=24")
+    bucket = url.split("/")[2]
+    key = "runs/x/checkpoints/step_00000024/state.safetensors"
+    client = boto3.client("s3")
+    data = bytearray(client.get_object(Bucket=bucket, Key=key)["Body"].read())
+    data[-1] ^= 1
+    client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
+    done = train_at(config, url, tmp_path / "two")
+    assert "does not match the sha256 in checkpoint.json: it is damaged" in done.stderr
+    assert "resumed at step 21 of 24" in done.stderr
+    assert final_state(tmp_path / "two", STEPS) == whole
+
+
+@pytest.mark.full
+def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, whole):
+    url = f"{s3.new_bucket()}/runs/x"
+    stop = ["train.steps=24", "log.sample_losses=1"]
+    background = Background(
+        config, tmp_path / "one", f"run.dir={url}", *settings(url, tmp_path / "one"), ranks=1
+    )
+    background.wait_for_checkpoint(6)
+    background.kill_all()
+    train_at(config, url, tmp_path / "two", *stop)  # another machine ends it
+    done = train_at(config, url, tmp_path / "one")
+    assert "another job has gone on since" in done.stderr
+    assert "is finished: 24 steps" in done.stderr
+    assert final_state(tmp_path / "one", STEPS) == whole
+    store = store_at(url, 60)
+    for name in store.list_below():
+        store.remove(name)
+    done = train_at(config, url, tmp_path / "one", ok=False)
+    assert done.returncode == 2
+    assert "holds no run, its working copy" in done.stderr
+    assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), "nothing is removed"
+
+
+@pytest.mark.full
+def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
+    """The store is a folder by its URL, so that copying takes no other tool."""
+    words = ["--config", config, *TINY]
+    home = tmp_path / "home"
+    run_here("launch/train.py", *words, f"run.dir={home}", "train.steps=6")
+    url = f"file://{tmp_path}/there"
+    shutil.copytree(home, tmp_path / "there")
+    more = "--allow-change", "train.steps"
+    train_here(config, url, tmp_path / "copy", "train.steps=9", *more)
+    lines = record_at(url, tmp_path)
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 10))
+    assert not (tmp_path / "there" / "metrics.jsonl").exists()
+    back = tmp_path / "back"
+    shutil.copytree(tmp_path / "there", back)
+    parts = sorted((back / "record").iterdir())
+    (back / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
+    run_here("launch/train.py", *words, f"run.dir={back}", "train.steps=12", *more)
+    lines = read_metrics(back / "metrics.jsonl")
+    assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 13))
+
+
+@pytest.mark.full
+def test_a_mounted_bucket_by_its_file_url_and_many_parts(tmp_path, config, monkeypatch):
+    """What locks and renames nothing: a folder by its URL."""
+    monkeypatch.setattr("vit.extras.remote_runs.record_parts.JOIN_FROM", 3)
+    url = f"file://{tmp_path}/mnt/run"
+    for number, steps in enumerate((6, 9, 12)):
+        change = ["--allow-change", "train.steps"] if number else []
+        local = tmp_path / f"copy{number}"
+        train_here(config, url, local, f"train.steps={steps}", "eval.every_steps=100", *change)
+    store = store_at(url, 60)
+    listing = store.list_below()
+    assert len(parts_in(listing)) < 6, "joined at each start"
+    assert read_record(store, listing) == (tmp_path / "copy2" / "metrics.jsonl").read_bytes()
+    assert_whole(url, tmp_path, 12)

@@ -1,0 +1,101 @@
+"""The contact sheet: its rows are the first images, its columns their draws, and the command writes
+it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from decoding import pixels
+from PIL import Image
+from processes import run
+
+from vit.config.io import load_config
+from vit.extras.report import contact_sheet
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def sheets(monkeypatch):
+    """The columns that are about to be drawn, in place of the drawing."""
+    caught = []
+
+    def catch(cells, num_columns, heading, picture, titles, caption_pt):
+        caught.append([(title, cells[n::num_columns]) for n, title in enumerate(titles)])
+
+    monkeypatch.setattr(contact_sheet, "plot_cells", catch)
+    return caught
+
+
+def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_path):
+    """The whole image is taken and flipped, and in half of the draws a box is erased: outside it a
+    draw is the original, mirrored."""
+    chosen = [
+        "augment.crop_scale=[1,1]",
+        "augment.crop_ratio=[1,1]",
+        "augment.hflip_prob=1.0",
+        "augment.erasing_prob=0.5",
+    ]
+    contact_sheet.make_contact_sheet(
+        load_config(config, chosen).config, 3, 2, tmp_path / "sheet.png", CPU
+    )
+    (columns,) = sheets
+    assert [title for title, _ in columns] == ["original", "draw 1", "draw 2", "as mixed"]
+    assert {len(cells) for _, cells in columns} == {4}, (
+        "three, and one more to make whole groups of two"
+    )
+    originals, first, second, mixed = (cells for _, cells in columns)
+    for row, original in enumerate(originals):
+        for drawn in (first[row], second[row]):
+            same = ((drawn.image * 255 - original.image.flip(-1).float()).abs() < 0.01).all(0)
+            assert same.all() if drawn.caption == ["flip"] else 0.1 < same.float().mean() < 1
+            assert drawn.caption in (["flip"], ["flip, erase"])
+        assert 1 <= len(mixed[row].caption) <= 2
+    assert len({tuple(cell.caption) for cell in (*first, *second)}) == 2
+
+
+def test_what_is_mixed_is_shown_also_where_mixing_ends_early(config, sheets, tmp_path):
+    for end in ("null", "1"):
+        chosen = load_config(config, [f"augment.mixup_off_epoch={end}"]).config
+        contact_sheet.make_contact_sheet(chosen, 3, 2, tmp_path / "sheet.png", CPU)
+    always, early = (dict(columns)["as mixed"] for columns in sheets)
+    assert [cell.caption for cell in always] == [cell.caption for cell in early]
+    assert all(torch.equal(a.image, b.image) for a, b in zip(always, early, strict=True))
+
+
+def test_without_mixing_there_is_no_mixed_column(config, sheets, tmp_path):
+    unmixed = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
+    contact_sheet.make_contact_sheet(load_config(config, unmixed).config, 3, 1, tmp_path, CPU)
+    assert [(title, len(cells)) for title, cells in sheets[0]] == [("original", 3), ("draw 1", 3)]
+
+
+def test_the_command_writes_a_picture(config, tmp_path):
+    picture = tmp_path / "new" / "sheet.png"
+    done = run(
+        "launch/visualize.py",
+        "augment",
+        "--config",
+        config,
+        "augment.three_augment=true",
+        "--out",
+        picture,
+        "--images",
+        "2",
+    )
+    assert (done.returncode, done.stdout.strip()) == (0, str(picture)), done.stderr
+    assert Image.open(picture).width == 1400
+    assert np.std(pixels(picture)) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--images", "0"], "--images 0: give a number from 1 to 64"),
+        (["--what"], "unknown: --what"),
+    ],
+)
+def test_a_wrong_argument_is_reported(config, arguments, words):
+    done = run("launch/visualize.py", "augment", "--config", config, *arguments)
+    assert done.returncode == 2
+    assert words in done.stderr

@@ -1,0 +1,305 @@
+"""Curves of a run: what is drawn follows from the record, and panels can stand in one page."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pytest
+from decoding import pixels, places
+from matplotlib.figure import Figure
+
+from vit.extras.report import curves
+from vit.system import drawing
+
+PLAN = {"world_size": 2, "micro_batch_size": 3, "accumulation_steps": 2}
+
+
+def record(folder: Path, *lines: dict) -> Path:
+    path = folder / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"time": 0.0, **line}) + "\n" for line in lines))
+    return path
+
+
+def train_line(step: int, **values) -> dict:
+    return {
+        "kind": "train",
+        "step": step,
+        "epoch": step / 20,
+        "loss": 2.0,
+        "lr": 0.1,
+        "images_per_s": 60.0,
+        "data_wait_s": 0.5,
+        **values,
+    }
+
+
+def troubled_run(folder: Path) -> Path:
+    evals = {
+        "kind": "eval",
+        "num_images": 1234,
+        "top1": 50.0,
+        "loss": 1.5,
+        "top1_ema": 51.0,
+        "loss_ema": None,
+    }
+    return record(
+        folder,
+        {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
+        *(train_line(step) for step in range(10, 1000, 10)),
+        {
+            "kind": "fault",
+            "step": 15,
+            "reason": "gradient not finite, update skipped",
+            "loss": None,
+        },
+        {"kind": "start", "step": 500, "restarts": 1, "plan": PLAN},
+        *(train_line(step, loss=None if step == 510 else 2.0) for step in range(510, 800, 10)),
+        evals | {"step": 400},
+        evals | {"step": 800, "top1": 77.7},
+    )
+
+
+def test_the_share_of_waiting_follows_from_the_record(tmp_path):
+    path = record(
+        tmp_path,
+        {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
+        # 10 steps of 12 images at 60 a second are 2 s, of which half a second was spent waiting
+        train_line(10),
+        train_line(30, data_wait_s=4.0),
+        train_line(50, data_wait_s=1.0),  # replaced by the restart
+        {
+            "kind": "start",
+            "step": 40,
+            "restarts": 1,
+            "plan": {**PLAN, "world_size": 1, "accumulation_steps": 4},
+        },
+        train_line(50, data_wait_s=0.4),  # 10 steps, not 20
+        train_line(60, data_wait_s=99.0),
+        train_line(70, images_per_s=None),
+    )
+    found = curves._read_curves(path)
+    assert [line.get("data_wait_percent") for line in found.of_kind("train")] == pytest.approx(
+        [25.0, 100.0, 20.0, 100.0, None]
+    )
+    without_plan = curves._read_curves(
+        record(tmp_path, {"kind": "start", "step": 0, "restarts": 0}, train_line(10))
+    )
+    assert "data_wait_percent" not in without_plan.of_kind("train")[0]
+
+
+def test_unequal_shares_are_a_batch(tmp_path):
+    """Three ranks of 3, 3 and 2 leaves: as many images as the global batch has."""
+    plan = {"world_size": 3, "micro_batch_size": 2, "accumulation_steps": 3}
+    start = {"kind": "start", "step": 0, "restarts": 0, "plan": {**plan, "global_batch_size": 16}}
+    found = curves._read_curves(record(tmp_path, start, train_line(15)))
+    (line,) = found.of_kind("train")  # 15 steps of 16 images at 60 a second: 4 s
+    assert line["data_wait_percent"] == pytest.approx(12.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "title", "training"),
+    [
+        ("loss: {label_smoothing: 0.1}", "Cross-entropy", "training, augmented"),
+        ("loss: {name: bce}", "Loss", "training: BCE"),
+        ("distill: {teacher: x}", "Loss", "training: cross-entropy + teacher"),
+    ],
+)
+def test_another_loss_than_that_of_evaluation_is_named(settings, title, training, tmp_path):
+    (tmp_path / "config.yaml").write_text(f"data: {{root: x}}\ntrain: {{epochs: 2}}\n{settings}\n")
+    evaluated = {"kind": "eval", "step": 10, "num_images": 5, "top1": 0.0, "loss": 2.0}
+    axes = Figure().subplots()
+    path = record(tmp_path, train_line(10), evaluated)
+    curves._draw_panel(axes, curves._read_curves(path), "loss")
+    assert axes.get_title() == title
+    assert axes.get_legend().get_texts()[0].get_text() == training
+
+
+def test_many_names_stand_below_the_curves(tmp_path):
+    evaluated = {"kind": "eval", "step": 10, "num_images": 5, "top1": 40.0, "loss": 2.0}
+    for sets, is_inside in ((("a",), True), (("a", "b", "c", "d"), False)):
+        further = {f"{name}/{key}": 9.0 for name in sets for key in ("top1", "num_images")}
+        figure = Figure((5, 3.2), layout="constrained")
+        axes = figure.subplots()
+        path = record(tmp_path, train_line(10), evaluated | further)
+        curves._draw_panel(axes, curves._read_curves(path), "accuracy")
+        figure.draw_without_rendering()
+        legend = axes.get_legend().get_window_extent()
+        assert (legend.y0 > axes.get_window_extent().y0) == is_inside
+        labels = axes.xaxis.label.get_window_extent()
+        assert is_inside or 0 <= legend.y0 < legend.y1 < labels.y0, "below, and in the picture"
+
+
+def test_many_points_are_averaged_and_gaps_stay():
+    lines = [{"step": i, "loss": None if i == 1234 else 3.0 + i % 2} for i in range(2000)]
+    steps, values = curves._points(lines, "loss")
+    assert len(steps) == 500
+    assert steps[:2].tolist() == [1.5, 5.5]
+    assert np.isnan(values).nonzero()[0].tolist() == [1234 // 4]
+    assert np.nanmin(values) == np.nanmax(values) == 3.5
+    assert curves._points(lines[:3], "loss").tolist() == [[0, 1, 2], [3, 4, 3]]
+    assert curves._points(lines, "unheard of").shape == (2, 0)
+
+
+def test_curves(tmp_path):
+    troubled = pixels(
+        curves.plot_curves(troubled_run(tmp_path), tmp_path / "report" / "curves.png")
+    )
+    for color in (drawing.BLUE, drawing.ORANGE, drawing.GREEN):
+        assert places(troubled, color).sum() > 100
+    start = {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN}
+    shown = [troubled]
+    for lines in (
+        [start],
+        [start, train_line(10)],
+        [train_line(10), {"kind": "eval", "step": 10, "num_images": 5, "top1": 0.0, "loss": 2.0}],
+    ):
+        shown.append(pixels(curves.plot_curves(record(tmp_path, *lines), tmp_path / "short.png")))
+    assert len({picture.tobytes() for picture in shown}) == 4
+
+
+def test_the_axis_of_accuracy_ends_at_100(tmp_path):
+    evals = {"kind": "eval", "num_images": 20, "loss": 1.5}
+    path = record(
+        tmp_path,
+        train_line(10),
+        evals | {"step": 5, "top1": 40.0},
+        evals | {"step": 10, "top1": 100.0},
+    )
+    axes = Figure().subplots()
+    curves._draw_panel(axes, curves._read_curves(path), "accuracy")
+    assert axes.get_ylim()[1] == 100
+    assert 0 < axes.get_ylim()[0] < 40
+    assert not any(line.get_clip_on() for line in axes.get_lines()), (
+        "half of the marker at 100 would be cut off"
+    )
+
+
+def test_a_weight_decay_that_changes_is_drawn_beside_the_rate(tmp_path):
+    figure = Figure()
+    axes = figure.subplots()
+    lines = [train_line(step, weight_decay=step / 100) for step in (10, 20, 30)]
+    curves._draw_panel(axes, curves._read_curves(record(tmp_path, *lines)), "learning_rate")
+    _, decay = figure.axes
+    assert axes.get_title() == "Learning rate and weight decay"
+    assert decay.get_lines()[0].get_xydata().tolist() == [[10, 0.1], [20, 0.2], [30, 0.3]]
+
+
+def test_panels_can_stand_in_one_page(tmp_path):
+    panels = curves.curve_panels(troubled_run(tmp_path))
+    assert list(panels) == ["loss", "accuracy", "learning_rate", "throughput"]
+    ids = Counter()
+    for panel in panels.values():
+        root = ET.fromstring(panel)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        assert "viewBox" in root.attrib
+        assert not {"width", "height"} & set(root.attrib), "CSS says how large"
+        tags = {element.tag.split("}")[1] for element in root.iter()}
+        assert "path" in tags
+        assert not {"style", "text", "metadata"} & tags, (
+            "fonts and rules of the page would change them"
+        )
+        own = {element.get("id") for element in root.iter()} - {None}
+        references = set(re.findall(r"(?:href=\"|url\()#([^\")]+)", panel))
+        assert references
+        assert references <= own
+        ids.update(element.get("id") for element in root.iter() if element.get("id"))
+    assert set(ids.values()) == {1}
+    assert "best 77.70 %" in panels["accuracy"].split(">")[0]
+    assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), (
+        "the same record gives the same bytes"
+    )
+
+
+def test_a_users_settings_change_nothing(tmp_path):
+    path = troubled_run(tmp_path)
+    expected = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
+    with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "axes.facecolor": "pink"}):
+        before = dict(matplotlib.rcParams)
+        found = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
+        assert dict(matplotlib.rcParams) == before, "and ours do not stay behind"
+    np.testing.assert_array_equal(found, expected)
+
+
+# --- accuracy in training, and several runs -------------------------------------------------------
+
+
+def run_with_margins(folder: Path, mixup: str = "mixup_alpha: 0.0") -> tuple[Path, np.ndarray]:
+    """A run of 2 epochs of 10 steps with 4 images a step; some were not read."""
+    folder.mkdir()
+    (folder / "config.yaml").write_text(
+        f"data: {{root: x, global_batch_size: 4}}\ntrain: {{epochs: 2}}\naugment: {{{mixup}}}\n"
+    )
+    rng = np.random.default_rng(0)
+    values = rng.normal(size=(2, 10, 2, 4)).astype(np.float16)
+    values[0, 3, :, 1] = np.nan
+    (folder / "samples").mkdir()
+    for epoch in (1, 2):
+        np.save(folder / "samples" / f"epoch_{epoch:04d}.npy", values[epoch - 1])
+    plan = {**PLAN, "steps_per_epoch": 10, "global_batch_size": 4}
+    lines = [train_line(step, epoch=step / 10) for step in (4, 8, 12, 16, 20)]
+    evals = [{"kind": "eval", "num_images": 9, "step": 20, "top1": 40.0, "loss": 2.0}]
+    record(folder, {"kind": "start", "step": 0, "plan": plan}, *lines, *evals)
+    return folder, values.transpose(0, 1, 3, 2)[..., 1].reshape(20, 4)
+
+
+def test_accuracy_in_training_is_counted_from_the_margins(tmp_path):
+    folder, margins = run_with_margins(tmp_path / "run")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    for line in lines:
+        rows = margins[line["step"] - 4 : line["step"]].ravel()
+        rows = rows[~np.isnan(rows)]
+        assert line["top1"] == pytest.approx(100 * np.mean(rows > 0))
+    assert len({line["top1"] for line in lines}) > 2
+    (folder / "samples" / "epoch_0002.npy").write_bytes(b"damaged")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    assert ["top1" in line for line in lines] == [True, True, True, False, False]
+
+
+def test_mixed_images_have_no_accuracy(tmp_path):
+    folder, _ = run_with_margins(tmp_path / "run", "mixup_alpha: 0.2")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    assert not any("top1" in line for line in lines)
+
+
+def test_accuracy_begins_where_mixing_ends(tmp_path):
+    folder, margins = run_with_margins(tmp_path / "run", "mixup_alpha: 0.2, mixup_off_epoch: 1")
+    lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
+    found = {line["step"]: line["top1"] for line in lines if "top1" in line}
+    assert list(found) == [12, 16, 20]
+    assert found[12] == pytest.approx(100 * np.mean(margins[10:12] > 0)), "not of steps 9 and 10"
+
+
+def test_a_smoothed_curve_is_the_mean_of_a_symmetric_window():
+    rng = np.random.default_rng(0)
+    x = np.cumsum(rng.uniform(0.1, 1, 40))
+    y = rng.normal(size=40)
+    y[7] = np.nan
+    for width in (0.0, 1.5, 8.0):
+        half = [min(width / 2, at - x[0], x[-1] - at) for at in x]
+        near = [np.abs(x - at) <= h + 1e-9 for at, h in zip(x, half, strict=True)]
+        expected = [np.nanmean(y[rows]) if np.any(~np.isnan(y[rows])) else np.nan for rows in near]
+        np.testing.assert_allclose(curves.smoothed(x, y, width), expected, atol=1e-12)
+    even = np.arange(40.0)
+    np.testing.assert_allclose(curves.smoothed(even, 3 * even, 8.0), 3 * even, err_msg="a line")
+
+
+def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
+    runs = [run_with_margins(tmp_path / name)[0] for name in ("one", "two")]
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, file, **_: drawn.append(figure))
+    curves.plot_learning_curves(runs, tmp_path / "a.png")
+    loss, accuracy = drawn[0].axes
+    labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
+    assert labels == [f"{run}: {what}" for run in ("one", "two") for what in WHAT]
+    assert [line.get_xdata()[-1] for line in loss.lines] == [2.0] * 6, "epochs, not steps"
+    with pytest.raises(ValueError, match=r"nowhere: no metrics\.jsonl"):
+        curves.plot_learning_curves([tmp_path / "nowhere"], tmp_path / "b.png")
+
+
+WHAT = ("training, augmented", "validation")

@@ -1,0 +1,150 @@
+"""Statistics of each image equal a count by hand; page and files can be used as they are."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import shutil
+from collections import defaultdict
+from html import escape
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import TINY, run_here, write_config
+
+from data_prep import imagefolder
+from vit.config.io import load_config
+from vit.data.open_data import open_split, open_train_set
+from vit.extras.report.replay import Replay
+from vit.extras.report.source import ReportSource
+from vit.extras.report.training_images.curves import read_curves
+from vit.extras.report.training_images.doubles import find_duplicates
+
+CPU = torch.device("cpu")
+STEPS = 15
+HOSTILE = "a<img_src=x_onerror=alert(1)>&"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, shards) -> Path:
+    """A run of three epochs, two with mixing. Of its 60 images one has a twin of another class,
+    with a hostile name, and one a twin among those that are evaluated on."""
+    folder = tmp_path_factory.mktemp("trained")
+    images = shutil.copytree(shards.parent / "images", folder / "images")
+    train = images / "train"
+    (train / "class1" / "0001.jpg").unlink()
+    shutil.copyfile(train / "class0" / "0000.jpg", train / "class1" / f"{HOSTILE}.jpg")
+    shutil.copyfile(train / "class2" / "0002.jpg", images / "val" / "class2" / "0002.jpg")
+    words = [str(images), "--out", str(folder / "shards"), "--num-shards", "2", "--workers", "1"]
+    assert imagefolder.main(words) == 0
+    config = write_config(folder, folder / "shards", steps=STEPS)
+    words = ["--config", str(config), f"run.dir={folder / 'run'}", *TINY]
+    mixing = ["augment.mixup_mode=elem", "augment.mix_prob=0.5", "augment.mixup_off_epoch=2"]
+    run_here("launch/train.py", *words, *mixing)
+    return folder / "run"
+
+
+def by_hand(source: ReportSource) -> dict[str, dict[str, float]]:
+    """What is expected of each key, from the rows of all steps."""
+    seen = defaultdict(list)
+    for step in range(1, STEPS + 1):
+        for piece in Replay(source, step).pieces():
+            for row in piece.rows:
+                weight = 2 * row.own_share - 1
+                if weight > 0:
+                    seen[row.key].append((Replay(source, step).epoch, weight, row))
+    found = {}
+    for key, rows in seen.items():
+        total = sum(weight for _, weight, _ in rows)
+        right = [epoch for epoch, _, row in rows if row.margin > 0]
+        outcomes = [row.margin > 0 for _, _, row in rows]
+        pairs = pairwise(outcomes)
+        found[key] = {
+            "mean_margin": sum(weight * row.margin for _, weight, row in rows) / total,
+            "mean_loss": sum(weight * row.loss for _, weight, row in rows) / total,
+            "epochs_seen": len(rows),
+            "first_right_epoch": min(right, default=math.nan),
+            "times_forgotten": sum(before and not now for before, now in pairs),
+        }
+    return found
+
+
+def test_the_table_is_what_one_counts_by_hand(trained, capsys):
+    run_here("launch/samples.py", trained)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-2:] == [
+        str(trained / "report" / name) for name in ("samples.html", "samples.csv")
+    ]
+    with (trained / "report" / "samples.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    margins = [float(row["mean_margin"]) for row in rows]
+    assert margins == sorted(margins)
+    expected = by_hand(ReportSource(trained, CPU))
+    assert {row["key"] for row in rows} == expected.keys()
+    for row in rows:
+        for name, value in expected[row["key"]].items():
+            found = float(row[name] or "nan")
+            assert found == pytest.approx(value, abs=1e-4, nan_ok=True), (row["key"], name)
+
+
+def test_equal_images_are_found_with_the_differing_labels_they_have(trained):
+    source = ReportSource(trained, CPU)
+    split = source.train_set.split
+    found = find_duplicates(split, source.val_split)
+    assert [{split.key(i) for i in same} for same in found.groups] == [
+        {"class0_0000", f"class1_{HOSTILE}"}
+    ]
+    [(train, val)] = found.also_evaluated
+    assert (split.key(train), source.val_split.key(val)) == ("class2_0002", "class2_0002")
+
+
+def test_the_page_needs_nothing_and_runs_nothing(trained):
+    run_here("launch/samples.py", trained)
+    page = (trained / "report" / "samples.html").read_text()
+    assert "default-src 'none'" in page
+    assert "<script" not in page
+    assert HOSTILE not in page
+    assert escape(HOSTILE) in page
+    sources = re.findall(r'(?:src|href)="([^"]*)"', page)
+    assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
+    # two twins with different labels, and the one that is evaluated on
+    assert page.count('<div class="twins">') == 1
+    assert "Also in the images that are evaluated on" in page
+
+
+def test_the_worst_keys_can_be_left_out_of_the_next_training(trained, tmp_path):
+    path = tmp_path / "worst.txt"
+    run_here("launch/samples.py", trained, "--worst", 7, "--exclude", path)
+    source = ReportSource(trained, CPU)
+    curves = read_curves(source)
+    keys = [source.train_set.split.key(int(sample)) for sample in curves.suspects[:7]]
+    assert path.read_text().splitlines() == keys
+    config = load_config(trained / "config.yaml", [f"data.exclude={path}"]).config
+    left = open_train_set(config.data, open_split(config.data, "val"))
+    assert left.num_draws == source.train_set.num_draws - 7
+
+
+def test_a_run_that_kept_no_losses_is_refused(trained, tmp_path):
+    copy = shutil.copytree(trained, tmp_path / "run")
+    shutil.rmtree(copy / "samples")
+    with pytest.raises(ValueError, match=r"no losses of its images were kept"):
+        read_curves(ReportSource(copy, CPU))
+
+
+def test_margins_of_repeated_images_in_an_epoch_are_averaged(tmp_path, shards):
+    config = write_config(tmp_path, shards, steps=5)
+    words = ["--config", str(config), f"run.dir={tmp_path / 'run'}", *TINY]
+    off = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
+    run_here("launch/train.py", *words, *off, "data.aug_repeats=3")
+    source = ReportSource(tmp_path / "run", CPU)
+    rows = [row for s in range(1, 6) for p in Replay(source, s).pieces() for row in p.rows]
+    curves = read_curves(source)
+    for sample in {row.sample for row in rows}:
+        own = [row.margin for row in rows if row.sample == sample]
+        assert len(own) == 3
+        assert curves.mean_margin[sample] == pytest.approx(np.mean(own))
+        assert curves.num_seen[sample] == 1

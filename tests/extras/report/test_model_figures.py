@@ -1,0 +1,335 @@
+"""What a model has learnt: the numbers behind its pictures against brute force and scikit-learn,
+and that looking changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from decoding import pixels, places
+from matplotlib import colormaps
+from PIL import Image
+from timm.models.vision_transformer import VisionTransformer as TimmVisionTransformer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from vit.config.io import load_config
+from vit.extras.planner.by_layer import layer_costs, memory_needs
+from vit.extras.planner.memory import step_memory
+from vit.extras.report import inside_plots, model_figures
+from vit.extras.report.attention import (
+    attention_distance,
+    attention_maps,
+    even_reading,
+    output_attention,
+)
+from vit.extras.report.components import filter_components, token_colors, token_features
+from vit.extras.report.example_images import Samples, samples_of_split
+from vit.extras.report.model_comparison import Compared, _differing, compare
+from vit.model import VisionTransformer, create_model
+from vit.system import drawing as style
+from vit.system.drawing import drawing
+from vit.training.model_summary import count_parameters, flops_per_image
+from vit.weights.files import LoadedWeights
+
+SMALL = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
+
+
+def small_model(**fields) -> VisionTransformer:
+    model = VisionTransformer((32, 24), **SMALL, **fields).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3, generator=generator)
+    return model
+
+
+def some_images(batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, 3, 32, 24, generator=torch.Generator().manual_seed(1))
+
+
+def some_maps(tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(2, 4, tokens, tokens, generator=generator).softmax(-1) for _ in range(3)]
+
+
+# ---- attention -----------------------------------------------------------------------------------
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[str(function)] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def operations_of(model: torch.nn.Module) -> Counter:
+    with torch.no_grad(), Operations() as operations:
+        model(some_images())
+    return operations.counts
+
+
+def test_a_forward_pass_is_the_same_before_and_after_a_look():
+    model = small_model()
+    before = operations_of(model)
+    assert any("scaled_dot_product" in name for name in before)
+    attention_maps(model, some_images())
+    with pytest.raises(ValueError, match="expected"):
+        attention_maps(model, torch.zeros(1, 3, 8, 8))
+    assert operations_of(model) == before
+    for module in model.modules():
+        assert not module._forward_pre_hooks
+        assert not module._forward_hooks
+
+
+@pytest.mark.parametrize("num_prefix_tokens", [0, 1, 5])
+def test_distance_is_that_of_a_loop_over_all_pairs(num_prefix_tokens):
+    grid, patch_size = (3, 4), (8, 16)
+    maps = some_maps(num_prefix_tokens + 12)
+    found = attention_distance(maps, grid, patch_size, num_prefix_tokens)
+    assert found.shape == (2, 3, 4)
+    for image, layer, head in np.ndindex(2, 3, 4):
+        weights = maps[layer][image, head, num_prefix_tokens:, num_prefix_tokens:].double().numpy()
+        total = 0.0
+        for query, key in np.ndindex(12, 12):
+            down = 8 * (query // 4 - key // 4)
+            across = 16 * (query % 4 - key % 4)
+            total += weights[query, key] / weights[query].sum() * math.hypot(down, across)
+        np.testing.assert_allclose(found[image, layer, head], total / 12, rtol=1e-5)
+
+
+def test_distances_are_a_mean_over_images():
+    model = small_model()
+    images = some_images(3)
+    found = model_figures.mean_distances(model, lambda part: part, images)
+    maps = attention_maps(model, images).blocks
+    expected = attention_distance(maps, (4, 3), (8, 8), 1).mean(0)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("global_pool", ["token", "avg", "map"])
+def test_where_the_output_looks(global_pool):
+    maps = some_maps(13)
+    if global_pool == "map":
+        reading = some_maps(13)[0][:, :, 3]
+    else:
+        reading = even_reading(13, 1, global_pool)
+    found = output_attention(maps, reading, 1)
+    assert found.shape == (2, 3, 4, 12)
+    for image, layer, head, patch in np.ndindex(*found.shape):
+        rows = maps[layer][image, head]
+        if global_pool == "map":
+            of_query = [float(reading[image, :, query].mean()) for query in range(13)]
+            expected = sum(of_query[query] * float(rows[query, patch + 1]) for query in range(13))
+        else:
+            queries = [0] if global_pool == "token" else range(1, 13)
+            expected = np.mean([float(rows[query, patch + 1]) for query in queries])
+        np.testing.assert_allclose(found[image, layer, head, patch], expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 2])
+def test_the_query_of_a_map_head_is_one_more_layer(registers):
+    """It looks at patches alone, with weights of sum 1; each block is that of the same rows."""
+    model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    image = torch.rand(3, 32, 24)
+    heads, rolled = model_figures.heads_and_rollout(model, lambda pixels: pixels, image)
+    assert heads.shape == (4, 4, 4, 3)
+    assert rolled.shape == (4, 3)
+    torch.testing.assert_close(heads[-1].sum((1, 2)), torch.ones(4))
+    inputs = []
+    with model.attn_pool.register_forward_pre_hook(lambda module, args: inputs.append(args[0])):
+        model(image[None])
+    q, k, _ = model.attn_pool.project(inputs[0])
+    expected = torch.stack([(k[0, h] @ q[0, h, 0] / 8**0.5).softmax(0) for h in range(4)])
+    torch.testing.assert_close(heads[-1].flatten(1), expected)
+
+
+# ---- principal components ------------------------------------------------------------------------
+
+
+def same_up_to_sign(found: np.ndarray, expected: np.ndarray, atol: float) -> None:
+    signs = np.sign((found * expected).sum(1, keepdims=True))
+    np.testing.assert_allclose(found, signs * expected, atol=atol)
+
+
+@pytest.mark.parametrize("make", [small_model, lambda: TimmVisionTransformer((32, 24), **SMALL)])
+def test_filters_are_scikit_learns_components(make):
+    from sklearn.decomposition import PCA  # slow to import
+
+    model = make()
+    found, shares = filter_components(model, 28)
+    assert found.shape == (28, 3, 8, 8)
+    expected = PCA(28, svd_solver="full").fit(
+        model.patch_embed.proj.weight.detach().double().flatten(1).numpy()
+    )
+    same_up_to_sign(found.flatten(1).numpy(), expected.components_, atol=1e-9)
+    np.testing.assert_allclose(shares.numpy(), expected.explained_variance_ratio_, rtol=1e-9)
+    assert (found.flatten(1).max(1).values == found.flatten(1).abs().max(1).values).all()
+
+
+def test_tokens_are_scikit_learns_components_cut_at_a_hundredth():
+    from sklearn.decomposition import PCA  # slow to import
+
+    features = token_features(small_model(), some_images(5))
+    assert features.shape == (5, 12, 32)
+    colors, shares = token_colors(features, (4, 3))
+    assert colors.shape == (5, 3, 4, 3)
+    rows = features.double().flatten(0, 1).numpy()
+    expected = PCA(3, svd_solver="full").fit(rows)
+    values = expected.transform(rows)
+    low, high = np.quantile(values, [0.01, 0.99], axis=0)
+    scaled = ((values - low) / (high - low)).clip(0, 1)
+    found = colors.permute(0, 2, 3, 1).flatten(0, 2).numpy()
+    for channel in range(3):
+        mirrored = 1 - scaled[:, channel]  # a component of the other sign
+        assert min(
+            np.abs(found[:, channel] - scaled[:, channel]).max(),
+            np.abs(found[:, channel] - mirrored).max(),
+        ) == pytest.approx(0, abs=1e-5)
+    np.testing.assert_allclose(shares, expected.explained_variance_ratio_, rtol=1e-9)
+
+
+def test_features_are_those_of_the_patches():
+    model = small_model()
+    expected = model.forward_features(some_images())[:, 1:]
+    torch.testing.assert_close(token_features(model, some_images()), expected)
+
+
+# ---- what layers cost ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [
+        ("vit_s16", {"representation_size": 64, "init_values": 0.1, "qkv_bias": False}),
+        ("vit_ti16", {"global_pool": "avg", "class_token": False, "pos_embed": "sincos2d"}),
+        ("timm/vit_tiny_patch16_224", {"reg_tokens": 4}),
+    ],
+)
+def test_layers_add_up_to_the_model(name, fields):
+    with torch.device("meta"):
+        model = create_model(name, **fields)
+    rows = layer_costs(model)
+    assert sum(row.parameters for row in rows) == count_parameters(model)
+    assert sum(row.flops for row in rows) == flops_per_image(model)
+    assert len([row for row in rows if row.name.startswith("blocks.")]) == 12
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.full
+def test_memory_is_that_of_the_planner():
+    settings = ["model.name=vit_ti16", "model.depth=2", "data.root=.", "train.precision=fp32"]
+    config = load_config("configs/vit_b16.yaml", settings).config
+    needs = memory_needs(config, 10)
+    model = create_model(config.model, num_classes=10)
+    tensors = [*model.parameters(), *model.buffers()]
+    assert needs.weights == sum(tensor.nbytes for tensor in tensors)
+    # The hidden layer of an MLP and what it is made of are alive at once.
+    hidden_bytes = 4 * 197 * 768
+    assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
+    plan = SimpleNamespace(world_size=1, global_batch_size=200, micro_batch_size=200)
+    larger = step_memory(config, plan, 10).total
+    assert needs.per_image == pytest.approx(larger / 200, rel=0.2)
+    assert needs.training < larger
+
+
+# ---- pictures ------------------------------------------------------------------------------------
+
+
+def test_patches_are_those_of_the_image(tmp_path):
+    image = torch.zeros(3, 4, 6, dtype=torch.uint8)
+    image[0] = torch.arange(24).view(4, 6) * 10
+    image[2] = 200
+    path = inside_plots.plot_patches(image, (2, 3), tmp_path / "patches.png")
+    shown = pixels(path)
+    left, right = shown[:, :700], shown[:, 700:]
+    for value in range(0, 240, 10):
+        assert places(left, (value, 0, 200)).sum() > 1000
+        assert places(right, (value, 0, 200)).sum() > 1000
+
+
+def test_pictures_are_what_their_suffix_says(tmp_path):
+    model = small_model()
+    images = (some_images(3).clamp(-1, 1) * 127 + 128).to(torch.uint8)
+    for suffix, magic in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
+        path = tmp_path / f"distance.{suffix}"
+        model_figures.draw_distance(model, lambda part: part.float() / 255, images, path)
+        assert path.read_bytes().startswith(magic)
+    with pytest.raises(ValueError, match=r"one of png, pdf, svg"), drawing(tmp_path / "a.gif", 1):
+        pass
+
+
+def test_each_head_in_a_picture_of_its_own(tmp_path):
+    image = torch.full((3, 32, 24), 100, dtype=torch.uint8)
+    heads = torch.rand(2, 3, 4, 3)
+    written = inside_plots.save_heads(image, heads, tmp_path / "new")
+    names = [f"layer{layer:02d}_head{head:02d}.png" for layer in (1, 2) for head in (1, 2, 3)]
+    assert [path.name for path in written] == ["input.png", *names]
+    from PIL import Image
+
+    assert all(Image.open(path).size == (24, 32) for path in written)
+
+
+# ---- two models ----------------------------------------------------------------------------------
+
+
+def test_images_that_one_has_right_come_by_the_others_confidence():
+    labels = torch.tensor([0, 0, 0, 1, 1, 1])
+    first = torch.tensor([0, 0, 0, 0, 1, 0])
+    second = torch.tensor([0, 1, 1, 1, 1, 0])
+    sure = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.6, 0.5])
+    found = Compared(labels, (first, second), (sure, sure), None)
+    assert _differing(found) == [2, 1, 3]
+
+
+def test_models_of_other_classes_and_files_are_not_compared():
+    one = SimpleNamespace(class_names=("a", "b"), weights=SimpleNamespace(path="one"))
+    other = SimpleNamespace(class_names=("a", "c"), weights=SimpleNamespace(path="other"))
+    with pytest.raises(ValueError, match="one and other have different classes"):
+        compare((one, other), Samples([], []))
+    with pytest.raises(ValueError, match="files have no classes"):
+        compare((one, one), Samples([], []))
+
+
+def test_letters_without_a_font_are_named_once(tmp_path, capsys, recwarn, monkeypatch):
+    """matplotlib warns twice at each place; a class may be called so on a hundred pictures."""
+    monkeypatch.setattr(style, "_missing_letters", set())
+    for name in ("a.png", "b.png"):
+        with style.drawing(tmp_path / name, 1.0) as figure:
+            style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
+    assert capsys.readouterr().err.count("no font here has \ue123 \ue124") == 1
+    assert not recwarn.list
+
+
+def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
+    """Patches of 8x16 pixels: a grid of 4x3 is as wide as an image of 32x48."""
+    image = torch.zeros(3, 32, 48, dtype=torch.uint8)
+    heads = torch.rand(1, 1, 4, 3)
+    inside_plots.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
+    drawn = np.array(Image.open(tmp_path / "x.png").convert("RGB")).astype(int)
+    colours = (colormaps["viridis"]((heads[0, 0] / heads.max()).numpy())[..., :3] * 255).round()
+    sizes = []
+    for colour in colours.reshape(-1, 3):
+        at = np.argwhere(np.abs(drawn - colour).max(2) <= 1)
+        sizes.append(np.ptp(at, axis=0) + 1)
+    height, width = np.median(sizes, axis=0)
+    assert abs(width / height - 2) < 0.1
+
+
+def test_weights_from_elsewhere_have_no_images_of_their_own():
+    """Their config names no data, and the folder that one works in is not meant."""
+    foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
+    with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on images .*--data"):
+        samples_of_split(foreign, 4)

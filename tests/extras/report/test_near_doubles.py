@@ -1,0 +1,146 @@
+"""Images that were encoded again or made brighter are found, and what is compared is exact."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image, ImageEnhance
+from processes import TINY, run_here, write_config
+
+from data_prep import imagefolder
+from vit.extras.report.source import ReportSource
+from vit.extras.report.training_images import near_doubles
+from vit.extras.report.training_images.doubles import find_duplicates
+from vit.extras.report.training_images.near_doubles import (
+    find_near_doubles,
+    nearest,
+    pooled_features,
+    whiten_,
+)
+
+CPU = torch.device("cpu")
+NUM_IMAGES = 90
+
+
+def ignore(done: int, total: int) -> None:
+    pass
+
+
+def draw(rng: np.random.Generator) -> Image.Image:
+    """A picture of some coloured patches, like no other."""
+    patches = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
+    return Image.fromarray(patches).resize((48, 48), Image.Resampling.BICUBIC)
+
+
+def encode(image: Image.Image, quality: int = 92) -> bytes:
+    data = io.BytesIO()
+    image.save(data, "JPEG", quality=quality)
+    return data.getvalue()
+
+
+COPIES = {
+    "encoded": lambda image: encode(image, 60),
+    "brighter": lambda image: encode(ImageEnhance.Brightness(image).enhance(1.15)),
+    "cut": lambda image: encode(image.crop((1, 1, 47, 47)).resize((48, 48))),
+}
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory) -> Path:
+    """A run of two epochs on images of which 0 to 8 have a copy of another class among them, 9 to
+    17 one among those that are evaluated on, and 18 has an equal file."""
+    folder = tmp_path_factory.mktemp("planted")
+    rng = np.random.default_rng(0)
+
+    def write(split: str, label: int, name: str, data: bytes) -> None:
+        path = folder / "images" / split / f"class{label}" / f"{name}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    for number in range(NUM_IMAGES):
+        image = draw(rng)
+        write("train", number % 3, f"image{number:02}", encode(image))
+        if number < 18:
+            kind = list(COPIES)[number % 3]
+            split = "train" if number < 9 else "val"
+            write(split, (number + 1) % 3, f"{kind}{number:02}", COPIES[kind](image))
+        if number == 18:
+            write("train", number % 3, f"same{number:02}", encode(image))
+    for number in range(12):
+        write("val", number % 3, f"other{number:02}", encode(draw(rng)))
+    words = [str(folder / "images"), "--out", str(folder / "shards"), "--num-shards", "1"]
+    assert imagefolder.main([*words, "--workers", "1"]) == 0
+    config = write_config(folder, folder / "shards", steps=16)
+    run_here("launch/train.py", "--config", config, f"run.dir={folder / 'run'}", *TINY)
+    return folder / "run"
+
+
+def test_planted_copies_are_found_and_nothing_else(planted, monkeypatch):
+    monkeypatch.setattr(near_doubles, "BLOCK", 32)  # several blocks, the last one of both splits
+    source = ReportSource(planted, CPU)
+    train = source.train_set.split
+    val = source.val_split
+    duplicates = find_duplicates(train, val)
+    assert [{train.key(n)[7:] for n in same} for same in duplicates.groups] == [
+        {"image18", "same18"}
+    ]
+    features = pooled_features(source, ignore)
+    found = find_near_doubles(source, features, duplicates, 0.75, ignore)
+    pairs = {frozenset(train.key(n)[7:] for n in pair[:2]) for pair in found.pairs}
+    expected = {frozenset({f"image{n:02}", f"{list(COPIES)[n % 3]}{n:02}"}) for n in range(9)}
+    assert pairs == expected, "recall and precision 1; the equal file is told of elsewhere"
+    assert {(train.key(a)[7:], val.key(b)[7:]) for a, b, _ in found.also_evaluated} == {
+        (f"image{n:02}", f"{list(COPIES)[n % 3]}{n:02}") for n in range(9, 18)
+    }
+
+
+def test_similarities_are_those_of_all_pairs(monkeypatch):
+    monkeypatch.setattr(near_doubles, "BLOCK", 7)
+    torch.manual_seed(0)
+    features = torch.nn.functional.normalize(torch.randn(31, 5), dim=1)
+    similarity, found = nearest(features, 23, CPU, ignore)
+    for own in range(31):
+        others = {n: float(features[own] @ features[n]) for n in range(23) if n != own}
+        best = max(others, key=lambda n: others[n])
+        assert int(found[own]) == best
+        assert float(similarity[own]) == pytest.approx(others[best], abs=1e-6)
+
+
+def test_whitened_features_spread_equally_where_there_is_content(monkeypatch):
+    monkeypatch.setattr(near_doubles, "RIDGE", 0.0)
+    monkeypatch.setattr(torch.nn.functional, "normalize", lambda rows, dim: rows)
+    torch.manual_seed(0)
+    features = torch.randn(500, 6) @ torch.randn(6, 6) * torch.tensor([9, 1, 1, 1, 1, 0.1]) + 5
+    whiten_(features)
+    torch.testing.assert_close(features.T @ features / 500, torch.eye(6), atol=1e-3, rtol=0)
+
+
+def test_the_page_and_the_table_show_both_images(planted, capsys):
+    run_here("launch/samples.py", planted, "--near", "0.75")
+    assert "9 pairs of training images, 9 images that are evaluated on" in capsys.readouterr().out
+    page = (planted / "report" / "samples.html").read_text()
+    near = page[page.index('id="near"') :]
+    assert near.count('<div class="twins">') == 18
+    assert near.count("<img") == 36
+    with (planted / "report" / "samples.csv").open(newline="") as file:
+        rows = {row["key"][7:]: row for row in csv.DictReader(file)}
+    trained_on = [n for n in range(NUM_IMAGES) if f"image{n:02}" in rows]
+    assert len(trained_on) > NUM_IMAGES // 2, "those that were not seen have no line"
+    for number in trained_on:
+        row = rows[f"image{number:02}"]
+        if number < 18:
+            assert row["near_to"].endswith(f"{list(COPIES)[number % 3]}{number:02}")
+            assert float(row["near_cosine"]) >= 0.75
+        assert row["near_split"] == ("train" if number < 9 else "val" if number < 18 else "")
+
+
+def test_a_model_without_a_linear_head_is_refused(planted):
+    source = ReportSource(planted, CPU)
+    source.model.head = torch.nn.Identity()
+    with pytest.raises(ValueError, match="VisionTransformer ends in Identity"):
+        pooled_features(source, ignore)

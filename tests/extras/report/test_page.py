@@ -1,0 +1,618 @@
+"""The report: one page that needs nothing, says what the record says, and is there for every kind
+of run."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+import shutil
+import signal
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from processes import TINY, Background, environment, metrics, run, train, write_config
+
+from vit.checkpoint.run_folder import is_in_use, mark_stopped
+from vit.config.hints import all_keys
+from vit.config.io import load_config
+from vit.data.augment.apply import Augment
+from vit.data.batches import ImageFormat, TrainBatches
+from vit.data.loader import Loader
+from vit.data.order import make_order
+from vit.data.shards.data_set import open_split
+from vit.extras.report import facts, model_plots
+from vit.extras.report.example_images import pick_images
+from vit.extras.report.page import make_report, write_page
+from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.training.metrics import interval95
+
+CPU = torch.device("cpu")
+HOSTILE = [
+    "</script><script>alert(1)</script>",
+    "\"'><img src=http://evil.example/x onerror=alert(1)>",
+    "{{ 7 * 191 }} & <b>bold</b> é",
+]
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
+
+
+class Page(HTMLParser):
+    """A page taken apart: its tags with their attributes, its text, and the attributes of each
+    <data> by its text."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.html = path.read_text(encoding="utf-8")
+        self.tags: list[tuple[str, dict[str, str]]] = []
+        self.words: list[str] = []
+        self.code: list[str] = []
+        self.feed(self.html)
+        self.close()
+        self.text = re.sub(r"\s+", " ", " ".join(self.words))
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, {key: value or "" for key, value in attrs}))
+
+    def handle_data(self, data):
+        self.words.append(data)
+        if self.tags[-1:] and self.tags[-1][0] == "code":
+            self.code.append(data)
+
+    def attributes(self, tag: str) -> list[dict[str, str]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+    def values(self) -> list[str]:
+        """Numbers as the record has them."""
+        return [attributes["value"] for attributes in self.attributes("data")]
+
+
+def check_self_contained(page: Page) -> list[Image.Image]:
+    """Fail if anything points outside, or is run that is not the page's own; returns the
+    pictures."""
+    pictures = []
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form", "audio", "video"), (
+            tag
+        )
+        for name, value in attributes.items():
+            assert not name.startswith("on"), f"<{tag} {name}>"
+            where = f"<{tag} {name}={value[:80]}>"
+            if name in (
+                "src",
+                "href",
+                "xlink:href",
+                "srcset",
+                "action",
+                "data",
+                "poster",
+                "background",
+            ):
+                assert value.startswith("#") or (
+                    tag == "img" and value.startswith("data:image/png;base64,")
+                ), where
+            # namespaces are names; the others are only shown
+            if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
+                assert not re.search("https?:|javascript:", value), where
+    for attributes in page.attributes("img"):
+        with Image.open(
+            io.BytesIO(base64.b64decode(attributes["src"].partition(",")[2], validate=True))
+        ) as image:
+            image.load()
+            assert image.format == "PNG"
+            pictures.append(image)
+    assert len(page.attributes("script")) == 1
+    assert "@import" not in page.html
+    assert set(re.findall(r"url\((.)", page.html)) <= {"#"}
+    return pictures
+
+
+def report_of(run_dir: Path) -> Page:
+    """The page, by the real command."""
+    done = run("launch/report.py", run_dir)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[0] == str(run_dir / "report" / "index.html")
+    return Page(run_dir / "report" / "index.html")
+
+
+@pytest.fixture(scope="module")
+def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shards with other class names."""
+    root = tmp_path_factory.mktemp("hostile") / "shards"
+    shutil.copytree(shards, root)
+    info = json.loads((root / "_info.json").read_text())
+    (root / "_info.json").write_text(json.dumps({**info, "class_names": HOSTILE}))
+    return root
+
+
+@pytest.fixture(scope="module")
+def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
+    """A run that was started again after its end, and its page."""
+    folder = tmp_path_factory.mktemp("finished")
+    config = write_config(folder, hostile, batch=48, steps=12)
+    run_dir = folder / "a run <i>&amp; more"
+    for _ in range(2):
+        # far too high: there must be mistakes to show
+        more = ("log.norms_every_steps=5", "schedule.final_weight_decay=0.4")
+        train(config, run_dir, "optim.lr=0.5", *more, ranks=0)
+    return run_dir, report_of(run_dir)
+
+
+def remade(run_dir: Path) -> Page:
+    """The page, made in this process."""
+    return Page(make_report(run_dir, CPU).page)
+
+
+def copied(run_dir: Path, to: Path) -> Path:
+    shutil.copytree(run_dir, to / "run", ignore=shutil.ignore_patterns("report"))
+    return to / "run"
+
+
+def set_key(run_dir: Path, key: str, value: str) -> None:
+    """Change a line of config.yaml."""
+    path = run_dir / "config.yaml"
+    path.write_text(
+        re.sub(
+            rf"^  {key}: .*$", lambda _: f"  {key}: {value}", path.read_text(), flags=re.MULTILINE
+        )
+    )
+
+
+def test_one_file_holds_everything(finished):
+    run_dir, page = finished
+    pictures = check_self_contained(page)
+    assert {path.stem for path in (run_dir / "report").glob("*.png")} == set(PAINTERS)
+    assert len(pictures) == len(PAINTERS) - 1  # the curves are drawn as SVG
+    assert len(page.attributes("svg")) == 4
+    assert [line["step"] for line in metrics(run_dir, "norms")] == [5, 10, 12]
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert {attributes["href"][1:] for attributes in page.attributes("a")} <= set(ids)
+    assert len(page.html) < 3e6
+
+
+def test_the_numbers_are_those_of_the_record(finished):
+    run_dir, page = finished
+    evaluations = metrics(run_dir, "eval")
+    assert len(evaluations) == 2
+    for line in evaluations:
+        for name in ("top1", "loss", "top1_ema", "loss_ema"):
+            assert repr(line[name]) in page.values(), name
+    assert "top-5" not in page.text
+    best = max(max(line["top1"], line["top1_ema"]) for line in evaluations)
+    last = evaluations[-1]
+    right = f"{last['correct_top1_ema']} of 23 images"
+    assert f"Top-1, at the end {last['top1_ema']:.2f} % {right}" in page.text
+    assert f"Top-1, best {best:.2f} %" in page.text
+    low, high = interval95(last["correct_top1_ema"], 23)
+    assert (
+        f"{last['correct_top1_ema']} of 23 images; 95 % interval {low:.1f} to {high:.1f}"
+        in page.text
+    )
+    assert "Finished at step 12 of 12." in page.text
+    assert "576 images" in page.text  # 12 steps of 48
+
+
+def test_every_restart_is_reported(finished):
+    run_dir, page = finished
+    starts = metrics(run_dir, "start")
+    assert [line["restarts"] for line in starts] == [0, 1]
+    attempts = page.text.partition("Attempts")[2].partition("Faults")[0]
+    assert attempts.count("finished") == 2
+    assert "0 – 12" in attempts
+    assert "12 – 12" in attempts
+    for line in starts:
+        for key in ("command", "git", "python", "torch", "host"):
+            assert line[key] in page.text, key
+
+
+def test_every_setting_is_there_and_what_differs_comes_first(finished):
+    run_dir, page = finished
+    config = load_config(run_dir / "config.yaml").config
+    keys = [
+        f"{section}.{key}"
+        for section in type(config).model_fields
+        for key in type(getattr(config, section)).model_fields
+    ]
+    assert set(keys) <= set(page.code)
+    assert set(keys) <= set(all_keys())
+    first = page.html.partition("Different from the defaults")[2].partition("All settings")[0]
+    for key in (
+        "model.embed_dim",
+        "data.root",
+        "train.ema_decay",
+        "augment.mixup_alpha",
+        "run.dir",
+    ):
+        assert f"<code>{key}</code>" in first, key
+    for key in ("optim.eps", "augment.hflip_prob", "train.seed"):
+        assert f"<code>{key}</code>" not in first, key
+
+
+def test_names_are_text_and_nothing_else(finished):
+    _, page = finished
+    for name in HOSTILE:
+        assert re.sub(r"\s+", " ", name) in page.text
+    assert "1337" not in page.text
+    assert "a run <i>&amp; more" in page.text
+    # bars, not the folder's name
+    assert not page.attributes("i") or all(
+        "style" in attributes for attributes in page.attributes("i")
+    )
+    assert not page.attributes("b") or HOSTILE[2] not in page.html
+
+
+def test_the_augmented_images_are_those_of_training(finished, monkeypatch, tmp_path):
+    """Against the whole batch of one rank: the report decodes only a part of it."""
+    run_dir, _ = finished
+    seen = {}
+    monkeypatch.setattr(
+        model_plots,
+        "plot_augmented",
+        lambda inputs, targets, *others: seen.update(inputs=inputs, targets=targets),
+    )
+    draw_pictures(copied(run_dir, tmp_path), CPU)
+    config = load_config(run_dir / "config.yaml").config
+    split = open_split(config.data.root, "train")
+    order = make_order(split.num_samples, 48, config.train.seed)
+    batch = next(
+        Loader(
+            TrainBatches(split, order, config.augment, ImageFormat((16, 16), 3, "bilinear")), 0, 1
+        )
+    )
+    inputs, targets = Augment(config.augment, 3, config.data.mean, config.data.std, CPU)(
+        batch.images, batch.labels, batch.table
+    )
+    assert seen["inputs"].shape == (24, 3, 16, 16)
+    assert torch.equal(seen["inputs"], inputs[:24])
+    assert torch.equal(seen["targets"], targets[:24])
+    assert (targets[:24].max(1).values < 0.99).any(), "the config should mix"
+
+
+def test_tables_for_others(finished, tmp_path):
+    """What training hands to W&B; and its random numbers go on as if nothing had been drawn."""
+    run_dir, _ = finished
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    drawn = draw_pictures(copied(run_dir, tmp_path), CPU)
+    assert set(drawn.paths) == set(PAINTERS)
+    assert torch.equal(torch.rand(3), expected)
+    last = metrics(run_dir, "eval")[-1]
+    assert [row.name for row in drawn.class_accuracies] == HOSTILE
+    assert sum(row.num_images for row in drawn.class_accuracies) == 23
+    assert sum(row.correct for row in drawn.class_accuracies) == last["correct_top1_ema"]
+    assert sum(pair.num_mistaken for pair in drawn.confused_pairs) == 23 - last["correct_top1_ema"]
+
+
+def test_without_the_data_the_rest_is_there(finished, tmp_path):
+    run_dir = copied(finished[0], tmp_path)
+    set_key(run_dir, "root", "/nowhere/at/all")
+    page = remade(run_dir)
+    assert len(check_self_contained(page)) == 4  # norms, confusion, positions, filters
+    assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
+    assert HOSTILE[0] in page.text  # the weights know the names
+
+
+def test_a_damaged_prediction_file_and_other_data(finished, tmp_path):
+    run_dir = copied(finished[0], tmp_path)
+    predictions = run_dir / "predictions.npz"
+    predictions.write_bytes(predictions.read_bytes()[:100])
+    reasons = draw_pictures(run_dir, CPU).reasons
+    assert set(reasons) == {"confusion", "confused"}
+    assert "predictions.npz is damaged" in reasons["confusion"]
+    np.savez(predictions, predictions=np.zeros(7, np.int64), labels=np.ones(7, np.int64), step=3)
+    reasons = draw_pictures(run_dir, CPU).reasons
+    assert set(reasons) == {"confused"}
+    assert "no longer what was evaluated" in reasons["confused"]
+
+
+def test_a_run_without_evaluation(config, tmp_path):
+    train(config, tmp_path / "run", "train.steps=2")
+    page = remade(tmp_path / "run")
+    assert len(check_self_contained(page)) == 6  # those of mistakes and curves are missing
+    assert page.text.count("The run has not been evaluated yet.") == 4
+    shutil.rmtree(tmp_path / "run" / "weights")
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    reasons = make_report(tmp_path / "run", CPU).pictures.reasons
+    assert {reasons[name] for name in ("attention", "positions")} == {
+        "The run has not saved any weights yet."
+    }
+    assert "augmented" not in reasons, "its pictures need no weights"
+
+
+def test_a_guest_without_attention(shards, tmp_path):
+    pytest.importorskip("timm")
+    config = tmp_path / "guest.yaml"
+    config.write_text(
+        f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards},"
+        " global_batch_size: 12}\ntrain: {steps: 2}\neval: {every_steps: 2}\n"
+    )
+    others = [setting for setting in TINY if not setting.startswith("model.")]
+    assert (
+        run(
+            "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *others
+        ).returncode
+        == 0
+    )
+    page = remade(tmp_path / "run")
+    mistaken = metrics(tmp_path / "run", "eval")[-1]["correct_top1"] < 23
+    assert len(check_self_contained(page)) == 2 + mistaken  # augmented, confusion
+    assert ("No validation image was taken for a different class." in page.text) is not mistaken
+    assert "Not drawn. Attention rollout needs a grid of patches (here None)" in page.text
+    assert "Not drawn. timm/resnet10t has no position embeddings to compare." in page.text
+
+
+@pytest.mark.slow
+def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
+    run_dir = tmp_path / "run"
+    training = Background(
+        config, tmp_path / "run", "train.steps=100000", "eval.every_steps=2", ranks=0
+    )
+    try:
+        training.wait_for_step(31)
+        assert is_in_use(run_dir) is True
+        training.process.send_signal(signal.SIGSTOP)  # it would train for as long as that takes
+        page = report_of(run_dir)
+        assert training.process.poll() is None, "the report must not disturb the run"
+    finally:
+        training.kill_all()
+    check_self_contained(page)
+    assert re.search(
+        r"running Running, at step \d+ of 100,000; the newest line of the record was 0:0\d:\d\d"
+        r" old\.",
+        page.text,
+    )
+    assert "All" in page.text.partition("Where it looks")[0].partition("averaged weights")[2], (
+        "many evaluations are folded away"
+    )
+    assert is_in_use(run_dir) is False
+    page = report_of(run_dir)
+    check_self_contained(page)
+    assert re.search(
+        r"killed Killed after step \d+ of 100,000; the same command resumes from its newest"
+        r" checkpoint\.",
+        page.text,
+    )
+
+
+def told(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
+    """The text of the page of a run of which only the record is left."""
+    folder.mkdir(exist_ok=True)
+    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(texts))
+    page = Page(make_report(folder, CPU, in_use=in_use).page)
+    check_self_contained(page)
+    return page.text
+
+
+PLAN = {"total_steps": 90}
+START = {
+    "kind": "start",
+    "step": 0,
+    "time": 1e9,
+    "restarts": 0,
+    "world_size": 2,
+    "device": "cpu",
+    "git": "one",
+    "plan": PLAN,
+}
+TRAIN = {
+    "kind": "train",
+    "step": 10,
+    "time": 1e9 + 9,
+    "loss": 1.0,
+    "lr": 0.1,
+    "images_per_s": 50.0,
+    "data_wait_s": 1.0,
+    "elapsed_s": 9.0,
+}
+
+
+def test_how_attempts_end(tmp_path):
+    again = {**START, "step": 6, "time": 1e9 + 20, "restarts": 1, "git": "two", "world_size": 3}
+    failed = {
+        "kind": "end",
+        "step": 8,
+        "time": 1e9 + 30,
+        "outcome": "error",
+        "reason": "OSError: disk <full>",
+    }
+    text = told(tmp_path / "run", START, TRAIN, again, failed)
+    assert "failed Failed at step 8 of 90: OSError: disk <full>" in text
+    attempts = text.partition("Attempts")[2].partition("Faults")[0]
+    assert (
+        "killed 0 – 10 2 on cpu 0:00:09 50 the record ends without an `end` line; 4 steps"
+        " done again by the next attempt" in attempts
+    )
+    assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
+    assert "one attempt 1 two attempt 2" in text
+    stopped = {"kind": "end", "step": 10, "time": 1e9 + 10, "outcome": "stopped", "elapsed_s": 10.0}
+    assert "Stopped at step 10 of 90 and saved" in told(tmp_path / "run", START, TRAIN, stopped)
+    mark_stopped(tmp_path / "run", 10, "SIGTERM")
+    assert "Stopped by SIGTERM at step 10 of 90" in told(tmp_path / "run", START, TRAIN, stopped)
+    for in_use, expected in (
+        (True, "Running, at"),
+        (False, "Killed after"),
+        (None, "Running or killed, at"),
+    ):
+        assert f"{expected} step 10 of 90" in told(tmp_path / "run", START, TRAIN, in_use=in_use)
+
+
+def test_faults_are_reported(tmp_path):
+    fault = {
+        "kind": "fault",
+        "step": 7,
+        "time": 1e9 + 5,
+        "reason": "gradient not finite, update skipped",
+        "loss": None,
+    }
+    (tmp_path / "run" / "checkpoints" / "damaged_step_00000003_17").mkdir(parents=True)
+    text = told(tmp_path / "run", START, fault, {**TRAIN, "updates_skipped": 1, "bad_images": 2})
+    assert "1 update skipped" in text
+    assert "2 training images could not be decoded" in text
+    assert "damaged_step_00000003_17" in text
+    assert "gradient not finite, update skipped (loss not finite)" in text
+    assert "None: no update was skipped" not in text
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "None: no update was skipped" in told(tmp_path / "run", START, TRAIN)
+
+
+def test_a_record_that_is_cut_short_damaged_or_empty(tmp_path):
+    cut = told(tmp_path / "run", START, TRAIN, '{"kind": "train", "step": 2')
+    assert "step 10 of 90" in cut
+    assert "cannot be read" not in cut
+    damaged = told(tmp_path / "run", START, "\x00\x00\n", '{"kind": "tr\n', "[1]\n", TRAIN)
+    assert "3 lines of the record cannot be read and are skipped" in damaged
+    assert "step 10 of 90" in damaged
+    assert (tmp_path / "run" / "report" / "curves.png").is_file()
+    assert "Nothing is in the record yet." in told(tmp_path / "run")
+    assert "Running or killed, at step 0 of 90" in told(tmp_path / "run", START)
+
+
+def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("model: {nam: <vit>}\n")
+    text = told(tmp_path / "run", START, TRAIN)
+    assert "unknown key 'model.nam'; did you mean model.name?" in text
+    assert "model: {nam: <vit>}" in text
+
+
+def test_mistakes_of_people(tmp_path):
+    for folder in (tmp_path / "no", tmp_path):
+        done = run("launch/report.py", folder)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith(f"error: {folder}: not a run folder: name one")
+        assert len(done.stderr.splitlines()) == 1
+    done = run("launch/report.py", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: no RUN given and none under runs/")
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path):
+    told(tmp_path / "run", START, TRAIN)
+    page = tmp_path / "run" / "report" / "index.html"
+    page.unlink()
+    page.mkdir()  # a folder in its place cannot be replaced by a file, not even by root
+    with pytest.raises(ValueError, match=r"index\.html: cannot be written"):
+        write_page(tmp_path / "run", Pictures())
+    assert {path.name for path in page.parent.iterdir()} == {"index.html", "curves.png"}
+
+
+def test_images_are_picked_over_all_classes_always_the_same():
+    labels = np.repeat(np.arange(10), 20)
+    predictions = labels.copy()
+    predictions[[3, 25, 26, 27, 28, 29, 190]] += 1
+    chosen = pick_images(labels, predictions, 12, 4)
+    assert chosen == pick_images(labels, predictions, 12, 4)
+    assert len(set(chosen)) == 12
+    assert [bool(predictions[n] == labels[n]) for n in chosen] == [True] * 8 + [False] * 4
+    assert len({labels[n] for n in chosen[:8]}) == 8
+    assert {labels[n] for n in chosen[8:]} == {0, 1, 9}
+    assert len({labels[n] for n in pick_images(labels, None, 12, 4)}) == 10
+    assert sorted(pick_images(labels[:3], predictions[:3], 12, 4)) == [0, 1, 2]
+    assert pick_images(labels[:0], predictions[:0], 12, 4) == []
+
+
+def chromium(page: Path, width: int, folder: Path) -> list[str]:
+    """What the browser's console says of a page in a window `width` pixels wide; looking at it
+    leaves a picture in `folder`."""
+    quiet = [
+        "--no-first-run",
+        "--disable-background-networking",
+        "--disable-component-update",
+        "--disable-sync",
+        "--enable-logging=stderr",
+    ]
+    view = [
+        "--hide-scrollbars",
+        f"--window-size={width},900",
+        "--virtual-time-budget=5000",
+        f"--screenshot={folder / 'page.png'}",
+    ]
+    command = [
+        str(CHROMIUM),
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={folder / 'profile'}",
+        *quiet,
+        *view,
+    ]
+    done = subprocess.run(
+        [*command, page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (folder / "page.png").is_file()
+    return [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tmp_path, width):
+    run_dir, page = finished
+    assert chromium(run_dir / "report" / "index.html", width, tmp_path) == []
+
+    # What is not ours must not run: the policy refuses it, and the browser says so.
+    foreign = tmp_path / "foreign.html"
+    foreign.write_text(
+        page.html.replace("</body>", "<script>console.log('taken over')</script></body>")
+    )
+    refused = chromium(foreign, width, tmp_path)
+    assert len(refused) == 1
+    assert "Content Security Policy" in refused[0]
+
+    # Measured by a script that a copy without the policy lets run; everything that can be unfolded
+    # is. A frame can be narrower than the narrowest window.
+    measure = """<script>
+    for (const details of document.querySelectorAll("details")) details.open = true;
+    const wide = [...document.querySelectorAll("body *")]
+        .filter((e) => !e.closest(".scroll, nav, svg, pre"))
+        .filter((e) => e.getBoundingClientRect().right > innerWidth + 1)
+        .map((e) => e.tagName + "." + e.className);
+    const found = document.getElementById("search");
+    found.value = "label_smoothing"; found.dispatchEvent(new Event("input"));
+    const rows = [...document.querySelectorAll("#all tr[data-words]")]
+        .filter((row) => row.getClientRects().length).length;
+    const page_width = document.documentElement.scrollWidth;
+    const measured = JSON.stringify([innerWidth, page_width, wide.slice(0, 5), rows]);
+    console.log("MEASURED" + measured + "END");
+    </script></body>"""
+    copy = tmp_path / "copy.html"
+    copy.write_text(
+        re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.html).replace(
+            "</body>", measure
+        )
+    )
+    (tmp_path / "frame.html").write_text(
+        f'<iframe src="copy.html" style="width: {width}px; height: 900px; border: 0"></iframe>'
+    )
+    said = "".join(chromium(tmp_path / "frame.html", 1400, tmp_path))
+    inner_width, scroll_width, wide, found = json.loads(re.search(r"MEASURED(.*)END", said)[1])
+    assert (inner_width, scroll_width) == (width, width), wide
+    assert wide == []
+    assert found == 1, "the search finds one setting"
+
+
+def test_of_equal_accuracies_the_smaller_loss_is_the_best():
+    row = {"epoch": 1.0, "num_images": 20, "correct_top1": 20, "top5": 100.0, "ece": None}
+    names = ("num_images", "top1", "top5", "correct_top1", "loss", "ece", "by_top1", "by_loss")
+    row |= {f"{name}_ema": None for name in names}
+    rows = [
+        row | {"step": step, "top1": top1, "loss": loss, "by_top1": top1, "by_loss": loss}
+        for step, top1, loss in ((4, 100.0, 1.35), (8, 100.0, 0.43), (12, 95.0, 0.1))
+    ]
+    assert facts.headline(rows)["best"]["step"] == 8

@@ -1,0 +1,114 @@
+"""The room that a run takes on its disk is known before it begins."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from processes import TINY
+
+from vit.config.io import load_config
+from vit.config.schema import Config
+from vit.distributed.process_group import World
+from vit.extras.compose import build_run
+from vit.hooks.preflight import DiskNeeds, Preflight, check_disk, disk_needs
+from vit.train import train as train_run
+from vit.training.plan import Plan, make_plan
+
+GIB = 2**30
+
+
+def room_of(config: Config, plan: Plan) -> DiskNeeds:
+    return disk_needs(config, plan, 3)
+
+
+def tiny(path: Path, *overrides: str) -> Config:
+    return load_config(path, [*TINY, *overrides])[0]
+
+
+GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TINY,
+        (*TINY, "train.ema_decay=null"),
+        (*TINY, "optim.name=sgd"),
+        (*TINY, "optim.name=sgd", "optim.momentum=0", "train.ema_decay=null"),
+        (*(line for line in TINY if not line.startswith("model.")), *GUEST),
+    ],
+    ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
+)
+def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards, tmp_path):
+    """Compared with what is really saved."""
+    path = tmp_path / "config.yaml"
+    folder = tmp_path / "run"
+    path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
+    once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
+    settings = load_config(path, [*overrides, *once]).config
+    plan, _ = make_plan(settings, 60, 1)
+    needs = room_of(settings, plan)
+    train_run(build_run(settings, World(0, 1, torch.device("cpu"))))
+    assert needs.num_checkpoints == 1
+    for expected, pattern in (
+        (needs.checkpoint_bytes, "checkpoints/step_*/*"),
+        (needs.weights_bytes, "weights/*"),
+    ):
+        found = sum(file.lstat().st_size for file in folder.glob(pattern))  # one is a link
+        assert expected == pytest.approx(found, rel=0.02, abs=20_000)
+    losses = [file.stat().st_size for file in folder.glob("samples/*")]
+    assert needs.samples_bytes == sum(losses) > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_epochs"),
+    [((), 3), (("log.sample_losses=2",), 1), (("log.sample_losses=0",), 0)],
+)
+def test_the_losses_of_images_are_counted_for_each_epoch_begun(config, settings, num_epochs):
+    """12 of 60 images in a batch, 5 steps an epoch; the third is cut short."""
+    given = tiny(config, "train.epochs=null", "train.steps=11", *settings)
+    plan, _ = make_plan(given, 60, 1)
+    assert plan.steps_per_epoch == 5
+    needs = room_of(given, plan)
+    header = len(_npy(np.zeros((5, 2, 12), np.float16))) - 5 * 12 * 4
+    assert needs.samples_bytes == num_epochs * (5 * 12 * 4 + header)
+    assert needs.total_bytes - needs.samples_bytes == (
+        needs.num_checkpoints * needs.checkpoint_bytes + needs.weights_bytes
+    )
+
+
+def _npy(values: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    np.save(file, values)
+    return file.getvalue()
+
+
+def test_how_many_checkpoints_there_are_at_a_time(config):
+    """One more than are kept, unless the run ends before."""
+    for steps, kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
+        settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={kept}")
+        plan, _ = make_plan(settings, 60, 1)
+        assert room_of(settings, plan).num_checkpoints == expected
+
+
+def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
+    """A finished set of checkpoints and weights leaves one checkpoint to be added."""
+    settings = tiny(config)
+    plan, _ = make_plan(settings, 60, 1)
+    needs = room_of(settings, plan)
+    empty = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
+    for number in range(2):
+        state = tmp_path / "run" / "checkpoints" / f"step_{number}" / "state.safetensors"
+        state.parent.mkdir(parents=True)
+        state.write_bytes(bytes(needs.checkpoint_bytes))
+    (tmp_path / "run" / "weights").mkdir()
+    (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
+    later = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
+    for found, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
+        assert found.numbers["needed_disk_gib"] == round(expected / GIB, 4)
+    [line] = empty.lines
+    assert line.startswith(f"disk: 3 checkpoint(s) of {needs.checkpoint_bytes / 2**20:.1f} MiB")

@@ -1,0 +1,309 @@
+"""A run whose labels are wrong in one batch: it is left out, ends the run, or is passed over."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from processes import (
+    TINY,
+    Background,
+    final_state,
+    last_checkpoint,
+    last_step,
+    metrics,
+    run,
+    run_here,
+    train,
+    write_config,
+)
+from scipy.stats import median_abs_deviation
+from small_shards import write_tar
+
+from data_prep import index
+from vit.checkpoint.checkpoint import read_info
+from vit.checkpoint.info import sealed
+from vit.checkpoint.state import RunState
+from vit.config.io import load_config
+from vit.data.batches import TrainBatches
+from vit.data.image_format import ImageFormat
+from vit.data.order import make_order
+from vit.data.shards.data_set import open_split
+from vit.distributed.process_group import World
+from vit.hooks.guard import Guard, Rewind, limit_of
+from vit.hooks.sample_losses import epoch_files, read_epoch
+from vit.loggers.record import Record, read_metrics
+from vit.training.plan import make_plan
+from vit.training.step_result import NON_FINITE, SPIKE, StepValues
+
+STEPS = 24
+BAD_STEP = 16
+"""Counted from 0."""
+BATCH = 12
+SAVED_BEFORE = 12
+"""The newest checkpoint when the bad batch comes."""
+SETTINGS = (
+    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
+    "model.drop_path_rate=0",
+    *("optim.lr=0.003", "eval.every_steps=10", f"checkpoint.every_steps={SAVED_BEFORE // 2}"),
+    *("guard.window_steps=8", "guard.spike_sigmas=5"),
+    "checkpoint.keep_last=9",
+)
+REWIND = ("guard.on_spike=rewind", "guard.rewind_skip_steps=1")
+
+
+ONE = World(0, 1, torch.device("cpu"))
+NOTHING = np.zeros(0, np.float32)
+NO_REPORTS = np.zeros((1, 1), np.float32)
+
+
+def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
+    return StepValues(loss, grad_norm, 0.0, 0, verdict, NO_REPORTS, NOTHING, NOTHING, None)
+
+
+def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:
+    """On a rank that writes no record."""
+    loaded = load_config(config, [*TINY, *settings])[0]
+    return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
+
+
+def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(config, tmp_path):
+    rng = np.random.default_rng(0)
+    losses = rng.normal(3, 0.1, 60)
+    norms = rng.lognormal(0, 0.5, 60)
+    settings = ("guard.on_spike=skip", "guard.window_steps=16", "guard.spike_sigmas=4")
+    settings += ("guard.spike_of=either",)
+    state = RunState()
+    guard = guard_of(config, tmp_path, state, *settings)
+    for step in range(60):
+        late = guard.limits(step)
+        if step >= 2:
+            guard.judge(step - 1, values_of(losses[step - 1], norms[step - 1]))
+            # Where training pauses, or has resumed, a step more is known: that changes nothing.
+            assert guard.limits(step) == late
+        else:
+            guard.judge(0, values_of(losses[0], norms[0])) if step else None
+        if step < 17:
+            assert late is None
+            continue
+        for found, known in ((late.loss, losses), (late.grad_norm, norms)):
+            window = known[step - 17 : step - 1]
+            deviation = median_abs_deviation(window, scale="normal")
+            assert found == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
+    again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
+    assert again.limits(60) == guard.limits(60), "of a checkpoint"
+    assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, "nothing is known of how they vary"
+
+
+def test_a_run_that_goes_back_keeps_the_facts_of_now():
+    """The checkpoint may be of before `train.exact_over_ranks` was switched on."""
+    saved = RunState(step=10, facts={"seed": 1}, restarts=0)
+    now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
+    state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
+    assert (state.step, state.facts, state.restarts) == (10, now.facts, 2)
+    assert state.passed_over == [[20, 27]]
+
+
+def test_the_window_begins_anew_where_images_change_their_size(config, shards, tmp_path):
+    """The loss jumps there: limits of smaller images would leave out each update behind it."""
+    settings = ("guard.on_spike=skip", "guard.window_steps=8")
+    loaded = load_config(config, [*TINY, *settings])[0]
+    split = open_split(shards, "train")
+    order = make_order(split.num_samples, BATCH, seed=0)
+    border = 3 * order.steps_per_epoch
+    form = ImageFormat((16, 16), stages=((3, (8, 8)),))
+    batches = TrainBatches(split, order, loaded.augment, form)
+    record = Record(tmp_path, loaded.log, False, total_steps=99)
+    guard = Guard(loaded, RunState(), ONE, record, batches)
+    for step in range(border + 12):
+        of_this_size = step if step < border else step - border
+        # Eight steps, of which the last but one is the newest.
+        assert (guard.limits(step) is not None) == (of_this_size >= 9), step
+        guard.judge(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
+
+
+NAN = math.nan
+ONCE = ["train.max_skipped_steps=1"]
+OVERFLOW = (0.7, math.inf, NON_FINITE)
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings", "values", "expected"),
+    [
+        ("fp32", [], (NAN, NAN, NON_FINITE), "none"),
+        ("fp32", ["guard.on_nonfinite=stop"], (NAN, NAN, NON_FINITE), "guard.on_nonfinite=stop"),
+        ("fp32", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
+        ("fp16", ["guard.on_nonfinite=rewind"], OVERFLOW, "none"),
+        ("fp16", ["guard.on_nonfinite=rewind"], (NAN, NAN, NON_FINITE), "Rewind"),
+        ("fp16", ["guard.on_nonfinite=stop", "train.max_skipped_steps=1"], OVERFLOW, "1 times in"),
+        ("fp32", ["guard.on_spike=skip"], (9.0, 1.0, SPIKE), "none"),
+        ("fp32", ["guard.on_spike=skip", "train.max_skipped_steps=1"], (9.0, 1, SPIKE), "a spike"),
+        ("fp32", ["guard.on_spike=stop"], (9.0, 1.0, SPIKE), "guard.on_spike=stop"),
+        ("fp32", ["guard.on_spike=rewind"], (9.0, 1.0, SPIKE), "Rewind"),
+        ("fp32", ["guard.on_spike=rewind", "guard.max_rewinds=2"], (9.0, 1.0, SPIKE), "2 rewinds"),
+        ("fp32", ONCE, (NAN, NAN, NON_FINITE), "Lower optim.lr or lengthen the warm-up; the last"),
+        ("fp16", ONCE, (NAN, NAN, NON_FINITE), "or use train.precision=bf16; the last"),
+    ],
+)
+def test_what_follows_from_a_verdict(precision, settings, values, expected, config, tmp_path):
+    state = RunState(rewinds=2)
+    guard = guard_of(config, tmp_path, state, *settings, f"train.precision={precision}")
+    problem = guard.judge(7, values_of(*values))
+    assert state.updates_skipped == state.updates_skipped_in_a_row == 1
+    if expected == "Rewind":
+        assert isinstance(problem, Rewind)
+        assert problem.step == 7
+    else:
+        assert expected in str(problem).replace("None", "none")
+    assert guard.judge(8, values_of(1.0, 1.0)) is None
+    assert (state.updates_skipped, state.updates_skipped_in_a_row) == (1, 0)
+
+
+@pytest.fixture(scope="module")
+def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A config for one epoch of shards whose class is the colour, but for the labels of the images
+    in one batch."""
+    folder = tmp_path_factory.mktemp("planted")
+    root = folder / "shards"
+    root.mkdir()
+    config = write_config(folder, root, steps=STEPS, batch=BATCH)
+    order = make_plan(load_config(config, TINY)[0], STEPS * BATCH, 1)[1]
+    wrong = set(order.rows(BAD_STEP, 0, BATCH).tolist())
+    rng = np.random.default_rng(0)
+    for split, total in (("train", STEPS * BATCH), ("val", 12)):
+        members = []
+        for number in range(total):
+            label = number % 3
+            pixels = np.clip(rng.normal(40 + 80 * label, 20, (20, 20, 3)), 0, 255).astype(np.uint8)
+            encoded = io.BytesIO()
+            Image.fromarray(pixels).save(encoded, "JPEG")
+            if split == "train" and number in wrong:
+                label = (label + 1) % 3
+            members += [(f"{number:04d}.jpg", encoded.getvalue())]
+            members += [(f"{number:04d}.cls", str(label).encode())]
+        write_tar(root / f"{split}-0000.tar", members)
+    assert index.main([str(root)]) == 0
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that went back."""
+    folder = tmp_path_factory.mktemp("rewound") / "run"
+    train(planted, folder, *SETTINGS, *REWIND)
+    return folder
+
+
+def differing(one: dict[str, str], other: dict[str, str], prefix: str = "") -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name in one if name.startswith(prefix) and one[name] != other[name]]
+
+
+def test_a_run_goes_back_and_passes_over_the_batches_around_the_spike(finished):
+    (line,) = metrics(finished, "rewind")
+    assert (line["step"], line["at_step"], line["rewinds"]) == (SAVED_BEFORE, BAD_STEP + 1, 1)
+    assert (line["first_passed_over"], line["last_passed_over"]) == (BAD_STEP, BAD_STEP + 2)
+    assert line["loss"] > line["loss_limit"]
+    assert len(line["samples"]) == 8
+    record = read_metrics(finished / "metrics.jsonl")
+    steps = [line["step"] for line in record if line["kind"] == "train"]
+    passed_over = range(BAD_STEP, BAD_STEP + 3)
+    assert steps == [step for step in range(1, STEPS + 1) if step not in passed_over]
+    assert metrics(finished, "train")[-1]["batches_passed_over"] == 3
+    (losses,) = (read_epoch(path, STEPS, BATCH) for path in epoch_files(finished).values())
+    missing = np.isnan(losses).all((1, 2))
+    assert missing.nonzero()[0].tolist() == [step - 1 for step in passed_over]
+    state = read_info(finished / "checkpoints" / f"step_{STEPS:08d}")
+    assert state["passed_over"] == [[BAD_STEP - 1, BAD_STEP + 2]]
+
+
+def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, capsys):
+    (line,) = metrics(finished, "rewind")
+    run_here("launch/replay.py", finished, "--step", line["at_step"], "--csv", finished / "b.csv")
+    assert "passed over" in capsys.readouterr().out
+    with (finished / "b.csv").open() as file:
+        keys = {row["key"] for row in csv.DictReader(file)}
+    named = {key for key, _ in line["samples"]}
+    assert named <= keys
+    losses = [loss for _, loss in line["samples"]]
+    assert losses == sorted(losses, reverse=True)
+
+
+@pytest.mark.parametrize("is_noted", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_killed_behind_the_rewind_or_before_it_is_noted_equals_uninterrupted(
+    is_noted, finished, planted, tmp_path
+):
+    """What a kill leaves: the checkpoint that the run went back to, and nothing newer."""
+    shutil.copytree(finished, tmp_path / "run")
+    for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        if int(folder.name.removeprefix("step_")) > SAVED_BEFORE:
+            shutil.rmtree(folder)
+    info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
+    content = json.loads(info.read_text())
+    assert content["passed_over"], "before anything is done again"
+    if not is_noted:
+        info.write_text(json.dumps(sealed({**content, "passed_over": [], "rewinds": 0})))
+    train(planted, tmp_path / "run", *SETTINGS, *REWIND)
+    assert len(metrics(tmp_path / "run", "rewind")) == 1 + (not is_noted)
+    assert not differing(final_state(finished, STEPS), final_state(tmp_path / "run", STEPS))
+
+
+@pytest.mark.full
+def test_a_skipped_update_leaves_the_weights_that_passing_over_this_batch_leaves(planted, tmp_path):
+    train(planted, tmp_path / "skip", *SETTINGS, "guard.on_spike=skip")
+    train(planted, tmp_path / "back", *SETTINGS, REWIND[0], "guard.rewind_skip_steps=0")
+    (fault,) = metrics(tmp_path / "skip", "fault")
+    assert (fault["step"], fault["action"]) == (BAD_STEP + 1, "skip")
+    skipped = final_state(tmp_path / "skip", STEPS)
+    passed_over = final_state(tmp_path / "back", STEPS)
+    for prefix in ("model.", "optim."):
+        assert not differing(skipped, passed_over, prefix)
+    assert differing(skipped, passed_over, "ema."), "which moves towards unchanged weights"
+
+
+@pytest.mark.full
+def test_a_run_stops_before_the_update_and_goes_on_in_another_way(planted, tmp_path):
+    words = ("launch/train.py", "--config", planted, f"run.dir={tmp_path / 'run'}", *TINY)
+    done = run(*words, *SETTINGS, "guard.on_spike=stop")
+    assert done.returncode == 2
+    assert f"step {BAD_STEP + 1}: loss above the limit" in done.stderr
+    assert "guard.on_spike=stop" in done.stderr
+    assert last_checkpoint(tmp_path / "run") == SAVED_BEFORE
+    train(planted, tmp_path / "run", *SETTINGS, "guard.on_spike=skip")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_while_it_passes_over_equals_uninterrupted(ranks, planted, tmp_path):
+    """Real kills, with workers, accumulation and evaluations within the window."""
+    settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
+    settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
+    train(planted, tmp_path / "whole", *settings, ranks=ranks)
+    killed = Background(planted, tmp_path / "run", *settings, ranks=ranks)
+    deadline = time.monotonic() + 240
+    while not rewinds_in(tmp_path / "run") or last_step(tmp_path / "run") < BAD_STEP:
+        assert killed.process.poll() is None, killed.end()
+        assert time.monotonic() < deadline, "it did not go back"
+        time.sleep(0.01)
+    killed.kill_all()
+    train(planted, tmp_path / "run", *settings, ranks=ranks)
+    starts = metrics(tmp_path / "run", "start")
+    assert [line["restarts"] for line in starts] == [0, 1]
+    assert not differing(
+        final_state(tmp_path / "whole", STEPS), final_state(tmp_path / "run", STEPS)
+    )
+
+
+def rewinds_in(run_dir: Path) -> bool:
+    path = run_dir / "metrics.jsonl"
+    return path.exists() and '"kind": "rewind"' in path.read_text()

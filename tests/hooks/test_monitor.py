@@ -1,0 +1,242 @@
+"""What training says about waiting for data, from a loader whose speed is known."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import time
+from itertools import pairwise
+
+import pytest
+import torch
+import warm_python
+from proc import children, environment_of
+from processes import TINY, Background, last_step, metrics
+
+from vit.checkpoint.state import RunState
+from vit.config.io import load_config
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader
+from vit.data.stages import TALLIED, Tally
+from vit.distributed.process_group import World
+from vit.hooks.monitor import (
+    Monitor,
+    Waiting,
+    Waits,
+    _collect_garbage,
+    advice,
+    collect_garbage_at_log_lines,
+)
+from vit.loggers.record import Record
+from vit.system.host import num_cores
+from vit.training.plan import make_plan
+from vit.training.step_result import StepResult
+
+ROWS = 12
+PAUSE_S = 0.05
+
+
+class Slow(Batches):
+    """Batches of nothing that take their time."""
+
+    layout = BatchLayout(ROWS, ImageFormat((4, 4)), 0)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        time.sleep(PAUSE_S)
+        return ()
+
+
+@pytest.mark.parametrize(("computing_s", "is_told"), [(0.0, True), (0.6, False)])
+def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(
+    computing_s, is_told, config, tmp_path, capsys
+):
+    settings = load_config(config, TINY)[0]
+    plan, _ = make_plan(settings, 60, 1)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    with Loader(Slow(), 0, 5) as loader:
+        world = World(0, 1, torch.device("cpu"))
+        state = RunState(facts={})
+        given = ((), plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(*given, Slow.layout.image_format)
+        monitor.start_clock()
+        for step in range(5):
+            waited_before_s = loader.stats.wait_s
+            next(loader)
+            waited_s = loader.stats.wait_s - waited_before_s
+            if not is_told:  # a busy machine may have been longer about it
+                waited_s = PAUSE_S
+            sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
+            time.sleep(computing_s)
+            monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
+        monitor.flush()
+    record.close()
+    line = (
+        r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes"
+        r" ([\d.]+) images/s; (.*)"
+    )
+    told = re.findall(line, capsys.readouterr().err, re.MULTILINE)
+    lines = metrics(tmp_path, "train")
+    assert len(lines) == 5
+    for line in lines[1:]:
+        assert line["data_wait_s"] >= PAUSE_S
+        assert line["data_wait_max_s"] == line["data_wait_mean_s"] == line["data_wait_s"]
+        assert (line["data_wait_rank"], line["data_wait_host"]) == (0, socket.gethostname())
+        assert 0 < line["loader_images_per_s"] <= ROWS / PAUSE_S
+    if is_told:
+        shares = [int(share) for share, *_ in told]
+        assert shares[0] > 50
+        assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same was said again"
+        for _, rate, remedy in told:
+            assert 0 < float(rate) <= ROWS / PAUSE_S
+            assert (
+                remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
+            )
+    else:
+        assert not told
+
+
+def test_garbage_is_collected_at_log_lines_only():
+    assert gc.isenabled()
+    _collect_garbage()
+    assert gc.get_freeze_count() == 0, "who does not ask for it has Python's own ways"
+    with collect_garbage_at_log_lines():
+        assert not gc.isenabled()
+        _collect_garbage()
+        set_aside = gc.get_freeze_count()
+        assert set_aside > 0
+        born = [[] for _ in range(10_000)]
+        _collect_garbage()
+        # What is set aside may die: other threads are at work.
+        assert gc.get_freeze_count() < set_aside + len(born) // 2, "once"
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+    gc.freeze()
+    with collect_garbage_at_log_lines():
+        _collect_garbage()
+    assert gc.get_freeze_count() > 0, "others have set that aside"
+    gc.unfreeze()
+
+
+def test_waits_of_all_ranks_are_summed_up():
+    """Steps wait for whoever is slowest; the rank that is slow most of the time is named."""
+
+    def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
+        waits = Waits()
+        for of_ranks in waits_s:
+            waits.add(of_ranks)
+        return waits.sum_up()
+
+    found = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
+    assert found == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
+    assert found.is_uneven
+    assert not sum_up([(0.5, 0.75), (0.75, 0.5)]).is_uneven
+    assert not sum_up([(0.5,)]).is_uneven
+
+
+@pytest.mark.parametrize("num_workers", [0, 1000])
+@pytest.mark.parametrize("max_s", [1.0, 3.0])
+@pytest.mark.parametrize(
+    ("slowest", "remedy"),
+    [
+        ("decode_s", "--resize-short-side 256"),
+        ("resize_s", "--resize-short-side 256"),
+        ("read_s", "look at the disk and the network"),
+        ("store_s", "look at the network and the store"),
+    ],
+)
+def test_the_remedy_is_for_the_part_that_takes_the_time(slowest, remedy, max_s, num_workers):
+    """Of one rank that all wait for, its own part: the other rank's takes more time."""
+
+    def tally(name: str, seconds: float) -> Tally:
+        return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}
+
+    others = tally("draw_s", 20.0) if max_s > 1.0 else tally(slowest, 1.0)
+    waiting = Waiting(waited_s=3.0, max_s=max_s, mean_s=1.0, rank=1)
+    loaders = [others, tally(slowest, 0.9)]
+    world = World(0, 2, torch.device("cpu"), hosts=("near", "far"))
+    line = advice(0.5, waiting, loaders, 10.0, num_workers, world)
+    assert f"; its time: {slowest.removesuffix('_s')} 9" in line
+    assert remedy in line
+    assert ("network" in line) == ("network" in remedy)
+    assert ("raise data.num_workers" in line) == (max_s == 1.0 and num_workers == 0)
+
+
+@pytest.mark.parametrize(("others_s", "words"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
+def test_a_rank_that_others_wait_for_is_named_with_its_host(
+    others_s, words, config, tmp_path, capsys
+):
+    settings = load_config(config, TINY)[0]
+    plan, _ = make_plan(settings, 60, 3)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
+    with Loader(Slow(), 0, 3) as loader:
+        state = RunState(facts={})
+        given = ((), plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(*given, Slow.layout.image_format)
+        monitor.start_clock()
+        for step in range(3):
+            next(loader)
+            time.sleep(0.4)
+            sums = torch.tensor([1.0, ROWS, 0, 0, 0, others_s, others_s, 0.3])
+            monitor.queue(step, StepResult(sums, torch.tensor(1.0)))
+        monitor.flush()
+    record.close()
+    for line in metrics(tmp_path, "train"):
+        assert line["data_wait_s"] == line["data_wait_max_s"] == pytest.approx(0.3)
+        assert line["data_wait_mean_s"] == pytest.approx(0.1 + others_s * 2 / 3)
+        if not others_s:
+            assert (line["data_wait_rank"], line["data_wait_host"]) == (2, "far")
+    told = capsys.readouterr().err
+    assert f"spent on waiting for images{'' if words[0] == ';' else ' '}{words}" in told
+    assert ("(rank 2) |" in told) == (not others_s)
+
+
+def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(config, tmp_path):
+    """The other ranks wait for it in the sum of the gradients, and for no data of their own."""
+    run_dir = tmp_path / "run"
+    settings = [
+        "train.steps=1000000",
+        "eval.every_steps=1000000",
+        "checkpoint.every_steps=1000000",
+        "log.every_steps=10",
+        "data.num_workers=1",
+        "data.stall_timeout_s=28",  # a wait is reported after a quarter of it
+    ]
+    background = Background(config, run_dir, *settings, ranks=3)
+    background.wait_for_step(20)
+    [rank] = [pid for pid in background.trainers() if environment_of(pid).get("RANK") == "2"]
+    [worker] = children(warm_python.fork_of(rank))
+    os.kill(worker, signal.SIGSTOP)
+    output = background.wait_for_output(f"(process {worker}, stopped)")
+    standing = last_step(run_dir)
+    os.kill(worker, signal.SIGCONT)
+    background.wait_for_step(standing + 20)
+    background.process.send_signal(signal.SIGTERM)
+    output += background.end()
+    lines = metrics(run_dir, "train")
+    slowest = max(lines, key=lambda line: line["data_wait_s"])
+    for line in lines[1:]:
+        assert line["loader_slowest"]["rank"] == line["data_wait_rank"]
+        for name in TALLIED:
+            assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
+                "of all ranks, and of one of them"
+            )
+    # All ranks read as much as the slowest does; seconds of theirs are a busy machine's.
+    read_bytes = sum(line["loader_read_bytes"] for line in lines)
+    assert read_bytes > 1.3 * sum(line["loader_slowest"]["read_bytes"] for line in lines) > 0
+    assert sum(line["loader_slowest"]["decode_s"] for line in lines) > 0
+    assert max(line["loader_worker_mib"] for line in lines) > 1
+    assert [line["loader_replaced"] for line in lines] == [0] * len(lines)
+    assert (slowest["data_wait_rank"], slowest["data_wait_host"]) == (2, socket.gethostname())
+    assert slowest["data_wait_max_s"] > 6.9, "at least until it was reported"
+    assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
+    said = (
+        r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its"
+        r" time: .*see what else runs on this host"
+    )
+    assert re.search(said, output), output
+    assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

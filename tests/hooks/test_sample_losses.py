@@ -1,0 +1,90 @@
+"""Files of losses hold each row of each kept epoch once, whatever happened on the way to them.
+
+That they are the losses of the step: tests/extras/report/test_replay.py. That a killed run leaves
+the files of the uninterrupted one: tests/test_train.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from processes import TINY, run_here, write_config
+
+from vit.checkpoint.checkpoint import complete_checkpoints
+from vit.distributed.process_group import World
+from vit.hooks.sample_losses import SampleLosses, epoch_files, read_epoch
+from vit.training.plan import Plan
+
+ALONE = World(0, 1, torch.device("cpu"))
+PLAN = Plan(1, 4, 4, 1, 3, 0, 12, 8, 0, 8, 1)
+"""Three steps an epoch of four images, eight steps."""
+
+
+def values(step: int) -> np.ndarray:
+    """(2, 4) float32 that tell their step; one is beyond float16, one is no number."""
+    found = step + np.arange(8, dtype=np.float32).reshape(2, 4) / 16
+    found[0, 3] = np.nan
+    found[1, 0] = 1e9
+    return found
+
+
+def written(folder, steps, every_epochs=1):
+    """Files as a process leaves them that trains `steps`, and saves after each second one."""
+    samples = SampleLosses(folder, ALONE, PLAN, every_epochs)
+    for step in steps:
+        samples.add(step, *values(step))
+        if step % 2:
+            samples.write(samples.collect())
+    samples.write(samples.collect())
+    return {epoch: read_epoch(path, 3, 4) for epoch, path in epoch_files(folder).items()}
+
+
+def expected(steps) -> dict[int, np.ndarray]:
+    found = {step // 3 + 1: np.full((3, 2, 4), np.nan, np.float16) for step in steps}
+    for step in steps:
+        with np.errstate(over="ignore"):
+            found[step // 3 + 1][step % 3] = values(step).astype(np.float16)
+    return found
+
+
+def assert_equal(found, wanted):
+    assert found.keys() == wanted.keys()
+    for epoch, rows in wanted.items():
+        np.testing.assert_array_equal(found[epoch], rows)
+
+
+def test_each_epoch_has_a_file_and_what_was_not_trained_is_no_number(tmp_path):
+    assert_equal(written(tmp_path, range(8)), expected(range(8)))
+
+
+def test_a_second_process_goes_on_where_a_checkpoint_was(tmp_path):
+    written(tmp_path, range(5))
+    assert_equal(written(tmp_path, range(4, 8)), expected(range(8)))
+
+
+def test_only_every_nth_epoch_is_kept_if_asked_for(tmp_path):
+    assert_equal(written(tmp_path, range(8), every_epochs=2), expected(range(3, 6)))
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x93NUMPY"])
+def test_a_file_that_was_cut_off_is_begun_again_and_refused_by_readers(damage, tmp_path):
+    written(tmp_path, range(3))
+    path = epoch_files(tmp_path)[1]
+    path.write_bytes(damage or path.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"it is damaged, or was written with other settings"):
+        read_epoch(path, 3, 4)
+    assert_equal(written(tmp_path, [2]), expected([2]))
+
+
+def test_where_they_cannot_be_written_the_run_ends_and_no_checkpoint_counts_on_them(
+    tmp_path, shards
+):
+    run_dir = tmp_path / "run"
+    words = ["--config", write_config(tmp_path, shards), f"run.dir={run_dir}", *TINY]
+    run_here("launch/train.py", *words, "log.sample_losses=0", "train.steps=3")
+    assert not epoch_files(run_dir)
+    (run_dir / "samples").write_text("in the way")
+    with pytest.raises(ValueError, match=r"samples: cannot be written \(File exists\); what was"):
+        run_here("launch/train.py", *words, "--allow-change", "train.steps")
+    assert [path.name for path in complete_checkpoints(run_dir)] == ["step_00000003"]

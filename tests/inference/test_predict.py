@@ -1,0 +1,218 @@
+"""`launch/predict.py` on odd files: each image as `vit.load` sees it alone, in the order in which
+they were named; what cannot be read is named."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from decoding import pixels
+from PIL import Image
+from processes import run, run_here
+
+import vit
+from vit.inference.inputs import Place, find_inputs
+from vit.inference.output import csv_file, printable
+from vit.inference.predict import predict
+
+IN_ORDER = [
+    *("a/alpha.png", "a/cmyk.jpg", "a/turned.jpg", "b/grey16.png", "b/smaller_than_a_patch.png"),
+    *("b/without_suffix", "broken/cut.jpg", "broken/empty.jpg", "broken/line.png"),
+    "broken/page.jpg",
+]
+BROKEN = {
+    "broken/cut.jpg": "cannot decode 400 bytes: ",
+    "broken/empty.jpg": "cannot decode 0 bytes: 0 bytes",
+    "broken/line.png": "9000000 x 1 pixels are too long a line",
+    "broken/page.jpg": "no image but a web page",
+}
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
+    """The command on a folder with a tar in it, with all its outputs."""
+    out = tmp_path_factory.mktemp("out")
+    flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
+    done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
+    return SimpleNamespace(done=done, out=out)
+
+
+def test_each_image_is_predicted_as_if_it_were_alone(predicted, tiny_run, odd_files):
+    trained = vit.load(tiny_run)
+    rows = rows_of(predicted.out / "out.csv")
+    # The files of a folder come before the folders in it.
+    names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
+    assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
+    for row, name in zip(rows, names, strict=True):
+        source = {"c.tar/x/one.jpg": "a/cmyk.jpg", "c.tar/x/two.jpg": "broken/cut.jpg"}
+        alone = source.get(name, name)
+        if alone in BROKEN:
+            assert BROKEN[alone] in row["problem"]
+            assert not row["class_1"]
+            assert not row["probability_1"]
+            continue
+        expected = trained.classify(odd_files / alone, top=2)
+        assert not row["problem"]
+        assert [row["class_1"], row["class_2"]] == [class_name for class_name, _ in expected]
+        found = [float(row["probability_1"]), float(row["probability_2"])]
+        assert found == pytest.approx([value for _, value in expected], abs=2e-6)
+
+
+def test_what_could_not_be_read_is_named_and_counted(predicted, odd_files):
+    done = predicted.done
+    assert done.returncode == 1
+    for name, reason in BROKEN.items():
+        assert f"passed over: {odd_files}/{name}: " in done.stderr
+        assert reason in done.stderr
+    assert "7 of 12 images predicted by" in done.stdout
+    assert "last.safetensors (step 3, weights not averaged); 5 could not" in done.stdout
+    assert "; 5 could not be read and were passed over\n" in done.stdout
+    assert "note: 2 other files left out: 1 .cls, 1 .txt\n" in done.stderr
+    assert done.stdout.count("alpha.png") == 1
+    assert pixels(predicted.out / "sheet.png").shape[0] > 400
+    assert {path.name for path in predicted.out.iterdir()} == {"out.csv", "sheet.png"}
+
+
+def test_workers_and_batches_change_nothing(tiny_run, odd_files):
+    trained = vit.load(tiny_run)
+    places = find_inputs([str(odd_files)]).places * 3
+    alone = list(predict(trained, places, 3, batch_size=36, num_workers=0))
+    parts = list(predict(trained, places, 3, batch_size=5, num_workers=2, num_pixels=7))
+    assert [part.first for part in parts] == list(range(0, 36, 5))
+    assert len(alone) == 1
+    problems = {number: reason for part in parts for number, reason in part.problems.items()}
+    assert problems == alone[0].problems
+    assert len(problems) == 15
+    good = [number for number in range(36) if number not in problems]
+    assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
+    found = torch.cat([part.probabilities for part in parts])
+    # One forward pass of 5 or of 36 images sums in another order.
+    torch.testing.assert_close(found[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6)
+    kept = torch.cat([part.pixels for part in parts if part.pixels is not None])
+    assert len(kept) == 7
+    assert torch.equal(kept[3], trained.preprocess.pixels(places[3].path))
+
+
+def test_a_list_on_stdin_may_name_what_is_gone(tiny_run, odd_files, tmp_path, monkeypatch, capfd):
+    name = os.fsdecode(b"not utf-8 \xff.png")
+    Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
+    os.rename(tmp_path / "x.png", tmp_path / name)
+    content = f"{odd_files}/a/alpha.png\r\n{tmp_path}/gone.jpg\n\n{tmp_path}/{name}\n"
+    raw = io.BytesIO(os.fsencode(content))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=raw))
+    out = tmp_path / "out.csv"
+    from vit.distributed import exit
+
+    left = []
+    monkeypatch.setattr(exit, "leave", left.append)
+    run_here("launch/predict.py", "--checkpoint", tiny_run, "-", "--csv", out, "--device", "cpu")
+    rows = rows_of(out)
+    expected = [f"{odd_files}/a/alpha.png", f"{tmp_path}/gone.jpg", f"{tmp_path}/{name}"]
+    assert [row["file"] for row in rows] == expected
+    assert rows[1]["problem"] == "cannot be read (No such file or directory)"
+    assert left == [1]
+    assert "not utf-8" in capfd.readouterr().out
+
+
+def test_names_ended_by_zero_bytes_are_a_list_too(tmp_path):
+    with_line_end = tmp_path / "a\nb.jpg"
+    found = find_inputs(["-"], io.BytesIO(os.fsencode(f"{with_line_end}\0c.jpg\0")))
+    assert found.places == [Place(str(with_line_end)), Place("c.jpg")]
+
+
+def test_links_in_a_circle_end(odd_files, tmp_path):
+    (tmp_path / "a").symlink_to(odd_files / "a")
+    (tmp_path / "again").symlink_to(tmp_path)
+    found = find_inputs([str(tmp_path)])
+    assert [place.name for place in found.places] == [f"{tmp_path}/{name}" for name in IN_ORDER[:3]]
+
+
+def test_of_a_csv_that_was_not_finished_nothing_is_left(tmp_path):
+    path = tmp_path / "out.csv"
+    path.write_text("before")
+
+    def write_and_stop() -> None:
+        with csv_file(path, 2) as writer:
+            writer.writerow(["a"] * 100_000)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_and_stop()
+    assert [file.name for file in tmp_path.iterdir()] == ["out.csv"]
+    assert path.read_text() == "before"
+
+
+def test_many_images_are_shown_as_numbers_of_each_class(tiny_run, shards, tmp_path, capfd):
+    out = tmp_path / "out.csv"
+    folder = shards.parent / "images" / "val"
+    flags = ["--csv", out, "--device", "cpu", "--classes", tmp_path / "names.txt"]
+    (tmp_path / "names.txt").write_text("red\ngreen\nblue\n")
+    run_here("launch/predict.py", "--checkpoint", tiny_run, folder, *flags)
+    counts = [row["class_1"] for row in rows_of(out)]
+    assert len(counts) == 23
+    printed = capfd.readouterr().out
+    for name in set(counts):
+        line = next(line for line in printed.splitlines() if line.startswith(name))
+        share = 100 * counts.count(name) / 23
+        assert line.split()[1:4] == [str(counts.count(name)), f"{share:.1f}", "%"]
+
+
+def test_what_is_damaged_below_a_folder_or_in_a_list_is_passed_over(odd_files, tmp_path):
+    """A tar that is cut off, a link to itself: one problem each, and all others are found."""
+    image = (odd_files / "a" / "cmyk.jpg").read_bytes()
+    (tmp_path / "z").mkdir()
+    for name in ("a.jpg", "z/b.jpg"):
+        (tmp_path / name).write_bytes(image)
+    (tmp_path / "loop.jpg").symlink_to("loop.jpg")
+    (tmp_path / "cut.tar").write_bytes((odd_files / "c.tar").read_bytes()[:700])
+    names = ["a.jpg", "cut.tar", "loop.jpg", "z/b.jpg"]
+    listed = "".join(f"{tmp_path / name}\n" for name in names)
+    for found in (find_inputs([str(tmp_path)]), find_inputs("-", io.BytesIO(listed.encode()))):
+        assert [place.name for place in found.places] == [str(tmp_path / name) for name in names]
+        for place, message in zip(
+            found.places, ("", "cut off: ", "Too many levels", ""), strict=True
+        ):
+            if message:
+                with pytest.raises(ValueError, match=message):
+                    place.read()
+            else:
+                assert place.read() == image
+    with pytest.raises(ValueError, match=r"cut.tar: cut off"):
+        find_inputs([str(tmp_path / "cut.tar")])
+
+
+def test_names_of_files_cannot_speak_to_the_terminal():
+    """Nor break its lines; letters of all languages stay as they are."""
+    assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
+    assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
+
+
+def test_a_sheet_without_a_place_is_said_before_anything_is_predicted(
+    tiny_run, odd_files, tmp_path
+):
+    (tmp_path / "taken").touch()
+    flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "taken" / "sheet.png"]
+    image = odd_files / "a" / "alpha.png"
+    with pytest.raises(ValueError, match=r"--sheet .*sheet.png: cannot be written"):
+        run_here("launch/predict.py", "--checkpoint", tiny_run, image, *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["taken"]
+
+
+def test_photos_of_a_folder_that_are_not_read_come_with_what_converts_them(tmp_path):
+    for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
+        (tmp_path / name).touch()
+    assert find_inputs([str(tmp_path)]).summary() == (
+        "3 other files left out: 1 .HEIC, 1 .NEF, 1 .txt; convert them to JPEG, with ImageMagick,"
+        " say, in their folder: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
+    )

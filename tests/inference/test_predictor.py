@@ -1,0 +1,121 @@
+"""`vit.load`: the model of a run, and the very inputs that its evaluation had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from processes import TINY, run_here, write_config
+from safetensors.torch import save_file
+from torch.nn.modules.module import register_module_forward_hook
+
+import vit
+from vit.checkpoint.checkpoint import newest_checkpoint
+from vit.data.shards.data_set import open_split
+from vit.model import VisionTransformer
+from vit.system.files import WeightsError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A run of three steps, whose averaged weights count."""
+    folder = tmp_path_factory.mktemp("run")
+    config = write_config(folder, shards, steps=3)
+    run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
+    return folder / "run"
+
+
+def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
+    seen = []
+
+    def catch(module, inputs, logits):
+        if isinstance(module, VisionTransformer):
+            seen.append((inputs[0].clone(), logits.clone()))
+
+    handle = register_module_forward_hook(catch)
+    try:
+        run_here("launch/eval.py", run, "--num-workers", 0, "--device", "cpu")
+    finally:
+        handle.remove()
+    split = open_split(str(shards), "val")
+    trained = vit.load(run)
+    encoded = [split.read(number) for number in range(split.num_samples)]
+    at = 0
+    for inputs, logits in seen:
+        images = encoded[at : at + len(inputs)]
+        found = trained.preprocess(*images)
+        assert torch.equal(found, inputs[: len(images)])
+        # kernels may sum in another order for another layout or shape
+        assert found.stride() == inputs.stride()
+        if len(images) == len(inputs):
+            assert torch.equal(trained(found), logits)
+        at += len(images)
+    assert at == split.num_samples == 23
+    assert trained.class_names == ("class0", "class1", "class2")
+    assert not trained.model.training
+
+
+def test_one_line_classifies_a_file(run, shards):
+    image = next((shards.parent / "images" / "val").rglob("*.jpg"))
+    trained = vit.load(str(run))
+    found = trained.classify(image)
+    assert [round(sum(value for _, value in found), 5), len(found)] == [1.0, 3]
+    assert {name for name, _ in found} == set(trained.class_names)
+    assert found == sorted(found, key=lambda pair: -pair[1])
+    assert trained.classify(str(image), top=2) == found[:2]
+    assert trained.classify(image.read_bytes()) == found
+    expected = trained(trained.preprocess(image)).softmax(1)[0]
+    assert found[0][1] == expected.max().item()
+
+
+def test_a_file_a_checkpoint_and_a_folder_are_as_good_as_a_run(run):
+    state = vit.load(run).model.state_dict()
+    newest = newest_checkpoint(run)
+    assert newest is not None
+    for path in (run / "weights" / "last_ema.safetensors", newest[0]):
+        other = vit.load(path).model.state_dict()
+        assert all(torch.equal(value, state[name]) for name, value in other.items())
+
+
+def test_another_size_resamples_positions_and_says_so(run):
+    trained = vit.load(run, settings={"model.image_size": 24})
+    assert trained.preprocess(b"P6 2 1 255 abcdef").shape == (1, 3, 24, 24)
+    assert trained.notes == ("positions resampled from 2x2 to 3x3 (bicubic, antialiased)",)
+
+
+def test_weights_from_elsewhere_go_by_their_name(tmp_path):
+    weights = VisionTransformer(patch_size=16, embed_dim=192, num_heads=3).state_dict()
+    path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
+    save_file(weights, path)
+    trained = vit.load(path)
+    assert trained.preprocess.view.resizer == "pillow"
+    assert trained.class_names[281] == "tabby, tabby cat"
+    assert trained.notes == ("1,000 classes without names are taken for ImageNet-1k's",)
+    assert len(trained.class_names) == 1000
+    names = [f"name {number}" for number in range(1000)]
+    assert vit.load(path, class_names=names).class_names == tuple(names)
+    with pytest.raises(ValueError, match=r"3 names of classes are given, .* has 1000 classes"):
+        vit.load(path, class_names=["a", "b", "c"])
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [(b"<!DOCTYPE html><html>", "a web page"), (b"", "0 bytes"), (None, "No such file")],
+)
+def test_what_is_no_image_is_said_with_its_path(content, reason, run, tmp_path):
+    path = tmp_path / "photo.jpg"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason) as error:
+        vit.load(run).classify(path)
+    assert str(error.value).startswith(f"{path}: ")
+
+
+def test_what_holds_no_weights_is_refused(run, tmp_path):
+    with pytest.raises(WeightsError, match="neither a run folder"):
+        vit.load(tmp_path)
+    with pytest.raises(ValueError, match="leave the name out"):
+        vit.load(run, name="vit_base_patch16_224")
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        vit.laod  # noqa: B018

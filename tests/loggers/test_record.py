@@ -1,0 +1,268 @@
+"""The record of a run: whole lines only, restarts replace what they repeat, one writer."""
+
+import gc
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vit.checkpoint.run_folder import METRICS_FILE, RunLock
+from vit.config.schema import LogConfig
+from vit.loggers.record import Record, numbers_of, read_metrics
+
+ROOT = Path(__file__).parents[2]
+OFF = LogConfig(wandb="off")
+
+
+def record_in(folder: Path, config: LogConfig = OFF, is_main: bool = True) -> Record:
+    return Record(folder, config, is_main, total_steps=10)
+
+
+def written(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+
+
+# --- metrics.jsonl --------------------------------------------------------------------------------
+
+
+def test_each_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
+    record = record_in(tmp_path)
+    before = time.time()
+    for step in range(3):
+        record.write("train", step, loss=0.5 * step, lr=1e-3)
+        assert len(written(tmp_path)) == step + 1
+    line = written(tmp_path)[2]
+    assert before - 1 <= line.pop("time") <= time.time() + 1
+    assert line == {"kind": "train", "step": 2, "loss": 1.0, "lr": 1e-3}
+    record.close()
+
+
+def test_a_file_that_is_removed_or_replaced_meanwhile_is_written_again(tmp_path, capsys):
+    record = record_in(tmp_path)
+    record.write("train", 1, name="ä")
+    (tmp_path / METRICS_FILE).unlink()
+    record.write("train", 2)
+    record.flush()
+    assert [line["step"] for line in written(tmp_path)] == [1, 2]
+    (tmp_path / "edited").write_text('{"kind": "train", "step": 1}\n')
+    (tmp_path / "edited").replace(tmp_path / METRICS_FILE)
+    record.write("train", 3)
+    record.write("train", 4)
+    record.close()
+    assert [line["step"] for line in written(tmp_path)] == [1, 2, 3, 4]
+    assert written(tmp_path)[0]["name"] == "ä"
+    told = capsys.readouterr().err
+    assert told.count("metrics.jsonl: was removed or replaced while the run wrote to it") == 2
+
+
+def test_the_record_of_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    record = record_in(folder)
+    record.write("train", 1)
+    folder.rename(tmp_path / "moved")
+    record.write("train", 2)
+    folder.mkdir()
+    other = record_in(folder)
+    other.write("train", 10)
+    record.write("train", 3)
+    other.close()
+    record.close()
+    assert [line["step"] for line in written(folder)] == [10]
+    assert [line["step"] for line in written(tmp_path / "moved")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_are_not_finite_become_null(tmp_path, value):
+    record = record_in(tmp_path)
+    record.write("train", 1, loss=value, lr=0.1)
+    record.write("norms", 1, grad_norm={"embed": value, "head": 2.0})
+    record.close()
+    text = (tmp_path / METRICS_FILE).read_text()
+    refuse = partial(json.loads, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    line, norms = map(refuse, text.splitlines())
+    assert (line["loss"], line["lr"]) == (None, 0.1)
+    assert norms["grad_norm"] == {"embed": None, "head": 2.0}
+    assert numbers_of(norms) == {"norms/grad_norm/head": 2.0}
+
+
+@given(st.integers(0, 200))
+def test_a_line_cut_short_by_a_kill_is_gone_after_reopening(tmp_path_factory, cut):
+    folder = tmp_path_factory.mktemp("run")
+    first = record_in(folder)
+    for step in range(3):
+        first.write("train", step)
+    first.close()
+    path = folder / METRICS_FILE
+    whole = path.read_bytes()
+    os.truncate(path, max(len(whole) - cut, 0))
+    survivors = [json.loads(line) for line in whole[: max(len(whole) - cut, 0)].split(b"\n")[:-1]]
+    assert read_metrics(path) == survivors, "a plot of a killed run needs no restart before"
+
+    second = record_in(folder)
+    second.write("train", 7)
+    second.close()
+    lines = written(folder)
+    assert lines[:-1] == survivors
+    assert lines[-1]["step"] == 7
+
+
+def test_a_restart_replaces_what_came_after_its_checkpoint(tmp_path):
+    path = tmp_path / METRICS_FILE
+    record = record_in(tmp_path)
+    record.write("start", 0, attempt=1)
+    for step in range(1, 7):
+        record.write("train", step, attempt=1)
+    record.write("eval", 4, attempt=1)
+    record.write("eval", 6, attempt=1)
+    record.close()
+    everything = read_metrics(path)
+    assert len(everything) == 9
+
+    record = record_in(tmp_path)
+    record.write("start", 4, attempt=2)
+    for step in (5, 6, 7):
+        record.write("train", step, attempt=2)
+    record.close()
+    assert [(line["kind"], line["step"], line["attempt"]) for line in read_metrics(path)] == [
+        ("start", 0, 1),
+        *(("train", step, 1) for step in range(1, 5)),
+        ("eval", 4, 1),
+        ("start", 4, 2),
+        *(("train", step, 2) for step in (5, 6, 7)),
+    ]
+    assert written(tmp_path)[:9] == everything, "the file itself only grows"
+
+
+def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
+    record = record_in(tmp_path)
+    for attempt, first, last in ((1, 0, 6), (2, 4, 9), (3, 2, 3)):
+        record.write("start", first, attempt=attempt)
+        for step in range(first + 1, last + 1):
+            record.write("train", step, attempt=attempt)
+    record.close()
+    lines = read_metrics(tmp_path / METRICS_FILE)
+    assert [(line["step"], line["attempt"]) for line in lines if line["kind"] == "train"] == [
+        (1, 1),
+        (2, 1),
+        (3, 3),
+    ]
+    assert [line["attempt"] for line in lines if line["kind"] == "start"] == [1, 2, 3], (
+        "every start stays on record"
+    )
+
+
+def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+    config = LogConfig(wandb="offline", tensorboard=True)
+    record = record_in(tmp_path, config, is_main=False)
+    record.say("hello")
+    record.write("train", 1, loss=1.0)
+    record.progress(1, "x")
+    record.train_line(1, "x")
+    record.start_wandb({})
+    record.start_tensorboard()
+    record.log_pictures({"curves": tmp_path / "curves.png"})
+    record.log_table("classes", ["class"], [["one"]])
+    record.close()
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_log_file_gets_a_line_in_a_minute_of_slow_steps(tmp_path, capsys, monkeypatch):
+    """Fifty steps of ViT-B on a laptop's CPU, the default between two lines, take an hour."""
+    record = record_in(tmp_path)
+    record.progress(1, "step 1/10")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("vit.loggers.record.SILENT_S", -1.0)
+    record.progress(2, "step 2/10")
+    assert capsys.readouterr().err == "step 2/10\n"
+    monkeypatch.setattr("vit.loggers.record.SILENT_S", 60.0)
+    record.train_line(3, "step 3/10")
+    record.progress(4, "step 4/10")
+    assert capsys.readouterr().err == "step 3/10\n"
+    record.close()
+
+
+def test_lines_for_people_go_to_stderr_as_they_are(tmp_path, capsys):
+    record = record_in(tmp_path)
+    record.say("[bold]no markup[/bold] " + "long " * 50)
+    record.train_line(3, "step 3")
+    record.close()
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["[bold]no markup[/bold] " + "long " * 50, "step 3"]
+
+
+# --- one writer -----------------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from functools import partial
+from pathlib import Path
+from vit.checkpoint.run_folder import RunLock
+lock = RunLock(Path(sys.argv[1]))
+lock.acquire()
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+def hold(folder: Path, seconds: float) -> subprocess.Popen:
+    """Another process that has the run folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder), str(seconds)],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "held\n"
+    return process
+
+
+def test_a_run_that_is_ending_is_waited_for(tmp_path, capsys):
+    with hold(tmp_path, 2.0) as other:
+        record = record_in(tmp_path)
+        assert other.wait(120) == 0
+    record.write("start", 0)
+    record.close()
+    (said,) = capsys.readouterr().err.splitlines()
+    assert (
+        said == f"{tmp_path}: waiting up to 15 s for process {other.pid} on {socket.gethostname()}"
+        " to end"
+    )
+
+
+def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("vit.checkpoint.run_folder.LOCK_WAIT_S", 0.5)
+    with hold(tmp_path, 60) as other:
+        with pytest.raises(
+            ValueError,
+            match=(
+                rf"in use by a live run \(process {other.pid} on .*\): wait for its end, stop it,"
+                r" or use another"
+            ),
+        ):
+            record_in(tmp_path)
+        other.kill()
+    assert not (tmp_path / METRICS_FILE).exists()
+
+
+def test_a_lock_taken_before_is_kept_by_the_record_until_its_end(tmp_path):
+    """A second handle of the same file would lose it: POSIX locks end when a process closes any."""
+    record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
+    gc.collect()
+    trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"
+    locked = [sys.executable, "-c", trial, str(tmp_path / ".lock")]
+    assert subprocess.run(locked, capture_output=True, check=False).returncode != 0
+    record.close()
+    assert subprocess.run(locked, capture_output=True, check=False).returncode == 0

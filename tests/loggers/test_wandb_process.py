@@ -1,0 +1,373 @@
+"""W&B shows what the record holds, and nothing that W&B or its server does can harm or hold up a
+run.
+
+Real wandb, real processes, real sockets. The server is as much of W&B's API as wandb-core asks for,
+and can leave in mid-run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from loggers.wandb_runs import (
+    Server,
+    expected,
+    numbers,
+    one_run,
+    ours,
+    parts,
+    read_wandb,
+    record_of,
+    recorded,
+    signal_ours,
+    use_server,
+    wait_for,
+)
+from PIL import Image
+from processes import Background, train, write_config
+
+from vit.config.schema import LogConfig
+from vit.loggers import wandb_logger
+from vit.loggers.record import Record
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_account(tmp_path_factory, monkeypatch):
+    """No key, no proxy, no settings of this machine's user."""
+    for name in os.environ:
+        if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+# --- what W&B is shown ----------------------------------------------------------------------------
+
+
+def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_under_one_id(
+    tmp_path, capfd, monkeypatch
+):
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    folder = tmp_path / "my run"
+    folder.mkdir()
+    Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
+    rows = [["seven", 1.5], ["nine", None]]
+    # the second goes on from a checkpoint at step 2
+    for restarts, steps in enumerate((range(0, 4), range(2, 6))):
+        record = Record(folder, LogConfig(), True, total_steps=6, first_step=steps.start)
+        record.write("start", max(steps.start - 1, 0), restarts=restarts)
+        record.start_wandb({"optim": {"lr": 0.1}, "provenance": {"git": "abc"}})
+        for step in steps:
+            record.write("train", step, loss=1 / (step + 1), note="text", grad_norm=float("nan"))
+        record.write("eval", steps[-1], top1=50.0)
+        record.write("end", steps[-1], outcome="finished")
+        record.log_pictures({"gone": tmp_path / "gone.png", "curves": tmp_path / "red.png"})
+        record.log_table("uneven", ["class", "loss"], [["one"]])
+        record.log_table("classes", ["class", "loss"], rows)
+        record.close()
+        # W&B names its folders by the second
+        time.sleep(1.1 - time.time() % 1 if restarts == 0 else 0)
+
+    said = capfd.readouterr().err.splitlines()
+    command = f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
+    assert (
+        sum(
+            line.startswith("wandb: offline (No API key configured); upload ")
+            and line.endswith(f"with: {command}")
+            for line in said
+        )
+        == 2
+    )
+    assert (
+        sum(line.startswith("wandb: cannot show report/gone (FileNotFoundError") for line in said)
+        == 2
+    )
+    assert (
+        sum(line.startswith("wandb: cannot show report/uneven (ValueError") for line in said) == 2
+    )
+    assert all(line.startswith("wandb: ") for line in said), "W&B itself prints nothing here"
+
+    (part,) = parts(folder)  # of the second, which has all
+    run_id, config, history = read_wandb(part)
+    assert run_id == (folder / "wandb_id").read_text()
+    assert (config["optim"], config["provenance"]) == ({"lr": 0.1}, {"git": "abc"})
+    assert numbers(history) == recorded(folder)
+    assert [row["global_step"] for row in recorded(folder)] == [0, 1, 2, 3, 4, 5, 5]
+    (picture,) = (line for line in history if line.get("report/curves._type") == "image-file")
+    assert picture["global_step"] == 5
+    assert (part.parent / "files" / picture["report/curves.path"]).read_bytes() == (
+        tmp_path / "red.png"
+    ).read_bytes()
+    (table,) = (line for line in history if line.get("report/classes._type") == "table-file")
+    assert json.loads((part.parent / "files" / table["report/classes.path"]).read_text()) == {
+        "columns": ["class", "loss"],
+        "data": rows,
+    }
+    assert not list(folder.glob(".wandb-feed*"))
+    wait_for(lambda: not ours())
+    assert [path.name for path in temporary.iterdir()] == []
+    assert not list((folder / "wandb").glob("tmp-*"))
+
+
+@pytest.mark.parametrize("can_rewind", [True, pytest.param(False, marks=pytest.mark.full)])
+def test_online_each_line_arrives_once_under_one_id_over_restarts(
+    tmp_path, server, capfd, can_rewind
+):
+    server.can_rewind = can_rewind
+    one_run(tmp_path, range(0, 4))
+    first = numbers(server.history)
+    Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
+    record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6, first_step=2)
+    record.write("start", 1, restarts=1)
+    record.start_wandb({})
+    for step in range(2, 6):
+        record.write("train", step, loss=1 / (step + 1))
+    record.write("eval", 5, top1=50.0)
+    record.log_pictures({"curves": tmp_path / "red.png"})
+    record.close()
+    run_id = (tmp_path / "wandb_id").read_text()
+    # which is said where it takes seconds
+    said = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
+    url = f"wandb: {server.url}/me/vit/runs/{run_id}"
+    refused = "wandb: steps that come again keep their first values there (no rewind: CommError:"
+    assert said[0] == said[-1] == url
+    assert [line.startswith(refused) for line in said[1:-1]] == [True] * (not can_rewind)
+    assert set(server.names) == {run_id}
+    shown = numbers(server.history)
+    if can_rewind:
+        assert shown == recorded(tmp_path)
+        assert [row["restarts"] for row in shown] == [0, 0, 1, 1, 1, 1, 1]
+    else:  # the first attempt had five lines
+        assert shown == first + recorded(tmp_path)[5:]
+    assert (tmp_path / "red.png").read_bytes() in server.files.values()
+    assert not list(tmp_path.glob("wandb/offline-run-*"))
+
+
+@pytest.mark.full
+def test_lines_follow_where_pictures_have_taken_steps_of_the_service(tmp_path, server):
+    """A finished run that is trained on; they are rows there, which no line of the record is."""
+    server.can_rewind = False
+    Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
+    for restarts, steps in enumerate((range(3), range(3, 6))):
+        record = Record(tmp_path, LogConfig(wandb="online"), True, total_steps=6)
+        record.write("start", max(steps.start - 1, 0), restarts=restarts)
+        record.start_wandb({})
+        for step in steps:
+            record.write("train", step, loss=1 / (step + 1))
+        record.log_pictures({"curves": tmp_path / "red.png"})
+        record.close()
+    assert [row["global_step"] for row in numbers(server.history)] == [*range(6)]
+    assert numbers(server.history) == recorded(tmp_path)
+
+
+@pytest.mark.full
+def test_lines_that_the_service_lacks_follow_at_the_next_start(tmp_path, server):
+    """It has lost the end of the first attempt, as when a host is lost."""
+    one_run(tmp_path, range(0, 6))
+    del server.history[3:]
+    one_run(tmp_path, range(6, 8), restarts=1)
+    assert numbers(server.history) == recorded(tmp_path)
+    assert [row["global_step"] for row in recorded(tmp_path)] == [*range(6), 5, 6, 7, 7]
+
+
+def test_a_run_that_goes_back_is_shown_without_what_it_gave_up(tmp_path):
+    record = Record(tmp_path, LogConfig(wandb="offline"), True, total_steps=10)
+    record.write("start", 0, restarts=0)
+    record.start_wandb({})
+    for step in range(1, 6):
+        record.write("train", step, loss=float(step))
+    wait_for(lambda: parts(tmp_path))
+    record.go_back(2, "back", at_step=5)
+    for step in range(4, 8):
+        record.write("train", step, loss=10.0 * step)
+    record.close()
+    (part,) = parts(tmp_path)
+    shown = numbers(read_wandb(part)[2])
+    assert shown == recorded(tmp_path)
+    assert [row["global_step"] for row in shown] == [1, 2, 2, 4, 5, 6, 7]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_synced_between", [False, True])
+def test_the_command_that_is_printed_uploads_each_line_once(
+    tmp_path, monkeypatch, capfd, is_synced_between
+):
+    folder = tmp_path / "my run"
+    server = Server()
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    def sync() -> None:
+        command = capfd.readouterr().err.splitlines()[-1].split("with: ")[1]
+        with monkeypatch.context() as with_key:
+            use_server(with_key, server.url)
+            done = subprocess.run(
+                command, shell=True, capture_output=True, text=True, check=False, cwd=tmp_path
+            )
+        assert done.returncode == 0, done.stderr
+
+    one_run(folder, range(0, 4))
+    before = recorded(folder)
+    if is_synced_between:
+        sync()
+    time.sleep(1.1 - time.time() % 1)
+    one_run(folder, range(2, 6), restarts=1)
+    sync()
+    server.leave()
+    if is_synced_between:  # what is uploaded stays, and what comes again is not there twice
+        assert numbers(server.history) == before + recorded(folder)[len(before) :]
+    else:
+        assert numbers(server.history) == recorded(folder)
+    assert list(folder.glob("wandb/offline-run-*/*.wandb.synced"))
+
+
+@pytest.mark.full
+def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
+    """By real processes: kill -9 after each of three checkpoints, then the same command."""
+    config = write_config(tmp_path, shards, steps=12)
+    run_dir = tmp_path / "run"
+    settings = ("log.wandb=offline", "checkpoint.every_steps=3")
+    for step in (3, 6, 9):
+        killed = Background(config, run_dir, *settings, ranks=0)
+        killed.wait_for_checkpoint(step)
+        killed.kill_all()
+        wait_for(lambda: not ours())
+        time.sleep(1.1 - time.time() % 1)
+    train(config, run_dir, *settings)
+    (part,) = parts(run_dir)
+    shown = numbers(read_wandb(part)[2])
+    assert shown == recorded(run_dir)
+    assert [row["global_step"] for row in shown if "train/loss" in row] == list(range(1, 13))
+    assert {row["restarts"] for row in shown} == {0, 1, 2, 3}
+
+
+# --- processes that die ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["wandb_process.py", "wandb-core"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
+)
+def test_if_a_process_of_wandb_dies_or_hangs_all_of_the_run_is_shown_again(
+    tmp_path, capfd, monkeypatch, which, number
+):
+    def strike() -> None:
+        wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")))
+        signal_ours(which, number)
+        time.sleep(1.1)  # W&B names its folders by the second
+
+    if number == signal.SIGSTOP:
+        monkeypatch.setattr(wandb_logger, "LIMITS_S", {**wandb_logger.LIMITS_S, "end": 5.0})
+    one_run(tmp_path, range(4), setting="offline", meanwhile=strike)
+    wait_for(lambda: not ours())
+    assert re.search(
+        r"^wandb: offline \(.*\); upload with: wandb sync ", capfd.readouterr().err, re.M
+    )
+    assert numbers(read_wandb(parts(tmp_path)[-1])[2]) == expected(range(4))
+    assert len(record_of(tmp_path)) == 6
+
+
+def test_a_killed_training_is_shown_to_its_last_line_and_leaves_no_process(tmp_path):
+    code = f"""
+import sys, time
+from pathlib import Path
+from vit.config.schema import LogConfig
+from vit.loggers.record import Record
+from vit.loggers import wandb_view
+record = Record(Path({str(tmp_path)!r}), LogConfig(), True, total_steps=9)
+record.write("start", 0, restarts=0)
+record.start_wandb({{}})
+for step in range(3):
+    record.write("train", step, loss=1 / (step + 1))
+record.write("eval", 2, top1=50.0)
+assert "wandb" not in sys.modules
+print("written", flush=True)
+time.sleep(60)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        stderr=subprocess.DEVNULL,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "written\n"
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not ours())
+    (part,) = parts(tmp_path)
+    assert numbers(read_wandb(part)[2]) == expected(range(3))
+
+
+def test_signals_to_all_processes_of_a_job_leave_wandb_its_time(tmp_path):
+    """Slurm sends SIGTERM to every process; the training saves and closes the record, and W&B has
+    to wait for that."""
+
+    def terminate() -> None:
+        wait_for(lambda: parts(tmp_path))
+        told.extend(signal_ours("wandb_process.py", signal.SIGTERM, signal.SIGINT))
+
+    told: list[int] = []
+    one_run(tmp_path, range(4), meanwhile=terminate)
+    assert told
+    (part,) = parts(tmp_path)
+    assert numbers(read_wandb(part)[2]) == expected(range(4))
+
+
+def test_without_wandb_one_line_says_so(tmp_path, monkeypatch, capfd):
+    (tmp_path / "wandb.py").write_text("print('noise on stdout')\nraise ImportError('not here')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one_run(tmp_path / "run")
+    (said,) = capfd.readouterr().err.splitlines()
+    assert (
+        said == "wandb: not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to"
+        " silence this)"
+    )
+    assert len(record_of(tmp_path / "run")) == 5
+    # The run's end does not wait for a process that has said that it does nothing.
+    console = tmp_path / "run" / "wandb" / "console.log"
+    wait_for(lambda: console.read_text() == "noise on stdout\n")
+
+
+# --- settings -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "variable", "mode"),
+    [
+        ("off", "online", "off"),
+        ("online", "disabled", "off"),
+        ("auto", "", "online"),
+        ("auto", "offline", "offline"),
+        ("auto", "dryrun", "offline"),
+        ("online", "offline", "online"),
+        ("offline", "online", "offline"),
+    ],
+)
+def test_the_mode_follows_the_config_and_then_wandbs_own_variable(
+    monkeypatch, setting, variable, mode
+):
+    monkeypatch.setenv("WANDB_MODE", variable)
+    assert wandb_logger.wanted_mode(setting) == mode
+
+
+@pytest.mark.parametrize(("setting", "environment"), [("off", None), ("auto", "disabled")])
+def test_wandb_off_writes_nothing_but_the_record(tmp_path, monkeypatch, setting, environment):
+    if environment:
+        monkeypatch.setenv("WANDB_MODE", environment)
+    one_run(tmp_path, setting=setting)
+    assert not ours()
+    assert not list(tmp_path.glob("*wandb*"))
+    assert len(record_of(tmp_path)) == 5

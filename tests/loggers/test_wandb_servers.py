@@ -1,0 +1,201 @@
+"""Nothing that W&B's server does can harm or hold up a run: real wandb, real sockets."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from loggers.wandb_runs import (
+    expected,
+    numbers,
+    one_run,
+    ours,
+    parts,
+    read_wandb,
+    record_of,
+    use_server,
+    wait_for,
+)
+
+from vit.loggers import wandb_logger
+
+WAITING_S = 7.0
+"""The promise: whatever the server does, a start and an end together wait for no more than this,
+and start W&B no more than twice."""
+
+
+@pytest.fixture(autouse=True)
+def no_account(tmp_path_factory, monkeypatch):
+    """No key, no proxy, no settings of this machine's user."""
+    for name in os.environ:
+        if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+
+
+@pytest.fixture
+def holds(tmp_path_factory) -> Callable[[float], bool]:
+    """Whether this many seconds keep the promise on this machine as it is now: alone, 2 cores start
+    and end W&B in 1.5 s."""
+
+    def check(spent_s: float) -> bool:
+        if spent_s < WAITING_S:
+            return True
+        clock = tmp_path_factory.mktemp("clock") / "run"
+        return spent_s < 2 * one_run(clock, setting="offline") + WAITING_S
+
+    return check
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def answering() -> Iterator[Callable[[list[bytes]], str]]:
+    """Makes servers that send the given bytes, half a second apart, to whoever connects."""
+    sockets = []
+
+    def serve(listener: socket.socket, pieces: list[bytes]) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                try:
+                    connection.recv(65536)
+                    for piece in pieces:
+                        connection.sendall(piece)
+                        time.sleep(0.5 if len(pieces) > 1 else 0)
+                except OSError:
+                    continue
+
+    def make(pieces: list[bytes]) -> str:
+        sockets.append(socket.create_server(("127.0.0.1", 0)))
+        threading.Thread(target=serve, args=(sockets[-1], pieces), daemon=True).start()
+        return f"http://127.0.0.1:{sockets[-1].getsockname()[1]}"
+
+    yield make
+    for listener in sockets:
+        listener.close()
+
+
+# --- servers that do harm -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("accepts and is silent", "no run after 3 s"),
+        ("401", "CommError: .* error 401"),
+        # each is a start of W&B, and ends as one of those two
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in (
+                ("refuses", "no run after 3 s"),
+                ("has no such name", "no run after 3 s"),
+                ("drops packets", "no run after 3 s"),
+                ("answers a byte at a time", "no run after 3 s"),
+                ("403", "CommError: .* error 403"),
+                ("500", "no run after 3 s"),
+                ("a login page", "CommError: .* invalid character '<'"),
+                ("another protocol", "no run after 3 s"),
+            )
+        ),
+    ],
+)
+def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_most(
+    tmp_path, monkeypatch, capfd, holds, answering, case, reason
+):
+    held = []
+    if case == "refuses":
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    elif case == "has no such name":
+        url = "http://no.such.host.invalid"
+    elif case in ("drops packets", "accepts and is silent"):
+        held.append(
+            socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9)
+        )
+        url = f"http://127.0.0.1:{held[0].getsockname()[1]}"
+        # a full queue: Linux drops what comes after
+        for _ in range(8 if case == "drops packets" else 0):
+            held.append(socket.socket())
+            held[-1].setblocking(False)
+            held[-1].connect_ex(held[0].getsockname())
+    else:
+        page = b"<html>log in</html>" if case == "a login page" else b""
+        status = f"{case} No" if case.isdigit() else "200 OK"
+        pieces = [f"HTTP/1.1 {status}\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page]
+        pieces = {"another protocol": [b"SSH-2.0\n"], "answers a byte at a time": [b"H"] * 40}.get(
+            case, pieces
+        )
+        url = answering(pieces)
+    use_server(monkeypatch, url)
+    if reason.startswith("CommError"):  # W&B's own, as soon as it has it
+        monkeypatch.setitem(wandb_logger.LIMITS_S, "run", 60.0)
+    spent_s = one_run(tmp_path)
+    for each in held:
+        each.close()
+    (said,) = capfd.readouterr().err.splitlines()
+    assert re.match(rf"wandb: offline \({reason}.*\); upload with: wandb sync ", said), said
+    assert holds(spent_s)
+    (part,) = parts(tmp_path)
+    assert numbers(read_wandb(part)[2]) == expected(range(3))
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    one_run(tmp_path / "off")
+    assert record_of(tmp_path) == record_of(tmp_path / "off"), (
+        "W&B is a view: the record is the same"
+    )
+    wait_for(lambda: not ours())
+
+
+def test_in_a_longer_run_the_reason_is_wandbs_own(tmp_path, monkeypatch, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
+    monkeypatch.setattr(wandb_logger, "INIT_S", 2.0)
+    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not ours()))
+    (said,) = capfd.readouterr().err.splitlines()
+    assert re.match(r"wandb: offline \(CommError: .* connection refused\); upload with: ", said), (
+        said
+    )
+    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
+
+
+def test_a_server_that_hangs_means_offline(tmp_path, server, capfd, holds):
+    server.mode = "hang"
+    spent_s = one_run(tmp_path)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.startswith("wandb: offline (no run after 3 s); upload with: ")
+    assert holds(spent_s)
+    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
+    wait_for(lambda: not ours())
+
+
+@pytest.mark.parametrize("how", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
+def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, capfd, holds, how):
+    def lose() -> None:
+        wait_for(lambda: server.names)
+        if how == "hangs":
+            server.mode = "hang"
+        else:
+            server.leave()
+
+    spent_s = one_run(tmp_path, range(5), meanwhile=lose)
+    first, last = capfd.readouterr().err.splitlines()
+    assert holds(spent_s)
+    assert first.startswith(f"wandb: {server.url}/me/vit/runs/")
+    assert re.match(
+        r"wandb: offline \(http://127.0.0.1:\d+ does not answer: .*\); upload with: python"
+        r" launch/report.py \S+ --to-wandb$",
+        last,
+    ), last
+    assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))
+    assert len(record_of(tmp_path)) == 7
+    server.released.set()
+    wait_for(lambda: not ours())

@@ -1,0 +1,129 @@
+"""The share of the peak against sums by hand, in the record and on the live line."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from processes import TINY, metrics, train
+
+from vit.checkpoint.state import RunState
+from vit.config.io import load_config
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader
+from vit.distributed.process_group import World
+from vit.hooks.monitor import Monitor
+from vit.loggers.record import Record
+from vit.model import create_model
+from vit.training.mfu import Peak, Utilization, find_peak, measure_peak, train_flops_per_image
+from vit.training.plan import make_plan
+from vit.training.step_result import StepResult
+
+CPU = torch.device("cpu")
+H200 = Peak(989.4, "data sheet")
+
+
+class Nothing(Batches):
+    """Batches that are there at once."""
+
+    layout = BatchLayout(4, ImageFormat((4, 4)), 0)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        return ()
+
+
+def test_vit_b16_by_hand():
+    """35.13 GFLOP forward, three times that in training: 3,000 images/s are 32 % of an H200."""
+    with torch.device("meta"):
+        model = create_model("vit_b16", 224, 1000)
+    flops = train_flops_per_image(model, 128)
+    assert flops == pytest.approx(3 * 35.13e9, rel=1e-3)
+    assert Utilization(flops, H200).mfu(3000.0) == pytest.approx(0.3196, rel=1e-3)
+    assert Utilization(flops, None).mfu(3000.0) is None
+
+
+def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
+    """No machine is slower than a million operations a second, or faster than 10**18."""
+    factors = []
+
+    def multiply(a, b):
+        factors.append(a)
+        return unchanged(a, b)
+
+    unchanged = torch.mm
+    monkeypatch.setattr(torch, "mm", multiply)
+    state = torch.get_rng_state()
+    peak = measure_peak(CPU, "fp32", size=64)
+    assert torch.equal(torch.get_rng_state(), state), "a training draws as without the measurement"
+    assert 0.8 < factors[0].std() < 1.2, "constants draw less power than a training's products"
+    assert peak.peak_source == "measured"
+    assert 1e-6 < peak.peak_tflops < 1e6
+    assert find_peak(CPU, "fp32") is None
+
+
+@given(
+    stages=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 9)), max_size=3),
+    first=st.integers(0, 60),
+    length=st.integers(0, 60),
+)
+def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, length):
+    """A sum over the steps themselves."""
+    ascending = tuple(sorted(dict(stages).items()))
+    utilization = Utilization(7, H200, ascending)
+    of_step = [utilization.flops_at(step) for step in range(121)]
+    for until, flops in reversed(ascending):
+        assert of_step[until - 1] == flops
+        assert of_step[until] == utilization.flops_at(until)
+    expected = sum(of_step[first : first + length]) / of_step[length]
+    assert utilization.steps_like(length, first, first + length) == pytest.approx(expected)
+    assert utilization.mfu(3.0, 40) == pytest.approx(of_step[40] * 3.0 / 989.4e12)
+
+
+@pytest.mark.parametrize("peak", [H200, None])
+def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
+    """Three ranks: each has a third of the images, and a peak of its own."""
+    settings = load_config(config, TINY)[0]
+    plan, _ = make_plan(settings, 60, 3)
+    record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
+    flops = 10**15
+    with Loader(Nothing(), 0, 3) as loader:
+        state = RunState(facts={})
+        monitor = Monitor(
+            (),
+            plan,
+            World(0, 3, CPU, hosts=("a", "b", "c")),
+            state,
+            record,
+            loader,
+            lambda step: 0.1,
+            Nothing.layout.image_format,
+            Utilization(flops, peak),
+        )
+        monitor.start_clock()
+        for step in range(3):
+            next(loader)
+            monitor.queue(
+                step, StepResult(torch.tensor([1.0, 1, 1, 1, 0, 1, 1, 1]), torch.tensor(1.0))
+            )
+        monitor.flush()
+    record.close()
+    lines = metrics(tmp_path, "train")
+    assert len(lines) == 3
+    for line in lines:
+        assert line["images_per_s_per_gpu"] == pytest.approx(line["images_per_s"] / 3)
+        if peak is None:
+            assert line["mfu"] is None
+        else:
+            expected = flops * line["images_per_s"] / 3 / 989.4e12
+            assert line["mfu"] == pytest.approx(expected)
+    assert ("MFU" in capsys.readouterr().err) == (peak is not None)
+
+
+def test_training_on_a_cpu_has_images_per_s_of_each_rank_and_no_share(config, tmp_path):
+    train(config, tmp_path / "run", "train.steps=2")
+    for line in metrics(tmp_path / "run", "train"):
+        assert line["mfu"] is None
+        assert line["images_per_s_per_gpu"] == line["images_per_s"]
+    assert "peak_tflops" not in metrics(tmp_path / "run", "start")[0]

@@ -1,0 +1,67 @@
+"""Steps, micro-batches and what cannot be divided."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vit.config import io as config_io
+from vit.training.plan import make_plan
+
+
+class TestPlan:
+    def plan(self, tmp_path: Path, world_size: int, *overrides: str, num_samples: int = 1000):
+        path = tmp_path / "plan.yaml"
+        path.write_text("data: {root: x}\ntrain: {epochs: 2}\n")
+        return make_plan(config_io.load_config(path, overrides).config, num_samples, world_size)[0]
+
+    def test_steps_and_micro_batches_follow(self, tmp_path):
+        plan = self.plan(
+            tmp_path,
+            4,
+            "data.global_batch_size=96",
+            "data.micro_batch_size=10",
+            "schedule.warmup_epochs=0.5",
+            "eval.every_epochs=1",
+        )
+        assert (
+            plan.steps_per_epoch,
+            plan.dropped_per_epoch,
+            plan.total_steps,
+            plan.warmup_steps,
+            plan.eval_every_steps,
+        ) == (10, 40, 20, 5, 10)
+        assert (plan.micro_batch_size, plan.accumulation_steps) == (8, 3)
+
+    def test_an_impossible_division_names_the_sizes_that_work(self, tmp_path):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a"
+                r" number of ranks out of \[1, 2, 4"
+            ),
+        ):
+            self.plan(tmp_path, 3, "data.global_batch_size=100")
+        with pytest.raises(
+            ValueError, match=r"2 ranks times augment.mix_group_size=4: use 8 or 16"
+        ):
+            self.plan(tmp_path, 2, "data.global_batch_size=12", "augment.mixup_alpha=0.5")
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"data.micro_batch_size=3 is below augment.mix_group_size=4: sizes that work are"
+                r" \[4, 8\]"
+            ),
+        ):
+            self.plan(
+                tmp_path,
+                1,
+                "data.global_batch_size=8",
+                "data.micro_batch_size=3",
+                "augment.cutmix_alpha=1.0",
+            )
+
+    def test_a_batch_larger_than_the_data_is_refused(self, tmp_path):
+        with pytest.raises(ValueError, match="exceeds the 10 training samples"):
+            self.plan(tmp_path, 1, "data.global_batch_size=16", num_samples=10)

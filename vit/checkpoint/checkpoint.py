@@ -1,0 +1,353 @@
+"""Full state for resuming: complete, or not there.
+
+`TrainStep` holds everything that an update changes. Its tensors get flat names and go into one
+safetensors file; `RunState` and the config go into `checkpoint.json`. Both are written into a
+hidden folder and flushed to disk, then the folder is renamed: one that has its final name is
+complete. Only then is `latest` updated and are older checkpoints removed. `vit.checkpoint.saver`
+decides what is written when, and from which thread.
+
+    runs/<name>/checkpoints/
+      step_00012500/
+        state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
+        checkpoint.json         format_version, RunState, config, size and sha256 of each file,
+                                and of itself (vit/checkpoint/info.py)
+      latest                    "step_00012500"
+
+No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads.
+That also reads the sharded files that its writer makes under FSDP2, on another number of ranks, so
+sharded training can keep this format.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from vit.checkpoint.info import (
+    DamagedCheckpoint,
+    UnreadableCheckpoint,
+    check_files,
+    read_info_file,
+    reading,
+    sealed,
+)
+from vit.checkpoint.run_folder import (
+    CHECKPOINTS,
+    INFO_FILE,
+    LATEST_FILE,
+    RunLock,
+    complete_checkpoints,
+    mark_stopped,
+    remove_unfinished,
+)
+from vit.checkpoint.state import RunState
+from vit.step import TrainStep
+from vit.system.files import WeightsError, flush, remove_leftovers, replacing
+from vit.weights.save import save_weights
+
+FORMAT_VERSION = 1
+STATE_FILE = "state.safetensors"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written; one line for people."""
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint that the system refuses to read, and that may be whole."""
+
+
+class NewerFormatError(CheckpointError):
+    """A complete checkpoint that only newer code can read."""
+
+
+def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
+    """Return all tensors of the state by their names in the file: the live ones, not copies.
+
+    Rank 0 has them all under DDP; of sharded parameters (FSDP2) all ranks would have to gather.
+    """
+    tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
+    if train_step.ema is not None:
+        average = train_step.ema.module.state_dict()
+        tensors |= {f"ema.{name}": value for name, value in average.items()}
+    for name, parameter in train_step.model.named_parameters():
+        for key, value in train_step.optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"optim.{key}.{name}"] = value
+    tensors["scaler.loss_scale"] = train_step.loss_scale.value
+    tensors["scaler.steps_since_overflow"] = train_step.loss_scale.steps_since_overflow
+    return {name: value.detach() for name, value in tensors.items()}
+
+
+# --- writing --------------------------------------------------------------------------------------
+
+
+def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
+    """Raise CheckpointError unless `needed_bytes` are free for a save at `step`.
+
+    What killed processes left unfinished is removed first.
+    """
+    folder = checkpoint_folder(run_dir, step)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(run_dir)
+        free_bytes = shutil.disk_usage(folder.parent).free
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if free_bytes < needed_bytes * 1.01 + 2**20:
+        raise CheckpointError(
+            f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, the disk has"
+            f" {free_bytes / 2**20:,.1f} MiB free; earlier checkpoints are untouched. Free some"
+            " space and run the same command again"
+        )
+
+
+def write_checkpoint(
+    run_dir: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    world_size: int,
+    keep_last: int,
+) -> tuple[Path, str]:
+    """Write `step_<n>`, remove all but the newest `keep_last`; return the folder, and the sha256 of
+    its tensors.
+
+    tensors: by the names in the file. state: the fields of `RunState`. Raises CheckpointError if
+    the folder cannot be written; the previous checkpoint then stays as it was.
+    """
+    folder = checkpoint_folder(run_dir, state["step"])
+    try:
+        if folder.exists() and not (folder / INFO_FILE).is_file():
+            _set_aside(folder)
+        if folder.exists():
+            info = update_info(folder, state)
+        else:
+            info = _write(folder, tensors, state, config, world_size)
+            for old in complete_checkpoints(run_dir)[keep_last:]:
+                _remove(old)
+    except (OSError, WeightsError) as error:
+        shutil.rmtree(_hidden(folder), ignore_errors=True)
+        if isinstance(error, WeightsError):
+            raise CheckpointError(str(error)) from None
+        raise _unwritable(folder, error) from None
+    return folder, info["files"][STATE_FILE]["sha256"]
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, which is complete or not there at every moment."""
+    # A kill amid the removal leaves a name that the next save clears away. Half a folder under its
+    # own name would stay for ever, with gigabytes, or look complete.
+    hidden = _hidden(folder)
+    folder.rename(hidden)
+    shutil.rmtree(hidden)
+
+
+def checkpoint_folder(run_dir: Path, step: int) -> Path:
+    """Return the folder of the checkpoint at `step`."""
+    return run_dir / CHECKPOINTS / f"step_{step:08d}"
+
+
+def _unwritable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched: free"
+        " some space or fix the permissions, and run the same command again"
+    )
+
+
+def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
+    """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
+
+    That happens when a resumed run makes up for an evaluation.
+    """
+    info = read_info(folder, verify=False)
+    _write_info(folder, info | state)
+    return info
+
+
+def _write(
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    state: dict[str, Any],
+    config: dict[str, Any],
+    world_size: int,
+) -> dict[str, Any]:
+    hidden = _hidden(folder)
+    hidden.mkdir(parents=True)
+    written = save_weights(hidden / STATE_FILE, tensors, {"format": "pt"})
+    info = {
+        "format_version": FORMAT_VERSION,
+        **state,
+        "world_size": world_size,
+        "torch": torch.__version__,
+        "files": {STATE_FILE: {"bytes": written.num_bytes, "sha256": written.sha256}},
+        "config": config,
+    }
+    _write_info(hidden, info)
+    os.replace(hidden, folder)
+    flush(folder.parent)
+    _replace_text(folder.parents[1] / LATEST_FILE, folder.name + "\n")
+    return info
+
+
+def _write_info(folder: Path, info: dict[str, Any]) -> None:
+    _replace_text(folder / INFO_FILE, json.dumps(sealed(info), indent=1))
+    flush(folder)
+
+
+def _replace_text(path: Path, text: str) -> None:
+    remove_leftovers(path.parent, path.name)
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def _hidden(folder: Path) -> Path:
+    """Return where `folder` is until it is complete."""
+    return folder.with_name(f".tmp_{folder.name}")
+
+
+def _set_aside(folder: Path) -> Path:
+    """Rename a damaged checkpoint, so that its number is free and a person can still look at it."""
+    aside = folder.with_name(f"damaged_{folder.name}_{time.time_ns()}")
+    folder.rename(aside)
+    return aside
+
+
+# --- reading --------------------------------------------------------------------------------------
+
+
+def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
+    """Return the content of `checkpoint.json`; with `verify`, compare its files with it first.
+
+    Raises CheckpointError if it is damaged or was not written by this project.
+    """
+    try:
+        info = read_info_file(folder)
+        if info["format_version"] > FORMAT_VERSION:
+            raise NewerFormatError(
+                f"{folder}: written by a newer release (format {info['format_version']}, this one"
+                f" reads up to {FORMAT_VERSION}): update the code"
+            )
+        if verify:
+            check_files(folder, info)
+    except UnreadableCheckpoint as error:
+        raise UnreadableError(str(error)) from None
+    except DamagedCheckpoint as error:
+        raise CheckpointError(str(error)) from None
+    return info
+
+
+def newest_checkpoint(
+    run_dir: Path, verify: bool = False, say: Callable[[str], None] = print
+) -> tuple[Path, dict[str, Any]] | None:
+    """Return the newest checkpoint of a run and its info, None for a run without one.
+
+    verify: compare sizes and hashes, rename damaged checkpoints, report them to `say` and try the
+    next older one; one rank does that. Raises CheckpointError if all checkpoints are damaged, and
+    again until a person decides: whoever starts jobs by itself must not begin a run anew.
+    """
+    try:
+        candidates, has_one = _listed(run_dir)
+    except UnreadableCheckpoint as error:
+        raise UnreadableError(str(error)) from None
+    for folder in candidates:
+        try:
+            return folder, read_info(folder, verify)
+        except CheckpointError as error:
+            if not folder.exists():  # the run goes on, and has removed it: there is a newer one
+                return newest_checkpoint(run_dir, verify, say)
+            # These are no damage: nothing to set aside.
+            if not verify or isinstance(error, (NewerFormatError, UnreadableError)):
+                raise
+            say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
+    if candidates or (verify and has_one):
+        raise CheckpointError(
+            f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or gone; put a good one back, or"
+            " remove this folder, and the same command starts over"
+        )
+    return None
+
+
+def _listed(run_dir: Path) -> tuple[list[Path], bool]:
+    """Return the complete checkpoints of a run, newest first, and whether it has ever had one.
+
+    Raises UnreadableCheckpoint.
+    """
+    with reading(run_dir / CHECKPOINTS):
+        # `glob` takes a folder that may not be read for an empty one.
+        names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
+        return complete_checkpoints(run_dir), Path(LATEST_FILE).name in names
+
+
+def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
+    """Copy a checkpoint's tensors into `train_step`, in place, on all ranks; rank 0 reads it.
+
+    Raises CheckpointError on rank 0 if names or shapes differ, and AlreadyReported on the others.
+    """
+    targets = named_tensors(train_step)
+    world = train_step.world
+    with world.fail_together():  # reading may take longer than a collective waits
+        if world.is_main:
+            _read_into(targets, folder)
+    world.broadcast_(targets.values())
+
+
+def state_of(info: dict[str, Any]) -> RunState:
+    """Return the state in the content of `checkpoint.json`."""
+    # Fields that are newer than the checkpoint have their defaults.
+    known = {field.name for field in fields(RunState)} & info.keys()
+    return RunState(**{name: info[name] for name in known})
+
+
+def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
+    try:
+        with safe_open(folder / STATE_FILE, framework="pt") as file:
+            # safetensors' file object has `keys`, but is not a dict.
+            names = file.keys()
+            shapes = {name: file.get_slice(name).get_shape() for name in names}
+            _check_fit(folder, targets, shapes)
+            for name, target in targets.items():
+                target.copy_(file.get_tensor(name))
+    except SafetensorError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+
+
+def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:
+    """Raise CheckpointError if the names or `shapes` in a checkpoint are not those of `targets`."""
+    wrong = [f"lacks {name}" for name in sorted(targets.keys() - shapes)]
+    wrong += [f"has {name}, unknown here" for name in sorted(shapes.keys() - targets)]
+    for name in sorted(shapes.keys() & targets):
+        here = list(targets[name].shape)
+        if list(shapes[name]) != here:
+            wrong.append(f"has {name} as {list(shapes[name])}, here {here}")
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise CheckpointError(
+            f"{folder}: does not fit this model and optimizer: it {'; '.join(wrong[:3])}{more}"
+        )
+
+
+def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
+    """If this process owns the folder, mark the run as stopped, so that it is queued again."""
+    # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
+    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if the
+    # record's start has created the folder and locked it.
+    is_ours = number == signal.SIGTERM if is_new else lock.is_held
+    if not is_ours:
+        return
+    with suppress(OSError, CheckpointError):  # the signal is what to report
+        folder.mkdir(parents=True, exist_ok=True)
+        newest = newest_checkpoint(folder)
+        mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)

@@ -1,0 +1,181 @@
+"""Open the data that a config names, on all ranks.
+
+`open_split` opens one split of shards; `open_train_set` adds what chooses training samples, several
+sources or a stream. `vit.data.shards.data_set.open_split` is the same without a config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from vit.config.schema import Config, DataConfig, ModelConfig
+from vit.data.batches import AugmentedBatches, TrainBatches
+from vit.data.image_format import ImageFormat
+from vit.data.order import Order
+from vit.data.overlap import find_trained
+from vit.data.shards import data_set
+from vit.data.shards.split import Split
+from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
+from vit.data.split_slice import SplitSlice, parse_name
+from vit.distributed.process_group import World
+from vit.system.by_name import load
+from vit.system.retry import RetryPolicy
+from vit.system.urls import resolve
+
+READERS = {"webdataset": "vit.extras.stream.batches"}
+"""What reads training data without an index, by `data.reader`: modules with `open_train_set` and
+`create_batches`, which only a run that names one loads."""
+
+
+def open_split(
+    data: DataConfig, split: str, world: World | None = None, root: str | None = None
+) -> Split:
+    """Open `split` of `root` (by default `data.root`) with the cache and the patience of `data`.
+
+    It may be a part, as `train[99%:]` (`vit.data.split_slice`).
+
+    Of several ranks the first asks a server about the shards and hands the answer to the others;
+    one rank of each host checks all rows of the index. Raises ShardError.
+    """
+    opened: list[Split] = []
+    part = parse_name(split)
+
+    def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
+        whole = data_set.open_split(
+            resolve(root or data.root),
+            part.split,
+            data.cache_dir,
+            data.cache_gib,
+            RetryPolicy(data.patience_s),
+            is_checked,
+            versions,
+        )
+        return whole if part.start is None else SplitSlice(whole, split)
+
+    def open_first() -> list[Any] | None:
+        opened.append(open_it())
+        return opened[0].versions
+
+    if world is None:
+        return open_it()
+    versions = world.broadcast_from_main(open_first)
+    if opened:
+        return opened[0]
+    return open_it(not world.is_local_main, versions)
+
+
+def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
+    """Open the split to train on, or one of each source; none for a stream."""
+    if data.reader != "index":
+        return []
+    if not data.sources:
+        return [open_split(data, data.train_split, world)]
+    return [
+        open_split(data, source.split or data.train_split, world, source.root)
+        for source in data.sources
+    ]
+
+
+def open_train_set(
+    data: DataConfig, val_split: Split, world: World | None = None, num_classes: int | None = None
+) -> TrainSet:
+    """Open what to train on; arguments and errors as `choose_train_set`."""
+    splits = open_train_splits(data, world)
+    return choose_train_set(data, splits, val_split, world, num_classes)
+
+
+def choose_train_set(
+    data: DataConfig,
+    splits: list[Split],
+    val_split: Split,
+    world: World | None = None,
+    num_classes: int | None = None,
+) -> TrainSet:
+    """Choose the training samples of `open_train_splits`.
+
+    A stream does not know its classes: it has those of `val_split`, or `num_classes` if that is
+    more. Raises ShardError and ValueError if a setting names samples that do not exist, and if
+    images of `val_split` are among those to train on.
+    """
+
+    def choose() -> TrainSet:
+        if data.reader != "index":
+            opened: TrainSet = _reader(data).open_train_set(data, val_split, num_classes)
+            return opened
+        if data.sources:
+            weights = [source.weight for source in data.sources]
+            train_set = train_set_of_sources(
+                splits, data.sources, weights, val_split, data.block_samples
+            )
+        else:
+            train_set = train_set_of(splits[0], data)
+        _check_held_out(data, train_set, val_split)
+        return train_set
+
+    return choose() if world is None else world.main_first(choose)
+
+
+def create_train_batches(
+    config: Config,
+    split: Any,
+    order: Order,
+    image_format: ImageFormat,
+    world: World,
+    *,
+    rows: range,
+    num_batches: int,
+) -> AugmentedBatches:
+    """Return the batches of this rank of a `TrainSet.split`; see `TrainBatches`."""
+    if config.data.reader != "index":
+        streamed: AugmentedBatches = _reader(config.data).create_batches(
+            config, split, order, image_format, world
+        )
+        return streamed
+    return TrainBatches(
+        split,
+        order,
+        config.augment,
+        image_format,
+        rows=rows,
+        num_batches=num_batches,
+        on_bad_image=config.data.on_bad_image,
+    )
+
+
+def _reader(data: DataConfig) -> Any:
+    """Return the module of `data.reader`. Raises ValueError if it is not installed."""
+    return load(READERS[data.reader], f"data.reader={data.reader}")
+
+
+def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
+    """Raise ValueError if images of `val_split` are trained on."""
+    trained = find_trained(train_set, val_split)
+    if count := np.count_nonzero(np.any(trained, axis=0)):
+        where = ", ".join(
+            f"data.sources[{number}].split={split.name}"
+            if data.sources
+            else f"data.train_split={split.name}"
+            for number, split in enumerate(train_set.split.splits)
+            if trained[number].any()
+        )
+        raise ValueError(
+            f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
+            f" are trained on by {where}: hold them out, as data.train_split=train[:99%] and"
+            " data.val_split=train[99%:] do, or evaluate on them as one of eval.sets"
+        )
+
+
+def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | Sources) -> int:
+    """Return the size of the head: `model.num_classes`, or the number of classes of `splits`.
+
+    Raises ValueError if the head would have fewer classes than the data.
+    """
+    in_data = max(split.num_classes for split in splits)
+    if model.num_classes is not None and model.num_classes < in_data:
+        raise ValueError(
+            f"model.num_classes={model.num_classes}, but {data.root} has {in_data} classes: remove"
+            " the key"
+        )
+    return model.num_classes or in_data

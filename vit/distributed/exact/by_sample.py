@@ -1,0 +1,147 @@
+"""Dropout and drop path drawn by sample: the same on any rank, in any micro-batch, compiled or not.
+
+torch's generators go on from draw to draw, so what a sample gets depends on all that was computed
+before it in its process. Here a draw is a pure function of (seed, step, row of the global batch,
+layer, place in the sample): the hash that orders samples and draws augmentations
+(vit/system/hashing.py), computed on the device.
+
+`draw_by_sample` replaces the modules of a model, once; `SampleKeys.set` gives them the keys of the
+rows that come next. It costs about ten passes over integers of 8 bytes for each dropout, which
+torch.compile joins into one; drop path costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vit.layers.drop_path import DropPath
+from vit.system.hashing import fold
+
+# The constants of SplitMix64 as signed numbers: torch's unsigned ones lack most operations.
+_INCREMENT = 0x9E3779B97F4A7C15 - 2**64
+_FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
+_FACTOR_2 = 0x94D049BB133111EB - 2**64
+_NUM_BITS = 31
+"""Of each draw: probabilities are multiples of 2**-31."""
+
+
+def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
+    """Return the first 31 bits of `hash64(key ^ n)` for each key and n < num_draws.
+
+    keys: (rows,) int64. Returns (rows, num_draws) int64 in [0, 2**31).
+    """
+    places = torch.arange(num_draws, device=keys.device)
+    x = (keys.unsqueeze(1) ^ places) + _INCREMENT
+    # Shifts of signed numbers bring in copies of the sign, which the masks take away.
+    x = (x ^ ((x >> 30) & (2**34 - 1))) * _FACTOR_1
+    x = (x ^ ((x >> 27) & (2**37 - 1))) * _FACTOR_2
+    # The last step of the hash changes only the bits that are dropped here.
+    return (x >> (64 - _NUM_BITS)) & (2**_NUM_BITS - 1)
+
+
+class _BySample(nn.Module):
+    """Zeroes with probability `rate` in [0, 1), and scales what is kept by 1 / (1 - rate)."""
+
+    keys: Tensor
+    threshold: Tensor
+    scale: Tensor
+
+    def __init__(self, rate: float, keys: Tensor):
+        """keys: (rows,) int64, which `SampleKeys` fills."""
+        super().__init__()
+        self.rate = rate
+        self.register_buffer("keys", keys, persistent=False)
+        # Tensors, not numbers: torch.compile would make a graph for each rate (`DropPath`).
+        threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
+        self.register_buffer("threshold", threshold, persistent=False)
+        scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
+        self.register_buffer("scale", scale, persistent=False)
+
+    def _kept(self, num_rows: int, num_draws: int) -> Tensor:
+        """Return which of `num_draws` for `num_rows` are kept, bool in rows of keys."""
+        # Windows of an image, as Swin's, are rows next to each other, and draw by its one key. What
+        # has another first dimension draws by the first rows' keys, and so by leaf.
+        num_keys = math.gcd(num_rows, len(self.keys))
+        return draw_bits(self.keys[:num_keys], num_draws // num_keys) >= self.threshold
+
+    def extra_repr(self) -> str:
+        return f"rate={self.rate:g}"
+
+
+class DropoutBySample(_BySample):
+    """`nn.Dropout` of (rows, ...)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        return x * (self._kept(x.shape[0], x.numel()).view(x.shape) * self.scale).to(x.dtype)
+
+
+class DropPathBySample(_BySample):
+    """`vit.layers.drop_path.DropPath` of (rows, ...)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        kept = self._kept(x.shape[0], x.shape[0])
+        return x * (kept.view(-1, *(1,) * (x.ndim - 1)) * self.scale).to(x.dtype)
+
+
+class SampleKeys:
+    """The keys of all layers of a model: (layers, rows) int64 on the device, filled in place."""
+
+    def __init__(self, num_layers: int, num_rows: int, device: torch.device):
+        self._keys = torch.zeros(num_layers, num_rows, dtype=torch.int64, device=device)
+        self._layers = np.arange(num_layers)[:, None]
+
+    def of_layer(self, layer: int) -> Tensor:
+        """Return a view of one layer's keys, (rows,)."""
+        return self._keys[layer]
+
+    def set(self, seed: int, step: int, first_row: int) -> None:
+        """Set the keys of rows [first_row, first_row + rows) of the global batch at `step`."""
+        rows = first_row + np.arange(self._keys.shape[1])
+        keys = torch.from_numpy(fold(seed, step, rows, self._layers).view(np.int64))
+        if self._keys.is_cuda:
+            keys = keys.pin_memory()  # from there a copy does not wait for the device
+        self._keys.copy_(keys, non_blocking=True)
+
+
+def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
+    """Replace each Dropout and DropPath of `model`, and return what sets their keys.
+
+    num_rows: of a micro-batch. A module that is called at two places must have a name for each:
+    both would draw the same. Whatever else draws (attention's dropout, patch dropout, samples
+    chosen by `drop_path_form: subset`) is not changed.
+    """
+    # By `_modules`: `named_children` leaves out a second name of one module.
+    found = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent._modules.items()
+        if child is not None and _rate(child) is not None
+    ]
+    keys = SampleKeys(len(found), num_rows, device)
+    for layer, (parent, name, child) in enumerate(found):
+        by_sample = DropoutBySample if isinstance(child, nn.Dropout) else DropPathBySample
+        rate = _rate(child)
+        assert rate is not None, "of a module that is to be replaced"
+        replaced = by_sample(rate, keys.of_layer(layer))
+        setattr(parent, name, replaced.train(child.training))
+    return keys
+
+
+def _rate(module: nn.Module) -> float | None:
+    """Return the rate of a module that is to be replaced, else None."""
+    if isinstance(module, nn.Dropout):
+        return module.p or None  # most models have some that do nothing
+    if isinstance(module, DropPath):
+        return module.rate  # also 0: blocks of one structure share one compiled graph
+    # timm's class is known by its name: timm need not be installed.
+    if type(module).__name__ == "DropPath" and isinstance(rate := module.drop_prob, float):
+        return rate
+    return None

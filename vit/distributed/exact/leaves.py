@@ -1,0 +1,159 @@
+"""Passes over a batch whose bits do not depend on the number of ranks: `train.exact_over_ranks`.
+
+A leaf is a micro-batch with a fixed place in the global batch, so its passes are the same kernels
+on the same shapes on whichever rank they run. What else could differ is fixed here: `leaf` sets
+what is drawn, by sample (vit/distributed/exact/by_sample.py) and, for the rest, by leaf; gradients
+are added along a tree over all leaves (vit/distributed/exact/tree_sum.py), and so are losses.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from vit.distributed.exact.by_sample import draw_by_sample
+from vit.distributed.exact.tree_sum import TreeSum, tree_sum
+from vit.distributed.process_group import World
+from vit.system.hashing import fold
+from vit.system.host import cpu_name
+
+_SEED_LEAF = 0x0D1
+_SEED_SAMPLE = 0x0D2
+KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
+"""Variables by which oneDNN and MKL are kept from instructions that the CPU has."""
+
+
+def same_kernels(world: World) -> str:
+    """Fix the number of threads, and return what else decides the bits of a sum: device, torch.
+
+    Raises ValueError on a rank where that is not as on rank 0, and for OMP_NUM_THREADS that is no
+    number.
+    """
+    version = f"torch {torch.__version__}"
+    if world.device.type == "cuda":
+        own = f"{version} on {torch.cuda.get_device_name(world.device)}"
+    else:
+        # A matrix product is divided over the threads. torchrun gives each rank one, while a
+        # process without it would use all cores.
+        with world.fail_together():
+            torch.set_num_threads(_num_threads())
+        capability = torch.backends.cpu.get_cpu_capability()
+        threads = f"{torch.get_num_threads()} thread(s)"
+        # The name, too: libraries of matrix products choose kernels by maker and size of caches.
+        own = f"{version} on {cpu_name()} with {capability}, {threads}"
+        limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
+        own = ", ".join([own, *limits])
+    expected = world.broadcast_from_main(lambda: own)
+    with world.fail_together():
+        if own != expected:
+            raise ValueError(
+                f"train.exact_over_ranks: {socket.gethostname()} computes by {own}, rank 0 by"
+                f" {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
+            )
+    return own
+
+
+def check_leaves(model: nn.Module) -> None:
+    """Raise ValueError if a pass over a leaf changes what the next one does."""
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase) and module.track_running_stats:
+            raise ValueError(
+                f"train.exact_over_ranks: {name} ({type(module).__name__}) keeps statistics, which"
+                " follow from the order in which a rank sees images: take a model without such"
+                " norms, or set it to false"
+            )
+
+
+def _num_threads() -> int:
+    """Return OMP_NUM_THREADS, or 1; of a list, as for nested regions, the first."""
+    given = os.environ.get("OMP_NUM_THREADS", "1")
+    number = given.partition(",")[0].strip()
+    if not number.isdecimal() or not int(number):
+        raise ValueError(
+            f"train.exact_over_ranks: OMP_NUM_THREADS={given!r}, expected a number of threads:"
+            " unset it for 1"
+        )
+    return int(number)
+
+
+class Leaves:
+    """The leaves of a rank, in the order of their rows: a `vit.training.reduce.Reduce`.
+
+    Changes what `model` draws by. All parameters that are to be trained get their gradients here:
+    the model is not under DDP.
+    """
+
+    def __init__(
+        self, model: nn.Module, num_leaves: int, rows_per_leaf: int, world: World, seed: int
+    ):
+        self.module = model
+        self.world = world
+        # One rank's norm, which all have alike; a sum of several would round.
+        self.norm_ranks = 1
+        self.num_leaves = num_leaves
+        self.num_rows = num_leaves * rows_per_leaf
+        """Rows of the global batch."""
+        self._rows_per_leaf = rows_per_leaf
+        self._seed = seed
+        self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.gradients = TreeSum(parameters, num_leaves, world)
+        self._keys = draw_by_sample(model, rows_per_leaf, world.device)
+        self._sums = torch.zeros(2, num_leaves, device=world.device)
+        # All have drawn them from one seed; but a library of another version on one host may not.
+        world.broadcast_([*model.parameters(), *model.buffers()])
+
+    def divisor(self, num_rows: int) -> int:
+        """Return the rows of the global batch: leaves are summed over all ranks."""
+        return self.num_rows
+
+    def first_row(self, num_rows: int) -> int:
+        """Return the row of the global batch at which this rank's rows begin."""
+        return self.gradients.leaves.start * self._rows_per_leaf
+
+    @contextmanager
+    def micro_batch(self, step: int, row: int, is_last: bool) -> Iterator[None]:
+        """Return a context for the passes of the leaf that begins at this rank's `row`."""
+        leaf = self._number(row)
+        self._keys.set(self._seed_of_samples, step, leaf * self._rows_per_leaf)
+        torch.manual_seed(int(fold(self._seed, leaf, step, _SEED_LEAF) >> 1))
+        with self.gradients.leaf():
+            yield
+
+    def _number(self, row: int) -> int:
+        return self.gradients.leaves.start + row // self._rows_per_leaf
+
+    def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
+        """Keep the loss, summed over the rows of a leaf, and the sum of their weights."""
+        leaf = self._number(row)
+        self._sums[0, leaf].copy_(loss_sum)
+        self._sums[1, leaf].copy_(row_weights)
+
+    def finish(self) -> None:
+        """Leave the gradients' sum over all leaves of all ranks in `grad`."""
+        self.gradients.finish()
+
+    def sum_(self, values: Tensor) -> Tensor:
+        """Sum `values` over the ranks in place; the first two become loss and weights of the batch.
+
+        values: (n,) float32; whole numbers but for the first two, or zero on all ranks but one.
+        """
+        # No rank has a number where another has one, so these sums are exact in any order.
+        summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
+        values.copy_(summed[: len(values)])
+        values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)
+        self._sums.zero_()
+        return values
+
+    def keeps_gradients(self, num_passes: int) -> bool:
+        """Return False: each leaf gets gradients of its own."""
+        return False
+
+    def prepare(self, rows: object, losses: Callable[..., Tensor], num_passes: int) -> None:
+        """Do nothing: the tree is the same in each step."""

@@ -1,0 +1,404 @@
+"""How a process ends: its last message, its exit status, and its report to torchrun.
+
+`run_command` turns whatever ends a command into one line and an exit status. Of several ranks one
+reports a mistake. Under torchrun a failing rank writes its message to the file that torchrun names
+(TORCHELASTIC_ERROR_FILE), and torchrun's report ends with it. A rank without a message of its own
+waits for that of another rank of its host and exits with status 0, so that torchrun reports one
+failure: the one that matters. `StopSignals` is how a run is asked to end.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import json
+import os
+import re
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from vit.distributed.launcher import end_launcher_later
+from vit.distributed.outcome import tell_outcome
+from vit.distributed.process_group import (
+    AlreadyReported,
+    RankLost,
+    World,
+    announce_end,
+    local_world_size,
+    world_size,
+)
+from vit.distributed.watchdog import Verdict
+from vit.system.files import FULL
+from vit.system.redact import guard_console, printed, shown
+
+SILENT_S = 20.0
+"""Longest wait of a rank without a message for one that has one: torchrun ends all at the first
+failure. On a loaded machine ranks come to the same mistake many seconds apart, and a shorter wait
+would report it twice; only a mistake of one rank, or a host without a report, waits so long."""
+REPORTED_S = 0.3
+"""Wait of a rank that has reported: the others look four times as often, and exit first."""
+LOST = "lost the connection to another rank"
+_LOWER = (
+    "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller"
+    " model"
+)
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGTERM, SIGHUP or SIGINT came before there was a step to save."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = signal.Signals(number)
+
+
+class StopSignals:
+    """Remembers that this process was asked to end; all ranks act at the next step.
+
+    Until `remember_only` is called there is nothing to save: SIGTERM, SIGHUP and SIGINT end the
+    process at once, also while it waits for another rank. SIGUSR1, which batch scripts send ahead
+    of a time limit, is always remembered: the first step is done and saved. SIGHUP comes of a
+    terminal or connection that is closed; where it is ignored, as after nohup, it stays so.
+    """
+
+    def __init__(self) -> None:
+        self.received = ""
+        self._ends_at_once = True
+        numbers = [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT]
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._handle) for number in numbers}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        is_second = bool(self.received)
+        # Also where it raises: what ignores errors, as a `__del__` does, would lose the signal.
+        self.received = signal.Signals(number).name
+        if self._ends_at_once and number != signal.SIGUSR1:
+            raise Interrupted(number)
+        if is_second and number == signal.SIGINT:  # a second Ctrl-C: stop now
+            raise KeyboardInterrupt
+
+    def remember_only(self) -> None:
+        """From now on signals only set `received`: there are steps, which look at it."""
+        self._ends_at_once = False
+
+    def release_interrupt(self) -> None:
+        """Let Ctrl-C interrupt again: no further step checks `received`."""
+        signal.signal(signal.SIGINT, self._before[signal.SIGINT])
+
+    def restore(self) -> None:
+        """Restore the previous handlers."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+def run_command(command: Callable[[], World | None]) -> None:
+    """Run `command`, which returns the world it joined, and end the process.
+
+    Exit status 0: it returned. 2: a mistake that the user can fix, one message without a stack.
+    1: anything else, with its stack. 129, 130, 143: interrupted. A mistake is a ValueError raised
+    by our own code; one from inside a library is a bug and keeps its stack.
+    """
+    guard_console()
+    try:
+        world = command()
+        sys.stdout.flush()  # a result that does not fit on its disk is an error
+        if world is not None:
+            leave_world(world)
+    except AlreadyReported as error:
+        _leave_silently(str(error), 2)
+    except ValueError as error:
+        if not _is_ours(error):
+            _leave_with_stack()
+        # Until they meet, all ranks of a host find the same mistake: one of them reports it.
+        if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
+            _leave_silently(f"error: {error}", 2)
+        _leave_with_message(f"error: {error}", 2)
+    except Interrupted as error:
+        message = f"ended by {error.number.name} before the first step: nothing to save"
+        _leave_because_of_others(message, 128 + error.number)
+    except KeyboardInterrupt:
+        _leave_because_of_others("interrupted", 128 + signal.SIGINT)
+    except Exception as error:
+        if problem := _whose_remedy_is_known(error):
+            _leave_with_message(f"error: {problem}", 2)
+        if lost := str(error) if isinstance(error, RankLost) else _lost_connection(error):
+            _leave_because_of_others(f"{lost}; its own message, or torchrun's, says why", 1)
+        _leave_with_stack()
+
+
+def leave_world(world: World) -> None:
+    """End this process with status 0 once every rank is here; return only from a world of one."""
+    if world.size == 1:
+        return
+    # gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a
+    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). It
+    # takes all three to end that: a barrier, no DDP objects left, and no finalisation.
+    world.barrier()
+    gc.collect()
+    dist.destroy_process_group()
+    leave(0)
+
+
+def leave(status: int) -> NoReturn:
+    """End this process at once, without waiting for other ranks; they notice closed connections."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk, which has been told
+            stream.flush()
+    os._exit(status)
+
+
+def _leave_with_message(message: str, status: int) -> NoReturn:
+    """Print `message`, hand it to the other ranks and to torchrun, and end."""
+    message = printed(f"{_rank_prefix()}{message}")
+    print(message, file=sys.stderr, flush=True)
+    if status == 2:
+        tell_outcome("mistake")
+    announce_end(message)
+    _report_to_torchrun(message)
+    leave(status)
+
+
+def _leave_with_stack() -> NoReturn:
+    """End because of a bug, with its stack as the message."""
+    traceback.print_exc()
+    announce_end(f"rank {_rank()} ended with an error")
+    _report_to_torchrun(traceback.format_exc())
+    leave(1)
+
+
+def _leave_because_of_others(message: str, status: int) -> NoReturn:
+    """End for a cause outside this process: with `message`, unless the host has reported one."""
+    if _host_has_reported():
+        leave(0)
+    print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
+    announce_end(f"rank {_rank()}: {message}")
+    leave(status)
+
+
+def leave_hung(verdict: Verdict) -> NoReturn:
+    """End because `verdict` says that a rank keeps all others waiting; called on any thread.
+
+    The lowest rank that is not to blame prints it; of a host that is cut off, its first. One that
+    may be to blame and can still speak shows where it stands. Nothing here waits for the store: the
+    main thread may hold its connection.
+    """
+    rank = _rank()
+    message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
+    if rank in verdict.ranks:
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        stack = "".join(traceback.format_stack(frame))
+        print(f"rank {rank} stands here:\n{stack}", end="", file=sys.stderr, flush=True)
+    is_first = os.environ.get("LOCAL_RANK", "0") == "0"
+    speaker = min(set(range(world_size())) - {*verdict.ranks}, default=0)
+    speaks = is_first if verdict.is_cut_off else rank == speaker
+    if speaks:
+        print(message, file=sys.stderr, flush=True)
+    elif local_world_size() > 1 and not is_first:
+        deadline = time.monotonic() + SILENT_S
+        while time.monotonic() < deadline and not _host_has_reported():
+            time.sleep(REPORTED_S / 4)
+        if _host_has_reported():
+            leave(0)
+    _report_to_torchrun(message)
+    if verdict.is_cut_off and is_first:
+        end_launcher_later()
+    leave(1)
+
+
+def _leave_silently(message: str, status: int) -> NoReturn:
+    """End for a cause that another rank reports.
+
+    With status 0 once a rank of this host has reported it to torchrun, or torchrun sends SIGTERM
+    because of it; after SILENT_S with `status`, and `message` for torchrun.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: leave(0))
+    deadline = time.monotonic() + SILENT_S
+    while time.monotonic() < deadline:
+        if _host_has_reported():
+            leave(0)
+        time.sleep(REPORTED_S / 4)
+    _report_to_torchrun(message)
+    leave(status)
+
+
+def _error_file() -> Path | None:
+    """Where torchrun reads this rank's message: <attempt>/<local rank>/<name>; None without it."""
+    named = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    return Path(named) if named else None
+
+
+def _host_has_reported() -> bool:
+    """Whether a rank of this host has written its message for torchrun."""
+    file = _error_file()
+    return file is not None and any(file.parent.parent.glob(f"*/{file.name}"))
+
+
+def _report_to_torchrun(message: str) -> None:
+    """Write `message` for torchrun's report, and wait for the host's other ranks to see it.
+
+    The format is that of `torch.distributed.elastic`'s ErrorHandler, whose "py_callstack" is what
+    the report prints.
+    """
+    file = _error_file()
+    if file is None:
+        return
+    message = shown(message)
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    hidden = file.with_name(f".{file.name}")
+    try:
+        hidden.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
+        os.replace(hidden, file)
+    except OSError:
+        return  # a full disk, perhaps the very cause; the message was printed
+    if local_world_size() > 1:
+        time.sleep(REPORTED_S)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _rank_prefix() -> str:
+    return f"rank {_rank()}: " if _rank() else ""
+
+
+def _is_ours(error: ValueError) -> bool:
+    """Whether `error` was raised by our own code, so that its message is meant for the user."""
+    raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
+    # All of vit/, where this file must stay, and the script itself.
+    ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
+    return any(raised_in.is_relative_to(place) for place in ours)
+
+
+def _lost_connection(error: Exception) -> str:
+    """Message if `error` is what gloo or NCCL raise when another rank is gone, else ""."""
+    signs = (
+        "onnection closed by peer",
+        "onnection reset by peer",
+        "ncclRemoteError",
+        "Broken pipe",
+    )
+    is_lost = world_size() > 1 and any(sign in str(error) for sign in signs)
+    return LOST if is_lost else ""
+
+
+def _whose_remedy_is_known(error: Exception) -> str:
+    """Message for an error of another library that the user can remedy; "" for any other."""
+    return (
+        out_of_memory(error)
+        or _disk_full(error)
+        or _too_many_open(error)
+        or _has_no_order(error)
+        or _failed_to_compile(error)
+    )
+
+
+def problem_of(error: Exception) -> str:
+    """What to tell people of `error` where nothing ends because of it."""
+    if isinstance(error, ValueError) and _is_ours(error):
+        return str(error)
+    first_line = (str(error).strip().splitlines() or [""])[0]
+    known = _whose_remedy_is_known(error) or _lost_connection(error)
+    return shown(known or f"{type(error).__name__}: {first_line}".rstrip(": "))
+
+
+def out_of_memory(error: Exception) -> str:
+    """Which memory ran out and which setting to lower; "" if `error` is about something else.
+
+    Only the GPU's has a class of its own; errors of the CPU's allocator, and of loader workers, are
+    recognised by their text.
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        reason = text.split(". ")[0]
+    elif found := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text):
+        reason = f"out of memory, {int(found[1]) / 2**30:.2f} GiB more were requested"
+    elif found := re.search(r"Unable to allocate ([\d.]+ \w+)", text):
+        reason = f"out of memory, {found[1]} more were requested"
+    elif (
+        isinstance(error, MemoryError)
+        or getattr(error, "errno", None) == errno.ENOMEM
+        or "MemoryError" in text
+        or "bad_alloc" in text
+    ):
+        reason = "out of memory"
+    else:
+        return ""
+    files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+    if Path(__file__).parents[1] / "data" / "loader.py" in files:
+        return (
+            f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or"
+            " data.global_batch_size (eval.batch_size)"
+        )
+    # A note, if who computed has left one, knows the sizes.
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]
+    advice = notes[0] if notes else _LOWER
+    return f"{reason}. {advice}"
+
+
+def _has_no_order(error: Exception) -> str:
+    """Message for an operation that train.deterministic refuses; "" for anything else."""
+    found = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
+    if found is None:
+        return ""
+    return (
+        f"{found[1]} cannot add in one order, which train.deterministic asks for: set"
+        " train.deterministic=false, or choose a model without it"
+    )
+
+
+def _failed_to_compile(error: Exception) -> str:
+    """Message for what torch.compile raises about a model; "" for anything else.
+
+    `vit.training.compiling.why_not_compiled` has tried whether the host can compile, but not the
+    model.
+    """
+    verbose = "TORCHDYNAMO_VERBOSE"  # torch's own variable
+    dynamo = sys.modules.get("torch._dynamo.exc")  # there once something was compiled
+    if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
+        return ""
+    if os.environ.get(verbose) == "1":
+        return ""
+    lines = str(error).strip().splitlines()
+    reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    return (
+        f"torch.compile failed ({reason}): set train.compile=false, which changes only the speed;"
+        f" {verbose}=1 shows the stack"
+    )
+
+
+def _too_many_open(error: Exception) -> str:
+    """Message where this process, or the host, may open no more files; "" for anything else."""
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    if error.errno == errno.ENFILE:
+        return f"{error.strerror}: this host allows no more; see what else runs there"
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return (
+        f"{error.strerror}: this process may have {limit:,}; raise that (`ulimit -n`) and run the"
+        " same command again"
+    )
+
+
+def _disk_full(error: Exception) -> str:
+    """Message for a full disk or an exhausted quota; "" if `error` is about something else."""
+    if not isinstance(error, OSError) or error.errno not in FULL:
+        return ""
+    place = f"{error.filename}: " if error.filename else ""
+    return (
+        f"{place}{error.strerror}; what was complete is untouched. Free some space and run the same"
+        " command again"
+    )

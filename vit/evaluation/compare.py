@@ -1,0 +1,265 @@
+"""Evaluate weights from files on all sets of a config, and compare them image by image.
+
+weights -> model -> `Evaluator` -> lines and JSON; of several also a table, with
+the paired difference of each to the first
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from typing import Any, NamedTuple, TextIO
+
+from torch import nn
+
+from vit.config.eval_section import VAL
+from vit.config.schema import Config
+from vit.data.augment.apply import create_augment
+from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
+from vit.data.image_format import ImageFormat
+from vit.data.open_data import open_split
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import Evaluation, Evaluator
+from vit.evaluation.probes import Asked, Probed, run_probes
+from vit.layers.precision import precision_note
+from vit.model import create_model
+from vit.system.meter import Meter
+from vit.training.metrics import (
+    ECE_BINS,
+    TOP5_CLASSES,
+    Accuracy,
+    PairedDifference,
+    interval95,
+    paired_difference,
+)
+from vit.weights.class_names import class_mismatch, namings_of, select_classes
+from vit.weights.files import LoadedWeights, load_weights
+
+
+class Result(NamedTuple):
+    """The evaluation of weights, the same on every rank."""
+
+    evaluation: Evaluation
+    """On `data.val_split`."""
+    as_json: dict[str, Any]
+    """What `launch/eval.py --json` prints."""
+    sets: dict[str, tuple[EvalSet, Evaluation]]
+    """All sets by name, `data.val_split` first."""
+    probed: tuple[Probed, ...] = ()
+    """What k-NN and a linear probe found on `data.val_split`."""
+
+
+def evaluate_weights(
+    loaded: LoadedWeights,
+    config: Config,
+    world: World,
+    out: TextIO,
+    selected: bool = False,
+    asked: Asked | None = None,
+) -> Result:
+    """Evaluate `loaded` on the validation split of `config` and on `eval.sets`; print it to `out`.
+
+    `config` may have a different image size than the weights were trained at: positions are
+    resampled. selected: of the head use the rows of the data's classes only, by name. asked: what
+    else to try with its features. Raises ValueError if the data have more classes than the weights,
+    or others where they are selected, and as `open_sets` and `run_probes`.
+    """
+    split = open_split(config.data, config.data.val_split, world)
+    # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
+    # classes; `class_mismatch` below compares the names.
+    with world.fail_together():
+        if selected:
+            loaded = select_classes(loaded, split.class_names)
+        assert loaded.num_classes is not None, "it came with its config"
+        if split.num_classes > loaded.num_classes:
+            raise ValueError(
+                f"{split.root}: has {split.num_classes} classes, {loaded.path} knows"
+                f" {loaded.num_classes}: use data with the same classes"
+            )
+        classes = ModelClasses(loaded.num_classes, {})
+        if config.eval.sets:
+            classes = ModelClasses(loaded.num_classes, namings_of(loaded, loaded.num_classes))
+    groups = open_sets(config, split, classes, world)
+    with world.fail_together():
+        model = create_model(config.model, num_classes=loaded.num_classes)
+        notes = load_weights(model, loaded.weights, loaded.grid_size)
+    # Not wrapped by DDP: each rank evaluates its own share, and only the counters are added up.
+    model.to(world.device)
+    if world.is_main and (
+        slow := precision_note(config.train.precision, world.device, "--precision")
+    ):
+        print(f"note: {slow}", file=sys.stderr)
+
+    found = _evaluate_all(model, groups, config, loaded.num_classes, world)
+    with world.fail_together():
+        _check_finite(found, loaded, config.train.precision)
+
+    probed: list[Probed] = []
+    if asked is not None:
+        augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
+        probed = run_probes(asked, model, config, split, augment, world)
+
+    result = found[VAL][1]
+    as_json = _as_json(result.accuracy)
+    if probed:
+        as_json["probes"] = {each.name: each.to_dict() for each in probed}
+    if loaded.notes or loaded.class_names is None:  # weights of another program
+        notes = loaded.report(notes)
+    lines = [*notes, str(result.accuracy), _calibration(result.accuracy)]
+    # Labels are compared by number. Without this an accuracy on other classes would look valid.
+    if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
+        as_json["note"] = mismatch
+    lines += [each.line() for each in probed]
+    others = {name: pair for name, pair in found.items() if name != VAL}
+    for name, (scored, evaluation) in others.items():
+        lines.append(f"{name}: {scored.where()} of {scored.split.root}")
+        lines.append(f"  {evaluation.accuracy}; {_calibration(evaluation.accuracy)}")
+    if others:
+        as_json["sets"] = {
+            name: {**_as_json(evaluation.accuracy), "num_skipped": scored.num_skipped}
+            for name, (scored, evaluation) in others.items()
+        }
+    if world.is_main:
+        which = f" ({loaded.which()})" if loaded.which() else ""
+        heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
+        lines.insert(0, f"{heading}: {split.num_samples} images at {config.model.size_text()}")
+        if mismatch:
+            print(f"note: {mismatch}", file=out)
+        print("\n  ".join(lines), file=out)
+    return Result(result, as_json, found, tuple(probed))
+
+
+def _evaluate_all(
+    model: nn.Module,
+    groups: Sequence[tuple[EvalSet, ...]],
+    config: Config,
+    num_classes: int,
+    world: World,
+) -> dict[str, tuple[EvalSet, Evaluation]]:
+    """Return each set and its result by name, in the order of the config."""
+    size = config.model.size_text()
+    found: dict[str, tuple[EvalSet, Evaluation]] = {}
+    for sets in groups:
+        evaluator = Evaluator(
+            sets,
+            ImageFormat.from_config(config.model, config.data),
+            create_augment(config.augment, config.data, num_classes, world.device),
+            world,
+            config.eval,
+            precision=config.train.precision,
+            num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+        num_images = evaluator.split.num_samples
+        which = "" if sets is groups[0] else f" {', '.join(each.name for each in sets)}"
+        text = f"evaluating{which} at {size}"
+        with closing(evaluator), Meter(text, num_images, "images", shown=world.is_main) as meter:
+
+            def on_batch(
+                done: int, total: int, meter: Meter = meter, num_images: int = num_images
+            ) -> None:
+                meter.update(num_images * done // total)
+
+            results = evaluator.evaluate({"model": model}, on_batch)
+        found |= {each.name: (each, results[each.name]["model"]) for each in sets}
+    return {name: found[name] for name in (VAL, *config.eval.sets)}
+
+
+def _check_finite(
+    found: dict[str, tuple[EvalSet, Evaluation]], loaded: LoadedWeights, precision: str
+) -> None:
+    """Raise ValueError for a set on which a logit is NaN or infinite, as its loss is NaN then."""
+    bad = [name for name, (_, each) in found.items() if not math.isfinite(each.accuracy.loss)]
+    if bad:
+        finer = "give --precision fp32, or " if precision != "fp32" else ""
+        raise ValueError(
+            f"{loaded.path}: logits on {', '.join(bad)} are NaN or infinite in {precision}, so the"
+            f" accuracy means nothing: {finer}take other weights"
+        )
+
+
+def _as_json(accuracy: Accuracy) -> dict[str, Any]:
+    low, high = interval95(accuracy.correct_top1, accuracy.num_images)
+    return {**accuracy.to_dict(), "top1_low": low, "top1_high": high}
+
+
+def _calibration(accuracy: Accuracy) -> str:
+    return f"calibration error (ECE, {ECE_BINS} bins) {accuracy.ece:.2f} points"
+
+
+# --- several --------------------------------------------------------------------------------------
+
+
+def differences_to_first(results: Sequence[Result]) -> list[dict[str, PairedDifference]]:
+    """Return set -> paired difference to the first result, for each of the others.
+
+    All were evaluated on the same sets.
+    """
+    first, *others = results
+    found = []
+    for other in others:
+        differences = {}
+        for name, (scored, evaluation) in first.sets.items():
+            theirs, with_it = other.sets[name]
+            is_right = [
+                each.is_right(predicted.predictions)
+                for each, predicted in ((scored, evaluation), (theirs, with_it))
+            ]
+            differences[name] = paired_difference(*is_right)
+        for mine, theirs_probed in zip(first.probed, other.probed, strict=True):
+            differences[mine.name] = paired_difference(mine.is_right, theirs_probed.is_right)
+        found.append(differences)
+    return found
+
+
+def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
+    """Print one table of all results by set, and return it for `--json`.
+
+    names: what each of the weights is called.
+    """
+    differences = differences_to_first(results)
+    rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
+    numbers = [_numbers(result) for result in results]
+    has_top5 = results[0].sets[VAL][1].accuracy.num_classes >= TOP5_CLASSES
+    for name in numbers[0]:
+        for number, (path, found) in enumerate(zip(names, numbers, strict=True)):
+            values = found[name]
+            difference = _short(differences[number - 1][name]) if number else ""
+            rows.append(
+                (
+                    *(name if number == 0 else "", path, f"{values['num_images']}"),
+                    *(f"{values['top1']:.2f}", f"{values['top5']:.2f}" if has_top5 else "-"),
+                    *(f"{values['loss']:.4f}" if "loss" in values else "-",),
+                    *(f"{values['ece']:.2f}" if "ece" in values else "-", difference),
+                )
+            )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        words = [f"{row[0]:<{widths[0]}}", f"{row[1]:<{widths[1]}}"]
+        words += [f"{text:>{width}}" for text, width in zip(row[2:7], widths[2:7], strict=True)]
+        print("  ".join([*words, row[7]]).rstrip(), file=out)
+    return {
+        "checkpoints": [
+            {"checkpoint": name, **result.as_json}
+            for name, result in zip(names, results, strict=True)
+        ],
+        "difference": [
+            {name: asdict(value) for name, value in each.items()} for each in differences
+        ],
+    }
+
+
+def _numbers(result: Result) -> dict[str, dict[str, Any]]:
+    """Return the numbers of each set and of each probe by name; k-NN has neither loss nor ECE."""
+    found = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
+    return {**found, **{each.name: each.to_dict() for each in result.probed}}
+
+
+def _short(difference: PairedDifference) -> str:
+    return (
+        f"{difference.points:+z.2f} ({difference.low:+z.2f} to {difference.high:+z.2f}):"
+        f" {difference.only_second} fixed, {difference.only_first} broken"
+    )

@@ -1,0 +1,257 @@
+"""Exact evaluation: every image of a split once, on any number of ranks.
+
+Training hands its models to an `Evaluator`, and so does `vit.evaluation.compare` with weights from
+files. `vit.data.eval_sets` says what is right.
+
+All ranks go through the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows
+that only fill the last batches have weight 0. Counters add integers, and their total must equal the
+number of images in the set, or nothing is reported. The predicted class of each image is kept,
+for confusion matrices and for comparing two models image by image.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vit.checkpoint.run_folder import PREDICTIONS_FILE
+from vit.config.eval_section import EvalConfig
+from vit.config.schema import Config
+from vit.data.augment.apply import Augment
+from vit.data.batches import Batch, EvalBatches
+from vit.data.eval_sets import EvalSet
+from vit.data.image_format import ImageFormat
+from vit.data.loader import STALL_TIMEOUT_S, Loader
+from vit.data.shards.split import Split
+from vit.data.slots import EVAL_READY_BATCHES
+from vit.distributed.process_group import World
+from vit.layers.precision import autocast
+from vit.step import TrainStep
+from vit.system.files import replacing
+from vit.training.metrics import Accuracy, AccuracyCounter, predicted_classes
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The result of one model on a set, the same on every rank."""
+
+    accuracy: Accuracy
+    predictions: Tensor
+    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, by
+    the set's own numbers; -1 where the logits were not numbers."""
+
+
+class _Count:
+    """What one model has got right in one set, on this rank."""
+
+    def __init__(self, scored: EvalSet, device: torch.device):
+        self.scored = scored
+        self.columns = None if scored.columns is None else scored.columns.to(device)
+        self.accepted = None if scored.accepted is None else scored.accepted.to(device)
+        self.counter = AccuracyCounter(device)
+        # Each rank fills in the samples it has seen and leaves 0 elsewhere: the sum over the ranks
+        # puts the predictions together.
+        self.predictions = torch.zeros(scored.split.num_samples, dtype=torch.int64, device=device)
+
+    def add(self, logits: Tensor, batch: Batch, ids: Tensor) -> None:
+        """Add a batch whose first rows are the samples `ids` (filled,); the others fill it up."""
+        if self.columns is not None:
+            logits = logits[:, self.columns]
+        weights = batch.weights
+        accepted = None
+        if self.accepted is not None:
+            accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
+            accepted[: len(ids)] = self.accepted[ids]
+            weights = weights * (accepted >= 0).any(1)
+        # Stays on the device: reading it here would wait for each batch.
+        self.counter.add(logits, batch.labels, weights, accepted)
+        # Indexed by sample and not appended, so that the order does not depend on the number of
+        # ranks or on the batch size.
+        self.predictions[ids] = predicted_classes(logits.float()[: len(ids)])
+
+    def result(self, world: World) -> Evaluation:
+        """Sum over the ranks."""
+        found = Evaluation(self.counter.result(world), world.sum_(self.predictions).cpu())
+        # An accuracy over most of the images would look like any other.
+        if found.accuracy.num_images != self.scored.num_scored:
+            raise RuntimeError(
+                f"evaluated {found.accuracy.num_images} images, {self.scored.name!r} has"
+                f" {self.scored.num_scored}: a bug in the loader, please report it"
+            )
+        return found
+
+
+class Took(NamedTuple):
+    """Where the time of an evaluation went."""
+
+    seconds: float
+    data_wait_s: float
+    """Of the rank that waited longest for its batches."""
+
+
+def create_evaluators(
+    config: Config,
+    sets: Sequence[tuple[EvalSet, ...]],
+    image_format: ImageFormat,
+    train_step: TrainStep,
+) -> list[Evaluator]:
+    """Create what evaluates the model of `train_step` on all images of each split."""
+    return [
+        Evaluator(
+            of_split,
+            image_format,
+            train_step.augment,
+            train_step.world,
+            config.eval,
+            precision=config.train.precision,
+            num_workers=config.data.num_workers,
+            stall_timeout_s=config.data.stall_timeout_s,
+        )
+        for of_split in sets
+    ]
+
+
+@dataclass
+class Evaluator:
+    """What models are evaluated on, how, and with which workers.
+
+    Workers and their memory come with the first evaluation and stay, at rest, for those after it.
+    Close it, or drop it.
+    """
+
+    sets: tuple[EvalSet, ...]
+    """All of the same split, whose images are predicted once."""
+    image_format: ImageFormat
+    augment: Augment
+    """Only its `normalize` is used."""
+    world: World
+    config: EvalConfig
+    precision: str = "fp32"
+    num_workers: int = 0
+    """Loader processes of this rank."""
+    stall_timeout_s: float | None = STALL_TIMEOUT_S
+    took: Took | None = field(default=None, init=False)
+    """Of the last evaluation that was complete."""
+    _loader: Loader | None = field(default=None, init=False, repr=False)
+
+    @property
+    def split(self) -> Split:
+        """The images."""
+        return self.sets[0].split
+
+    @torch.no_grad()
+    def evaluate(
+        self, models: dict[str, nn.Module], on_batch: Callable[[int, int], None] | None = None
+    ) -> dict[str, dict[str, Evaluation]]:
+        """Evaluate all `models` in one pass over the split; return set -> model -> Evaluation.
+
+        on_batch: called with (batches done, all batches) of this rank after each batch. What it
+        raises ends this evaluation; the next one begins with the first batch again.
+        """
+        began_s = time.perf_counter()
+        device = self.world.device
+        # As many batches on each rank: one with fewer would leave the others alone in the
+        # collective by which `on_batch` asks all ranks whether to stop.
+        batches = EvalBatches(
+            self.split,
+            self.image_format,
+            self.config,
+            self.config.batch_size,
+            rank=self.world.rank,
+            world_size=self.world.size,
+        )
+        counts = {name: [_Count(each, device) for each in self.sets] for name in models}
+        # `eval()` switches off dropout and drop path, and freezes the statistics of batch norms.
+        was_training = {name: model.training for name, model in models.items()}
+        for model in models.values():
+            model.eval()
+
+        try:
+            loader = self._from_first_batch(batches)
+            for position, batch in enumerate(loader):
+                self._add(models, batch, batches.num_filled(position), counts)
+                if on_batch is not None:
+                    on_batch(position + 1, len(batches))
+        finally:  # `on_batch` raises to interrupt an evaluation
+            for name, model in models.items():
+                model.train(was_training[name])
+        # The first host-device sync since the loop began.
+        results = {
+            scored.name: {name: counts[name][number].result(self.world) for name in models}
+            for number, scored in enumerate(self.sets)
+        }
+        waited_s = torch.zeros(self.world.size, device=device)
+        waited_s[self.world.rank].fill_(loader.stats.wait_s)
+        slowest_s = float(self.world.sum_(waited_s).max())
+        self.took = Took(time.perf_counter() - began_s, slowest_s)
+        return results
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._loader is not None:
+            self._loader.close()
+            self._loader = None
+
+    def _from_first_batch(self, batches: EvalBatches) -> Loader:
+        """Return a loader of all `batches`, the same ones in each call."""
+        if self._loader is not None:
+            self._loader.restart()
+            return self._loader
+        self._loader = Loader(
+            batches,
+            0,
+            len(batches),
+            num_workers=self.num_workers,
+            max_ready=EVAL_READY_BATCHES,
+            device=self.world.device,
+            stall_timeout_s=self.stall_timeout_s,
+        )
+        return self._loader
+
+    def _add(
+        self,
+        models: dict[str, nn.Module],
+        batch: Batch,
+        filled: int,
+        counts: dict[str, list[_Count]],
+    ) -> None:
+        """Queue `batch`, of which the first `filled` rows are samples, and what it adds."""
+        # The other rows only fill the batch: all ranks need batches of one shape, which a compiled
+        # model would otherwise be compiled for again.
+        ids = batch.ids[:filled].to(self.world.device, non_blocking=True)
+        # Once for all models and sets: the weights and their average see the same images.
+        inputs = self.augment.normalize(batch.images)
+        for name, model in models.items():
+            with autocast(self.precision, self.world.device):
+                logits = model(inputs)
+            for count in counts[name]:
+                count.add(logits, batch, ids)
+
+
+def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
+    """Write `predictions.npz`: predictions and labels, (num_images,) int64, and `step`.
+
+    Raises ValueError if it cannot be written; the previous file is then left as it was.
+    """
+    path = run_dir / PREDICTIONS_FILE
+    try:
+        # A kill within leaves the file of the evaluation before, which the report still can read.
+        with replacing(path) as file:
+            np.savez(
+                file,
+                predictions=result.predictions.numpy(),
+                labels=split.index["label"].astype(np.int64),
+                step=step,
+            )
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written ({error.strerror}); checkpoints are untouched: free some"
+            " space or fix the permissions"
+        ) from None

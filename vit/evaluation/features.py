@@ -1,0 +1,120 @@
+"""Features of images: what the head of a model reads of each image of a split.
+
+    split -> batches as in evaluation, each rank its share -> model in evaluation mode
+    -> input of its last linear layer, kept as fp16 -> the whole matrix on every rank
+
+It is what timm calls `forward_head(..., pre_logits=True)`: the class token, the mean of the
+patches, or what a hidden layer before the head makes of them. `vit.evaluation.knn` and
+`vit.evaluation.linear_probe` classify with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.config.schema import Config
+from vit.data.augment.apply import Augment
+from vit.data.batches import EvalBatches
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader
+from vit.data.shards.split import Split
+from vit.data.slots import EVAL_READY_BATCHES
+from vit.distributed.process_group import World
+from vit.layers.precision import autocast
+
+PIECE = 2**25
+"""Values that the ranks put together at once: 64 MiB."""
+
+
+def head_of(model: Any, wanted_by: str) -> nn.Linear:
+    """Return the layer that makes logits, ours or timm's.
+
+    wanted_by: the flag that needs it. Raises ValueError if it is not linear.
+    """
+    head = getattr(model, "head", None)
+    if not isinstance(head, nn.Linear) and hasattr(model, "get_classifier"):
+        head = model.get_classifier()
+    if not isinstance(head, nn.Linear):
+        raise ValueError(
+            f"{wanted_by} compares what a linear head reads; {type(model).__name__} ends in"
+            f" {type(head).__name__}: leave {wanted_by} out"
+        )
+    return head
+
+
+def feature_bytes(model: nn.Module, num_images: int, wanted_by: str) -> int:
+    """Return the bytes of the features of `num_images` on each rank."""
+    return 2 * num_images * head_of(model, wanted_by).in_features
+
+
+@torch.no_grad()
+def extract_features(
+    model: nn.Module,
+    split: Split,
+    config: Config,
+    augment: Augment,
+    world: World,
+    *,
+    wanted_by: str,
+    on_images: Callable[[int], None] = lambda done: None,
+) -> Tensor:
+    """Return the features of all images of `split`: (N, D) float16 on the device of each rank.
+
+    Images are shown as in evaluation, in batches of `eval.batch_size`; `on_images` is told how many
+    are done. The rows are the same for any number of ranks. Raises ShardError for an image that
+    cannot be decoded, and ValueError for a model without a linear head, or with features that fp16
+    cannot hold.
+    """
+    head = head_of(model, wanted_by)
+    found = torch.zeros(
+        split.num_samples, head.in_features, dtype=torch.float16, device=world.device
+    )
+    batches = EvalBatches(
+        split,
+        ImageFormat.from_config(config.model, config.data),
+        config.eval,
+        config.eval.batch_size,
+        rank=world.rank,
+        world_size=world.size,
+    )
+    loader = Loader(
+        batches,
+        0,
+        len(batches),
+        num_workers=config.data.num_workers,
+        max_ready=EVAL_READY_BATCHES,
+        device=world.device,
+        stall_timeout_s=config.data.stall_timeout_s,
+    )
+    kept: list[Tensor] = []
+    handle = head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    was_training = model.training
+    model.eval()
+    try:
+        # No collective in here: a rank that fails meets the others at its end.
+        with world.fail_together(), loader:
+            for number, batch in enumerate(loader):
+                # All ranks show batches of one shape; rows without a sample are left out here.
+                filled = batches.num_filled(number)
+                with autocast(config.train.precision, world.device):
+                    model(augment.normalize(batch.images))
+                ids = batch.ids[:filled].to(world.device, non_blocking=True)
+                found[ids] = kept.pop()[:filled].to(torch.float16)
+                on_images(split.num_samples * (number + 1) // len(batches))
+    finally:
+        handle.remove()
+        model.train(was_training)
+    # Each row is another rank's, or zeros: the sum puts them together without rounding.
+    for piece in found.view(-1).split(PIECE):
+        world.sum_(piece)
+    with world.fail_together():
+        if not found.isfinite().all():
+            raise ValueError(
+                f"{wanted_by}: features of {split.root} {split.name!r} are not finite in fp16, in"
+                " which they are kept: the weights have diverged, or no norm is before the head"
+            )
+    return found

@@ -1,0 +1,79 @@
+"""Choose the parts of a run: the one function that knows every hook.
+
+A part that few runs use is loaded by its name when a config needs it, as fsspec loads file systems:
+a run that does not use it does not import it, and without its folder the config is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+from vit.build import build
+from vit.config.schema import Config
+from vit.distributed.exit import out_of_memory
+from vit.distributed.process_group import World
+from vit.hooks.guard import GuardHook
+from vit.hooks.host_check import HostCheck
+from vit.hooks.order_check import OrderHook
+from vit.run import Hook, Parts, Run
+from vit.system.by_name import load
+from vit.system.urls import is_url
+from vit.training.reduce import Reduce, data_parallel
+
+
+def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
+    """Build the run of `config` with all parts that it needs; arguments as `vit.build.build`."""
+    return build(config, world, allow_change, parts_of(config))
+
+
+def parts_of(config: Config) -> Parts:
+    """Return the parts of a run of `config`. Raises ValueError for one that is not installed."""
+    parts: dict[str, Any] = {"create_reduce": create_reduce_of(config)}
+    if is_url(config.run.dir):
+        parts["open_place"] = load(
+            "vit.extras.remote_runs.opening:open_place", f"run.dir={config.run.dir}"
+        )
+    if config.distill.teacher is not None:
+        parts["create_objective"] = load("vit.training.teacher:distilled", "distill.teacher")
+    if config.init.checkpoint is not None:
+        parts["load_weights"] = load(
+            "vit.training.initial_weights:load_initial_weights", "init.checkpoint"
+        )
+    return Parts(hooks=hooks_of(config), **parts)
+
+
+def create_reduce_of(config: Config) -> Callable[..., Reduce]:
+    """Return what sums the gradients of `config`, for `vit.build.create_train_step`."""
+    if config.train.exact_over_ranks:
+        return load("vit.hooks.exact_over_ranks:exact_over_ranks", "train.exact_over_ranks")
+    return data_parallel
+
+
+def hooks_of(config: Config) -> tuple[Hook, ...]:
+    """Return the hooks of `config`, in the order in which they are called."""
+    hooks: list[Hook] = [HostCheck(), OrderHook()]
+    if config.train.exact_over_ranks:
+        hooks.append(load("vit.hooks.exact_over_ranks:ExactFacts", "train.exact_over_ranks")())
+    if config.log.sample_losses and config.data.reader == "index":  # a stream has no known samples
+        hooks.append(load("vit.hooks.sample_losses:SamplesHook", "log.sample_losses")())
+    hooks.append(GuardHook(config))
+    if config.eval.reference is not None:
+        hooks.append(load("vit.extras.recipes.reference_hook:ReferenceCurve", "eval.reference")())
+    if config.log.report:
+        hooks.append(load("vit.extras.report.hook:Report", "log.report=true")())
+    hooks.append(MemoryAdvice())
+    return tuple(hooks)
+
+
+class MemoryAdvice(Hook):
+    """Names the setting to lower when memory has run out (`vit.extras.planner.fitting`)."""
+
+    def failed(self, run: Run, error: Exception) -> None:
+        """See `Hook`."""
+        if out_of_memory(error):
+            with suppress(ValueError):  # without the planner the error has no advice
+                explain = load("vit.extras.planner.fitting:explain", "advice")
+                num_classes = run.state.facts["num_classes"]
+                explain(error, run.config, run.plan, num_classes, run.world.device)

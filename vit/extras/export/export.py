@@ -1,0 +1,263 @@
+"""Weights out: a folder that another program opens by its own documented call.
+
+    run, checkpoint or file -> model with its weights                `read_subject`
+      -> an error if the program has no place for a part of it       `check_holds`
+      -> weights under its names, its config, preprocessing, card    `export`
+      -> ONNX is run next to the model; names are turned back and compared
+
+The folder appears when it is complete: it is written under a hidden name, and then renamed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit.config import io as config_io
+from vit.extras.export.model_card import Origin, model_card
+from vit.layers.parts import grid_size
+from vit.model import create_model
+from vit.system.files import (
+    WeightsError,
+    flush,
+    locked_folder,
+    remove_leftovers,
+    sha256_of,
+    write_json,
+)
+from vit.weights.files import LoadedWeights, load_weights, read_weights
+from vit.weights.layouts import LAYOUTS, from_ours, to_ours
+from vit.weights.programs import PROGRAMS, Subject, huggingface_configs, lacking, timm_config
+from vit.weights.published import with_published_config
+from vit.weights.save import save_weights
+
+ONNX_TOLERANCE = 1e-3
+"""Largest difference of a logit, as a share of the largest one. Kernels sum in other orders."""
+ONNX_FILE_BYTES = 2**31 - 2**20
+"""A protobuf file ends below 2 GiB; larger weights go to a file next to it."""
+
+
+def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeights, str]:
+    """The model to hand over, where it is from, and what is known about published weights.
+
+    path: run, checkpoint, file or folder of another program. model_name: timm's name of weights
+    that were trained elsewhere, if they do not say it. Raises ValueError.
+    """
+    loaded = read_weights(path)
+    published = ""
+    if loaded.config is None:
+        loaded, known = with_published_config(loaded, model_name, data_root="unknown")
+        published = f"{known.name}, trained elsewhere: {known.source}"
+        if known.top1 is not None:
+            published = f"{known.name}: top-1 {known.top1:.2f} % (published, {known.source})"
+    elif model_name is not None:
+        raise ValueError(
+            f"--model {model_name}: {loaded.path} comes from this project and contains its model's"
+            " name: leave --model out"
+        )
+    assert loaded.config is not None, "it is known now"
+    assert loaded.num_classes is not None, "it came with the config"
+    config = config_io.from_dict(loaded.config, str(loaded.path))
+    model = create_model(config.model, num_classes=loaded.num_classes)
+    size = _size_of_file(loaded, model)
+    if size not in (None, model.image_size):
+        config = config_io.with_settings(config, {"model.image_size": size})
+        model = create_model(config.model, num_classes=loaded.num_classes)
+    load_weights(model, loaded.weights, loaded.grid_size)
+    model.eval()
+    names = loaded.class_names or []
+    return Subject(model, config, loaded.num_classes, names), loaded, published
+
+
+def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
+    """Return the (height, width) of images to which the positions in a file belong; None if that
+    is not known, or follows from its config.
+
+    The usual size of `model` may be another: whoever trained the weights chose one.
+    """
+    grid = grid_size(model)
+    source = loaded.weights.get("pos_embed")
+    target = getattr(model, "pos_embed", None)
+    if loaded.grid_size or grid is None or source is None or target is None:
+        return None
+    length = source.shape[1]
+    numbers = (length - target.shape[1] + math.prod(grid), length)  # with prefix tokens or without
+    side = next((math.isqrt(n) for n in numbers if n > 0 and math.isqrt(n) ** 2 == n), 0)
+    height, width = (size * side // old for size, old in zip(model.image_size, grid, strict=True))
+    return (height, width) if side else None
+
+
+def check_holds(program: str, subject: Subject) -> None:
+    """Raise WeightsError if `program` cannot hold the model, with what it lacks and who can."""
+    missing = lacking(program, subject.config)
+    if missing:
+        able = [name for name in PROGRAMS if not lacking(name, subject.config)]
+        raise WeightsError(
+            f"--to {program}: the model has {' and '.join(missing)}, which {program} has no place"
+            f" for: {' and '.join(able)} can hold it"
+        )
+
+
+def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
+    """Write the folder, completely or not at all; return lines about what is in it.
+
+    Raises WeightsError: the program cannot hold the model, the folder exists, no space.
+    """
+    check_holds(program, subject)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WeightsError(f"{folder} exists already: remove it, or name another folder with --out")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder.parent, folder.name)
+        temporary, descriptor = locked_folder(folder)
+        try:
+            lines = _fill(program, subject, origin, temporary)
+            temporary.chmod(0o777 & ~_umask())
+            if folder.exists():
+                folder.rmdir()  # it is empty
+            os.rename(temporary, folder)
+            flush(folder.parent)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            os.close(descriptor)
+    except OSError as error:
+        raise WeightsError(
+            f"{folder}: cannot be written ({error.strerror}); nothing is left of it: free some"
+            " space or fix the permissions, and run the same command again"
+        ) from error
+    return lines
+
+
+def _umask() -> int:
+    """The bits that this process takes from permissions; there is no call that only reads them."""
+    bits = os.umask(0o077)
+    os.umask(bits)
+    return bits
+
+
+def _fill(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
+    write = _WRITERS[program]
+    path, lines = write(subject, folder)
+    if not (folder / "config.json").exists():
+        names = {"class_names": subject.labels or None}
+        write_json(folder / "preprocessing.json", subject.view.to_dict() | names)
+    weights = [path, *folder.glob(f"{path.name}.data")]  # ONNX has a second file above 2 GiB
+    hashes = {file.name: sha256_of(file) for file in weights}
+    card = model_card(program, subject, origin, hashes)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+    for file in folder.iterdir():
+        flush(file)
+    flush(folder)
+    return [*lines, *(f"sha256 of {name}: {sha256}" for name, sha256 in hashes.items())]
+
+
+def _write_timm(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+    path = folder / "model.safetensors"
+    weights = subject.model.state_dict()
+    save_weights(path, weights, {"format": "pt"})
+    config = timm_config(subject)
+    assert config is not None, "checked before"
+    write_json(folder / "config.json", config)
+    return path, [f"{len(weights)} weights under the names that timm has, too"]
+
+
+def _write_torchvision(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+    path = folder / "model.safetensors"
+    weights, line = _renamed("torchvision", subject)
+    save_weights(path, weights, {"format": "pt"})
+    return path, [line]
+
+
+def _write_huggingface(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+    path = folder / "model.safetensors"
+    weights, line = _renamed("huggingface", subject)
+    save_weights(path, weights, {"format": "pt"})
+    for name, content in huggingface_configs(subject).items():
+        write_json(folder / name, content)
+    return path, [line]
+
+
+def _write_npz(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+    path = folder / "model.npz"
+    weights, line = _renamed("npz", subject)
+    np.savez(path, **{name: tensor.numpy() for name, tensor in weights.items()})  # type: ignore[arg-type]
+    return path, [line]
+
+
+def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
+    """The weights under the names of `program`, which lead back to the same bits."""
+    ours = subject.model.state_dict()
+    theirs, left = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
+    if left:
+        raise WeightsError(
+            f"--to {program}: there is no place for {', '.join(left)}: try --to onnx"
+        )
+    again, _ = to_ours(LAYOUTS[program], theirs)
+    assert again.keys() == ours.keys(), "each name leads back"
+    assert all(torch.equal(again[name], ours[name]) for name in ours), "each value leads back"
+    line = f"{len(ours)} weights as {len(theirs)} under the names of {program}; turned back, equal"
+    return theirs, f"{line} to the bit"
+
+
+def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
+    """A graph for any number of images at once, run by onnxruntime next to the model."""
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401  torch's exporter writes with it
+    except ImportError as error:
+        raise WeightsError(
+            f"--to onnx needs {error.name}, which is not installed: pip install onnx onnxscript"
+            " onnxruntime"
+        ) from None
+    path = folder / "model.onnx"
+    model = subject.model
+    images = torch.randn(2, model.in_chans, *model.image_size)
+    num_bytes = sum(tensor.nbytes for tensor in model.state_dict().values())
+    torch.onnx.export(
+        model,
+        (images,),
+        str(path),
+        input_names=["images"],
+        output_names=["logits"],
+        dynamic_shapes=({0: torch.export.Dim("batch")},),
+        dynamo=True,
+        external_data=num_bytes > ONNX_FILE_BYTES,
+        verbose=False,
+    )
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    largest = 0.0
+    for batch in (images, torch.randn(3, *images.shape[1:])):
+        with torch.inference_mode():
+            expected = model(batch)
+        found = torch.from_numpy(session.run(["logits"], {"images": batch.numpy()})[0])
+        share = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        largest = max(largest, float(share))
+    if not largest <= ONNX_TOLERANCE:
+        raise WeightsError(
+            f"--to onnx: logits of onnxruntime {onnxruntime.__version__} differ by {largest:.2g} of"
+            f" the largest from the model's, at most {ONNX_TOLERANCE:g} was expected: please report"
+            " it"
+        )
+    opset = next(iter(onnx.load(path, load_external_data=False).opset_import)).version
+    return path, [
+        f"opset {opset}; logits of onnxruntime {onnxruntime.__version__} differ from the model's by"
+        f" {largest:.1e} of the largest at most, on 2 and 3 images"
+    ]
+
+
+_WRITERS: dict[str, Callable[[Subject, Path], tuple[Path, list[str]]]] = {
+    "timm": _write_timm,
+    "torchvision": _write_torchvision,
+    "huggingface": _write_huggingface,
+    "onnx": _write_onnx,
+    "npz": _write_npz,
+}

@@ -1,0 +1,344 @@
+"""The model card of an exported folder: what the model is, how good, and the code that opens it.
+
+front matter      what the Hugging Face hub lists it by
+what it is        model, data, recipe, accuracy with its interval, hash, commands
+preprocessing     in a sentence
+opening it        code, run by `tests/extras/export/test_export.py` as it is printed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.system.redact import shown
+from vit.training.metrics import format_top5, interval95
+from vit.training.model_summary import count_parameters
+from vit.weights.programs import Subject
+
+LIBRARIES = {
+    "timm": "timm",
+    "torchvision": "torchvision",
+    "huggingface": "transformers",
+    "onnx": "onnx",
+    "npz": "timm",
+}
+"""The hub's names of the programs that open a folder."""
+PACKAGES = {
+    "timm": "timm",
+    "torchvision": "torchvision safetensors",
+    "huggingface": "transformers torchvision",
+    "onnx": "onnxruntime",
+    "npz": "timm",
+}
+"""What `pip install` needs beside torch and pillow."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where weights come from."""
+
+    name: str
+    """Of the run or the file."""
+    export_command: str
+    sha256: str
+    """Of the file that was exported."""
+    step: int | None = None
+    averaged: bool = False
+    start: dict[str, Any] | None = None
+    """The newest `start` line of the run's record."""
+    evaluation: dict[str, Any] | None = None
+    """The line of the evaluation at `step`."""
+    published: str = ""
+    """What is known about weights that were trained elsewhere."""
+
+
+def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
+    """The text of README.md; hashes: file of weights in the folder -> its sha256."""
+    config = subject.config
+    height, width = config.model.height_width()
+    parameters = count_parameters(subject.model)
+    rows = {
+        "Model": f"`{config.model.name}` at {height}x{width} pixels (height x width),"
+        f" {parameters:,} parameters, {subject.num_classes:,} classes",
+        "Data": _data(subject, origin),
+        "Accuracy": _accuracy(origin, subject.num_classes),
+        "Weights": _weights(origin),
+        **{f"sha256 of `{file}`": f"`{sha256}`" for file, sha256 in hashes.items()},
+        "sha256 of the file it was made of": f"`{origin.sha256}`",
+        "Exported by": f"`{origin.export_command}`",
+    }
+    if origin.start is not None:
+        made = origin.start
+        rows["Trained by"] = (
+            f"`{made.get('command')}`, commit {made.get('git')}, torch {made.get('torch')},"
+            f" {made.get('world_size')} rank(s) on {made.get('device')} ({made.get('host')})"
+        )
+    lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items()]
+    recipe = ""
+    if not origin.published:
+        changed = config_io.dump_yaml(_without_defaults(config)).strip()
+        recipe = f"""
+## Recipe
+
+The settings that differ from the defaults of the program that trained it:
+
+```yaml
+{changed}
+```
+"""
+    return f"""---
+library_name: {LIBRARIES[program]}
+pipeline_tag: image-classification
+tags:
+- image-classification
+---
+# {origin.name}
+
+A Vision Transformer for the classification of images.
+
+| | |
+|---|---|
+{chr(10).join(lines)}
+
+## Preprocessing
+
+{subject.view.sentence()}
+
+## Opening it
+
+`pip install torch pillow {PACKAGES[program]}`; then, in this folder:
+
+```python
+{opening_code(program, subject)}```
+{recipe}"""
+
+
+def _cell(text: str) -> str:
+    """A text in a cell of a table."""
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _data(subject: Subject, origin: Origin) -> str:
+    if origin.published:
+        return "not known here"
+    data = subject.config.data
+    text = f"{shown(data.root)}, trained on split `{data.train_split}`"
+    plan = (origin.start or {}).get("plan") or {}
+    if {"steps_per_epoch", "global_batch_size"} <= plan.keys():
+        num_images = plan["steps_per_epoch"] * plan["global_batch_size"]
+        num_images += plan.get("dropped_per_epoch", 0)
+        text += f" of {num_images:,} images an epoch"
+    return text
+
+
+def _accuracy(origin: Origin, num_classes: int) -> str:
+    """Top-1 and top-5 of exactly these weights, or that there is no number."""
+    if origin.published:
+        return origin.published
+    line = origin.evaluation or {}
+    end = "_ema" if origin.averaged else ""
+    right, total = line.get(f"correct_top1{end}"), line.get("num_images")
+    if right is None or not total:
+        return "not measured at this step"
+    right5 = line[f"correct_top5{end}"]
+    low, high = interval95(right, total)
+    return (
+        f"top-1 {100 * right / total:.2f} % ({right:,} of {total:,} images of the validation split;"
+        f" 95 % interval {low:.1f} to {high:.1f})"
+        f"{format_top5(100 * right5 / total, right5, num_classes)}"
+    )
+
+
+def _weights(origin: Origin) -> str:
+    if origin.step is None:
+        return "trained elsewhere"
+    which = "exponential moving average of the weights" if origin.averaged else "weights"
+    return f"{which} after {origin.step:,} steps"
+
+
+def _without_defaults(config: Config) -> dict[str, Any]:
+    """The settings of `config` that a file would have to state, without where things lie."""
+    least = {"data": {"root": "-"}, "optim": {"name": config.optim.name}, "train": {"steps": 1}}
+    plain = config_io.to_dict(config_io.from_dict(least, "defaults"))
+    values: dict[str, Any] = {}
+    for key, (_, new) in config_io.differences(plain, config_io.to_dict(config)).items():
+        section, _, name = key.partition(".")
+        if section not in ("run", "log") and key != "data.root":
+            values.setdefault(section, {})[name] = shown(new) if isinstance(new, str) else new
+    return values
+
+
+# --- code -----------------------------------------------------------------------------------------
+
+_TOP = """
+share = logits.softmax(-1)[0]
+for number in share.argsort(descending=True)[:5].tolist():
+    print(f"{names[number]}: {share[number]:.1%}")
+"""
+
+
+def opening_code(program: str, subject: Subject) -> str:
+    """Python that opens the exported folder, from within it, and classifies `photo.jpg`."""
+    colours = "RGB" if len(subject.view.mean) == 3 else "L"
+    opened = 'Image.open("photo.jpg")'
+    photo = f'{opened}.convert("{colours}")'
+    code = {
+        "timm": _TIMM_CODE,
+        "torchvision": _TORCHVISION_CODE,
+        "huggingface": _HUGGINGFACE_CODE,
+        "onnx": _ONNX_CODE,
+        "npz": _NPZ_CODE,
+    }[program]
+    model = subject.model
+    section = subject.config.model
+    if subject.view.apply_exif:
+        code = code.replace("import Image\n", "import Image, ImageOps\n")
+        photo = photo.replace(opened, f"ImageOps.exif_transpose({opened})")
+    values = {"PHOTO": photo, "NUM_CLASSES": str(subject.num_classes)}
+    view = subject.view
+    if program in ("torchvision", "npz"):
+        block = model.blocks[0]
+        values |= {
+            "IMAGE_SIZE": str(model.image_size[0]),
+            "PATCH_SIZE": str(model.patch_size[0]),
+            "DEPTH": str(model.depth),
+            "HEADS": str(block.attn.num_heads),
+            "WIDTH": str(model.embed_dim),
+            "HIDDEN": str(block.mlp.fc1.out_features),
+            "MLP_RATIO": str(section.mlp_ratio or 4.0),
+            "REPRESENTATION": str(section.representation_size),
+        }
+    resized = f"{list(view.cover)}" if view.squash else f"{view.cover[0]}"
+    values |= {"RESIZED": resized, "INTERPOLATION": view.interpolation.upper()}
+    values |= {"COVER": str(view.cover), "SIZE": str(view.size), "SQUASH": str(view.squash)}
+    values |= {"MEAN": str(view.mean), "STD": str(view.std), "CROP_PCT": str(view.crop_pct)}
+    for name, value in values.items():
+        code = code.replace(f"<{name}>", value)
+    return code.strip() + "\n" + _TOP
+
+
+_TIMM_CODE = """
+import timm
+import torch
+from PIL import Image
+
+model = timm.create_model("local-dir:.", pretrained=True).eval()
+data = timm.data.resolve_model_data_config(model)
+transform = timm.data.create_transform(**data, is_training=False)
+with torch.inference_mode():
+    logits = model(transform(<PHOTO>)[None])
+names = model.pretrained_cfg["label_names"] or range(model.num_classes)
+# The same folder for transformers: AutoModelForImageClassification.from_pretrained(".")
+"""
+
+_HUGGINGFACE_CODE = """
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, ViTForImageClassification
+
+processor = AutoImageProcessor.from_pretrained(".")
+model = ViTForImageClassification.from_pretrained(".").eval()
+inputs = processor(<PHOTO>, return_tensors="pt")
+with torch.inference_mode():
+    logits = model(**inputs).logits
+names = model.config.id2label
+"""
+
+_TORCHVISION_CODE = """
+import json
+
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torchvision.models.vision_transformer import VisionTransformer
+from torchvision.transforms import v2
+
+model = VisionTransformer(
+    image_size=<IMAGE_SIZE>,
+    patch_size=<PATCH_SIZE>,
+    num_layers=<DEPTH>,
+    num_heads=<HEADS>,
+    hidden_dim=<WIDTH>,
+    mlp_dim=<HIDDEN>,
+    num_classes=<NUM_CLASSES>,
+    representation_size=<REPRESENTATION>,
+).eval()
+model.load_state_dict(load_file("model.safetensors"))
+transform = v2.Compose(
+    [
+        v2.PILToTensor(),
+        v2.Resize(<RESIZED>, interpolation=v2.InterpolationMode.<INTERPOLATION>, antialias=True),
+        v2.CenterCrop(<SIZE>),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(<MEAN>, <STD>),
+    ]
+)
+with torch.inference_mode():
+    logits = model(transform(<PHOTO>)[None])
+names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)
+"""
+
+_NPZ_CODE = """
+import json
+
+import timm
+import torch
+from PIL import Image
+
+# timm reads Google's files; in JAX, `numpy.load` gives the parameters by their names in Flax.
+model = timm.create_model(
+    "vit_base_patch16_224",
+    img_size=<IMAGE_SIZE>,
+    patch_size=<PATCH_SIZE>,
+    embed_dim=<WIDTH>,
+    depth=<DEPTH>,
+    num_heads=<HEADS>,
+    mlp_ratio=<MLP_RATIO>,
+    num_classes=<NUM_CLASSES>,
+).eval()
+model.load_pretrained("model.npz")
+transform = timm.data.create_transform(
+    input_size=(3, *<SIZE>),
+    interpolation="<INTERPOLATION>".lower(),
+    crop_pct=<CROP_PCT>,
+    crop_mode="squash" if <SQUASH> else "center",
+    mean=<MEAN>,
+    std=<STD>,
+)
+with torch.inference_mode():
+    logits = model(transform(<PHOTO>)[None])
+names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)
+"""
+
+_ONNX_CODE = """
+import json
+
+import numpy as np
+import onnxruntime
+import torch
+from PIL import Image
+
+image = <PHOTO>
+cover, size, squash = <COVER>, <SIZE>, <SQUASH>
+short = min(image.size)
+scale = max(cover[0] / image.height, cover[1] / image.width)
+if squash:
+    resized = (cover[1], cover[0])  # Pillow: width first
+elif cover[0] == cover[1]:
+    resized = tuple(int(cover[0] * side / short) for side in image.size)
+else:
+    resized = tuple(round(side * scale) for side in image.size)
+image = image.resize(resized, Image.Resampling.<INTERPOLATION>)
+left, top = round((image.width - size[1]) / 2), round((image.height - size[0]) / 2)
+image = image.crop((left, top, left + size[1], top + size[0]))
+pixels = np.asarray(image, np.float32).reshape(*size, -1) / 255
+pixels = (pixels - np.array(<MEAN>, np.float32)) / np.array(<STD>, np.float32)
+images = pixels.transpose(2, 0, 1)[None]  # any number of images at once
+session = onnxruntime.InferenceSession("model.onnx")
+logits = torch.from_numpy(session.run(["logits"], {"images": images})[0])
+names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)
+"""

@@ -1,0 +1,353 @@
+"""Everything that can be measured of a config on this machine, one after the other.
+
+config -> plan and size of the data
+       -> eager step, then compiled: largest micro-batch, speed, parts, memory
+       -> loader alone and with the step, where there are data
+       -> one dict of numbers, for `vit.extras.planner.benchmark.certificate`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, astuple, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from vit.config.io import with_settings
+from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
+from vit.distributed.process_group import World
+from vit.extras.planner.benchmark import step_time as steps
+from vit.extras.planner.benchmark.certificate import peak_text
+from vit.extras.planner.benchmark.loading import time_loading
+from vit.extras.planner.benchmark.step_time import OnStep, create_step, run_steps, time_step
+from vit.extras.planner.benchmark.subject import Subject, Wishes, device_name, look_at_subject
+from vit.extras.planner.benchmark.trace import write_trace
+from vit.extras.planner.fitting import gpu_of, naming_what_fits
+from vit.extras.planner.forecast import largest_micro_batch
+from vit.extras.planner.memory import augmentation_bytes, step_memory
+from vit.layers.precision import precision_note
+from vit.step import TrainStep
+from vit.system import device_memory
+from vit.system.meter import Meter
+from vit.training.compiling import why_not_compiled
+from vit.training.freeze import create_trained_model
+from vit.training.mfu import Utilization, train_flops_per_image
+from vit.training.run_data import open_data
+
+GIB = 2**30
+
+
+def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
+    """Measure `config` on the devices of `world`; the result is complete on the main rank.
+
+    Raises ValueError for a micro-batch that is none or does not fit, and for data that cannot be
+    opened if they are needed.
+    """
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    config = with_settings(config, {"schedule.image_sizes": []})
+    with world.fail_together():
+        subject = look_at_subject(config, world, wishes)
+    subject.say(f"{device_name(world)}: {peak_text(*astuple(subject.peak))}")
+    if emulated := precision_note(config.train.precision, world.device):
+        subject.say(f"note: {emulated}")
+    if form.stages:
+        subject.say(
+            f"note: of {form.sizes_text()} the last size is measured; others by"
+            " model.image_size=... schedule.image_sizes=[]"
+        )
+    if not subject.data.assumed:
+        open_data(config, world)  # what is wrong with the data should show now, not at the end
+    else:
+        subject.say(f"without data (--data ROOT measures the loader, too): {subject.data.assumed}")
+    modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
+    if True in modes and (reason := why_not_compiled(world.device)):
+        subject.say(f"note: torch.compile does not work here ({reason}): only eager is measured")
+        modes = [False]
+    rows: list[dict[str, Any]] = []
+    loading = None
+    with (
+        naming_what_fits(config, subject.plan, subject.data.num_classes, world.device),
+        _one_graph_for_each_size() if True in modes else nullcontext(),
+    ):
+        for compiled in modes:
+            measured, loading = _measure_mode(subject, compiled, compiled == modes[-1], rows)
+            rows += measured
+    return {
+        "device": device_name(world),
+        "device_type": world.device.type,
+        "num_devices": world.size,
+        **asdict(subject.peak),
+        "training": rows,
+        "loading": loading,
+    }
+
+
+def _one_graph_for_each_size() -> AbstractContextManager[None]:
+    """Return the context in which a micro-batch of another size is compiled like the first.
+
+    After the second size torch would make one graph for all, which no training has.
+    """
+    context: AbstractContextManager[None] = torch._dynamo.config.patch(
+        automatic_dynamic_shapes=False
+    )
+    return context
+
+
+def _measure_mode(
+    subject: Subject, compiled: bool, is_last: bool, before: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
+    """Measure the step eager or compiled, and after the last of them trace and loader.
+
+    before: the rows of other modes, whose batches are taken.
+    """
+    wishes = subject.wishes
+    device = subject.world.device
+    mode = "compiled" if compiled else "eager"
+    subject.say(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
+    train_step = _create(subject, compiled)
+    found = before[-1]["largest_micro_batch_size"] if before else None
+    largest = _largest(subject, train_step, mode, found) if subject.on_gpu else None
+    rows: list[dict[str, Any]] = []
+    for micro_batch_size in _to_measure(subject, largest):
+        rank_batch_size = _known_batch(subject, [*before, *rows], micro_batch_size) or _affordable(
+            subject, train_step, micro_batch_size
+        )
+        rows.append(
+            _measure_row(subject, train_step, mode, micro_batch_size, rank_batch_size)
+            | {"largest_micro_batch_size": largest}
+        )
+    loading = None
+    if is_last:
+        first = rows[0]
+        train_step.micro_batch_size = first["micro_batch_size"]
+        if wishes.trace is not None:
+            subject.say(f"{mode}: writing a trace")
+            write_trace(train_step, subject.make_batches(first["rank_batch_size"]), wishes.trace)
+        if not subject.data.assumed:
+            loading = _measure_loading(subject, train_step, first)
+    del train_step
+    device_memory.release_memory(device)
+    return rows, loading
+
+
+def _create(subject: Subject, compiled: bool) -> TrainStep:
+    """Create the step; ValueError if not even the model fits."""
+    config = with_settings(subject.config, {"train.compile": compiled})
+    try:
+        return create_step(config, subject.plan, subject.data.num_classes, subject.world)
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"{config.model.name}: {_too_large(subject)}") from error
+
+
+def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | None) -> int:
+    """Find the largest micro-batch that fits; ValueError if none does, or not the wanted one.
+
+    first: where to begin; None: with the planner's.
+    """
+    config = subject.config
+    wanted = subject.wishes.micro_batch_size
+    sizes = [size for size in subject.sizes if wanted is None or size <= wanted]
+    first = wanted or first
+    if first is None:
+        gpu = gpu_of(subject.world.device)
+        assert gpu is not None, "there is nothing to look for on a CPU"
+        first = largest_micro_batch(config, subject.plan, subject.data.num_classes, gpu)
+
+    def on_try(size: int) -> None:
+        subject.say(f"{mode}: does a micro-batch of {size} fit?")
+
+    shape = (config.model.in_chans, *config.model.height_width())
+    beside_bytes = augmentation_bytes(config.augment, shape, subject.sizes[-1])
+    largest = steps.largest_micro_batch(
+        train_step, sizes, subject.make_batch, first, beside_bytes, on_try
+    )
+    with subject.world.fail_together():
+        if not largest:
+            raise ValueError(f"{config.model.name}: {_too_large(subject)}")
+        if wanted is not None and largest < wanted:
+            raise ValueError(
+                f"--micro-batch {wanted}: a step does not fit into the"
+                f" {_memory_gib(subject):.1f} GiB of this GPU; the largest that fits is {largest}"
+            )
+    return largest
+
+
+def _too_large(subject: Subject) -> str:
+    """Say that not even the smallest step fits, and what would."""
+    train = subject.config.train
+    less = []
+    if train.activation_checkpointing != "block":
+        less.append("train.activation_checkpointing=block")
+    if train.ema_decay is not None:
+        less.append("train.ema_decay=null")
+    settings = f"set {' and '.join(less)}, " if less else ""
+    return (
+        f"not even {subject.sizes[0]} image(s) at a time fit into the"
+        f" {_memory_gib(subject):.1f} GiB of this GPU: {settings}take a smaller model or smaller"
+        " images, or a GPU with more memory"
+    )
+
+
+def _to_measure(subject: Subject, largest: int | None) -> list[int]:
+    """Return the micro-batches to measure: the config's, and the largest if it is another."""
+    planned = subject.plan.micro_batch_size
+    if largest is None or subject.wishes.micro_batch_size is not None:
+        return [planned]
+    return sorted({min(planned, largest), largest})
+
+
+def _known_batch(
+    subject: Subject, rows: Sequence[dict[str, Any]], micro_batch_size: int
+) -> int | None:
+    """Return a rank's batch that was measured already and has whole micro-batches of this size."""
+    for row in rows:
+        size: int = row["rank_batch_size"]
+        # On a CPU the batch, and so the micro-batch, may be smaller than the config's.
+        if size % micro_batch_size == 0 or (size < micro_batch_size and not subject.on_gpu):
+            return size
+    return None
+
+
+def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:
+    """Return how many images a rank's step may have, so that it takes half of the seconds at most.
+
+    On a CPU the batch of a recipe for GPUs would take minutes. A given number of steps is one of
+    whole steps. The loader gets the same batch later, so it is one that has an order.
+    """
+    wishes = subject.wishes
+    if wishes.num_steps is not None:
+        return subject.sizes[-1]
+    is_fixed = subject.on_gpu or wishes.micro_batch_size is not None
+    rows, *others = [
+        size
+        for size in subject.loadable
+        if size % micro_batch_size == 0 or (size < micro_batch_size and not is_fixed)
+    ]
+    train_step.micro_batch_size = min(micro_batch_size, rows)
+    run_steps(train_step, subject.make_batches(rows, 1), 1)
+    for larger in others:
+        train_step.micro_batch_size = min(micro_batch_size, rows)
+        [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
+        # The clocks of ranks differ: the first one decides for all.
+        next_s = subject.world.broadcast_from_main(partial(float, taken_s / rows * larger))
+        if next_s > wishes.seconds / 2:
+            break
+        rows = larger
+    return rows
+
+
+def _measure_row(
+    subject: Subject, train_step: TrainStep, mode: str, micro_batch_size: int, rank_batch_size: int
+) -> dict[str, Any]:
+    """Measure one mode with one micro-batch."""
+    config = subject.config
+    world = subject.world
+    micro_batch_size = min(micro_batch_size, rank_batch_size)
+    train_step.micro_batch_size = micro_batch_size
+    batches = subject.make_batches(rank_batch_size)
+    device_memory.reset_peak(world.device)
+    what = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
+    with _progress(subject, f"{what} {micro_batch_size}", rank_batch_size) as on_step:
+        times = time_step(
+            train_step,
+            batches,
+            num_steps=subject.wishes.num_steps,
+            seconds=subject.wishes.seconds,
+            on_step=on_step,
+        )
+    peak = device_memory.peak_bytes(world.device)
+    reduced = steps.all_reduce_times(train_step, batches)
+    tried = replace(
+        subject.plan,
+        micro_batch_size=micro_batch_size,
+        global_batch_size=rank_batch_size * world.size,
+        accumulation_steps=rank_batch_size // micro_batch_size,
+    )
+    planned = step_memory(config, tried, subject.data.num_classes)
+    of_each = times.images_per_s / world.size
+    with torch.device("meta"):
+        model = create_trained_model(config, subject.data.num_classes)
+    # By the micro-batch, which decides how many samples drop path leaves out.
+    flops_per_image = train_flops_per_image(model, micro_batch_size)
+    return {
+        "model": config.model.name,
+        "image_size": list(config.model.height_width()),
+        "precision": config.train.precision,
+        "compiled": mode == "compiled",
+        "deterministic": config.train.deterministic,
+        "activation_checkpointing": config.train.activation_checkpointing,
+        "drop_path_form": config.model.drop_path_form,
+        "num_devices": world.size,
+        "rank_batch_size": rank_batch_size,
+        "micro_batch_size": micro_batch_size,
+        "images_per_s": times.images_per_s,
+        "images_per_s_per_gpu": of_each,
+        "mfu": Utilization(flops_per_image, subject.peak).mfu(of_each),
+        "flops_per_image": flops_per_image,
+        "num_steps": times.num_steps,
+        "step_s": times.step_s,
+        "fastest_step_s": times.fastest_s,
+        "slowest_step_s": times.slowest_s,
+        "parts_s": {str(part): seconds for part, seconds in times.parts_s.items()},
+        "all_reduce": None if reduced is None else asdict(reduced),
+        "peak_memory_gib": None if peak is None else (peak - subject.in_use) / GIB,
+        "planned_memory_gib": planned.in_turn / GIB,
+    }
+
+
+def _measure_loading(
+    subject: Subject, train_step: TrainStep, row: dict[str, Any]
+) -> dict[str, Any]:
+    """Measure the loader alone and with the step, with the batch of `row`."""
+    world = subject.world
+    global_batch_size = row["rank_batch_size"] * world.size
+    config = with_settings(
+        subject.config,
+        {
+            "data.global_batch_size": global_batch_size,
+            "data.micro_batch_size": row["micro_batch_size"],
+        },
+    )
+    data = open_data(config, world)
+    with ExitStack() as stack:
+        alone = stack.enter_context(_progress(subject, "loader alone", row["rank_batch_size"]))
+        together = stack.enter_context(
+            _progress(subject, "loader and step", row["rank_batch_size"])
+        )
+        times = time_loading(
+            config.data,
+            data,
+            train_step,
+            num_steps=subject.wishes.num_steps,
+            seconds=subject.wishes.seconds,
+            on_batch=alone,
+            on_step=together,
+        )
+    lost = 1 - times.together_images_per_s / row["images_per_s"]
+    step = {"step_images_per_s": row["images_per_s"], "compiled": row["compiled"]}
+    return {"model": row["model"], **asdict(times), **step, "lost_share": lost}
+
+
+@contextmanager
+def _progress(subject: Subject, what: str, num_rows: int) -> Iterator[OnStep]:
+    """Show the images that are done, from the moment their number is known."""
+    num_images = num_rows * subject.world.size
+    with ExitStack() as stack:
+        meter: Meter | None = None
+
+        def on_step(done: int, total: int) -> None:
+            nonlocal meter
+            if meter is None:
+                shown = subject.world.is_main
+                meter = stack.enter_context(Meter(what, total * num_images, "images", shown))
+            meter.update(done * num_images)
+
+        yield on_step
+
+
+def _memory_gib(subject: Subject) -> float:
+    return torch.cuda.get_device_properties(subject.world.device).total_memory / GIB

@@ -1,0 +1,233 @@
+"""The numbers of a machine as tables for people, and as the file that the planner reads.
+
+`vit.extras.planner.benchmark.bench.measure` -> `tables` -> terminal
+                            -> `write_results` -> <date>-gpu-<name>.json and .md
+                                 -> `vit.extras.planner.forecast.expected_speed`
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vit.loggers.record import provenance
+from vit.system.files import replacing
+from vit.system.gpus import find_device
+from vit.system.meter import digits
+from vit.training.step_result import StepPhase
+
+Table = list[list[str]]
+"""The first row is its head, the first column names the rows."""
+PART_NAMES = {
+    StepPhase.CHANGE: "augmentation, grey levels",
+    StepPhase.FINISH: "augmentation, float32",
+    StepPhase.TEACHER: "teacher",
+    StepPhase.FORWARD: "forward, loss",
+    StepPhase.BACKWARD: "backward",
+    StepPhase.UPDATE: "norm, optimizer, average",
+}
+IDENTITY = (
+    *("model", "image_size", "flops_per_image", "drop_path_form", "precision", "compiled"),
+    *("deterministic", "activation_checkpointing", "num_devices", "micro_batch_size"),
+)
+"""A later row with the same of these replaces the earlier one in a file."""
+
+
+def check_writable(option: str, folder: Path) -> None:
+    """Raise ValueError if files cannot be written to `folder`, which is made."""
+    probe = folder / ".writable"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ValueError(
+            f"{option} {folder}: cannot be written ({error.strerror}): name another folder"
+        ) from None
+
+
+def step_table(result: Mapping[str, Any]) -> Table:
+    """Return what was measured of the step, a column for each mode and micro-batch."""
+    rows = result["training"]
+    reduced = [row["all_reduce"] for row in rows]
+    table = [
+        ["", *(_mode(row) for row in rows)],
+        ["micro-batch, images", *(f"{row['micro_batch_size']:,}" for row in rows)],
+        ["step of a device, images", *(f"{row['rank_batch_size']:,}" for row in rows)],
+        ["images/s", *(digits(row["images_per_s"]) for row in rows)],
+    ]
+    if result["num_devices"] > 1:
+        table.append(["  of each device", *(digits(row["images_per_s_per_gpu"]) for row in rows)])
+    table += [
+        ["share of the peak (MFU)", *(f"{100 * row['mfu']:.1f} %" for row in rows)],
+        ["a step, ms", *(digits(1e3 * row["step_s"]) for row in rows)],
+    ]
+    for part, name in PART_NAMES.items():
+        if part == StepPhase.TEACHER and not any(row["parts_s"].get(part) for row in rows):
+            continue  # few have one
+        table.append([f"  {name}", *(_share(row, row["parts_s"].get(part, 0.0)) for row in rows)])
+    if all(reduced):
+        table += [
+            [
+                "  all-reduce not hidden",
+                *(_share(row, row["all_reduce"]["exposed_s"]) for row in rows),
+            ],
+            ["all-reduce alone, ms", *(digits(1e3 * each["alone_s"]) for each in reduced)],
+        ]
+    table += [
+        ["peak memory, GiB", *(_gib(row["peak_memory_gib"]) for row in rows)],
+        ["  as planned", *(_gib(row["planned_memory_gib"]) for row in rows)],
+    ]
+    if any(row["largest_micro_batch_size"] for row in rows):
+        largest = (f"{row['largest_micro_batch_size']:,}" for row in rows)
+        table.append(["largest micro-batch to fit", *largest])
+    return table
+
+
+def loading_table(result: Mapping[str, Any]) -> Table:
+    """Return the speed of loader, step and both; empty where there were no data."""
+    found = result["loading"]
+    if found is None:
+        return []
+    workers = f"{found['num_workers']} worker(s)" if found["num_workers"] else "no workers"
+    lost = f"{100 * found['lost_share']:.1f} % less than the step alone"
+    if found["lost_share"] < 0:
+        lost = "nothing lost"
+    return [
+        ["", "images/s", ""],
+        ["loader alone", digits(found["loader_images_per_s"]), f"{workers} for each rank"],
+        ["step alone", digits(found["step_images_per_s"]), ""],
+        [
+            "loader and step",
+            digits(found["together_images_per_s"]),
+            f"{lost}, data wait {100 * found['data_wait_share']:.0f} %",
+        ],
+    ]
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """Return what was measured on what."""
+    row = result["training"][0]
+    height, width = row["image_size"]
+    return (
+        f"{row['model']} at {height}x{width}, {row['precision']}, on {result['num_devices']} x"
+        f" {result['device']}: {peak_text(result['peak_tflops'], result['peak_source'])}"
+    )
+
+
+def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
+    """Write `result` to `<date>-gpu-<name>.json` in `folder` and as a page next to it.
+
+    Rows of other measurements in a file of the same name stay. Of a CPU the name says so, and the
+    planner does not read it. Raises ValueError if that cannot be written.
+    """
+    path = _place(folder, result["device"], result["device_type"])
+    before = json.loads(path.read_text()) if path.exists() else {}
+    new = [{key: row[key] for key in IDENTITY} for row in result["training"]]
+    kept = [
+        row
+        for row in before.get("training", [])
+        if {key: row.get(key) for key in IDENTITY} not in new
+    ]
+    loading = before.get("loading", [])
+    if result["loading"] is not None:
+        model = result["loading"]["model"]
+        loading = [*(row for row in loading if row["model"] != model), result["loading"]]
+    training = [*kept, *result["training"]]
+    peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
+    _write(
+        path,
+        {**before, **_facts(result["device"]), **peak, "training": training, "loading": loading},
+    )
+    return path
+
+
+def write_promises(
+    folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
+) -> Path:
+    """Write what `launch/gpu_check.py` found of `device` to the file of `write_results`."""
+    path = _place(folder, device, device_type)
+    before = json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
+    _write(path, {**before, **_facts(device), "promises": list(promises)})
+    return path
+
+
+def _place(folder: Path, device: str, device_type: str) -> Path:
+    """Return the file for `device`; ValueError if there can be none."""
+    check_writable("--out", folder)
+    slug = re.sub(r"[^a-z0-9]+", "-", _short_name(device).lower()).strip("-")
+    kind = "gpu-" if device_type == "cuda" else ""
+    return folder / f"{time.strftime('%Y-%m-%d')}-{kind}{slug}.json"
+
+
+def _short_name(device: str) -> str:
+    gpu = find_device(device)
+    return gpu.name if gpu is not None else device.partition(" (")[0]
+
+
+def _facts(device: str) -> dict[str, Any]:
+    date = time.strftime("%Y-%m-%d")
+    return {"date": date, "gpu": _short_name(device), "device": device, **provenance()}
+
+
+def _write(path: Path, document: Mapping[str, Any]) -> None:
+    with replacing(path) as file:
+        file.write((json.dumps(document, indent=1) + "\n").encode())
+    with replacing(path.with_suffix(".md")) as file:
+        file.write(as_markdown(document).encode())
+
+
+def as_markdown(document: Mapping[str, Any]) -> str:
+    """Return the page of a file of results: what was measured, by model."""
+    facts = ("command", "git", "python", "torch", "host")
+    parts = [
+        f"# Measured on {document['device']}, {document['date']}",
+        "; ".join(f"{name} {document[name]}" for name in facts) + ".",
+    ]
+    if promises := document.get("promises"):
+        verdict = {True: "kept", False: "**not kept**", None: "measured"}
+        table = [[line["what"], verdict[line["passed"]], line["said"]] for line in promises]
+        parts += ["## Promises", _as_rows([["promise", "", "found"], *table])]
+    for model in dict.fromkeys(row["model"] for row in document["training"]):
+        rows = [row for row in document["training"] if row["model"] == model]
+        for num_devices in sorted({row["num_devices"] for row in rows}):
+            here = [row for row in rows if row["num_devices"] == num_devices]
+            part = {**document, "num_devices": num_devices, "training": here}
+            parts += [f"## {title(part)}", _as_rows(step_table(part))]
+        for loading in [row for row in document["loading"] if row["model"] == model]:
+            parts.append(_as_rows(loading_table({"loading": loading})))
+    return "\n\n".join(parts) + "\n"
+
+
+def peak_text(tflops: float, source: str) -> str:
+    """Return the peak of a device for people."""
+    rate = f"{digits(tflops)} TFLOP/s" if tflops >= 1 else f"{digits(1e3 * tflops)} GFLOP/s"
+    return f"peak {rate} ({source})"
+
+
+def _mode(row: Mapping[str, Any]) -> str:
+    """Return the settings that make a difference, but for what all have."""
+    parts = ["compiled" if row["compiled"] else "eager"]
+    parts += ["deterministic"] if row["deterministic"] else []
+    if row["activation_checkpointing"] != "none":
+        parts.append("checkpointing")
+    return ", ".join(parts)
+
+
+def _share(row: Mapping[str, Any], seconds: float) -> str:
+    """Return the share of the step that `seconds` are."""
+    return f"{100 * seconds / row['step_s']:.1f} %"
+
+
+def _gib(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _as_rows(table: Sequence[Sequence[str]]) -> str:
+    head, *body = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in table]
+    rule = "|".join("---:" if name else "---" for name in table[0])
+    return "\n".join([head, f"|{rule}|", *body])

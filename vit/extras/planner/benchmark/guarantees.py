@@ -1,0 +1,308 @@
+"""What is promised of training on a device, each promise tried at a small size.
+
+Each function yields `Line`s. On a CPU, which is the reference, all run but what only a GPU can
+break; so tests of this file need no GPU.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from vit.config.io import load_config, recipes_folder
+from vit.config.schema import Config
+from vit.data.augment.apply import create_augment
+from vit.data.batches import Batch, Batches, BatchLayout
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader
+from vit.distributed.process_group import World, make_deterministic
+from vit.extras.planner.benchmark.gpu_check_lines import Line
+from vit.extras.planner.benchmark.step_time import create_step, run_steps, time_step
+from vit.extras.planner.benchmark.synthetic import synthetic_batches
+from vit.extras.planner.memory import step_memory
+from vit.step import TrainStep
+from vit.system.device_memory import bytes_in_use, reset_peak
+from vit.system.device_memory import peak_bytes as measured_peak_bytes
+from vit.training.plan import make_plan
+from vit.training.print_config import IMAGENET_IMAGES
+
+CLASSES = 10
+SMALL = (
+    *("model.name=vit_ti16", "model.depth=4", "model.image_size=64", "data.global_batch_size=32"),
+    *("data.micro_batch_size=16", "optim.clip_grad_norm=1.0"),
+)
+"""What makes a recipe small; its augmentation, mixing and average stay."""
+EXACT = (
+    *("train.precision=fp32", "model.drop_path_rate=0.0"),
+    *("augment.randaugment_layers=0", "augment.randaugment_magnitude_std=null"),
+    *("augment.mixup_alpha=0.0", "augment.cutmix_alpha=0.0", "optim.eps=1e-5", "optim.lr=1e-3"),
+    *("schedule.warmup_epochs=0", "train.compile=false"),
+)
+"""Without what each device draws for itself; where AdamW divides rounding by rounding (keys' biases
+have no gradient), eps leaves little of it."""
+STEPS = 20
+WEIGHTS_TOLERANCE = 1e-3
+"""Of the distance that training has moved the weights; between a CPU's kernels with vectors and
+those without it is 1e-5."""
+LOGITS_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
+"""Of the logits' standard deviation: rounding of 2**-24 and 2**-9 a sum, over 12 blocks."""
+LEVELS_TOLERANCE = 1e-3
+"""Share of grey levels that may differ, by one."""
+MEMORY_TOLERANCE = 0.1
+
+
+def recipe(*overrides: str, name: str = "vit_b16") -> Config:
+    """A recipe without its data."""
+    path = recipes_folder() / f"{name}.yaml"
+    return load_config(path, ["data.root=none", *overrides]).config
+
+
+def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Batch]]:
+    """The step of `config` on one device, and four batches that lie there."""
+    world = World(0, 1, device)
+    plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
+    step = create_step(config, plan, CLASSES, world)
+    rows = config.data.global_batch_size
+    return step, synthetic_batches(config, rows, CLASSES, device)
+
+
+# --- the loader -----------------------------------------------------------------------------------
+
+
+class Numbered(Batches):
+    """Batches whose every value is their position."""
+
+    layout = BatchLayout(64, ImageFormat((32, 32)), 4)
+
+    def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
+        """Write the position everywhere."""
+        for tensor in (rows.images, rows.labels, rows.weights, rows.table, rows.ids):
+            tensor.fill_(position)
+        return ()
+
+
+def page_locked_slots(device: torch.device) -> Iterator[Line]:
+    """The loader's slots are page-locked, or a note says why not; what arrives is what was made."""
+    num_batches = 40
+    wrong = []
+    notes = io.StringIO()
+    with redirect_stderr(notes):
+        loader = Loader(Numbered(), 0, num_batches, num_workers=2, device=device)
+    with loader:
+        for position, batch in enumerate(loader):
+            arrived = [batch.images, batch.labels, batch.weights, batch.table]
+            if any(bool((tensor != position).any()) for tensor in arrived):
+                wrong.append(position)
+    note = notes.getvalue().strip()
+    how = "page-locked" if device.type == "cuda" and not note else note or "in shared memory"
+    intact = f"{num_batches - len(wrong)} of {num_batches} batches arrived as they were made"
+    yield Line("the loader's slots", not wrong, f"{how}; {intact}", {"page_locked": not note})
+
+
+# --- the same numbers as a CPU --------------------------------------------------------------------
+
+
+def distance(ours: nn.Module, theirs: nn.Module) -> float:
+    """Euclidean distance between all weights of two models."""
+
+    def weights(model: nn.Module) -> Tensor:
+        return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
+
+    return float((weights(ours) - weights(theirs)).double().norm())
+
+
+def equals_the_cpu(device: torch.device) -> Iterator[Line]:
+    """fp32 training, augmentation and evaluation compute what a CPU computes."""
+    config = recipe(*SMALL, *EXACT)
+    cpu = torch.device("cpu")
+    reference, batches = make_step(config, cpu)
+    tried, _ = make_step(config, device)
+    start, _ = make_step(config, cpu)
+    losses = []
+    for number in range(STEPS):
+        batch = batches[number % len(batches)]
+        expected = reference(batch, number).read().loss
+        losses.append(abs(tried(batch.to(device), number).read().loss - expected) / expected)
+    moved = distance(reference.model, start.model)
+    share = distance(reference.model, tried.model) / moved
+    yield Line(
+        f"{STEPS} fp32 steps equal the CPU's",
+        share <= WEIGHTS_TOLERANCE,
+        f"weights differ by {share:.1e} of the way that they went (at most"
+        f" {WEIGHTS_TOLERANCE:g}), losses by {max(losses):.1e}",
+        {"weights_share": share, "loss_share": max(losses), "tolerance": WEIGHTS_TOLERANCE},
+    )
+    yield from _equal_levels(device)
+    reference.model.eval()
+    images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    # The recipes' head starts at zero: no training of a few steps makes logits that differ much.
+    nn.init.normal_(reference.model.get_parameter("head.weight"), std=0.1)
+    tried.model.load_state_dict(reference.model.state_dict())
+    tried.model.eval()
+    for precision, tolerance in LOGITS_TOLERANCE.items():
+        with torch.no_grad():
+            expected_logits = reference.model(images)
+            enabled = precision == "bf16"
+            with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+                logits = tried.model(images.to(device)).float().cpu()
+        off = float((logits - expected_logits).abs().max() / expected_logits.std())
+        yield Line(
+            f"an evaluation's logits in {precision} are close to the CPU's in fp32",
+            off <= tolerance,
+            f"at most {off:.1e} of their deviation apart (at most {tolerance:g})",
+            {"share": off, "tolerance": tolerance},
+        )
+
+
+def _equal_levels(device: torch.device) -> Iterator[Line]:
+    """Augmented grey levels are those of a CPU."""
+    config = recipe(*SMALL)
+    cpu = torch.device("cpu")
+    [batch] = synthetic_batches(config, 256, CLASSES, cpu, count=1)
+
+    def levels(place: torch.device) -> Tensor:
+        augment = create_augment(config.augment, config.data, CLASSES, place)
+        return augment.change(batch.images.to(place), batch.table).cpu().int()
+
+    off = (levels(device) - levels(cpu)).abs()
+    share = float((off > 0).double().mean())
+    yield Line(
+        "augmented images are the CPU's",
+        share <= LEVELS_TOLERANCE,
+        f"{share:.1e} of the grey levels differ (at most {LEVELS_TOLERANCE:g}), by at most"
+        f" {int(off.max())}",
+        {"share": share, "largest": int(off.max()), "tolerance": LEVELS_TOLERANCE},
+    )
+
+
+# --- no wait, no late graph, no more memory than planned ------------------------------------------
+
+
+def no_waits(device: torch.device) -> Iterator[Line]:
+    """Steps and augmentation wait for nothing; torch raises an error where one does.
+
+    After a first round, in which constants and memory come.
+    """
+    what = "no step waits for the GPU"
+    if device.type != "cuda":
+        yield Line(what, None, "a CPU has no queue to wait for")
+        return
+    step, batches = make_step(recipe(*SMALL, "train.compile=false"), device)
+    run_steps(step, batches, len(batches))
+    with _waits_are_errors(device):
+        results = [
+            step(step.augment.change_batch(batch), number) for number, batch in enumerate(batches)
+        ]
+    finite = all(np.isfinite(result.read().loss) for result in results)
+    yield Line(what, finite, f"{len(results)} steps queued without one")
+
+
+@contextmanager
+def _waits_are_errors(device: torch.device) -> Iterator[None]:
+    """Let torch raise an error where the host would wait for a GPU within an operation."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def graphs_as_planned(device: torch.device) -> Iterator[Line]:
+    """All blocks share a graph in training and one in evaluation; none comes later, none waits."""
+    config = recipe(*SMALL, "train.compile=true")
+    torch._dynamo.reset()
+    step, batches = make_step(config, device)
+    images = torch.zeros(8, 3, 64, 64, device=device)
+    before = _num_graphs()
+
+    def evaluate() -> None:
+        step.model.eval()
+        with torch.no_grad():
+            step.model(images)
+        step.model.train()
+
+    run_steps(step, batches, 2)
+    training = _num_graphs() - before
+    evaluate()
+    evaluation = _num_graphs() - before - training
+    with _waits_are_errors(device):
+        results = [step(batches[number], number) for number in range(3)]
+    for result in results:
+        result.read()
+    evaluate()
+    later = _num_graphs() - before - training - evaluation
+    # Augmentation's last part is compiled for GPUs only.
+    planned = 2 if device.type == "cuda" else 1
+    yield Line(
+        "graphs are compiled as planned, none later",
+        (training, evaluation, later) == (planned, 1, 0),
+        f"{training} in training ({planned} planned), {evaluation} in evaluation, {later} later"
+        + (f"; {step.why_eager}" if step.why_eager else ""),
+        {"training": training, "evaluation": evaluation, "later": later},
+    )
+
+
+def _num_graphs() -> int:
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def planned_memory(device: torch.device) -> Iterator[Line]:
+    """The peak of a step's memory is what the planner counts."""
+    what = "peak memory is the planner's"
+    if device.type == "cpu" and sys.platform != "linux":
+        yield Line(what, None, "only Linux says how much a process had at most")
+        return
+    rows = 256 if device.type == "cuda" else 32
+    overrides = ("model.image_size=224", f"data.global_batch_size={rows}", "train.compile=false")
+    config = recipe(*SMALL, *overrides, f"data.micro_batch_size={rows}")
+    before = bytes_in_use(device)
+    step, batches = make_step(config, device)
+    plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
+    run_steps(step, batches, 2)
+    reset_peak(device)
+    run_steps(step, batches, 1)
+    peak = measured_peak_bytes(device)
+    if peak is None:
+        yield Line(what, None, "this system does not say")
+        return
+    measured = peak - before
+    counted = step_memory(config, plan, CLASSES).in_turn
+    off = measured / counted - 1
+    # A CPU's process holds much besides tensors, and this step is small.
+    on_gpu = device.type == "cuda"
+    limit = f"at most {MEMORY_TOLERANCE:.0%}" if on_gpu else "of the whole process, no promise"
+    yield Line(
+        what,
+        abs(off) <= MEMORY_TOLERANCE if on_gpu else None,
+        f"{measured / 2**20:.0f} MiB measured, {counted / 2**20:.0f} counted: {off:+.0%} ({limit})",
+        {"measured_bytes": measured, "counted_bytes": counted},
+    )
+
+
+# --- what determinism costs -----------------------------------------------------------------------
+
+
+def cost_of_determinism(device: torch.device, *overrides: str, seconds: float) -> Iterator[Line]:
+    """How much slower a step is with `train.deterministic`."""
+    # Read when cuBLAS starts, so the same for both.
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    step, batches = make_step(recipe("train.compile=false", *overrides), device)
+    plain = time_step(step, batches, seconds=seconds).images_per_s
+    make_deterministic()
+    ordered = time_step(step, batches, seconds=seconds).images_per_s
+    yield Line(
+        "what train.deterministic costs",
+        None,
+        f"{plain:.0f} images/s without it, {ordered:.0f} with it ({ordered / plain - 1:+.1%})",
+        {"images_per_s": plain, "deterministic_images_per_s": ordered},
+    )

@@ -1,0 +1,104 @@
+"""The real loader under a clock: alone, and feeding the real step."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from vit.config.schema import DataConfig
+from vit.data.loader import Loader
+from vit.distributed.process_group import World
+from vit.extras.planner.benchmark.step_time import LEAST_STEPS, OnStep, time_step
+from vit.step import TrainStep
+from vit.training.run_data import RunData
+
+ENDLESS = 10**6
+"""Batches of a loader that is closed long before; the order goes on for ever."""
+
+
+@dataclass(frozen=True)
+class LoaderTimes:
+    """How fast batches come. Rates are of all ranks."""
+
+    num_workers: int
+    """Of each rank."""
+    loader_images_per_s: float
+    """Of the loader alone, with the augmentation that runs behind its copies."""
+    together_images_per_s: float
+    """Of the step that it feeds."""
+    data_wait_share: float
+    """Of those steps' time, on rank 0."""
+
+
+def time_loading(
+    config: DataConfig,
+    data: RunData,
+    train_step: TrainStep,
+    *,
+    num_steps: int | None = None,
+    seconds: float = 10.0,
+    on_batch: OnStep = lambda done, total: None,
+    on_step: OnStep = lambda done, total: None,
+) -> LoaderTimes:
+    """Time the loader of `data` for that long, then the step that it feeds; each with new workers.
+
+    num_steps: batches and steps, in place of `seconds`.
+    """
+    world = train_step.world
+    with _loader(config, data, train_step) as loader:
+        alone = _time_alone(loader, world, num_steps, seconds, on_batch)
+    with _loader(config, data, train_step) as loader:
+        began_s = 0.0
+
+        def notice(done: int, total: int) -> None:
+            nonlocal began_s
+            if done == 0:
+                began_s = loader.stats.wait_s
+            on_step(done, total)
+
+        times = time_step(train_step, loader, num_steps=num_steps, seconds=seconds, on_step=notice)
+        waited_s = loader.stats.wait_s - began_s
+    return LoaderTimes(
+        num_workers=config.num_workers,
+        loader_images_per_s=alone,
+        together_images_per_s=times.num_steps * times.global_batch_size / times.total_s,
+        data_wait_share=min(waited_s / times.total_s, 1.0),
+    )
+
+
+def _loader(config: DataConfig, data: RunData, train_step: TrainStep) -> Loader:
+    return Loader(
+        data.batches,
+        0,
+        ENDLESS,
+        num_workers=config.num_workers,
+        prefetch_gib=config.prefetch_gib,
+        device=train_step.world.device,
+        stall_timeout_s=config.stall_timeout_s,
+        on_device=train_step.augment.change_batch,
+    )
+
+
+def _time_alone(
+    loader: Loader, world: World, num_batches: int | None, seconds: float, on_batch: OnStep
+) -> float:
+    """Take batches and drop them; return the images per second of all ranks."""
+    num_rows = len(next(loader).labels)  # starting up is not loading
+    began_s = time.perf_counter()
+    for _ in range(LEAST_STEPS):
+        next(loader)
+    if num_batches is None:
+        fitting = int(seconds / (time.perf_counter() - began_s) * LEAST_STEPS)
+        num_batches = world.broadcast_from_main(lambda: max(fitting, LEAST_STEPS))
+    on_batch(0, num_batches)
+    world.barrier()
+    began_s = time.perf_counter()
+    for done in range(1, num_batches + 1):
+        next(loader)
+        on_batch(done, num_batches)
+    if world.device.type == "cuda":
+        torch.cuda.synchronize(world.device)
+    rate = num_batches * num_rows / (time.perf_counter() - began_s)
+    return float(world.sum_(torch.tensor(rate, device=world.device)))

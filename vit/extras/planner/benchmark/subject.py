@@ -1,0 +1,113 @@
+"""What is measured of a config: its plan, the size of its data, and what the device can do."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from vit.config.schema import Config
+from vit.data.batches import Batch
+from vit.distributed.process_group import World
+from vit.extras.planner.benchmark.synthetic import synthetic_batches
+from vit.extras.planner.forecast import DataSize, size_and_plan
+from vit.system import device_memory
+from vit.system.host import cpu_name
+from vit.training.mfu import Peak, find_peak, measure_peak
+from vit.training.plan import Plan, create_order, micro_batch_sizes
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user asked for."""
+
+    seconds: float
+    """For each measurement."""
+    num_steps: int | None = None
+    """In place of `seconds`."""
+    micro_batch_size: int | None = None
+    """The only one to measure."""
+    needs_data: bool = False
+    """Whether it is an error that the data cannot be opened."""
+    trace: Path | None = None
+    """Folder for the profiler's files."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is measured, and on what."""
+
+    config: Config
+    world: World
+    plan: Plan
+    data: DataSize
+    wishes: Wishes
+    peak: Peak
+    """Of each device, also of a CPU."""
+    sizes: list[int]
+    """Micro-batches that divide a rank's batch."""
+    loadable: list[int]
+    """Those of them that the data's order takes as a rank's whole batch; all without data."""
+    in_use: int
+    """Bytes before anything was made. A CPU's process keeps what the first mode has freed, so those
+    before the second mode would hide what it takes."""
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    def make_batch(self, num_rows: int) -> Batch:
+        """Return one batch on the device."""
+        return self.make_batches(num_rows, 1)[0]
+
+    def make_batches(self, num_rows: int, count: int = 4) -> list[Batch]:
+        """Return batches on the device."""
+        return synthetic_batches(
+            self.config, num_rows, self.data.num_classes, self.world.device, count
+        )
+
+    def say(self, text: str) -> None:
+        """Tell people what begins, on the main rank."""
+        if self.world.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+
+def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
+    """Look at config, data and device before anything is made."""
+    data, plan = size_and_plan(config, world.size)
+    if wishes.needs_data and data.assumed:
+        raise ValueError(data.assumed)
+    sizes = micro_batch_sizes(config.augment, plan.global_batch_size // world.size)
+    if wishes.micro_batch_size is not None:
+        if wishes.micro_batch_size not in sizes:
+            raise ValueError(
+                f"--micro-batch {wishes.micro_batch_size}: a rank's batch of {sizes[-1]} images can"
+                f" be divided into {', '.join(map(str, sizes))}"
+            )
+        plan = replace(plan, micro_batch_size=wishes.micro_batch_size)
+    loadable = [
+        size for size in sizes if data.assumed or _has_order(config, data, size * world.size)
+    ]
+    precision = config.train.precision
+    peak = find_peak(world.device, precision) or measure_peak(world.device, precision)
+    in_use = device_memory.bytes_in_use(world.device)
+    return Subject(config, world, plan, data, wishes, peak, sizes, loadable, in_use)
+
+
+def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
+    """Return whether there is an order of batches so large: lanes and copies must divide them."""
+    tried = config.data.model_copy(update={"global_batch_size": global_batch_size})
+    try:
+        create_order(tried, config.augment, config.train.seed, data.num_images)
+    except ValueError:
+        return False
+    return True
+
+
+def device_name(world: World) -> str:
+    """Return what the driver calls the GPU, or the system the CPU."""
+    if world.device.type == "cuda":
+        return torch.cuda.get_device_name(world.device)
+    return f"{cpu_name()} ({torch.get_num_threads()} thread(s))"

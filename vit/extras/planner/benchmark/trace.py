@@ -1,0 +1,68 @@
+"""What the device did in a step: a trace for chrome://tracing, and a table of operators.
+
+Perfetto reads the trace, too. The parts of the step have names there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from vit.data.batches import Batch
+from vit.extras.planner.benchmark.step_time import run_steps
+from vit.step import TrainStep
+from vit.training.step_result import StepPhase
+
+TRACE_FILE = "trace.json"
+OPERATORS_FILE = "operators.txt"
+TRACED_STEPS = 2
+NUM_OPERATORS = 40
+
+
+def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -> list[Path]:
+    """Trace two steps; return the files that the main rank has written to `folder`."""
+    on_gpu = train_step.world.device.type == "cuda"
+    # torch's tracer writes of its own start, and of GPUs that it does not find.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    labels = _Labels()
+    before = train_step.mark
+    train_step.mark = labels.mark
+    try:
+        with profile(activities=activities) as found:
+            run_steps(train_step, batches, TRACED_STEPS, on_step=labels.on_step)
+    finally:
+        train_step.mark = before
+    if not train_step.world.is_main:
+        return []
+    paths = [folder / TRACE_FILE, folder / OPERATORS_FILE]
+    found.export_chrome_trace(str(paths[0]))
+    table = found.key_averages().table(
+        sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
+        row_limit=NUM_OPERATORS,
+        max_name_column_width=60,
+    )
+    paths[1].write_text(f"{TRACED_STEPS} steps\n{table}\n")
+    return paths
+
+
+class _Labels:
+    """Names the parts of a step in a trace."""
+
+    def __init__(self) -> None:
+        self._open: record_function | None = None
+
+    def mark(self, part: StepPhase | None) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None
+        if part is not None:
+            self._open = record_function(f"step: {part}")
+            self._open.__enter__()
+
+    def on_step(self, done: int, total: int) -> None:
+        """End the last part of a step."""
+        self.mark(None)

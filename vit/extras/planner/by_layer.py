@@ -1,0 +1,176 @@
+"""What each layer of a model costs, and the memory of using and of training it.
+
+Shapes and operations come from one forward pass on the meta device, memory from passes without
+memory (`vit.extras.planner.memory`): nothing is computed or allocated, however large the model is.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit.config.schema import Config
+from vit.extras.planner.memory import LiveBytes, drop_memory, step_memory
+from vit.model import create_model
+from vit.training.model_summary import count_parameters, print_shapes
+from vit.training.plan import Plan
+
+MIB = 2**20
+FROM_IMAGES = 64
+"""From so many on the peak of a step is that of activations, which grow with the batch; with fewer
+it may be that of the update."""
+
+
+class LayerCost(NamedTuple):
+    """One row: a stage of the model, or a block of its encoder."""
+
+    name: str
+    kind: str
+    """Class of the module; "parameter" for what belongs to the model itself."""
+    output: str
+    """Shape of its output, as (B, 197, 768); of a parameter its own."""
+    parameters: int
+    flops: int
+    """Of one image's forward pass; a multiply-add counts as 2."""
+
+
+def layer_costs(model: Any) -> list[LayerCost]:
+    """Return a row for each stage of `model`, on the meta device, in the order of the pass.
+
+    The rows' parameters add up to the model's. Stages without parameters and operations are left
+    out.
+    """
+    stages = {}
+    for name, module in model.named_children():
+        is_list = isinstance(module, (nn.Sequential, nn.ModuleList)) and name == "blocks"
+        inner = module.named_children() if is_list else ()
+        stages.update({f"{name}.{key}": block for key, block in inner} or {name: module})
+    shapes: dict[str, str] = {}
+    order = list[str]()
+
+    def watch(name: str, module: nn.Module) -> Any:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor) and name not in shapes:
+                shapes[name] = f"({', '.join(map(str, ('B', *output.shape[1:])))})"
+                order.append(name)
+
+        return module.register_forward_hook(note)
+
+    handles = [watch(name, module) for name, module in stages.items()]
+    images = torch.empty(1, model.in_chans, *model.image_size, device="meta")
+    model.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
+    for handle in handles:
+        handle.remove()
+    counts = counter.get_flop_counts()
+    prefix = type(model).__name__
+    rows = [
+        LayerCost(name, "parameter", str(tuple(parameter.shape)), parameter.numel(), 0)
+        for name, parameter in model.named_parameters(recurse=False)
+    ]
+    for name in [*order, *(name for name in stages if name not in order)]:
+        module = stages[name]
+        number = sum(parameter.numel() for parameter in module.parameters())
+        flops = sum(counts.get(f"{prefix}.{name}", {}).values())
+        if number or flops:
+            rows.append(LayerCost(name, type(module).__name__, shapes.get(name, ""), number, flops))
+    return rows
+
+
+class MemoryNeeds(NamedTuple):
+    """Bytes on one device, as `launch/plan.py` counts them."""
+
+    weights: int
+    forward: int
+    """Temporaries of the forward pass of one image without gradients, at their peak."""
+    training: int
+    """A training step of micro-batches of one image: weights, gradients, optimizer, activations."""
+    per_image: int
+    """What each image adds to a larger micro-batch."""
+
+
+def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
+    """Count the bytes of the model of `config`: in use, in fp32; in training, as it says."""
+    one, some, more = (
+        step_memory(config, _plan_of(size), num_classes)
+        for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)
+    )
+    per_image = (more.total - some.total) // FROM_IMAGES
+    with torch.device("meta"):
+        model: Any = create_model(config.model, num_classes=num_classes).eval()
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
+        drop_memory(model, torch.device("cpu"))
+        images = torch.empty(1, model.in_chans, *model.image_size)
+        live.begin(lambda: 0)
+        before = live.now
+        with torch.no_grad():
+            model(images)
+        forward = max(live.peak - before, 0)
+    return MemoryNeeds(one.weights, forward, one.total, per_image)
+
+
+def _plan_of(micro_batch_size: int) -> Plan:
+    """Return the plan of one step of one micro-batch on one device."""
+    return Plan(
+        world_size=1,
+        global_batch_size=micro_batch_size,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=1,
+        steps_per_epoch=1,
+        dropped_per_epoch=0,
+        distinct_images_per_epoch=micro_batch_size,
+        total_steps=1,
+        warmup_steps=0,
+        eval_every_steps=1,
+        log_every_steps=1,
+    )
+
+
+# ---- for people ----------------------------------------------------------------------------------
+
+
+def print_network(config: Config, num_classes: int) -> None:
+    """Print the shapes at each stage of the model of `config`."""
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=num_classes)
+    print_shapes(model, config.model.name)
+
+
+def print_costs(config: Config, num_classes: int) -> None:
+    """Print parameters and operations of each layer of the model of `config`, and its memory."""
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=num_classes)
+    rows = layer_costs(model)
+    flops = sum(row.flops for row in rows)
+    table = Table("layer", "kind", "output", "parameters", "GFLOP", "share", box=None)
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for row in rows:
+        table.add_row(
+            row.name,
+            row.kind,
+            row.output,
+            f"{row.parameters:,}",
+            f"{row.flops / 1e9:.3f}",
+            f"{100 * row.flops / max(flops, 1):.1f} %",
+        )
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
+    needs = memory_needs(config, num_classes)
+    print(
+        f"{config.model.name} at {config.model.size_text()}, {num_classes:,} classes:"
+        f" {count_parameters(model):,} parameters, {flops / 1e9:.2f} GFLOP per image forward (2 for"
+        " each multiply-add)\n"
+        f"memory in use: weights {needs.weights / MIB:,.1f} MiB in fp32, and"
+        f" {needs.forward / MIB:,.1f} MiB for each image of a batch\n"
+        f"memory in training ({config.train.precision}, {config.optim.name}):"
+        f" {needs.training / MIB:,.0f} MiB with micro-batches of one image; each image adds"
+        f" {needs.per_image / MIB:,.1f} MiB to a large one (launch/plan.py says what fits where)"
+    )

@@ -1,0 +1,180 @@
+"""`check`: is everything there that a run needs, on these hosts, before hours depend on it?
+
+    launch/train.py --check -> check -> Parts (vit/extras/planner/check/stages.py), on all ranks
+        machine      software, clocks, W&B
+        storage      shards, reading, the run's folder
+        collectives  each kind, pairs of ranks
+        trial        plan, data, steps at full size, an evaluation's batch, a checkpoint
+    -> one table on rank 0 (vit/extras/planner/check/findings.py)
+
+What each start checks by itself is `vit.hooks.preflight`, which `trial` goes through, too. Parts
+that need one host alone come first: what they find is told also where ranks do not reach each
+other.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+
+from vit.config.schema import Config
+from vit.distributed.exit import Interrupted, StopSignals
+from vit.distributed.process_group import AlreadyReported, World
+from vit.extras.planner.check import collectives, machine, storage
+from vit.extras.planner.check.findings import Finding, Verdict, print_table, summary
+from vit.extras.planner.check.save_trial import SaveTrial
+from vit.extras.planner.check.stages import CheckStage, CheckStages
+from vit.extras.planner.check.trial import Trial
+from vit.system.by_name import load
+from vit.system.meter import Meter
+from vit.system.urls import is_url
+
+STEP_TIMES = 3.0
+"""So many limits for the first steps: the model is compiled there."""
+
+
+def check(
+    config: Config, world: World, allow_change: Iterable[str] = (), limit_s: float = 60.0
+) -> None:
+    """Try all that the run of `config` needs, and print a table; leave nothing behind.
+
+    Every rank calls it. allow_change: settings that may differ from a checkpoint's. limit_s: for
+    each part. Raises ValueError on one rank if something has failed, AlreadyReported on the others,
+    and Interrupted.
+    """
+    began_s = time.monotonic()
+    signals = StopSignals()
+    trial = Trial(config, world, allow_change)
+    parts = CheckStages(world, limit_s)
+    every = list(_parts(config, world, trial))
+    current = 0
+
+    def on_part(number: int, name: str) -> None:
+        nonlocal current
+        current = number
+        meter.update(number, name)
+
+    try:
+        with Meter("check", len(every), "parts", shown=world.is_main) as meter:
+            parts.run(every, on_part)
+    except Interrupted as error:
+        if world.is_main:
+            signals.remember_only()  # torchrun sends it again
+            parts.interrupt(current, every[current].name, error.number.name)
+            _tell(config, world, parts, began_s)
+            storage.remove_passing()
+        raise
+    finally:
+        signals.restore()
+        parts.close()
+    trial.close()
+    if world.is_main:
+        _tell(config, world, parts, began_s)
+    if parts.failed:
+        if world.is_main:
+            raise ValueError(
+                f"check: {summary(parts.findings)}; the table says what to do, and nothing was"
+                " started"
+            )
+        raise AlreadyReported("the check has failed")
+
+
+def look_at_place(place: str | None, run_dir: Path) -> list[str]:
+    """Try the folder in which a run is worked on, and its URL, if it has one.
+
+    Raises ValueError if the run could not write there, or another job has it.
+    """
+    found = storage.look_at_folder(run_dir)
+    if is_url(place):
+        store = load("vit.extras.remote_runs.place:try_store", f"run.dir={place}")(str(place))
+        found += [Verdict.OK, f"{store}: a file can be written and removed"]
+        if holder := load("vit.extras.remote_runs.lease:holder_of", "run.dir")(str(place)):
+            raise ValueError(
+                f"{store}: in use by {holder}, live or killed just now: wait for its end, stop it,"
+                " or use another run.dir"
+            )
+    return found
+
+
+def _parts(config: Config, world: World, trial: Trial) -> Iterator[CheckStage]:
+    """Yield everything that is tried, in this order."""
+    hosts = world.hosts
+    run_dir = trial.run_dir
+    saving = SaveTrial(trial)
+
+    def judge_reading(found: dict[int, list[float] | None]) -> Iterator[Finding]:
+        trial.judge_reading(found)
+        yield from storage.judge_reading(found, world)
+
+    yield CheckStage(
+        "software",
+        partial(machine.own_software, config),
+        partial(machine.judge_software, hosts=hosts),
+    )
+    yield CheckStage("shards", partial(storage.look_at_shards, config, world), storage.judge_shards)
+    yield CheckStage(
+        "run folder",
+        lambda: look_at_place(config.run.dir, run_dir) if world.is_main else None,
+        storage.judge_folder,
+    )
+    yield CheckStage(
+        "W&B",
+        lambda: machine.look_at_views(config.log) if world.is_main else None,
+        machine.judge_views,
+    )
+    yield CheckStage(
+        "clocks",
+        partial(machine.compare_clocks, world),
+        partial(machine.judge_clocks, hosts=hosts),
+        is_joint=True,
+    )
+    yield CheckStage(
+        "collectives",
+        partial(collectives.try_collectives, world, config.train.exact_over_ranks),
+        partial(collectives.judge_collectives, world=world),
+        is_joint=True,
+    )
+    yield CheckStage(
+        "pairs",
+        partial(collectives.try_pairs, world),
+        partial(collectives.judge_pairs, world=world),
+        is_joint=True,
+        needs=("collectives",),
+    )
+    yield CheckStage("data", trial.open_data, trial.judge_data, is_joint=True, needs=("shards",))
+    needs = ("data", "run folder")
+    yield CheckStage("start", saving.look_at_checkpoint, saving.judge_checkpoint, needs=needs)
+    yield CheckStage(
+        "reading",
+        lambda: storage.read_rate(
+            trial.data.batches, trial.middle(), trial.data.plan.total_steps, world
+        ),
+        judge_reading,
+        needs=("data",),
+    )
+    yield CheckStage(
+        "step", trial.try_step, trial.judge_step, is_joint=True, needs=("data",), times=STEP_TIMES
+    )
+    yield CheckStage(
+        "evaluation", trial.try_evaluation, trial.judge_evaluation, is_joint=True, needs=("step",)
+    )
+    yield CheckStage(
+        "checkpoint",
+        saving.try_checkpoint,
+        saving.judge_write,
+        is_joint=True,
+        needs=("step", "run folder"),
+    )
+
+
+def _tell(config: Config, world: World, parts: CheckStages, began_s: float) -> None:
+    hosts = f" on {len(set(world.hosts))} host(s)" if world.hosts else ""
+    title = f"check of {config.run.dir}: {world.size} rank(s){hosts}, {world.device.type}"
+    console = Console()
+    print_table(title, parts.findings, console)
+    took_s = time.monotonic() - began_s
+    console.print(f"{summary(parts.findings)}, in {took_s:.0f} s", highlight=False, markup=False)

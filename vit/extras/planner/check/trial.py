@@ -1,0 +1,287 @@
+"""The run itself, tried at full size: data, a few steps, an evaluation's batch, a checkpoint.
+
+    open_data (as a start) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
+
+Everything is made by the functions that make the run, from fresh weights; only the record and the
+run's folder are left out. All of it is gone at the end.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from vit.checkpoint import checkpoint as checkpoints
+from vit.checkpoint.place import Place, local_folder
+from vit.config.schema import Config
+from vit.create_step import create_train_step
+from vit.data.loader import Loader
+from vit.distributed.host_differences import places
+from vit.distributed.process_group import World
+from vit.evaluation.evaluate import create_evaluators
+from vit.extras.compose import parts_of
+from vit.extras.planner.check.findings import Finding, Verdict
+from vit.extras.planner.fitting import naming_what_fits
+from vit.hooks.host_check import HostCheck, check_host
+from vit.step import TrainStep
+from vit.system.device_memory import peak_bytes as measured_peak_bytes
+from vit.system.device_memory import release_memory, reset_peak
+from vit.system.host import free_memory_bytes
+from vit.system.meter import digits
+from vit.training.freeze import create_trained_model
+from vit.training.model_summary import count_parameters
+from vit.training.run_data import RunData, open_data
+
+STEPS = 3
+"""The first one compiles and waits for workers; the last one shows how long a step is."""
+LITTLE_MEMORY = 0.03
+"""Share of a GPU's memory: with less to spare a fragment too many ends the run."""
+GIB = 2**30
+
+
+class _Enough(Exception):
+    """One batch of an evaluation is done."""
+
+
+class Trial:
+    """What the parts of a check hand to each other, on one rank."""
+
+    def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
+        self.config = config
+        self.world = world
+        self.allowed = set(allow_change)
+        self.run_dir = local_folder(config.run)
+        self._data: RunData | None = None
+        self._step: TrainStep | None = None
+        self._images_per_s: dict[str, float] = {}
+        """That each host reads and takes; on rank 0."""
+
+    @property
+    def data(self) -> RunData:
+        """Of the run. The part `data` comes before those that ask for it."""
+        assert self._data is not None, "the part of the data was done"
+        return self._data
+
+    @property
+    def step(self) -> TrainStep:
+        """Of the run. The part `step` comes before those that ask for it."""
+        assert self._step is not None, "the part of the step was done"
+        return self._step
+
+    # --- data -----------------------------------------------------------------------------------
+
+    def open_data(self) -> dict[str, Any]:
+        """Open the data and make the plan, as a start does; return what it tells of this host."""
+        self._data = open_data(self.config, self.world)
+        config, world, data = self.config, self.world, self._data
+        self._parts = parts_of(config)
+        self._objective = self._parts.create_objective(
+            config, data.class_names, data.num_classes, data.class_weights, world
+        )
+        self.facts = {**data.facts, **self._objective.notes.facts}
+        for hook in self._parts.hooks:
+            if not isinstance(hook, HostCheck):  # it also checks the disk, which has its own part
+                self.facts |= hook.opened(config, world, data, Place(self.run_dir)).facts
+        checked, self.disk = check_host(config, world, data)
+        return {"lines": checked.lines, **checked.numbers}
+
+    def judge_data(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+        """Yield what is trained on, and what the hosts have for it."""
+        plan = self.data.plan
+        with torch.device("meta"):
+            model = create_trained_model(self.config, self.data.num_classes)
+        passes = f" in {plan.accumulation_steps} passes" if plan.accumulation_steps > 1 else ""
+        yield Finding(
+            "config",
+            Verdict.OK,
+            f"{self.config.model.name}, {count_parameters(model):,} parameters:"
+            f" {plan.total_steps:,} steps of {plan.global_batch_size:,} images, a rank"
+            f" {plan.rank_batch_size}{passes}; {self.config.train.precision} on"
+            f" {self.world.device.type}",
+        )
+        yield Finding("data", Verdict.OK, found[0]["lines"][0].removeprefix("data: "))
+
+        def least(name: str) -> float | None:
+            return min(
+                (each[name] for each in found.values() if each[name] is not None), default=None
+            )
+
+        memory, shm = least("free_memory_gib"), least("free_shm_gib")
+        parts = [f"{least('cores'):g} cores"]
+        parts += [] if memory is None else [f"{memory:,.1f} GiB of memory free"]
+        parts += [] if shm is None else [f"/dev/shm {shm:,.1f} GiB free"]
+        parts.append(f"{least('open_files'):,.0f} open files")
+        hosts = len(set(self.world.hosts)) or 1
+        many = f"the least of {hosts} hosts: " if hosts > 1 else ""
+        notes: dict[str, list[int]] = {}
+        for rank, each in found.items():
+            for note in each["notes"]:
+                notes.setdefault(note, []).append(rank)
+        lines = [many + ", ".join(parts)]
+        lines += [
+            (f"{places(ranks, self.world.hosts)}: " if hosts > 1 else "") + note
+            for note, ranks in notes.items()
+        ]
+        yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
+
+    def middle(self) -> int:
+        """Return a position whose samples nobody has read just now: they are not in memory."""
+        return self.data.plan.total_steps // 2
+
+    def judge_reading(self, found: dict[int, list[float] | None]) -> None:
+        """Keep the images per second of the slowest host for `judge_step`."""
+        told = [each[1] for each in found.values() if each is not None]
+        if told:
+            self._images_per_s["read"] = min(told)
+
+    # --- a few steps ----------------------------------------------------------------------------
+
+    def try_step(self) -> dict[str, Any]:
+        """Make the model and everything that updates it, and do a few steps of real batches."""
+        config, data, world = self.config, self.data, self.world
+        reset_peak(world.device)
+        with naming_what_fits(config, data.plan, data.num_classes, world.device):
+            with world.fail_together():
+                torch.manual_seed(config.train.seed)
+                model = create_trained_model(config, data.num_classes)
+            model.to(world.device)
+            if not checkpoints.complete_checkpoints(self.run_dir):
+                self._parts.load_weights(model, config, data, world)
+            self._step = step = create_train_step(
+                config,
+                data.plan,
+                data.num_classes,
+                model,
+                world,
+                self._objective,
+                self._parts.create_reduce,
+            )
+            step.model.train()
+            return self._do_steps(step)
+
+    def _do_steps(self, step: TrainStep) -> dict[str, Any]:
+        config, world = self.config, self.world
+        first = self._first_of_largest_images()
+        stop = min(first + STEPS, self.data.plan.total_steps)
+        ends_s = [time.perf_counter()]
+        loss = 0.0
+        with Loader(
+            self.data.batches,
+            first,
+            stop,
+            num_workers=config.data.num_workers,
+            prefetch_gib=config.data.prefetch_gib,
+            device=world.device,
+            stall_timeout_s=config.data.stall_timeout_s,
+            on_device=step.augment.change_batch,
+        ) as loader:
+            for position, batch in enumerate(loader, first):
+                if position == first:
+                    step.prepare(batch)
+                loss = step(batch, position).read().loss
+                ends_s.append(time.perf_counter())
+            left_bytes = self._left_bytes()  # with the workers
+        return {
+            "loss": repr(loss),  # JSON has no NaN
+            "first_s": ends_s[1] - ends_s[0],
+            "last_s": ends_s[-1] - ends_s[-2] if len(ends_s) > 2 else None,
+            "peak_gib": (measured_peak_bytes(world.device) or 0) / GIB,
+            "left_gib": left_bytes / GIB,
+            "size": list(self.data.batches.layout_at(first).image_format.size),
+            "why_eager": step.why_eager,
+        }
+
+    def _first_of_largest_images(self) -> int:
+        """Return the position at which the stage with the largest images begins."""
+        batches = self.data.batches
+        per_epoch = self.data.plan.steps_per_epoch
+        begins = [0, *(until * per_epoch for until, _ in batches.image_format.stages)]
+        return max(begins, key=lambda at: math.prod(batches.layout_at(at).image_format.size))
+
+    def _left_bytes(self) -> int:
+        if self.world.device.type == "cuda":
+            return torch.cuda.mem_get_info(self.world.device)[0]
+        return free_memory_bytes() or 0
+
+    def judge_step(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+        """Yield how long a step takes and what it leaves of memory."""
+        own = found[0]
+        batch = self.data.plan.global_batch_size
+        height, width = own["size"]
+        last_s = max(each["last_s"] or 0.0 for each in found.values())
+        first_s = max(each["first_s"] for each in found.values())
+        speed = f"{last_s:.3g} s each ({digits(batch / last_s)} images/s), " if last_s else ""
+        compiled = " with compilation" if self.config.train.compile and not own["why_eager"] else ""
+        tightest = min(found, key=lambda rank: found[rank]["left_gib"])
+        left_gib = found[tightest]["left_gib"]
+        peak_gib = max(each["peak_gib"] for each in found.values())
+        on_gpu = self.world.device.type == "cuda"
+        where = "on the GPU" if on_gpu else "on the host"
+        if self.world.size > 1:
+            where += f" of {places([tightest], self.world.hosts)}"
+        lines = [
+            f"steps of {batch:,} images of {height}x{width} px: {speed}the first{compiled}"
+            f" {first_s:.3g} s; loss {float(own['loss']):.4g}",
+            f"{peak_gib:.2f} GiB at the peak of a rank, {left_gib:.2f} GiB left {where}",
+        ]
+        notes = []
+        if not torch.tensor(float(own["loss"])).isfinite():
+            notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
+        if own["why_eager"]:
+            notes.append(f"not compiled: torch.compile does not work here ({own['why_eager']})")
+        if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
+            notes.append("hardly any memory is left: lower data.micro_batch_size")
+        hosts = len(set(self.world.hosts)) or 1
+        read = self._images_per_s.get("read")
+        if last_s and read is not None and read < batch / last_s / hosts:
+            notes.append(
+                f"a host takes {digits(batch / last_s / hosts)} images/s and reads {digits(read)}:"
+                " stage the shards on its own disk (data.cache_dir)"
+            )
+        yield Finding("step", Verdict.NOTE if notes else Verdict.OK, "\n".join([*lines, *notes]))
+
+    # --- an evaluation --------------------------------------------------------------------------
+
+    def try_evaluation(self) -> list[float]:
+        """Evaluate a batch of each split, with its workers; return the seconds of each."""
+        config, data = self.config, self.data
+        taken_s = []
+        with naming_what_fits(config, data.plan, data.num_classes, self.world.device):
+            for evaluator in create_evaluators(config, data.sets, data.image_format, self.step):
+                began_s = time.perf_counter()
+                try:
+                    evaluator.evaluate({"model": self.step.model}, partial(_stop_after_one))
+                except _Enough:
+                    pass
+                finally:
+                    evaluator.close()
+                if self.world.device.type == "cuda":
+                    torch.cuda.synchronize(self.world.device)  # what it has met is raised here
+                taken_s.append(time.perf_counter() - began_s)
+        return taken_s
+
+    def judge_evaluation(self, found: dict[int, list[float]]) -> Iterator[Finding]:
+        """Yield how long a batch took."""
+        seconds = [max(each) for each in zip(*found.values(), strict=True)]
+        more = f", and of {len(seconds) - 1} further splits" if len(seconds) > 1 else ""
+        said = (
+            f"a batch of {self.config.eval.batch_size} images a rank of"
+            f" '{self.config.data.val_split}'{more}: {max(seconds):.3g} s with the start of"
+            " workers"
+        )
+        yield Finding("evaluation", Verdict.OK, said)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._step = None
+        self._data = None
+        release_memory(self.world.device)
+
+
+def _stop_after_one(done: int, total: int) -> None:
+    raise _Enough

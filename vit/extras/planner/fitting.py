@@ -1,0 +1,107 @@
+"""What to lower when memory has run out: sizes that divide, and what is counted to fit.
+
+`explain` leaves an error of memory as it is, with a note that `vit.distributed.exit` prints.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from vit.config.schema import Config
+from vit.data.augment.draw import mixes
+from vit.data.order import divisors
+from vit.distributed.exit import out_of_memory
+from vit.evaluation import evaluate
+from vit.extras.planner.forecast import GIB, largest_micro_batch, usable_bytes
+from vit.extras.planner.memory import step_memory
+from vit.system.gpus import Gpu, find_device
+from vit.training.plan import Plan
+
+
+@contextmanager
+def naming_what_fits(
+    config: Config, plan: Plan, num_classes: int, device: torch.device
+) -> Iterator[None]:
+    """Add the note of `explain` to an error of memory."""
+    try:
+        yield
+    except Exception as error:
+        if out_of_memory(error):
+            explain(error, config, plan, num_classes, device)
+        raise
+
+
+def explain(
+    error: Exception, config: Config, plan: Plan, num_classes: int, device: torch.device
+) -> None:
+    """Add a note to an error of memory: which setting to lower, to which values."""
+    files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
+    if Path(evaluate.__file__) in files:
+        error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
+    else:
+        # If anything fails here, the error to report is still the one of memory.
+        with suppress(Exception):
+            error.add_note(what_to_lower(config, plan, num_classes, gpu_of(device)))
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """Return the GPU that `device` is, with the memory that it has; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    driver = torch.cuda.get_device_properties(device)
+    unknown = Gpu(
+        driver.name,
+        bf16_tflops=0.0,
+        fp32_tflops=0.0,
+        memory_gib=0.0,
+        bandwidth_gbs=0.0,
+        pattern=driver.name,
+    )
+    # Not the table's: one name is sold with several sizes, and a MIG instance has a part of it.
+    return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
+
+
+def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
+    """Return the advice for a training step of `plan` that has not fitted, into `gpu` if given."""
+    rank_batch_size = plan.rank_batch_size
+    unit = config.augment.mix_group_size if mixes(config.augment) else 1
+    now = plan.micro_batch_size
+    smaller = [size for size in divisors(rank_batch_size) if size % unit == 0 and size < now]
+    otherwise = "take a smaller model or smaller images"
+    if not smaller:
+        return f"Lower model.image_size or the model: data.micro_batch_size={now} is the smallest"
+    sizes = ", ".join(map(str, reversed(smaller)))
+    lower = (
+        f"Lower data.micro_batch_size ({now} now) to a size that divides a rank's batch of"
+        f" {rank_batch_size}: {sizes}"
+    )
+    if gpu is None:
+        return f"{lower}; or {otherwise}"
+    usable_gib = usable_bytes(gpu) / GIB
+    needed = step_memory(config, plan, num_classes)
+    counted = f"launch/plan.py counts {needed.total / GIB:.1f} of {usable_gib:.1f} GiB at {now}"
+    largest = largest_micro_batch(config, plan, num_classes, gpu, needed)
+    otherwise_fits = _with_less_kept(config, plan, num_classes, gpu)
+    if largest >= now:
+        return f"{lower}. {counted}, so something else may fill the GPU: see nvidia-smi"
+    if not largest:
+        return f"{lower}. {counted} and none of them to fit: {otherwise_fits or otherwise}"
+    kept_less = f"; or {otherwise_fits}" if otherwise_fits else ""
+    return f"{lower}. {counted}, and {largest} to fit{kept_less}"
+
+
+def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
+    """Return the advice to keep fewer activations, if `plan` then fits into `gpu`; else ""."""
+    if config.train.activation_checkpointing != "none":
+        return ""
+    train = config.train.model_copy(update={"activation_checkpointing": "block"})
+    memory = step_memory(config.model_copy(update={"train": train}), plan, num_classes)
+    if memory.total > usable_bytes(gpu):
+        return ""
+    return "set train.activation_checkpointing=block, with which it fits in 4/3 of the time"

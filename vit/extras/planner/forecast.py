@@ -1,0 +1,337 @@
+"""How long a run takes, what it costs and whether it fits, from a config and a number of GPUs.
+
+Steps and batches are those of `vit.training.plan`, bytes those of `vit.extras.planner.memory`. Time
+follows from
+operations: three forward passes an image (one forward, two backward; without what drop path leaves
+out, and with what is computed again), and one of a teacher's, at a share of the GPU's peak (MFU)
+that was measured on such a GPU, or else at a stated range of it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
+from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
+from vit.data.split_slice import parse_name, part_size
+from vit.extras.planner.host_memory import HostMemory, host_memory
+from vit.extras.planner.memory import StepMemory, step_memory
+from vit.hooks.preflight import DiskNeeds, disk_needs
+from vit.system.files import ShardError
+from vit.system.gpus import Gpu
+from vit.training.freeze import create_trained_model
+from vit.training.mfu import train_flops_per_image
+from vit.training.model_summary import flops_per_image, frozen_flops_per_image
+from vit.training.plan import Plan, make_plan, micro_batch_sizes
+from vit.training.print_config import IMAGENET_IMAGES
+from vit.training.teacher import find_teacher
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
+"""Files `*-gpu-*.json` there hold measured shares of the peak; an installed package has none."""
+MFU_RANGE = (0.2, 0.4)
+"""Where nothing was measured. Published for training ViTs: ViT-5-B on H100s 22.5 % end to end and
+28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA NeMo)."""
+RESERVED_GIB = 1.5
+"""CUDA's context, work space of cuBLAS and cuDNN, buffers of NCCL; not measured here."""
+USABLE_SHARE = 0.95
+"""Of the rest: the allocator cannot use every gap between tensors. Not measured here."""
+IMAGES_PER_CORE_S = 1034
+"""Training images of 116 kB that a core of an Intel Xeon makes ready at 224 px
+(benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
+SHARD_BYTES_PER_IMAGE = 122_000
+"""ImageNet's shards take 156 GB (docs/data.md)."""
+IMAGENET_VAL_IMAGES = 50_000
+SAME_NETWORK = 0.1
+"""Another number of classes, and of samples that drop path keeps, change operations by less."""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class DataSize:
+    """What a forecast needs to know of the data."""
+
+    num_classes: int
+    num_val_images: int
+    num_images: int
+    further_images: tuple[int, ...]
+    """Of each other split that `eval.sets` names."""
+    assumed: str
+    """Why the numbers are ImageNet-1k's; "" if they are those of the data."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """The share of the peak that a GPU is expected to reach, least and most."""
+
+    low: float
+    high: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of a run whose images have one size."""
+
+    image_size: tuple[int, int]
+    """(height, width) in pixels."""
+    stop: int
+    """The step at which it ends."""
+    train_flops: int
+    """Operations of one of its images in training."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A run on `num_gpus` of `gpu`. Pairs are (least, most)."""
+
+    gpu: Gpu
+    num_gpus: int
+    precision: str
+    plan: Plan
+    data: DataSize
+    memory: StepMemory
+    """At `plan.micro_batch_size`."""
+    largest_micro_batch_size: int
+    """The largest that divides the rank's batch and fits; 0 if none does."""
+    host_memory: HostMemory
+    disk: DiskNeeds
+    speed: Speed
+    forward_flops: int
+    """Operations of one image's forward pass in an evaluation."""
+    train_flops: int
+    """Operations of one image in training, forward and backward; the mean over the run."""
+    teacher_flops: int
+    """Operations of one image in the teacher's forward pass, 0 without one."""
+    stages: tuple[Stage, ...]
+    """Of the sizes of training images, if there are several; the last one ends with the run."""
+    train_images: int
+    """Trained on from the first step to the last, each as often as it comes."""
+    eval_images: int
+    """Forward passes of all evaluations."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether a step at the planned micro-batch fits into the GPU."""
+        return self.memory.total <= usable_bytes(self.gpu)
+
+    @property
+    def images_per_s(self) -> tuple[float, float]:
+        """Training images per second, of all GPUs together."""
+        return self.images_per_s_at(self.train_flops)
+
+    def images_per_s_at(self, train_flops: int) -> tuple[float, float]:
+        """Return the images per second that each take so many operations."""
+        slow, fast = self._flops_per_s
+        flops = train_flops + self.teacher_flops
+        return slow / flops, fast / flops
+
+    @property
+    def hours(self) -> tuple[float, float]:
+        """Hours of training with its evaluations."""
+        of_image = self.train_flops + self.teacher_flops
+        flops = of_image * self.train_images + self.forward_flops * self.eval_images
+        slow, fast = self._flops_per_s
+        return flops / fast / 3600, flops / slow / 3600
+
+    @property
+    def cores_per_gpu(self) -> tuple[float, float]:
+        """Cores that make images ready as fast as one GPU takes them: the smallest, in stages."""
+        flops = min((stage.train_flops for stage in self.stages), default=self.train_flops)
+        slow, fast = self.images_per_s_at(flops)
+        return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
+
+    @property
+    def _flops_per_s(self) -> tuple[float, float]:
+        peak = self.gpu.peak_tflops(self.precision) * 1e12 * self.num_gpus
+        return self.speed.low * peak, self.speed.high * peak
+
+
+def _nobody_listens(size: int) -> None:
+    """Nobody is told what is counted."""
+
+
+def make_forecast(
+    config: Config,
+    num_gpus: int,
+    gpu: Gpu,
+    results: Path = RESULTS,
+    on_count: Callable[[int], object] = _nobody_listens,
+) -> Forecast:
+    """Forecast the run of `config`; where its data cannot be opened, of one over ImageNet-1k.
+
+    on_count: is told each size of micro-batch before its memory is counted, which takes seconds.
+    Raises ValueError as `vit.training.plan.make_plan`, for sizes that do not divide, and as
+    `host_memory`.
+    """
+    data, plan = size_and_plan(config, num_gpus)
+    with torch.device("meta"):
+        model = create_trained_model(config, data.num_classes)
+        taught = find_teacher(config, data.num_classes)
+    num_evaluations = plan.total_steps // plan.eval_every_steps
+    if plan.total_steps % plan.eval_every_steps:
+        num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
+    num_models = 1 if config.train.ema_decay is None else 2
+    disk = disk_needs(config, plan, data.num_classes)
+    trained_flops = train_flops_per_image(model, plan.micro_batch_size)
+    stages = _stages(config, plan, model)
+    train_flops = _mean_flops(stages)
+    on_count(plan.micro_batch_size)
+    memory = step_memory(config, plan, data.num_classes)
+    largest = largest_micro_batch(config, plan, data.num_classes, gpu, memory, on_count)
+    return Forecast(
+        gpu=gpu,
+        num_gpus=num_gpus,
+        precision=config.train.precision,
+        plan=plan,
+        data=data,
+        memory=memory,
+        largest_micro_batch_size=largest,
+        host_memory=host_memory(
+            *(config, plan, data.num_images, data.num_val_images, disk.checkpoint_bytes),
+            further_images=data.further_images,
+        ),
+        disk=disk,
+        speed=expected_speed(
+            config.model.name, config.train.precision, trained_flops, gpu, results
+        ),
+        forward_flops=flops_per_image(model),
+        train_flops=train_flops,
+        teacher_flops=0 if taught is None else flops_per_image(taught[0]),
+        stages=stages if len(stages) > 1 else (),
+        train_images=plan.total_steps * plan.global_batch_size,
+        eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
+    )
+
+
+def usable_bytes(gpu: Gpu) -> float:
+    """Return the memory of `gpu` that a training step may fill."""
+    return (gpu.memory_gib - RESERVED_GIB) * USABLE_SHARE * GIB
+
+
+def largest_micro_batch(
+    config: Config,
+    plan: Plan,
+    num_classes: int,
+    gpu: Gpu,
+    planned: StepMemory | None = None,
+    on_count: Callable[[int], object] = _nobody_listens,
+) -> int:
+    """Return the largest micro-batch that divides a rank's batch and fits into `gpu`, 0 for none.
+
+    planned: what `plan` was counted to take, if it was. Activations grow with the micro-batch, so
+    its share for an image says about where the limit is; the two sizes beside it are counted.
+    """
+    rank_batch = plan.global_batch_size // plan.world_size
+    sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
+    if config.train.exact_over_ranks:  # whole leaves for each rank, not as many
+        of_batch = micro_batch_sizes(config.augment, plan.global_batch_size)
+        sizes = [0, *(size for size in of_batch if size <= rank_batch)]
+    if planned is None:
+        planned = step_memory(config, plan, num_classes)
+    totals = {0: 0, plan.micro_batch_size: planned.total}
+
+    def fits(size: int) -> bool:
+        if size not in totals:
+            on_count(size)
+            tried = replace(plan, micro_batch_size=size)
+            totals[size] = step_memory(config, tried, num_classes).total
+        return totals[size] <= usable_bytes(gpu)
+
+    left = usable_bytes(gpu) - planned.total
+    about = plan.micro_batch_size * (1 + left / max(planned.activations, 1))
+    position = max(bisect_right(sizes, about) - 1, 0)
+    while position and not fits(sizes[position]):
+        position -= 1
+    while position + 1 < len(sizes) and fits(sizes[position + 1]):
+        position += 1
+    return sizes[position]
+
+
+def expected_speed(
+    model_name: str, precision: str, flops: int, gpu: Gpu, results: Path = RESULTS
+) -> Speed:
+    """Return the MFU that `results` have for this model on this GPU, or the published range.
+
+    The fastest row counts, since it is what the settings it names reach. flops: of training on an
+    image, which tell apart networks of one name: other image sizes, another depth.
+    """
+    best: tuple[float, str] | None = None
+    for path in sorted(results.glob("*-gpu-*.json")):
+        measured = json.loads(path.read_text())
+        for row in measured["training"]:
+            same = row["model"] == model_name and measured["gpu"] == gpu.name
+            same = same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
+            # What is computed a second time is no part of this share: `_train_flops` adds it.
+            once = row.get("activation_checkpointing", "none") == "none"
+            if same and once and row["precision"] == precision:
+                best = max(best or (0.0, ""), (row["mfu"], path.name))
+    if best is not None:
+        return Speed(best[0], best[0], f"measured, benchmarks/results/{best[1]}")
+    low, high = MFU_RANGE
+    return Speed(low, high, "not measured on this GPU: published ViT training has 22 to 29 %")
+
+
+def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
+    """Return the parts of the run by the size of their images."""
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
+    return tuple(
+        Stage(size, stop, _train_flops(config, plan, model, size))
+        for stop, size in (*ends, (plan.total_steps, form.size))
+    )
+
+
+def _mean_flops(stages: tuple[Stage, ...]) -> int:
+    """Return the operations of one image of a run, on average over its steps."""
+    starts = (0, *(stage.stop for stage in stages))
+    total = sum(
+        (stage.stop - start) * stage.train_flops
+        for start, stage in zip(starts, stages, strict=False)
+    )
+    return total // stages[-1].stop
+
+
+def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple[int, int]) -> int:
+    """Return the operations of one image in training; embedding and head count as blocks."""
+    size = plan.micro_batch_size if config.model.drop_path_form == "subset" else None
+    forward = flops_per_image(model, size, image_size)
+    # Frozen parts have no backward pass, and nothing is computed for it again.
+    backward = forward - frozen_flops_per_image(model, size, image_size)
+    which = config.train.activation_checkpointing
+    computed_again = {"none": 0.0, "block": 1.0}[which] if isinstance(which, str) else 1 / which
+    return int(forward + backward * (2 + computed_again))
+
+
+def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
+    """Return the size of the data and the plan for them; both of ImageNet-1k without data."""
+    places = config.eval.further_places(config.data.root, config.data.val_split)
+    at_once = config.data.model_copy(update={"patience_s": 0.0})
+    try:
+        val_split = open_split(at_once, config.data.val_split)
+        splits = open_train_splits(at_once)
+        further = [open_split(at_once, split, root=root) for root, split in places]
+    except ShardError as error:
+        images = config.data.num_samples or part_size(config.data.train_split, IMAGENET_IMAGES)
+        plan, _ = make_plan(config, images, num_gpus)
+        classes = config.model.num_classes or 1000
+        trained = parse_name(config.data.train_split).split
+        assumed = tuple(
+            part_size(split, IMAGENET_IMAGES)
+            if parse_name(split).split == trained
+            else IMAGENET_VAL_IMAGES
+            for _, split in places
+        )
+        return DataSize(classes, IMAGENET_VAL_IMAGES, images, assumed, str(error)), plan
+    train = choose_train_set(config.data, splits, val_split, num_classes=config.model.num_classes)
+    plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
+    classes = choose_num_classes(config.model, config.data, train.split, val_split)
+    found = tuple(each.num_samples for each in further)
+    return DataSize(classes, val_split.num_samples, order.num_samples, found, ""), plan

@@ -1,0 +1,138 @@
+"""What a difference between two recipes does: its kind, and what is known of its effect.
+
+Numbers are published ones, each with its source; where none is known, nothing is said but the kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from vit.checkpoint.resume import may_change
+from vit.config.base import Selection
+from vit.config.schema import Config
+
+_DEIT = "DeiT-B with all: 81.8, arXiv 2012.12877"
+_PLAIN = "ViT-S/16 with all: 76.5 in 90 epochs, arXiv 2205.01580, Table 1"
+KINDS = (
+    ("known", "changes accuracy, by published ablations"),
+    ("network", "another network"),
+    ("optimization", "other updates"),
+    ("images", "other training images"),
+    ("order", "the same images in another order, or other random numbers"),
+    ("evaluation", "the same training, evaluated in another way"),
+    ("start", "other weights to start from"),
+    ("harmless", "no effect on what is learnt"),
+)
+"""Kinds, those of most weight first, in words."""
+KNOWN = {
+    "data.aug_repeats": f"76.5 without repetitions ({_DEIT})",
+    "augment.mixup_alpha": f"78.7 without MixUp, 75.8 without it and CutMix ({_DEIT})",
+    "augment.cutmix_alpha": f"80.0 without CutMix ({_DEIT})",
+    "augment.randaugment_layers": f"79.6 without RandAugment ({_DEIT}); 73.6 without it and MixUp"
+    f" ({_PLAIN})",
+    "augment.randaugment_ops": "76.9 with torchvision's operations, 77.3 with big_vision's (S/16,"
+    " 90 epochs, EIFY/mup-vit@ee4c63c3)",
+    "augment.erasing_prob": f"training fails without erasing, 4.3 ({_DEIT}); less than the noise in"
+    " fine-tuning (facebookresearch/mae@efb2a806:FINETUNE.md)",
+    "model.drop_path_rate": f"training fails without drop path, 3.4 ({_DEIT})",
+    "model.proj_drop_rate": f"81.3 with dropout in addition ({_DEIT})",
+    "model.pos_embed": f"75.0 with learned positions, sine-cosine ones have 76.5 ({_PLAIN})",
+    "model.global_pool": f"75.0 with a class token, the mean of patches has 76.5 ({_PLAIN})",
+    "model.representation_size": f"76.7 with a linear head ({_PLAIN})",
+    "model.image_size": f"83.1 at 384 px ({_DEIT})",
+    "optim.name": f"74.5 with SGD ({_DEIT})",
+    "data.global_batch_size": "78.8 with a batch of 512 (DeiT-B, 81.8 with 1,024:"
+    f" facebookresearch/deit#63); 74.7 with 4,096 ({_PLAIN})",
+    "schedule.warmup_epochs": "79.2 with 10 epochs of warm-up (DeiT-B, 81.8 with 5:"
+    " facebookresearch/deit#63)",
+    "train.epochs": f"78.5 in 150 epochs, 80.0 in 300 ({_PLAIN})",
+    "train.ema_decay": "82.1 without the average, 82.3 with it; L 81.5 and 82.6, H 80.9 and 83.1"
+    " (MAE's supervised recipe, arXiv 2111.06377, A.2)",
+    "distill.teacher": "81.8 without a teacher, 83.4 with RegNetY-16GF's hard labels and a second"
+    " head (DeiT-B, arXiv 2012.12877, Table 3)",
+    "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
+}
+"""Setting -> what ablations say of it."""
+_ABLATED: dict[str, tuple[Any, ...]] = {
+    "data.aug_repeats": (1,),
+    "augment.mixup_alpha": (0,),
+    "augment.cutmix_alpha": (0,),
+    "augment.randaugment_layers": (0,),
+    "augment.erasing_prob": (0,),
+    "model.drop_path_rate": (0,),
+    "model.proj_drop_rate": (0,),
+    "model.representation_size": (None,),
+    "optim.name": ("sgd",),
+    "train.ema_decay": (None,),
+    "distill.teacher": (None,),
+}
+"""Of settings whose ablation took something away: what one of two values must be to be that."""
+_SEED = "the noise of other random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
+_TEXTS = {
+    "train.seed": _SEED,
+    "train.precision": "rounding; fp16 may overflow, which skips updates",
+    "train.compile": "rounding",
+    "data.micro_batch_size": "the same batch, in other parts: rounding",
+    "data.mean": "another normalisation of images, which weights that exist must fit",
+    "data.std": "another normalisation of images, which weights that exist must fit",
+    "train.exact_over_ranks": "sums in an order that no number of ranks changes, draws by sample",
+    "augment.mix_group_size": "how many images share a draw of MixUp and CutMix",
+}
+_ORDER = (
+    *("data.num_lanes", "data.block_samples", "data.window_blocks", "train.seed"),
+    "train.exact_over_ranks",
+)
+_HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
+_IMAGES = (
+    *("data.mean", "data.std", "data.interpolation", "data.scaled_decode"),
+    *("schedule.image_sizes", "data.sources", "data.on_bad_image"),
+    *(f"data.{name}" for name in Selection.model_fields),
+)
+"""Some of them may change at a resume, which compares the samples themselves."""
+
+
+class Effect(NamedTuple):
+    """What a difference does."""
+
+    kind: str
+    """A key of `KINDS`."""
+    text: str
+    """What is known of it; "" for nothing."""
+
+
+def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
+    """Return what another value of the setting `key` does. values: the two, if they are known."""
+    section = key.partition(".")[0]
+    assert section in Config.model_fields, f"there is no section {section}"
+    text = _TEXTS.get(key, "")
+    ablated = _ABLATED.get(key, values)
+    if key in KNOWN and (not values or any(value in ablated for value in values)):
+        return Effect("evaluation" if section == "eval" else "known", KNOWN[key])
+    if key in _ORDER:
+        return Effect("order", text)
+    if key in _IMAGES:
+        return Effect("images", text)
+    if key in _HARMLESS or (may_change(key) and section not in ("eval", "data", "guard")):
+        return Effect("harmless", text)
+    if section == "data" and may_change(key) and key not in ("data.val_split", "data.root"):
+        return Effect("harmless", text)
+    kinds = {
+        "model": "network",
+        "optim": "optimization",
+        "schedule": "optimization",
+        "loss": "optimization",
+        "distill": "optimization",
+        "train": "optimization",
+        "guard": "optimization",
+        "augment": "images",
+        "data": "images",
+        "eval": "evaluation",
+        "init": "start",
+    }
+    if key == "model.weight_init":
+        return Effect("start", "weights that are drawn in another way")
+    if key == "eval.reference":
+        return Effect("harmless", "what evaluations are shown beside")
+    if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
+        return Effect("harmless", "how often and how fast is evaluated")
+    return Effect(kinds.get(section, "harmless"), text)

@@ -1,0 +1,114 @@
+"""A recipe to look at: groups of parameters, curves of the rates, and the augmented images.
+
+The model is made without memory, so that any size is shown at once. Curves are over epochs; how
+many steps an epoch has is that of ImageNet-1k unless it is said.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.table import Table
+
+from vit.config.io import to_dict
+from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
+from vit.extras.recipes.difference import flat
+from vit.extras.recipes.rates import IMAGENET, our_rate
+from vit.extras.recipes.reference import read_reference
+from vit.model import create_model
+from vit.optim.groups import parameter_groups
+from vit.optim.schedule import weight_decay_at
+from vit.system.drawing import BLUE, GREY, ORANGE, add_title, drawing
+
+POINTS = 1000
+"""Of each curve."""
+
+
+def groups_table(config: Config) -> Table:
+    """Return the groups that the optimizer would get: what shares a rate and a decay."""
+    with torch.device("meta"):
+        model = create_model(config.model, num_classes=config.model.num_classes or 1000)
+    table = Table("group", "tensors", "parameters", "learning rate", "weight decay", box=None)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    total = 0
+    for group in parameter_groups(model, config.optim):
+        parameters: Sequence[torch.Tensor] = group["params"]
+        if not parameters:
+            continue
+        count = sum(parameter.numel() for parameter in parameters)
+        total += count
+        scale = group.get("lr_scale", 1.0)
+        first = names[id(parameters[0])]
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        matrices = " (Muon's)" if group.get("use_muon") else ""
+        table.add_row(
+            f"{first}{more}{matrices}",
+            f"{len(parameters)}",
+            f"{count:,}",
+            f"{config.optim.lr * scale:.3g}" + (f" ({scale:.3g} x)" if scale != 1 else ""),
+            f"{group['weight_decay']:g}",
+        )
+    table.add_section()
+    trained = sum(p.requires_grad for p in model.parameters())
+    table.add_row("all that is trained", f"{trained}", f"{total:,}", "", "")
+    return table
+
+
+def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> Path:
+    """Draw learning rate, weight decay and the curve of `eval.reference` over the epochs.
+
+    num_images: of an epoch. Returns `picture`. Raises ValueError as `read_reference`.
+    """
+    per_epoch = max(num_images // config.data.global_batch_size, 1)
+    epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
+    total = round(epochs * per_epoch)
+    settings = flat(to_dict(config))
+    rate = our_rate(settings, per_epoch)
+    times = [epochs * n / POINTS for n in range(POINTS)]
+    first = config.optim.weight_decay
+    final = config.schedule.final_weight_decay
+    last = first if final is None else final
+    name = config.eval.reference
+    reference = None if name is None else read_reference(name)
+    with drawing(picture, 4.4, layout="constrained") as figure:
+        add_title(figure, title)
+        left, right, *others = figure.subplots(1, 2 if reference is None else 3)
+        left.plot(times, [rate(time) for time in times], color=BLUE)
+        left.set(title="Learning rate", xlabel="epoch", ylim=(0, None))
+        decays = [
+            weight_decay_at(int(time * per_epoch), first=first, final=last, total_steps=total)
+            for time in times
+        ]
+        right.plot(times, decays, color=ORANGE)
+        right.set(title="Weight decay", xlabel="epoch", ylim=(0, None))
+        for stage in config.schedule.image_sizes:
+            left.axvline(stage.until_epoch, color=GREY, linestyle=":")
+        end = config.augment.mixup_off_epoch
+        if end is not None:
+            left.axvline(end, color=GREY, linestyle=":")
+            left.annotate("mixing ends", (end, 0), rotation=90, color=GREY, ha="right")
+        for axes in others:
+            assert reference is not None, "it has the third panel"
+            for run in reference.runs:
+                axes.plot(epochs * run["share"], run["top1"], color=GREY, linewidth=1)
+            axes.set(
+                title="Reference, top-1 %", xlabel="epoch", xlim=left.get_xlim(), ylim=(0, 100)
+            )
+    return picture
+
+
+def steps_line(config: Config, num_images: int = IMAGENET) -> str:
+    """Return length and peak of the recipe in a line."""
+    per_epoch = max(num_images // config.data.global_batch_size, 1)
+    total = config.train.steps or round((config.train.epochs or 0) * per_epoch)
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    return (
+        f"{config.model.name} at {form.sizes_text()}: {total:,} steps of"
+        f" {config.data.global_batch_size:,} images, {per_epoch:,} an epoch of {num_images:,};"
+        f" {config.optim.name}, {config.schedule.name}, peak {config.optim.lr:g}"
+    )

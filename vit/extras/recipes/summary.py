@@ -1,0 +1,169 @@
+"""An imported recipe in words and as YAML: what is the same, what differs, what cannot be said."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from vit.config.io import dump_yaml
+from vit.extras.recipes.importing import Imported, is_default, nested
+from vit.extras.recipes.reading import Finding, Reading
+
+_ALWAYS = {
+    "model.name",
+    "model.image_size",
+    "data.root",
+    "data.global_batch_size",
+    "optim.name",
+    "optim.lr",
+    "optim.weight_decay",
+    "optim.clip_grad_norm",
+    "augment.randaugment_magnitude",
+    "schedule.name",
+    "train.epochs",
+    "train.precision",
+}
+"""Written although it may be the default: what people look for first."""
+_COLUMNS = 100
+
+
+def yaml_text(imported: Imported, out: Path | None) -> str:
+    """The recipe as YAML in the style of configs/. out: where it will lie."""
+    reading = imported.reading
+    optimizer = imported.settings.get("optim.name", "adamw")
+    kept = {
+        key: value
+        for key, value in imported.settings.items()
+        if key in _ALWAYS or not is_default(key, value, optimizer)
+    }
+    comments = {**reading.comments, "data.root": "shards of their images (docs/data.md)"}
+    sections = [dump_yaml({name: group}, comments) for name, group in nested(kept).items()]
+    return _header(imported, out) + "\n" + "\n".join(sections)
+
+
+def account(imported: Imported) -> str:
+    """Every setting of theirs, and what it means here, as lines for a terminal."""
+    reading = imported.reading
+    stated = len(reading.stated)
+    lines = [
+        f"{reading.table.program} ({reading.table.source}): {stated}"
+        f" argument{'s' * (stated != 1)} stated, the others are its defaults"
+    ]
+    counts = count(reading)
+    for verdict, heading in (
+        ("same", "the same"),
+        ("differs", "differs"),
+        ("cannot", "cannot be said here"),
+    ):
+        findings = [f for f in reading.findings if f.verdict == verdict]
+        lines += ["", f"{heading}: {counts[verdict]}"]
+        lines += [line for f in findings for line in _finding_lines(reading, f)]
+        silent = [n for f in findings if not (f.settings or f.text) for n in f.theirs]
+        if silent:
+            lines += _wrapped("and, with no setting of ours: " + ", ".join(_told(reading, silent)))
+    inert = [f for f in reading.findings if f.verdict == "inert"]
+    lines += ["", f"without effect there: {counts['inert']}"]
+    for f in inert:
+        lines += _wrapped(f"{', '.join(_told(reading, f.theirs))}: {f.text}")
+    places = [n for f in reading.findings if f.verdict == "place" for n in f.theirs]
+    lines += [
+        "",
+        "places, displays and devices, no part of a recipe: "
+        + (", ".join(_told(reading, places)) or "none stated"),
+    ]
+    return "\n".join(lines)
+
+
+def count(reading: Reading) -> dict[str, int]:
+    """How many of their arguments have each verdict; what no argument says counts as one."""
+    found = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
+    for finding in reading.findings:
+        found[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
+    return found
+
+
+def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
+    if not finding.settings and not finding.text:
+        return []
+    ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())
+    theirs = ", ".join(_told(reading, finding.theirs))
+    parts = [part for part in (ours, theirs and f"<- {theirs}") if part]
+    lines = _wrapped("   ".join(parts)) if parts else []
+    return lines + _wrapped(finding.text, "      " if parts else "  ") * bool(finding.text)
+
+
+def _told(reading: Reading, names: Iterable[str]) -> list[str]:
+    """Arguments as a command has them; of a config the path above those that share one."""
+    names = list(names)
+    if any("." in name for name in names) and len(names) > 1:
+        parts = [name.split(".") for name in names]
+        shared = list(takewhile(lambda same: len(set(same)) == 1, zip(*parts, strict=False)))
+        if shared:
+            return [".".join(same[0] for same in shared)]
+        return list(dict.fromkeys(part[0] for part in parts))
+    told = []
+    for name in names:
+        value = reading.args[name]
+        flag = reading.table.flag_of(name)
+        if isinstance(value, bool):
+            told.append(flag if value else f"no {flag}")
+        elif value is None or value == "":
+            told.append(f"no {flag}")
+        else:
+            text = (
+                " ".join(map(_shown, value)) if isinstance(value, (list, tuple)) else _shown(value)
+            )
+            told.append(f"{flag} {text}" + ("" if name in reading.stated else " (default)"))
+    return told
+
+
+def _shown(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _wrapped(text: str, indent: str = "  ") -> list[str]:
+    return textwrap.wrap(
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=indent + "    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _header(imported: Imported, out: Path | None) -> str:
+    """Comments that say where the recipe comes from and how far it is from its source."""
+    reading = imported.reading
+    size = imported.settings.get("model.image_size", 224)
+    name = imported.settings.get("model.name", "vit_b16")
+    lines = [f"# {name} at {size} px, as {reading.table.program} trains it.", "#"]
+    lines += _entry("source", f"{reading.table.source}: its defaults, and what is stated")
+    lines += _entry("stated", imported.given)
+    where = out or "FILE.yaml"
+    command = f"torchrun --nproc_per_node=8 launch/train.py --config {where} data.root=SHARDS"
+    lines.append(f"# {'command':<10} {command}")
+    lines += _entry("published", "see the source")
+    lines += _entry(
+        "here", "not measured here; `python launch/recipe.py import` says what is the same"
+    )
+    for verdict, word in (("cannot", "not said"), ("differs", "differs")):
+        for finding in reading.findings:
+            if finding.verdict == verdict:
+                flags = ", ".join(_told(reading, finding.theirs))
+                lines += _entry(word, f"{flags}: {finding.text}" if flags else finding.text)
+    return "\n".join(lines) + "\n"
+
+
+def _entry(word: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        _COLUMNS,
+        initial_indent=f"# {word:<10} ",
+        subsequent_indent=f"# {'':<10} ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

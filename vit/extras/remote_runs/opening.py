@@ -1,0 +1,67 @@
+"""A run at a URL, which is trained in a working copy on a disk of this machine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from vit.checkpoint.place import Place
+from vit.checkpoint.run_folder import RunLock
+from vit.config.schema import Config
+from vit.distributed.exit import Interrupted
+from vit.distributed.process_group import World
+from vit.extras.remote_runs.store import RunStore
+
+
+class StoredPlace(Place):
+    """The working copy of a URL, and on rank 0 the store that keeps the URL equal to it."""
+
+    setting = "run.local_dir"
+
+    def __init__(self, folder: Path, store: RunStore | None):
+        """store: None on all ranks but rank 0."""
+        super().__init__(folder)
+        self._store = store
+
+    @property
+    def is_lost(self) -> bool:  # type: ignore[override]
+        """See `Place`."""
+        return self._store is not None and self._store.is_lost
+
+    def lock(self, lock: RunLock) -> None:
+        """Take the lease and fetch what a resume needs."""
+        assert self._store is not None, "rank 0 calls it"
+        print(f"run folder: {self._store}, worked on in {self.folder}", file=sys.stderr)
+        self._store.open(lock)
+        self.remove_unfinished()
+
+    def check(self) -> None:
+        """See `Place`."""
+        if self._store is not None:
+            self._store.check()
+
+    def push(self) -> float | None:
+        """See `Place`."""
+        return None if self._store is None else self._store.push()
+
+    def address(self) -> str:
+        """See `Place`."""
+        return str(self._store)
+
+    def leave(self, error: BaseException | None) -> None:
+        """Upload the record if an `error` ended the run, and give the lease back."""
+        if self._store is not None:
+            is_urgent = isinstance(error, KeyboardInterrupt) and not isinstance(error, Interrupted)
+            self._store.close(with_record=error is not None, at_once=is_urgent)
+
+
+def open_place(config: Config, world: World) -> StoredPlace:
+    """Open the run at the URL `run.dir`; every rank calls it. Raises ValueError as `RunStore`."""
+    opened: list[RunStore] = []
+
+    def open_store() -> str:
+        opened.append(RunStore(config))
+        return str(opened[0].folder)
+
+    folder = Path(world.broadcast_from_main(open_store))
+    return StoredPlace(folder, opened[0] if opened else None)

@@ -1,0 +1,177 @@
+"""The confusion matrix of an evaluation: counted, ranked by mistakes, and drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vit.system.drawing import (
+    ORANGE,
+    SMALL_PT,
+    add_title,
+    display_name,
+    drawing,
+    new_sheet,
+    place,
+    shorten,
+    to_pixels,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
+    """Count images by class and predicted class: (C, C) int64, rows true, columns predicted.
+
+    labels, predictions: (N,) integers. A prediction of -1 (the logits were not numbers) is in no
+    cell; the caller reports how many there are.
+    """
+    seen = predictions >= 0
+    cells = labels[seen].astype(np.int64) * num_classes + predictions[seen]
+    return np.bincount(cells, minlength=num_classes**2).reshape(num_classes, num_classes)
+
+
+def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, int, int, int]]:
+    """Return the `num` commonest mistakes: (true, predicted, images, images of the true class).
+
+    Most images first; of equals the larger share of its class, then the smaller class numbers.
+    Fewer if there are fewer mistakes.
+    """
+    totals = matrix.sum(1)
+    pairs = [
+        (int(t), int(p), int(matrix[t, p]), int(totals[t]))
+        for t, p in np.argwhere(matrix > 0)
+        if t != p
+    ]
+    return sorted(pairs, key=lambda pair: (-pair[2], pair[3], pair[0], pair[1]))[:num]
+
+
+def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], picture: Path) -> Path:
+    """Draw a confusion matrix (C, C), rows true, columns predicted. Returns `picture`.
+
+    Up to 20 classes: counts and names; correct ones blue by their share of the row, mistakes
+    orange, the largest share darkest. More: only the mistakes, as an image on a logarithmic scale.
+    Neighbouring classes are pooled to at most 350 cells on a side, since cells smaller than a pixel
+    would be invisible.
+    """
+    is_small = len(matrix) <= 20
+    with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
+        num = int(matrix.sum())
+        right = int(matrix.trace())
+        add_title(figure, f"Confusion: {num - right:,} mistakes on {num:,} images")
+        axes = figure.subplots()
+        axes.set(xlabel="predicted class", ylabel="true class")
+        if is_small:
+            _draw_counts(axes, matrix, [display_name(class_names, c) for c in range(len(matrix))])
+        else:
+            _draw_mistakes(axes, matrix)
+    return picture
+
+
+def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> None:
+    from matplotlib import colormaps
+
+    num_classes = len(matrix)
+    cell_in = 5.8 / num_classes
+    share = matrix / matrix.sum(1, keepdims=True).clip(1)
+    right = np.eye(num_classes, dtype=bool)
+    largest = share[~right].max(initial=1e-12)
+    colors = np.where(
+        right[..., None],
+        colormaps["Blues"](0.85 * share),
+        colormaps["Oranges"](0.12 + 0.6 * share / largest),
+    )[..., :3]
+    colors[matrix == 0] = 1.0
+    axes.imshow((255 * colors).astype(np.uint8))
+    # the longest number fits a cell
+    size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
+    for t, p in np.argwhere(matrix > 0).tolist():
+        is_dark = colors[t, p] @ (0.299, 0.587, 0.114) < 0.55
+        axes.text(
+            p,
+            t,
+            str(matrix[t, p]),
+            ha="center",
+            va="center",
+            size=size,
+            color="white" if is_dark else "black",
+        )
+    is_upright = all(shorten(name, cell_in - 0.05, SMALL_PT) == name for name in names)
+    shortened = [shorten(name, 1.3, SMALL_PT) for name in names]
+    axes.set_xticks(range(num_classes), shortened, rotation=0 if is_upright else 90, size=SMALL_PT)
+    axes.set_yticks(range(num_classes), shortened, size=SMALL_PT)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_ticks(np.arange(num_classes + 1) - 0.5, minor=True)
+    axes.grid(True, which="minor", color="#dddddd", alpha=1.0, linewidth=0.6)
+    axes.tick_params(which="both", length=0)
+    axes.spines[:].set_visible(False)
+
+
+def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
+    from matplotlib import colormaps
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    pool = -(-len(matrix) // 350)
+    edges = np.arange(0, len(matrix), pool)
+    mistakes = matrix.copy()
+    np.fill_diagonal(mistakes, 0)
+    mistakes = np.add.reduceat(np.add.reduceat(mistakes, edges, axis=0), edges, axis=1)
+    percent = 100.0 * mistakes / np.add.reduceat(matrix.sum(1), edges).clip(1)[:, None]
+    lowest = percent[percent > 0].min(initial=100.0)
+    drawn = axes.imshow(
+        np.ma.masked_equal(percent, 0),
+        cmap=colormaps["inferno"].with_extremes(bad="black"),
+        # the darkest colours are left out: they would not show on black
+        norm=LogNorm(lowest / 3, max(percent.max(), 3 * lowest)),
+        extent=(0, len(edges) * pool, len(edges) * pool, 0),
+        interpolation="nearest",
+    )
+    bar = axes.figure.colorbar(
+        drawn, ax=axes, shrink=0.8, aspect=30, ticks=LogLocator(subs=(1, 2, 3, 5)), format="{x:g}"
+    )
+    bar.ax.yaxis.set_minor_formatter(NullFormatter())
+    bar.set_label("mistakes, % of the images in the row")
+    bar.ax.set_ylim(lowest / 1.1)
+    if pool > 1:
+        axes.set(xlabel=f"predicted class (a cell: {pool} × {pool} classes)")
+
+
+def plot_most_confused(
+    pairs: list[tuple[int, int, int, int]],
+    examples: list[list[Tensor]],
+    class_names: Sequence[str],
+    picture: Path,
+) -> Path:
+    """Draw a row for each mistake of `most_confused`: a bar for its count and up to 6 images.
+
+    examples: for each pair a list of (1 or 3, H, W) uint8, which may be short or empty. Returns
+    `picture`.
+    """
+    row = 0.92
+    text_in = 2.75
+    thumb = 0.78
+    with drawing(picture, 0.5 + row * len(pairs)) as figure:
+        sheet = new_sheet(figure, "Most frequent mistakes: true → predicted")
+        for i, (true, predicted, count, total) in enumerate(pairs):
+            top = 0.5 + i * row
+            lines = {
+                display_name(class_names, true): "bold",
+                f"→ {display_name(class_names, predicted)}": "bold",
+                f"{count:,} of {total:,} ({100 * count / total:.1f} %)": "normal",
+            }
+            for j, (line, weight) in enumerate(lines.items()):
+                shown = shorten(line, text_in, weight=weight)
+                sheet.text(0.1, top + 0.14 + 0.2 * j, shown, weight=weight)
+            sheet.barh(top + 0.7, text_in * count / pairs[0][2], 0.1, 0.1, color=ORANGE)
+            for j, image in enumerate(examples[i][:6]):
+                left = text_in + 0.25 + j * (thumb + 0.06)
+                sheet.barh(top + thumb / 2, thumb, thumb, left, color="#eeeeee", zorder=-1)
+                place(sheet, to_pixels(image), left, top, thumb, thumb)
+    return picture

@@ -1,0 +1,111 @@
+"""A contact sheet of the augmentation of a config, drawn before anything is trained.
+
+The first training images are made into batches as for training, once for each draw: an epoch has as
+many images as the sheet has rows, so that each epoch shows the same images with other random
+numbers. The host's table gives the caption of each; `Augment` does what the table says, without
+mixing, and once more with it for the last column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from textwrap import wrap
+
+import numpy as np
+import torch
+
+from vit.config.schema import AugmentConfig, Config
+from vit.data.augment.apply import create_augment
+from vit.data.augment.draw import mixes
+from vit.data.augment.table import describe
+from vit.data.batches import Batch, TrainBatches
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader
+from vit.data.open_data import choose_num_classes, open_split, open_train_set
+from vit.data.order import Share, make_order
+from vit.system.drawing import Cell, as_colors, cell_width_in, plot_cells, share_lines
+
+CAPTION_PT = 7.5
+
+
+def make_contact_sheet(
+    config: Config, num_images: int, num_draws: int, picture: Path, device: torch.device
+) -> Path:
+    """Draw a row for each of the first `num_images` of the training split. Returns `picture`.
+
+    A row shows the centre of the original, `num_draws` draws of the augmentation, and one with
+    mixing; where images mix, there are rows for complete groups of `augment.mix_group_size`. Raises
+    ShardError if the data cannot be read, ValueError if there are too few images.
+    """
+    data = config.data
+    shares: tuple[Share, ...] = ()
+    if data.reader == "index":
+        val_split = open_split(data, data.val_split)
+        train = open_train_set(data, val_split, num_classes=config.model.num_classes)
+        split = train.split
+        shares = train.shares[:1]
+    else:
+        split = open_split(data, data.train_split)
+    num_available = shares[0].num_samples if shares else split.num_samples
+    does_mix = mixes(config.augment)
+    group = config.augment.mix_group_size if does_mix else 1
+    num_rows = -(-num_images // group) * group
+    if num_rows > num_available:
+        raise ValueError(
+            f"{num_rows} images are asked for, {data.root} has {num_available} to train on: ask"
+            " for fewer"
+        )
+    shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
+    num_classes = choose_num_classes(config.model, data, split)
+    form = ImageFormat.from_config(config.model, data)
+    # an epoch is one batch: each batch has the same images
+    order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
+    height, width = form.size
+    aspect = width / height
+    centre = AugmentConfig(crop_scale=(1.0, 1.0), crop_ratio=(aspect, aspect), hflip_prob=0.0)
+    with Loader(TrainBatches(split, order, centre, form), 0, 1) as loader:
+        batch = next(loader)
+        columns = {"original": [Cell(batch.images[row].clone(), []) for row in _sorted(batch)]}
+
+    num_batches = num_draws + does_mix
+    side = cell_width_in(1 + num_batches)
+    unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
+    # Each column is an epoch of its own here: the last one is to show how the first ones mix.
+    mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
+    batches = TrainBatches(split, order, mixed, form, on_bad_image=data.on_bad_image)
+    with Loader(batches, 0, num_batches) as loader:
+        for number, batch in enumerate(loader):
+            is_draw = number < num_draws
+            augment = create_augment(unmixed if is_draw else mixed, data, num_classes, device)
+            on_device = batch.to(device)
+            inputs, targets = augment(on_device.images, on_device.labels, batch.table)
+            images = as_colors(inputs, data.mean, data.std)
+            cells = []
+            for row in _sorted(batch):
+                if is_draw:
+                    caption = _caption(config.augment, batch, row, side)
+                else:
+                    caption = share_lines(targets[row].cpu(), split.class_names, side)
+                cells.append(Cell(images[row], caption))
+            columns[f"draw {number + 1}" if is_draw else "as mixed"] = cells
+    return plot_cells(
+        [cell for row in zip(*columns.values(), strict=True) for cell in row],
+        len(columns),
+        f"Augmentation of {split.root}, {width} × {height} pixels",
+        picture,
+        list(columns),
+        CAPTION_PT,
+    )
+
+
+def _sorted(batch: Batch) -> list[int]:
+    """Return the rows of a batch in the order of their images."""
+    return np.argsort(batch.ids.numpy()).tolist()
+
+
+def _caption(config: AugmentConfig, batch: Batch, row: int, width_in: float) -> list[str]:
+    operations = ["not readable"]
+    if batch.weights[row] != 0:
+        operations = describe(config, batch.table[row].numpy())
+    return wrap(", ".join(operations), int(width_in * 72 / (0.55 * CAPTION_PT)))

@@ -1,0 +1,454 @@
+"""Curves of a run: loss, accuracy, learning rate and throughput over the steps.
+
+The lines of a `metrics.jsonl` that count are sorted by kind, averaged where there are more than a
+picture can show, and drawn as four panels: together as a PNG, or each as SVG for a page. Loss and
+accuracy of several runs are drawn over their epochs.
+
+Accuracy in training is counted from the margins that were kept of each image
+(`vit.hooks.sample_losses`), as it was augmented. While images are mixed, an input has no one class
+that would be right, so there is none.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE
+from vit.config.io import load_config
+from vit.config.schema import AugmentConfig, Config
+from vit.data.augment.draw import mixes
+from vit.extras.report.history import History, read_history, set_names
+from vit.hooks.sample_losses import epoch_files, read_epoch
+from vit.system.drawing import (
+    BLUE,
+    GREEN,
+    GREY,
+    ORANGE,
+    PURPLE,
+    SKY,
+    SMALL_PT,
+    drawing,
+    report_style,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+PLAIN_LOSS = "cross-entropy"
+MOST_INSIDE = 4
+"""Names in a legend within the axes; more of them stand below, where they cover no curve."""
+SET_LINES = (
+    *((PURPLE, "^-."), (SKY, "v-."), (GREY, "D-.")),
+    *((PURPLE, "^:"), (SKY, "v:"), (GREY, "D:")),
+)
+"""Colour and style of each further set's accuracy; more of them begin again."""
+
+
+def _read_curves(metrics: Path) -> History:
+    """Read a record; each train line gets `data_wait_percent` if the record has its parts.
+
+    That is the share of the interval before it that was spent waiting for data.
+    """
+    history = read_history(metrics)
+    if not history.lines:
+        raise ValueError("Nothing is in the record yet")
+    for line, _, spent_s in history.intervals():
+        line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
+    with suppress(ValueError):  # a record by itself, or of another version
+        config = load_config(metrics.parent / CONFIG_FILE).config
+        history.training_loss = _training_loss(config)
+        _add_training_accuracy(metrics.parent, history, config.augment)
+    return history
+
+
+def _training_loss(config: Config) -> str:
+    """Return what training makes small, in words."""
+    name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
+    return f"{name} + teacher" if config.distill.teacher is not None else name
+
+
+def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConfig) -> None:
+    """Give train lines `top1`, in percent of the images since the line before, where it is known.
+
+    It is not without the losses of images (log.sample_losses), nor of epochs in which images mix.
+    """
+    plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
+    files = epoch_files(run_dir)
+    mixed = _mixed_epochs(augment)
+    files = {epoch: path for epoch, path in files.items() if epoch > mixed}
+    if plan is None or not files:
+        return
+    per_epoch = plan["steps_per_epoch"]
+    right = np.zeros(max(files) * per_epoch + 1)
+    seen = np.zeros_like(right)
+    for epoch, path in files.items():
+        try:
+            margins = read_epoch(path, per_epoch, plan["global_batch_size"])[:, 1]
+        except ValueError:
+            continue
+        steps = slice((epoch - 1) * per_epoch + 1, epoch * per_epoch + 1)
+        right[steps] = (margins > 0).sum(1)
+        seen[steps] = (~np.isnan(margins)).sum(1)
+    before = 0
+    for line in history.of_kind("train"):
+        steps = slice(before + 1, line["step"] + 1)
+        before = line["step"]
+        if num_seen := seen[steps].sum():
+            line["top1"] = 100.0 * float(right[steps].sum() / num_seen)
+
+
+def _mixed_epochs(augment: AugmentConfig) -> float:
+    """Return how many epochs of the run mix images."""
+    if not mixes(augment):
+        return 0
+    return math.inf if augment.mixup_off_epoch is None else augment.mixup_off_epoch
+
+
+def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
+    """Return steps and values of `name`, (2, n), NaN for null.
+
+    Neighbours are averaged down to `at_most` points: more would draw black bands of noise.
+    """
+    points = [
+        (line["step"], math.nan if line[name] is None else line[name])
+        for line in lines
+        if name in line
+    ]
+    edges = np.arange(0, len(points), -(-len(points) // at_most) or 1)
+    if not len(points):
+        return np.empty((2, 0))
+    return (np.add.reduceat(points, edges) / np.diff([*edges, len(points)])[:, None]).T
+
+
+def _line(
+    axes: Axes,
+    lines: list[dict[str, Any]],
+    name: str,
+    style: str,
+    color: str,
+    label: str | None = None,
+) -> None:
+    steps, values = _points(lines, name)
+    if len(steps):
+        dot = "." if style == "-" and len(steps) < 20 else ""  # a single point has no line
+        axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
+
+
+def _draw_reference(axes: Axes, history: History, name: str) -> None:
+    """Draw the published curve of `name` behind the run's own, as far as the run has come."""
+    last_step = max(line["step"] for line in history.lines)
+    label: str | None = "reference"
+    for line in history.of_kind("reference")[-1:]:
+        for curve in line["curves"]:
+            steps = np.array(curve["step"])
+            reached = steps <= last_step
+            if name not in curve or not reached.any():
+                continue
+            values = np.array(curve[name])[reached]
+            axes.plot(steps[reached], values, "-", color=GREY, alpha=0.4, linewidth=4, label=label)
+            label = None
+
+
+def _draw_faults(axes: Axes, history: History) -> None:
+    """Mark updates that were skipped by crosses, and batches that were passed over by bands."""
+    steps = [line["step"] for line in history.of_kind("fault")]
+    if steps:
+        axes.plot(
+            steps,
+            [0.03] * len(steps),
+            "x",
+            color="black",
+            markersize=6,
+            label=f"{len(steps):,} updates skipped",
+            transform=axes.get_xaxis_transform(),
+        )
+    rewinds = history.of_kind("rewind")
+    if rewinds:
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the triangles above the curves
+    for number, line in enumerate(rewinds):
+        label = f"passed over, back {len(rewinds):,} times" if not number else None
+        band = (line["first_passed_over"] - 1, line["last_passed_over"])
+        axes.axvspan(*band, color=GREY, alpha=0.25, linewidth=0, label=label)
+        axes.plot(
+            [line["at_step"]],
+            [0.97],
+            "v",
+            color=ORANGE,
+            markersize=6,
+            transform=axes.get_xaxis_transform(),
+        )
+
+
+def _draw_loss(axes: Axes, history: History) -> None:
+    evals = history.of_kind("eval")
+    _draw_reference(axes, history, "loss")
+    is_plain = history.training_loss == PLAIN_LOSS
+    training = "training, augmented" if is_plain else f"training: {history.training_loss}"
+    _line(axes, history.of_kind("train"), "loss", "-", BLUE, training)
+    _line(
+        axes, evals, "loss", "o-", ORANGE, "validation" if is_plain else "validation: cross-entropy"
+    )
+    _line(axes, evals, "loss_ema", "s--", GREEN, "averaged weights")
+    axes.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
+    _draw_faults(axes, history)
+
+
+def _draw_accuracy(axes: Axes, history: History) -> None:
+    evals = history.of_kind("eval")
+    _draw_reference(axes, history, "top1")
+    _line(axes, history.of_kind("train"), "top1", "-", BLUE, "training, augmented")
+    _line(axes, evals, "top1", "o-", ORANGE, "validation")
+    _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
+    for number, name in enumerate(set_names(history)):
+        # The weights that are meant to be used: one line for each set.
+        averaged = any(f"{name}/top1_ema" in line for line in evals)
+        color, style = SET_LINES[number % len(SET_LINES)]
+        _line(axes, evals, f"{name}/top1{'_ema' if averaged else ''}", style, color, name)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(bottom, 0), min(top, 100))
+    for line in axes.get_lines():
+        line.set_clip_on(False)  # a marker at 100 stays complete
+    values = [
+        value
+        for line in evals
+        for key in ("top1", "top1_ema")
+        if (value := line.get(key)) is not None
+    ]
+    if values:
+        axes.set(
+            title=f"Top-1 accuracy: best {max(values):.2f} %",
+            ylabel="% of images"
+            if set_names(history)
+            else f"% of {evals[-1]['num_images']:,} images",
+        )
+    else:
+        axes.set(title="Top-1 accuracy", ylabel="%", ylim=(0, 100))
+        axes.text(0.5, 0.5, "not evaluated yet", ha="center", color=GREY, transform=axes.transAxes)
+
+
+def _draw_learning_rate(axes: Axes, history: History) -> None:
+    train = history.of_kind("train")
+    _line(axes, train, "lr", "-", BLUE)
+    axes.set(title="Learning rate", ylim=(0, None))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    if any("weight_decay" in line for line in train):  # it changes over the run
+        axes.set_title("Learning rate and weight decay")
+        decay = _right_axis(axes, "weight decay (dashed)")
+        _line(decay, train, "weight_decay", "--", ORANGE)
+        decay.set_ylim(0, None)
+
+
+def _draw_throughput(axes: Axes, history: History) -> None:
+    train = history.of_kind("train")
+    _line(axes, train, "images_per_s", "-", BLUE)
+    axes.set(title="Throughput", ylabel="images / s", ylim=(0, 1.1 * axes.get_ylim()[1]))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    steps, percent = _points(train, "data_wait_percent")
+    if len(steps):
+        share = _right_axis(axes, "% of time waiting for data")
+        share.fill_between(steps, percent, color=ORANGE, alpha=0.4, linewidth=0)
+        share.set_ylim(0, 100)
+
+
+def _right_axis(axes: Axes, label: str) -> Axes:
+    """Return axes of the same steps with an orange scale of their own at the right."""
+    right = axes.twinx()
+    right.set_ylabel(label)
+    right.spines["right"].set_visible(True)
+    right.tick_params(axis="y", colors=ORANGE)
+    right.yaxis.label.set_color(ORANGE)
+    return right
+
+
+PANELS: dict[str, Callable[[Axes, History], None]] = {
+    "loss": _draw_loss,
+    "accuracy": _draw_accuracy,
+    "learning_rate": _draw_learning_rate,
+    "throughput": _draw_throughput,
+}
+
+
+def _draw_panel(axes: Axes, history: History, name: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    PANELS[name](axes, history)
+    resumed = [line["step"] for line in history.of_kind("start") if line.get("restarts")]
+    for i, step in enumerate(resumed):
+        axes.axvline(
+            step, color=GREY, linestyle=":", linewidth=1.5, label="resumed" if i == 0 else None
+        )
+    for step, size in history.image_sizes():
+        axes.axvline(step, color=GREY, linewidth=0.8)
+        axes.text(
+            step,
+            0.02,
+            f" {size} px",
+            color=GREY,
+            fontsize=SMALL_PT,
+            transform=axes.get_xaxis_transform(),
+        )
+    num_names = len(axes.get_legend_handles_labels()[0])
+    if num_names > MOST_INSIDE:
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, 0),
+            borderaxespad=4.5,  # letters: the numbers and the name of the axis
+            ncols=2,
+            fontsize=SMALL_PT,
+        )
+    elif resumed or num_names > 1:
+        axes.legend()
+    axes.grid(True)
+    axes.set_xlim(0, 1.02 * max(line["step"] for line in history.lines) or 1)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_formatter(lambda step, _: f"{step:,.0f}")
+    epochs = [
+        line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")
+    ]
+    axes.set_xlabel(f"step ({epochs[-1]:,.0f} an epoch)" if epochs else "step")
+
+
+def plot_curves(metrics: Path, picture: Path) -> Path:
+    """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
+    Returns `picture`.
+
+    Dotted lines are restarts, grey ones changes of the images' size, crosses updates that were
+    skipped, bands batches that were passed over, with a triangle where the run went back; more than
+    500 points are averaged with their neighbours.
+    """
+    history = _read_curves(metrics)
+    with drawing(picture, 6.2, layout="constrained") as figure:
+        for axes, name in zip(figure.subplots(2, 2).flat, PANELS, strict=True):
+            _draw_panel(axes, history, name)
+    return picture
+
+
+# --- several runs over their epochs ---------------------------------------------------------------
+
+
+def plot_learning_curves(
+    run_dirs: Sequence[Path], picture: Path, smooth_epochs: float | None = None
+) -> Path:
+    """Draw loss and top-1 accuracy of runs over their epochs, each in a colour. Returns `picture`.
+
+    Training is a line, smoothed over `smooth_epochs` (None: one, or a twentieth of a shorter run;
+    0: not) with the values of the record behind it; evaluations are points. Averaged weights count
+    where a run has them. Raises ValueError for a folder without a record.
+    """
+    histories = []
+    for run_dir in run_dirs:
+        if not (run_dir / METRICS_FILE).is_file():
+            raise ValueError(
+                f"{run_dir}: no {METRICS_FILE}: name the folder of a run, such as runs/demo"
+            )
+        histories.append(_read_curves(run_dir / METRICS_FILE))
+    names = [run_dir.resolve().name for run_dir in run_dirs]
+    from matplotlib.ticker import MaxNLocator
+
+    with drawing(picture, 3.6, layout="constrained") as figure:
+        loss, accuracy = figure.subplots(1, 2)
+        for number, (name, history) in enumerate(zip(names, histories, strict=True)):
+            for axes, key in ((loss, "loss"), (accuracy, "top1")):
+                _draw_run(axes, history, key, name, f"C{number}", smooth_epochs)
+        is_plain = all(history.training_loss == PLAIN_LOSS for history in histories)
+        loss.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
+        accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))
+        for axes in (loss, accuracy):
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+            axes.set_xlim(0, None)
+            axes.grid(True)
+            if axes.get_legend_handles_labels()[0]:
+                axes.legend(fontsize=SMALL_PT)
+    return picture
+
+
+def _draw_run(
+    axes: Axes, history: History, key: str, name: str, color: str, smooth_epochs: float | None
+) -> None:
+    """Draw `key` of training, as a dotted line, and of validation, as points."""
+    per_epoch = next(
+        (line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")), 1
+    )
+    steps, values = _points(history.of_kind("train"), key)
+    if len(steps):
+        epochs = steps / per_epoch
+        width = min(1.0, epochs[-1] / 20) if smooth_epochs is None else smooth_epochs
+        if width:
+            axes.plot(epochs, values, "-", color=color, alpha=0.25, linewidth=0.8)
+        label = f"{name}: training, augmented"
+        if key == "loss" and history.training_loss != PLAIN_LOSS:
+            label = f"{name}: training, {history.training_loss}"
+        axes.plot(epochs, smoothed(epochs, values, width), ":", color=color, label=label)
+    evals = history.of_kind("eval")
+    averaged = f"{key}_ema" if any(f"{key}_ema" in line for line in evals) else key
+    steps, values = _points(evals, averaged)
+    if len(steps):
+        label = f"{name}: validation"
+        axes.plot(steps / per_epoch, values, "o-", color=color, markersize=4, label=label)
+
+
+def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> NDArray[np.float64]:
+    """Return the mean of `y` within `width` / 2 of each `x`, ascending; NaN are passed over.
+
+    At both ends the window is narrower, so that it stays in the middle and shifts no curve.
+    """
+    half = np.minimum(width / 2, np.minimum(x - x[0], x[-1] - x)) * (1 + 1e-9)
+    first = np.searchsorted(x, x - half, "left")
+    last = np.searchsorted(x, x + half, "right")
+    known = ~np.isnan(y)
+    sums, counts = (np.cumsum([0.0, *each]) for each in (np.where(known, y, 0), known))
+    with np.errstate(invalid="ignore"):
+        return (sums[last] - sums[first]) / (counts[last] - counts[first])
+
+
+# --- for a page -----------------------------------------------------------------------------------
+
+
+def curve_panels(metrics: Path) -> dict[str, str]:
+    """Return the panels of `plot_curves` by name, as SVG elements for one HTML page.
+
+    CSS can scale them; letters are outlines; ids begin with the panel's name; there is no style
+    sheet inside, as it would affect the rest of the page.
+    """
+    history = _read_curves(metrics)
+    panels = dict[str, str]()
+    with report_style():
+        from matplotlib.figure import Figure
+
+        for name in PANELS:
+            figure = Figure((5.0, 3.2), layout="constrained")
+            written = StringIO()
+            _draw_panel(figure.subplots(), history, name)
+            figure.savefig(
+                written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            )
+            panels[name] = _inline(written.getvalue(), name, figure.axes[0].get_title(loc="left"))
+    return panels
+
+
+def _inline(document: str, name: str, title: str) -> str:
+    """Return the <svg> element of matplotlib's document, for an HTML page with several."""
+    body = re.sub(
+        r"<(metadata|style)\b.*?</\1>\s*",
+        "",
+        document[document.index("<svg") :].strip(),
+        flags=re.DOTALL,
+    )
+    root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
+    root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
+    # what matplotlib's style sheet sets for every element
+    return (
+        f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap:'
+        f' butt">{rest}'
+    )

@@ -1,0 +1,353 @@
+"""The numbers and sentences of the report's page, from the record, the config and the run folder.
+
+Values are None where the record does not have them; the template shows a dash.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vit.checkpoint.run_folder import CHECKPOINTS, STOPPED_FILE
+from vit.checkpoint.state import rank
+from vit.config import io as config_io
+from vit.config.distill_section import DistillConfig
+from vit.config.eval_section import VAL
+from vit.config.schema import Config
+from vit.data.image_format import ImageFormat
+from vit.extras.report.history import Attempt, History, median, set_names
+from vit.extras.report.source import ReportSource
+from vit.model import create_model
+from vit.system.meter import duration
+from vit.system.redact import shown
+from vit.training.model_summary import count_parameters, flops_per_image
+
+RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss", "ece")
+"""Values of an evaluation, each also with `_ema` where there are averaged weights."""
+
+
+def run_state(
+    history: History, plan: dict[str, Any], run_dir: Path, now_s: float
+) -> dict[str, Any]:
+    """Return how the run stands: a word, a sentence, and how far it has come."""
+    step = max((line["step"] for line in history.lines), default=0)
+    total = plan.get("total_steps")
+    progress = f"step {step:,}"
+    if total:
+        progress += f" of {total:,}"
+    times = [line["time"] for line in history.lines if line.get("time") is not None]
+    age = duration(max(now_s - max(times), 0)) if times else "an unknown time"
+    last = history.attempts[-1] if history.attempts else Attempt(0, {}, [], "not started")
+    outcome = last.outcome
+    by = ""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        by = f" by {json.loads((run_dir / STOPPED_FILE).read_text())['signal'] or 'request'}"
+    resume = "the same command resumes from its newest checkpoint"
+    newest = f"the newest line of the record was {age} old"
+    sentences = {
+        "finished": f"Finished at {progress}.",
+        "stopped": f"Stopped{by} at {progress} and saved; {resume}.",
+        "failed": f"Failed at {progress}: {last.reason}",
+        "running": f"Running, at {progress}; {newest}.",
+        "killed": f"Killed after {progress}; {resume}.",
+        "unclear": f"Running or killed, at {progress}; {newest}.",
+        "not started": "Nothing is in the record yet.",
+    }
+    return {
+        "word": "running?" if outcome == "unclear" else outcome,
+        "tone": {"finished": "good", "failed": "bad", "killed": "bad"}.get(outcome, "busy"),
+        "sentence": sentences.get(outcome, f"{outcome} at {progress}."),
+        "step": step,
+        "total_steps": total,
+        "began_s": min(times, default=None),
+        "ended_s": max(times, default=None),
+        "share": min(step / total, 1.0) if total else None,
+    }
+
+
+def config_facts(
+    source: ReportSource, config: Config, history: History, plan: dict[str, Any]
+) -> list[tuple[str, str]]:
+    """Return what was trained on what: a name and a short text each."""
+    form = ImageFormat.from_config(config.model, config.data, config.schedule)
+    height, width = form.size
+    found = [("model", f"{config.model.name} at {height} × {width} pixels")]
+    if form.stages:
+        found.append(("images", f"{form.sizes_text()} pixels in training"))
+    # A model that cannot be made is one fact less; the pictures say why.
+    with suppress(Exception):
+        num_classes = config.model.num_classes or len(source.class_names) or 1000
+        with torch.device("meta"):
+            model = create_model(config.model, num_classes=num_classes)
+        size = f"{count_parameters(model) / 1e6:.3g} M parameters"
+        found.append(("size", f"{size}, {flops_per_image(model) / 1e9:.3g} GFLOP per image"))
+
+    batch_size = config.data.global_batch_size
+    data = shown(config.data.root)
+    length = f"batches of {batch_size:,} images"
+    if {"steps_per_epoch", "total_steps"} <= plan.keys():
+        steps_per_epoch = plan["steps_per_epoch"]
+        num_images = steps_per_epoch * batch_size + plan.get("dropped_per_epoch", 0)
+        data += f", {num_images:,} to train on"
+        length = (
+            f"{plan['total_steps']:,} steps of {batch_size:,} images,"
+            f" {plan['total_steps'] / steps_per_epoch:.4g} epochs"
+        )
+    optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
+    found += [("data", data), ("recipe", f"{length}; {optimizer}")]
+    if config.distill.teacher is not None:
+        found.append(("teacher", _teacher(config.distill, history)))
+    if config.train.exact_over_ranks:
+        found.append(("weights", _exact_weights(history)))
+    return found
+
+
+def _teacher(distill: DistillConfig, history: History) -> str:
+    """Return who teaches, from where, and how it is heard."""
+    known = history.attempts[-1].start.get("teacher") if history.attempts else None
+    text = shown(distill.teacher or "")
+    if isinstance(known, dict):
+        height, width = known["image_size"]
+        text = f"{known['model']} at {height} × {width} pixels, {text}"
+    at = f" at temperature {distill.temperature:g}" if distill.distill_type == "soft" else ""
+    return f"{text}; {distill.distill_type} targets{at}"
+
+
+def _exact_weights(history: History) -> str:
+    """Return the promise of `train.exact_over_ranks`, and the newest hash to hold it against."""
+    saved = [line for line in history.of_kind("checkpoint") if line.get("sha256")]
+    text = "exact over ranks: the same bits on any number of them"
+    if not saved:
+        return text
+    return f"{text}; sha256 {saved[-1]['sha256'][:16]}… at step {saved[-1]['step']:,}"
+
+
+def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
+    """Return what the newest attempt ran on, and from which config file."""
+    if not history.attempts:
+        return []
+    start = history.attempts[-1].start
+    num_ranks = start.get("world_size", 1)
+    device = str(start.get("device", "?")).partition(":")[0]
+    hardware = f"{num_ranks} {'rank' if num_ranks == 1 else 'ranks'} on {device}"
+    hardware += f" ({start.get('host', '?')})"
+    if precision:
+        hardware += f", {precision}"
+    file = re.search(r"--config[ =](\S+)", str(start.get("command", "")))
+    return [("hardware", hardware), *([("config", file[1])] if file else [])]
+
+
+def evaluation_rows(
+    history: History, plan: dict[str, Any], best_by: str = VAL
+) -> list[dict[str, Any]]:
+    """Return a row for each evaluation, with the values of weights and average (`..._ema`).
+
+    `by_top1` and `by_loss` are those on the set `best_by`, which chooses the best weights.
+    """
+    names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
+    prefix = "" if best_by == VAL else f"{best_by}/"
+    rows = []
+    for line in history.of_kind("eval"):
+        epoch = line["step"] / plan["steps_per_epoch"] if plan.get("steps_per_epoch") else None
+        values = {name: line.get(name) for name in names}
+        for name in ("top1", "top1_ema", "loss", "loss_ema"):
+            values[f"by_{name}"] = line.get(prefix + name)
+        beside = {key: line.get(key) for key in ("top1_reference", "top1_minus_reference")}
+        rows.append({**values, **beside, "step": line["step"], "epoch": epoch})
+    return rows
+
+
+def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the line of the record about the published curve, and the evaluations beside it.
+
+    None for a run that is held against none.
+    """
+    lines = history.of_kind("reference")
+    if not lines:
+        return None
+    suffix = "_ema" if lines[-1]["weights"] == "ema" else ""
+    rows = [
+        {**row, "here": row[f"top1{suffix}"]}
+        for row in evaluations
+        if row["top1_reference"] is not None
+    ]
+    return {**lines[-1], "rows": rows}
+
+
+def set_rows(history: History) -> list[dict[str, Any]]:
+    """Return a row for each further set and kind of weights, from its newest evaluation.
+
+    Each has the highest top-1 of all evaluations as `best` and its step as `best_step`.
+    """
+    rows = []
+    for name in set_names(history):
+        lines = [line for line in history.of_kind("eval") if f"{name}/num_images" in line]
+        for suffix in ("", "_ema"):
+            values = [(line, line.get(f"{name}/top1{suffix}")) for line in lines]
+            known = [(line, top1) for line, top1 in values if top1 is not None]
+            if not known:
+                continue
+            last, _ = known[-1]
+            best, top1 = max(known, key=lambda pair: pair[1])
+            found = {key: last.get(f"{name}/{key}{suffix}") for key in RESULT_NAMES}
+            rows.append(
+                {
+                    **found,
+                    "name": name,
+                    "averaged": bool(suffix),
+                    "best": top1,
+                    "best_step": best["step"],
+                }
+            )
+    return rows
+
+
+def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Return the results of the last and the best evaluation.
+
+    The last one is that of the averaged weights where there are some: they are meant to be used.
+    """
+    if not evaluations:
+        return None
+    results = [result for row in evaluations for result in _results(row)]
+    best = max(results, key=lambda result: rank(result["by_top1"] or 0.0, result["by_loss"]))
+    return {"last": _results(evaluations[-1])[0], "best": best}
+
+
+def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the values of the averaged weights, if there are any, and those of the weights."""
+    suffixes = [""] if row["top1_ema"] is None else ["_ema", ""]
+    return [
+        {
+            **{name: row[name + suffix] for name in (*RESULT_NAMES, "by_top1", "by_loss")},
+            "step": row["step"],
+            "epoch": row["epoch"],
+            "averaged": bool(suffix),
+            "other": row["top1" if suffix else "top1_ema"],
+        }
+        for suffix in suffixes
+    ]
+
+
+def throughput(history: History, batch_size: int) -> dict[str, Any]:
+    """Return medians and shares over the steps that count."""
+    train = history.of_kind("train")
+    elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
+    memory = [line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None]
+    intervals = list(history.intervals())
+    spent_s = sum(interval_s for _, _, interval_s in intervals)
+    waited_s = sum(line["data_wait_s"] for line, _, _ in intervals)
+    total_s = elapsed[-1] if elapsed else None
+    return {
+        "images_per_s": median(train, "images_per_s"),
+        "images_per_s_per_gpu": median(train, "images_per_s_per_gpu"),
+        "mfu": median(train, "mfu"),
+        "loader_images_per_s": median(train, "loader_images_per_s"),
+        "data_wait_share": min(waited_s / spent_s, 1.0) if spent_s else None,
+        "total_s": total_s,
+        "training_share": min(spent_s / total_s, 1.0) if spent_s and total_s else None,
+        "num_images": max(map(_batches_done, train), default=0) * batch_size or None,
+        "passed_over": train[-1].get("batches_passed_over") if train else None,
+        "peak_memory_gib": max(memory, default=None),
+        "batches_checked": sum(
+            line["last_batch"] - line["first_batch"] + 1 - (line.get("batches_passed_over") or 0)
+            for line in history.of_kind("epoch")
+            if line["exact"]
+        ),
+    }
+
+
+def _batches_done(line: dict[str, Any]) -> int:
+    return int(line["step"] - (line.get("batches_passed_over") or 0))
+
+
+def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
+    """Return what went wrong, as far as the record and the folder show."""
+    train = history.of_kind("train")
+    errors = [line for line in history.of_kind("end") if line.get("outcome") == "error"]
+    faults = [
+        {"step": line["step"], "time": line.get("time"), "text": _fault_text(line)}
+        for line in [*history.of_kind("fault"), *history.of_kind("rewind"), *errors]
+    ]
+    return {
+        "lines": sorted(faults, key=lambda fault: fault["step"]),
+        "updates_skipped": max((line.get("updates_skipped") or 0 for line in train), default=0),
+        "rewinds": len(history.of_kind("rewind")),
+        "bad_images": max((line.get("bad_images") or 0 for line in train), default=0),
+        "damaged": sorted(path.name for path in (run_dir / CHECKPOINTS).glob("damaged_*")),
+        "unreadable": history.num_unreadable,
+    }
+
+
+def _fault_text(line: dict[str, Any]) -> str:
+    known = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
+    passing = ("at_step", "first_passed_over", "last_passed_over", "rewinds")
+    details = [
+        f"{key.replace('_', ' ').replace('grad norm', 'gradient norm')} {_short(value)}"
+        for key, value in line.items()
+        if key not in (*known, *passing) and not (value is None and key.endswith("_limit"))
+    ]
+    if line.get("samples"):
+        details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")
+    reason = str(line.get("reason", "?"))
+    if line["kind"] == "rewind":
+        reason = (
+            f"went back from step {line['at_step']:,} ({reason}); steps"
+            f" {line['first_passed_over']:,} to {line['last_passed_over']:,} are passed over"
+        )
+    return f"{reason} ({'; '.join(details)})" if details else reason
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not finite"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def setting_rows(config: Config) -> list[dict[str, Any]]:
+    """Return every setting with its default and its description in `vit.config.schema`."""
+    rows = list[dict[str, Any]]()
+    for section, values in config_io.to_dict(config).items():
+        for key, info in type(getattr(config, section)).model_fields.items():
+            default: Any = "required"
+            if not info.is_required():
+                # as JSON gives it back: tuples are lists there
+                default = json.loads(json.dumps(info.get_default(call_default_factory=True)))
+            row = {
+                "key": f"{section}.{key}",
+                "value": _text(values[key]),
+                "default": re.sub(r"(\.\d{5})\d{6,}", r"\1…", _text(default)),
+                "differs": info.is_required() or values[key] != default,
+                "about": info.description or "",
+            }
+            rows.append(row)
+            # Each optimizer has a class of its own, in which its name is the default.
+            usual = Config.model_fields["optim"].default.name
+            if row["key"] == "optim.name" and values[key] != usual:
+                row.update(differs=True, default=usual)
+    return rows
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Return (name, [(value, the attempts that had it)]); no attempts are named if all agree."""
+    skipped = {"kind", "step", "time", "restarts", "plan"}
+    starts = {attempt.number: attempt.start for attempt in history.attempts}
+    names = dict.fromkeys(key for start in starts.values() for key in start if key not in skipped)
+    rows = []
+    for name in names:
+        attempts = defaultdict[str, list[str]](list)
+        for number, start in starts.items():
+            attempts[_text(start.get(name, "not recorded"))].append(str(number))
+        values = [(value, f"attempt {', '.join(numbers)}") for value, numbers in attempts.items()]
+        rows.append((name, values if len(values) > 1 else [(values[0][0], "")]))
+    return rows

@@ -1,0 +1,146 @@
+"""What a record shows of a run: its attempts, how each ended, and the lines that count.
+
+`metrics.jsonl` is read as far as it can be, also after a kill or on a bad disk. Each `start` line
+begins an attempt; steps that a later attempt did again do not count.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from vit.loggers.record import read_lines, without_redone
+from vit.system.redact import shown_values
+
+
+@dataclass
+class Attempt:
+    """One process's part of a run: from a `start` line to the next."""
+
+    number: int
+    start: dict[str, Any]
+    lines: list[dict[str, Any]]
+    outcome: str = ""
+    """finished, stopped, failed, running, killed or unclear."""
+    reason: str = ""
+    redone: int = 0
+    """Steps that the next attempt did again, from an earlier checkpoint."""
+
+    @property
+    def last_step(self) -> int:
+        return max(line["step"] for line in self.lines)
+
+    @property
+    def elapsed_s(self) -> float | None:
+        times = [line["time"] for line in self.lines if line.get("time") is not None]
+        return max(times) - min(times) if times else None
+
+    @property
+    def images_per_s(self) -> float | None:
+        return median(self.lines, "images_per_s")
+
+
+@dataclass
+class History:
+    """A `metrics.jsonl` as far as it can be read."""
+
+    lines: list[dict[str, Any]]
+    """Those that count: without what a later attempt did again."""
+    attempts: list[Attempt]
+    num_unreadable: int
+    """Complete lines that are not record lines; a last line that a kill cut short is not
+    counted."""
+    training_loss: str = "cross-entropy"
+    """What the losses of train lines are, as the run's config says."""
+
+    def of_kind(self, kind: str) -> list[dict[str, Any]]:
+        """Return the lines of one kind, such as "eval"."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def image_sizes(self) -> list[tuple[int, str]]:
+        """Return the step behind which images have a size, and that size: "160" or "160x192".
+
+        [] where it does not change.
+        """
+        found = list[tuple[int, str]]()
+        before = 0
+        for line in self.of_kind("train"):
+            if size := line.get("image_size"):
+                text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
+                if not found or found[-1][1] != text:
+                    found.append((before, text))
+            before = line["step"]
+        return found
+
+    def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
+        """Yield each train line with the images of the steps since the one before, and their
+        seconds. Lines of which that is not known are left out."""
+        step = passed_over = 0
+        batch_size = math.nan
+        for line in self.lines:
+            if line["kind"] == "start":
+                plan = line.get("plan") or {}
+                # The product is more than the batch where ranks have unequal shares
+                # (`train.exact_over_ranks`); the oldest records have no other number.
+                batch_size = plan.get("global_batch_size") or math.prod(
+                    plan.get(key, math.nan)
+                    for key in ("world_size", "micro_batch_size", "accumulation_steps")
+                )
+                step = line["step"]
+            elif line["kind"] == "train":
+                before = passed_over
+                passed_over = line.get("batches_passed_over") or 0
+                num_images = (line["step"] - step - (passed_over - before)) * batch_size
+                step = line["step"]
+                images_per_s = line.get("images_per_s")
+                if num_images > 0 and images_per_s and line.get("data_wait_s") is not None:
+                    yield line, num_images, num_images / images_per_s
+
+
+def median(lines: list[dict[str, Any]], name: str) -> float | None:
+    """Return the median of a value of the train lines among `lines`."""
+    values = [
+        line[name] for line in lines if line["kind"] == "train" and line.get(name) is not None
+    ]
+    return statistics.median(values) if values else None
+
+
+def set_names(history: History) -> list[str]:
+    """Return the names of the sets that were evaluated next to `data.val_split`."""
+    found = [key for line in history.of_kind("eval") for key in line if "/" in key]
+    return list(dict.fromkeys(key.partition("/")[0] for key in found))
+
+
+def read_history(path: Path, in_use: bool | None = None) -> History:
+    """Read a record; `in_use` is whether a process is training there (None: not known)."""
+    lines, num_unreadable = read_lines(path)
+    lines = shown_values(lines)  # a record may be older than the rule that it holds no logins
+    attempts = list[Attempt]()
+    for line in lines:
+        if line["kind"] == "start":
+            attempts.append(Attempt(len(attempts) + 1, line, []))
+        if attempts:
+            attempts[-1].lines.append(line)
+    for attempt, following in zip_longest(attempts, attempts[1:]):
+        _set_outcome(attempt, following, in_use)
+    return History(without_redone(lines), attempts, num_unreadable)
+
+
+def _set_outcome(attempt: Attempt, following: Attempt | None, in_use: bool | None) -> None:
+    if following is not None:
+        attempt.redone = max(attempt.last_step - following.start["step"], 0)
+    last = attempt.lines[-1]
+    if last["kind"] == "end":
+        outcome = str(last.get("outcome"))
+        attempt.outcome = "failed" if outcome == "error" else outcome
+        attempt.reason = str(last.get("reason", ""))
+    elif following is not None or in_use is False:
+        attempt.outcome = "killed"
+        attempt.reason = "the record ends without an `end` line"
+    else:
+        attempt.outcome = "running" if in_use else "unclear"

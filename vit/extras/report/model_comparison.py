@@ -1,0 +1,150 @@
+"""Two models on the same images: which one is right where, and where they look.
+
+Each sees the images through its own preprocessing. The figure shows images that only one of them
+has right, those first about which the other is surest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from vit.extras.report.attention import rollouts
+from vit.extras.report.example_images import Samples
+from vit.extras.report.model_plots import overlaid
+from vit.inference.predictor import Trained
+from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot_cells, shorten
+from vit.training.metrics import PairedDifference, paired_difference
+
+BATCH = 16
+"""Images in a forward pass."""
+MAX_EACH = 12
+"""Images that only one of both has right, at most."""
+
+
+class Compared(NamedTuple):
+    """Two models on the same N images."""
+
+    labels: Tensor
+    """(N,) int64."""
+    predictions: tuple[Tensor, Tensor]
+    """(N,) int64 of each model."""
+    probabilities: tuple[Tensor, Tensor]
+    """(N,) float32, of the class that each predicts."""
+    difference: PairedDifference
+
+    @property
+    def is_right(self) -> tuple[Tensor, Tensor]:
+        """(N,) bool of each model."""
+        first, second = self.predictions
+        return first == self.labels, second == self.labels
+
+    def lines(self) -> list[str]:
+        """Return what to print: the four cells, and the difference."""
+        first, second = self.is_right
+        count = len(self.labels)
+        both = int((first & second).sum())
+        only_a, only_b = self.difference.only_first, self.difference.only_second
+        return [
+            f"A has {int(first.sum()):,} of {count:,} right ({100 * first.float().mean():.2f} %),"
+            f" B {int(second.sum()):,} ({100 * second.float().mean():.2f} %)",
+            f"both right {both:,}, only A {only_a:,}, only B {only_b:,}, both wrong"
+            f" {count - both - only_a - only_b:,}",
+            f"B against A: {self.difference}",
+        ]
+
+
+def compare(
+    models: tuple[Trained, Trained],
+    samples: Samples,
+    on_images: Callable[[int], None] = lambda done: None,
+) -> Compared:
+    """Compare `models` on `samples`, which have labels. Raises ValueError if classes differ."""
+    first, second = models
+    if first.class_names != second.class_names:
+        raise ValueError(
+            f"{first.weights.path} and {second.weights.path} have different classes"
+            f" ({len(first.class_names)} and {len(second.class_names)}, or other names): compare"
+            " models of the same classes"
+        )
+    if samples.labels is None:
+        raise ValueError("files have no classes to compare with: compare on a split (--data ROOT)")
+    found: list[tuple[Tensor, Tensor]] = []
+    for number, trained in enumerate(models):
+        predictions = []
+        probabilities = []
+        for start in range(0, len(samples.encoded), BATCH):
+            part = Samples(
+                samples.encoded[start : start + BATCH], samples.names[start : start + BATCH]
+            )
+            inputs = trained.preprocess.normalize(part.pixels(trained))
+            values, classes = trained(inputs).float().softmax(1).max(1)
+            predictions.append(classes.cpu())
+            probabilities.append(values.cpu())
+            on_images(number * len(samples.encoded) + start + len(part.encoded))
+        found.append((torch.cat(predictions), torch.cat(probabilities)))
+    labels = torch.tensor(samples.labels)
+    (first_predicted, first_sure), (second_predicted, second_sure) = found
+    difference = paired_difference(first_predicted == labels, second_predicted == labels)
+    return Compared(
+        labels, (first_predicted, second_predicted), (first_sure, second_sure), difference
+    )
+
+
+def plot_comparison(
+    models: tuple[Trained, Trained], samples: Samples, compared: Compared, picture: Path
+) -> Path:
+    """Draw images that one of both has wrong, with where each looks. Returns `picture`.
+
+    Where a model has no attention to roll out, its prediction stands under the plain image. Raises
+    ValueError if both predict the same for all images.
+    """
+    chosen = _differing(compared)
+    if not chosen:
+        raise ValueError(
+            f"both have the same {int(compared.is_right[0].sum()):,} of {len(compared.labels):,}"
+            " images right: there is no difference to draw"
+        )
+    part = Samples([samples.encoded[n] for n in chosen], [samples.names[n] for n in chosen])
+    shown = [part.pixels(trained) for trained in models]
+    looks = []
+    for trained, pixels in zip(models, shown, strict=True):
+        try:
+            relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
+            looks.append(overlaid(pixels, relevance))
+        except ValueError:  # a convolutional network
+            looks.append(pixels.expand(-1, 3, -1, -1).float() / 255)
+    size = shown[0].shape[2:]
+    side = cell_width_in(6)
+    cells = []
+    for row, number in enumerate(chosen):
+        cells.append(Cell(shown[0][row], [shorten(samples.names[number], side, SMALL_PT)]))
+        for which, trained in enumerate(models):
+            look = torch.nn.functional.interpolate(looks[which][row][None], size, mode="nearest")
+            predicted = int(compared.predictions[which][number])
+            mark = "✓" if predicted == int(compared.labels[number]) else "✗"
+            name = shorten(display_name(trained.class_names, predicted), side - 0.65, SMALL_PT)
+            share = 100 * float(compared.probabilities[which][number])
+            cells.append(Cell(look[0], [f"{mark} {name}: {share:.0f} %"]))
+    counts = f"only A right: {compared.difference.only_first:,}"
+    counts += f", only B right: {compared.difference.only_second:,}"
+    heading = f"A and B on {len(compared.labels):,} images; {counts}"
+    return plot_cells(cells, 6, heading, picture, ["image", "A", "B", "image", "A", "B"])
+
+
+def _differing(compared: Compared) -> list[int]:
+    """Return images that only one has right: of each up to MAX_EACH, the surest mistakes first."""
+    first, second = compared.is_right
+    chosen: list[int] = []
+    for right, wrong, sure in (
+        (first, ~second, compared.probabilities[1]),
+        (second, ~first, compared.probabilities[0]),
+    ):
+        numbers = (right & wrong).nonzero()[:, 0]
+        order = sure[numbers].argsort(descending=True, stable=True)
+        chosen += numbers[order][:MAX_EACH].tolist()
+    return chosen

@@ -1,0 +1,133 @@
+"""What a model has learnt, as pictures: it computes what `vit.extras.report.inside_plots` draws.
+
+`launch/visualize.py` draws them of any weights and images, the report of a run and its validation
+images. Each function takes the model, and for images what turns pixels into its inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vit.extras.report import inside_plots
+from vit.extras.report.attention import (
+    attention_distance,
+    attention_maps,
+    attention_rollout,
+    check_rollout,
+    output_attention,
+    patch_distances,
+)
+from vit.extras.report.components import filter_components, token_colors, token_features
+from vit.extras.report.model_plots import plot_position_similarity
+from vit.layers.parts import grid_size
+
+Normalize = Callable[[Tensor], Tensor]
+"""(B, C, H, W) uint8 on the host -> inputs on the model's device."""
+
+
+def patch_size_of(model: Any) -> tuple[int, int]:
+    """Return (height, width) of a patch in pixels. Raises ValueError if there are no patches."""
+    grid = grid_size(model)
+    if grid is None:
+        raise ValueError(f"{type(model).__name__} has no grid of patches")
+    height, width = model.image_size
+    return height // grid[0], width // grid[1]
+
+
+def draw_filters(model: Any, picture: Path) -> str:
+    """Draw the components of the patch embedding; return the caption."""
+    components, shares = filter_components(model, inside_plots.MAX_SHOWN)
+    inside_plots.plot_filters(components, shares, picture)
+    return (
+        "Principal components of the patch embedding's filters, the largest first, with their"
+        " shares of the variance (Dosovitskiy et al. 2021, Figure 7 left)."
+    )
+
+
+def draw_positions(model: Any, picture: Path) -> str:
+    """Draw the similarity of positions; return the caption."""
+    positions = getattr(model, "pos_embed", None)
+    grid = grid_size(model)
+    if not isinstance(positions, Tensor) or grid is None:
+        raise ValueError(f"{type(model).__name__} has no position embeddings to compare")
+    if positions.ndim != 3 or positions.shape[1] < math.prod(grid):
+        raise ValueError(f"The positions {tuple(positions.shape)} are not a grid")
+    plot_position_similarity(positions[0, -math.prod(grid) :], grid, picture)
+    return "Cosine similarity of each position with all others (Figure 7 centre)."
+
+
+def draw_distance(
+    model: Any,
+    normalize: Normalize,
+    pixels: Tensor,
+    picture: Path,
+    on_image: Callable[[int], None] = lambda done: None,
+) -> str:
+    """Draw the mean attention distance of all heads over `pixels`; return the caption."""
+    distances = mean_distances(model, normalize, pixels, on_image)
+    grid = grid_size(model)
+    assert grid is not None, "otherwise there are no distances"
+    uniform_px = float(patch_distances(grid, patch_size_of(model)).mean())
+    inside_plots.plot_distance(distances.numpy(), uniform_px, tuple(model.image_size), picture)
+    return (
+        f"Mean distance between a patch and those that it attends to, over {len(pixels)} images"
+        " (Dosovitskiy et al. 2021, Figure 7 right): heads with small distances look like"
+        " convolutions."
+    )
+
+
+def mean_distances(
+    model: Any,
+    normalize: Normalize,
+    pixels: Tensor,
+    on_image: Callable[[int], None] = lambda done: None,
+) -> Tensor:
+    """Return (layers, heads) float32 on the CPU: `attention_distance` as a mean over `pixels`."""
+    grid = grid_size(model)
+    patch_size = patch_size_of(model)
+    assert grid is not None, "otherwise there is no patch size"
+    added = torch.zeros(())
+    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
+    for done, one in enumerate(pixels.split(1), 1):
+        maps = attention_maps(model, normalize(one)).blocks
+        added = added + attention_distance(maps, grid, patch_size, model.num_prefix_tokens).cpu()
+        on_image(done)
+    return added[0] / len(pixels)
+
+
+def draw_tokens(
+    model: Any, normalize: Normalize, pixels: Tensor, captions: Sequence[str], picture: Path
+) -> str:
+    """Draw the features of patches as colours; return the caption."""
+    grid = grid_size(model)
+    if grid is None or not hasattr(model, "num_prefix_tokens"):
+        raise ValueError(f"{type(model).__name__} has no grid of patches")
+    features = torch.cat([token_features(model, normalize(part)).cpu() for part in pixels.split(8)])
+    colors, shares = token_colors(features, grid)
+    inside_plots.plot_tokens(pixels, colors, shares.tolist(), captions, picture)
+    return (
+        "The first three principal components of the patches' features behind the last block, as"
+        " red, green and blue: equal colours are similar features, in all images."
+    )
+
+
+def heads_and_rollout(model: Any, normalize: Normalize, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the output looks, (layers, heads, h, w), and rollout (h, w), on the CPU.
+
+    A MAP head is the last layer. image: (C, H, W) uint8. Raises ValueError for a model that has no
+    such attention.
+    """
+    grid = check_rollout(model)
+    seen = attention_maps(model, normalize(image[None]))
+    assert seen.reading is not None, "check_rollout"
+    heads = output_attention(seen.blocks, seen.reading, model.num_prefix_tokens)
+    if model.global_pool == "map":  # its pool has as many heads as a block
+        heads = torch.cat((heads, seen.reading[:, None, :, model.num_prefix_tokens :]), 1)
+    rolled = attention_rollout(seen.blocks, seen.reading, model.num_prefix_tokens)
+    return heads[0].unflatten(2, grid).cpu(), rolled[0].unflatten(0, grid).cpu()

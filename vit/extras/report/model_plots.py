@@ -1,0 +1,175 @@
+"""Pictures of the model: augmented inputs, attention over images, similarity of positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit.system.drawing import (
+    BLUE,
+    GREY,
+    ORANGE,
+    SMALL_PT,
+    Cell,
+    add_title,
+    as_colors,
+    cell_width_in,
+    display_name,
+    drawing,
+    new_sheet,
+    place,
+    plot_cells,
+    share_lines,
+    shorten,
+    to_pixels,
+)
+
+
+def plot_augmented(
+    inputs: Tensor,
+    targets: Tensor,
+    mean: Sequence[float],
+    std: Sequence[float],
+    class_names: Sequence[str],
+    picture: Path,
+) -> Path:
+    """Draw training inputs as the model gets them, with their classes or shares of classes.
+
+    inputs: (B, C, H, W) float, normalised by `mean` and `std` per channel, which is undone;
+    targets: (B, classes) float shares. Returns `picture`.
+    """
+    num_columns = min(6, max(3, len(inputs)))
+    side = cell_width_in(num_columns)
+    cells = [
+        Cell(image, share_lines(target, class_names, side))
+        for image, target in zip(as_colors(inputs, mean, std), targets.cpu(), strict=True)
+    ]
+    height, width = inputs.shape[2:]
+    heading = f"Training inputs, {width} × {height} pixels, as the model gets them"
+    return plot_cells(cells, num_columns, heading, picture)
+
+
+def plot_attention(
+    images: Tensor,
+    relevance: Tensor,
+    labels: Sequence[int],
+    predictions: Sequence[int],
+    probabilities: Sequence[float],
+    class_names: Sequence[str],
+    picture: Path,
+) -> Path:
+    """Draw each image next to the relevance of its patches, with its class and the prediction.
+
+    images: (B, C, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its highest
+    in each image; labels, predictions: B classes, -1 if the logits were not numbers;
+    probabilities: B in [0, 1], of the predicted class. Returns `picture`.
+    """
+    # inches: two images, between pairs, two lines of text
+    pair = 3.75
+    gap = 0.3
+    head = 0.43
+    side = (pair - 0.06) / 2
+    tall = side * images.shape[2] / images.shape[3]
+    row = head + tall + 0.25
+    overlays = overlaid(images, relevance)
+    with drawing(picture, 0.8 + row * -(-len(images) // 2)) as figure:
+        sheet = new_sheet(figure, "Where the model looks: attention rollout")
+        note = (
+            "Yellow patches reach the output most, violet ones least; colours are scaled for"
+            " each image."
+        )
+        sheet.text(0.1, 0.52, note, size=SMALL_PT, va="center", color=GREY)
+        for i, (label, predicted, probability) in enumerate(
+            zip(labels, predictions, probabilities, strict=True)
+        ):
+            left, top = 0.1 + i % 2 * (pair + gap), 0.8 + i // 2 * row
+            mark, color, weight = (
+                ("✓", BLUE, "normal") if label == predicted else ("✗", ORANGE, "bold")
+            )
+            name = (
+                shorten(display_name(class_names, predicted), pair - 1.9, weight=weight)
+                + f" ({100 * probability:.0f} %)"
+            )
+            sheet.text(
+                left, top + 0.13, "true: " + shorten(display_name(class_names, label), pair - 0.5)
+            )
+            taken_for = f"{mark} predicted: {name if predicted >= 0 else 'not a number'}"
+            sheet.text(left, top + 0.33, taken_for, color=color, weight=weight)
+            place(sheet, to_pixels(images[i]), left, top + head, side, tall)
+            place(sheet, to_pixels(overlays[i]), left + side + 0.06, top + head, side, tall)
+    return picture
+
+
+def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
+    """Return grey images under the colours of their relevance: (B, 3, H, W) float in [0, 1].
+
+    images: (B, 1 or 3, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its
+    highest in each image. Yellow is the highest, violet the lowest.
+    """
+    from matplotlib import colormaps
+
+    values = relevance.detach().float().cpu()
+    low, high = values.amin((1, 2), keepdim=True), values.amax((1, 2), keepdim=True)
+    stretched = (values - low) / (high - low).clamp(min=1e-12)
+    smooth = F.interpolate(stretched[:, None], images.shape[2:], mode="bicubic").clamp(0, 1)[:, 0]
+    colors = torch.from_numpy(colormaps["viridis"](smooth.numpy())[..., :3]).permute(0, 3, 1, 2)
+    grey = images.detach().cpu().float().mean(1, keepdim=True) / 255
+    return (0.45 * grey + 0.55 * colors.float()).clamp(0, 1)
+
+
+def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: Path) -> Path:
+    """Draw the cosine similarity of every position with all others.
+
+    As in figure 7 (centre) of the ViT paper, Dosovitskiy et al. 2021.
+
+    pos_embed: (h*w, D) float, without prefix tokens; grid: (h, w). One tile for each position, at
+    most 14 x 14 of them, evenly chosen. Returns `picture`.
+    """
+    height, width = grid
+    rows, columns = (np.unique(np.linspace(0, n - 1, min(n, 14)).round().astype(int)) for n in grid)
+    unit = F.normalize(pos_embed.detach().float().cpu(), dim=1)
+    tiles = (
+        (unit.view(height, width, -1)[rows][:, columns] @ unit.T)
+        .view(len(rows), len(columns), height, width)
+        .numpy()
+    )
+    # pixels of the assembled array for each patch, so that the gaps can be thinner than a patch
+    zoom = max(1, 12 // max(grid))
+    gap = max(1, zoom * max(grid) // 12)
+    tall = zoom * height + gap
+    wide = zoom * width + gap
+    mosaic = np.full((len(rows) * tall - gap, len(columns) * wide - gap), np.nan)
+    for y, x in np.ndindex(len(rows), len(columns)):
+        mosaic[y * tall : (y + 1) * tall - gap, x * wide : (x + 1) * wide - gap] = (
+            tiles[y, x].repeat(zoom, 0).repeat(zoom, 1)
+        )
+    shown = (
+        ""
+        if tiles.shape[:2] == grid
+        else f" ({len(rows)} × {len(columns)} of {height} × {width} shown)"
+    )
+    with drawing(
+        picture, 1.0 + 6.2 * min(max(len(mosaic) / mosaic.shape[1], 0.3), 1.5), layout="constrained"
+    ) as figure:
+        add_title(figure, f"Positions: each one's cosine similarity with all{shown}")
+        axes = figure.subplots()
+        drawn = axes.imshow(
+            mosaic, cmap="viridis", vmin=float(tiles.min()), vmax=1.0, interpolation="nearest"
+        )
+        axes.set(xlabel="column of the patch", ylabel="row of the patch")
+        axes.set_xticks(
+            [i * wide + (wide - gap - 1) / 2 for i in range(len(columns))],
+            [str(n + 1) for n in columns],
+        )
+        axes.set_yticks(
+            [i * tall + (tall - gap - 1) / 2 for i in range(len(rows))], [str(n + 1) for n in rows]
+        )
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        figure.colorbar(drawn, ax=axes, label="cosine similarity", shrink=0.8, aspect=30)
+    return picture

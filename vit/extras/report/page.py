@@ -1,0 +1,256 @@
+"""The report of a run: one page that needs no server and no network.
+
+The record gives attempts, tables, faults and curves, also where a kill or a bad disk left only a
+part of it; the config gives the settings; `vit.extras.report.pictures` gives the pictures, or the
+reasons why there are none. One template makes one file of it: pictures are data URIs, curves inline
+SVG.
+
+A run is untrusted: whatever comes from it is escaped, and the page's own policy lets a browser load
+nothing and run one script only, known by its hash.
+
+    runs/<name>/report/index.html
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import torch
+from markupsafe import Markup, escape
+
+from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
+from vit.config.eval_section import VAL
+from vit.extras.report import facts
+from vit.extras.report.curves import curve_panels
+from vit.extras.report.history import History, read_history
+from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.extras.report.source import ReportSource, as_sentence
+from vit.system.files import replacing
+from vit.system.meter import duration
+from vit.system.redact import shown
+from vit.training.metrics import TOP5_CLASSES, format_interval, interval95
+
+PAGE_FILE = f"{REPORT_FOLDER}/index.html"
+TEMPLATE = Path(__file__).with_name("page.html.j2")
+THEME = {
+    "#ffffff": "card",
+    "#000000": "ink",
+    "#b0b0b0": "soft",
+    "#cccccc": "rule",
+    "#666666": "soft",
+    "#0072b2": "blue",
+    "#d55e00": "orange",
+    "#009e73": "green",
+}
+"""Colours of the curves -> the page's variables, which have other values in dark mode."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `make_report` made."""
+
+    page: Path
+    pictures: Pictures
+
+
+def make_report(
+    run_dir: Path,
+    device: torch.device,
+    *,
+    in_use: bool | None = None,
+    on_picture: Callable[[int, int, str], None] | None = None,
+) -> Report:
+    """Draw all pictures of a run and write its page.
+
+    `in_use` is whether a process is training there (None: not known); `on_picture(done, total,
+    name)` is called after each picture. Raises ValueError if `run_dir` is not a run folder or
+    cannot be written.
+    """
+    pictures = draw_pictures(run_dir, device, on_picture)
+    return Report(write_page(run_dir, pictures, in_use=in_use), pictures)
+
+
+def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
+    """Write `run_dir`/report/index.html, complete or not at all, and return its path.
+
+    Raises ValueError if it cannot be written.
+    """
+    source = ReportSource(run_dir, torch.device("cpu"))
+    history = read_history(run_dir / METRICS_FILE, in_use)
+    content = page_template(TEMPLATE.name).render(_page_values(source, history, pictures))
+    return write_html(run_dir / PAGE_FILE, content)
+
+
+def write_html(page: Path, content: str) -> Path:
+    """Write a page, complete or not at all, and return it. Raises ValueError if it cannot be."""
+    try:
+        page.parent.mkdir(exist_ok=True)
+        with replacing(page) as file:
+            file.write(content.encode("utf-8", "replace"))
+    except OSError as error:
+        raise ValueError(f"{page}: cannot be written ({error.strerror})") from None
+    return page
+
+
+def page_template(name: str) -> jinja2.Template:
+    """Load a template: every value is escaped, and a misspelled name is an error."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATE.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    filters: dict[str, Callable[..., Any]] = {
+        "count": lambda value: _number(value, ",.0f"),
+        "fixed": lambda value, digits=2: _number(value, f",.{digits}f"),
+        "short": lambda value: _number(value, ".4g"),
+        "exact": _exact,
+        "interval": lambda result: format_interval(result["correct_top1"], result["num_images"]),
+        "range95": _range95,
+        "duration": lambda seconds: "–" if seconds is None else duration(seconds),
+        "moment": _moment,
+        "code": _code,
+    }
+    environment.filters |= filters
+    return environment.get_template(name)
+
+
+def _page_values(source: ReportSource, history: History, pictures: Pictures) -> dict[str, Any]:
+    run_dir = source.run_dir
+    made_s = time.time()
+    plans = [attempt.start.get("plan") for attempt in history.attempts]
+    plan = next((plan for plan in reversed(plans) if isinstance(plan, dict)), {})
+    config = None
+    config_problem = config_text = ""
+    config_facts = []
+    settings = []
+    try:
+        config = source.config
+    except ValueError as error:
+        config_problem = as_sentence(error)
+        if (run_dir / CONFIG_FILE).is_file():
+            config_text = shown((run_dir / CONFIG_FILE).read_text(errors="replace"))
+    else:
+        config_facts = facts.config_facts(source, config, history, plan)
+        settings = facts.setting_rows(config)
+    best_by = config.eval.best_by if config else VAL
+    evaluations = facts.evaluation_rows(history, plan, best_by)
+    classes = pictures.class_accuracies
+    with_images = [row for row in classes if row.num_images]
+    return {
+        "name": run_dir.resolve().name,
+        "script_hash": _script_hash(),
+        "made_s": made_s,
+        "state": facts.run_state(history, plan, run_dir, made_s),
+        "facts": [
+            *config_facts,
+            *facts.host_facts(history, config.train.precision if config else ""),
+        ],
+        "evaluations": evaluations,
+        "averaged": any(row["top1_ema"] is not None for row in evaluations),
+        "headline": facts.headline(evaluations),
+        "has_top5": len(source.class_names) not in range(1, TOP5_CLASSES),
+        "best_by": best_by,
+        "reference": facts.reference_facts(history, evaluations),
+        "sets": facts.set_rows(history),
+        "curves": _curves(run_dir),
+        "has_norms": bool(history.of_kind("norms")),
+        "pictures": {name: _picture(pictures, name) for name in PAINTERS},
+        "confused_pairs": pictures.confused_pairs,
+        "classes": sorted(with_images, key=lambda row: (row.top1, -row.num_images)),
+        "empty_classes": len(classes) - len(with_images),
+        "throughput": facts.throughput(history, config.data.global_batch_size if config else 0),
+        "attempts": history.attempts,
+        "checkpoints": [line for line in history.of_kind("checkpoint") if line.get("sha256")],
+        "exact_over_ranks": config is not None and config.train.exact_over_ranks,
+        "faults": facts.fault_lists(history, run_dir),
+        "settings": settings,
+        "config_problem": config_problem,
+        "config_text": config_text,
+        "plan": plan,
+        "provenance": facts.provenance_rows(history),
+    }
+
+
+def _script_hash() -> str:
+    """Return the SHA-256 of the page's script, in base64 as the policy in its head needs it."""
+    template = TEMPLATE.read_text(encoding="utf-8")
+    script = template.partition("<script>")[2].partition("</script>")[0]
+    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _curves(run_dir: Path) -> dict[str, Any]:
+    """Return the panels as inline SVG, or the reason why there are none."""
+    try:
+        panels = curve_panels(run_dir / METRICS_FILE)
+    except Exception as error:
+        return {"panels": {}, "reason": as_sentence(error)}
+    themed = {
+        # not escaped: this markup is our own, made from numbers
+        name: Markup(re.sub("|".join(THEME), lambda found: f"var(--{THEME[found[0]]})", svg))
+        for name, svg in panels.items()
+    }
+    return {"panels": themed, "reason": ""}
+
+
+def _picture(pictures: Pictures, name: str) -> dict[str, str]:
+    try:
+        data = base64.b64encode(pictures.paths[name].read_bytes()).decode()
+    except (KeyError, OSError):
+        return {"uri": "", "text": pictures.reasons.get(name, "It has not been drawn.")}
+    return {"uri": f"data:image/png;base64,{data}", "text": pictures.notes.get(name, "")}
+
+
+# --- filters of the template ----------------------------------------------------------------------
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _exact(value: float | None, digits: int = 2) -> Markup:
+    """A rounded number with the record's own digits behind it."""
+    if value is None:
+        return Markup("–")
+    return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
+        value, f"{value:.{digits}f}"
+    )
+
+
+def _range95(result: dict[str, Any]) -> str:
+    if result["correct_top1"] is None or not result["num_images"]:
+        return "–"
+    low, high = interval95(result["correct_top1"], result["num_images"])
+    return f"{low:.1f} to {high:.1f}"
+
+
+def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:
+    """A time in the time zone of this machine; without the day if that is the day of `after`."""
+    if seconds is None:
+        return Markup("–")
+    when = datetime.fromtimestamp(seconds).astimezone()
+    text = f"{when:%H:%M}"
+    if after is None or datetime.fromtimestamp(after).astimezone().date() != when.date():
+        text = f"{when:%Y-%m-%d} {text}"
+    if zone:
+        text += f" {when:%Z}"
+    return Markup('<time datetime="{}">{}</time>').format(when.isoformat(timespec="seconds"), text)
+
+
+def _code(text: str) -> Markup:
+    """Text with `code` between backticks."""
+    parts = re.split(r"`([^`]*)`", text)
+    return Markup("").join(
+        Markup("<code>{}</code>").format(part) if n % 2 else escape(part)
+        for n, part in enumerate(parts)
+    )

@@ -1,0 +1,290 @@
+"""Draw all pictures of a run from its folder and its data.
+
+Config and weights give the model, the data gives images, `predictions.npz` the mistakes. Each
+picture is drawn by itself: one that cannot be drawn leaves a reason, and does not affect the
+others.
+
+    runs/<name>/report/
+      curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
+      filters.png  distance.png  tokens.png  norms.png
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vit.checkpoint.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
+from vit.data.augment.draw import mixes
+from vit.data.batches import TrainBatches
+from vit.data.loader import Loader
+from vit.data.order import divisors
+from vit.extras.report import model_figures, model_plots
+from vit.extras.report.attention import check_rollout, rollouts
+from vit.extras.report.confusion import most_confused, plot_confusion, plot_most_confused
+from vit.extras.report.curves import plot_curves
+from vit.extras.report.example_images import pick_images
+from vit.extras.report.history import read_history
+from vit.extras.report.norms import plot_norms
+from vit.extras.report.source import ReportSource, as_sentence
+from vit.system.files import remove_leftovers
+from vit.training.metrics import predicted_classes
+
+NUM_AUGMENTED = 24
+"""Images in `augmented.png`."""
+NUM_ATTENTION = 12
+"""Images in `attention.png`; at most `NUM_ATTENTION_WRONG` of them are mistakes."""
+NUM_ATTENTION_WRONG = 4
+NUM_DISTANCE = 32
+"""Images over which `distance.png` averages."""
+NUM_CONFUSED_PAIRS = 10
+"""Rows of `confused.png`, with `NUM_EXAMPLES` images each."""
+NUM_EXAMPLES = 6
+
+
+class ConfusedPair(NamedTuple):
+    """A row of the table of mistakes."""
+
+    true: str
+    predicted: str
+    num_mistaken: int
+    num_images: int
+    """Of the true class."""
+
+
+class ClassAccuracy(NamedTuple):
+    """A row of the table of classes."""
+
+    name: str
+    num_images: int
+    correct: int
+    top1: float
+    """Percent; NaN for a class without images."""
+
+
+@dataclass
+class Pictures:
+    """What `draw_pictures` drew, and the reasons why not the rest."""
+
+    paths: dict[str, Path] = field(default_factory=dict)
+    """Name -> PNG, in the order of `PAINTERS`."""
+    reasons: dict[str, str] = field(default_factory=dict)
+    """Name -> the reason why it was not drawn, in a sentence."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """Name -> a caption, for those that were drawn."""
+    confused_pairs: list[ConfusedPair] = field(default_factory=list)
+    """The commonest mistakes of the newest evaluation, most frequent first."""
+    class_accuracies: list[ClassAccuracy] = field(default_factory=list)
+    """Each class in the newest evaluation, by class number."""
+
+
+def draw_pictures(
+    run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
+) -> Pictures:
+    """Draw what `run_dir` has the data for into `run_dir`/report/, with the model on `device`.
+
+    `on_picture(done, total, name)` is called after each picture. Random numbers of the caller are
+    not touched. Raises ValueError if `run_dir` is not a run folder.
+    """
+    names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
+    if not any((run_dir / name).exists() for name in names):
+        raise ValueError(
+            f"{run_dir}: not a run folder: name one that launch/train.py has written, such as"
+            " runs/demo"
+        )
+    source = ReportSource(run_dir, device)
+    remove_leftovers(run_dir / REPORT_FOLDER)
+    pictures = Pictures()
+    # A new model draws random weights before it gets the run's.
+    with torch.random.fork_rng(devices=[]):
+        for number, (name, paint) in enumerate(PAINTERS.items(), 1):
+            path = run_dir / REPORT_FOLDER / f"{name}.png"
+            try:
+                pictures.notes[name] = paint(source, path)
+                pictures.paths[name] = path
+            except Exception as error:  # must affect neither other pictures nor a run at its end
+                pictures.reasons[name] = as_sentence(error)
+            if on_picture is not None:
+                on_picture(number, len(PAINTERS), name)
+    with suppress(Exception):  # the reason is that of the confusion matrix
+        pictures.confused_pairs = _confused_pairs(source)
+        pictures.class_accuracies = _class_accuracies(source)
+    return pictures
+
+
+def _paint_curves(source: ReportSource, picture: Path) -> str:
+    plot_curves(source.run_dir / METRICS_FILE, picture)
+    return "The values of the record over the steps."
+
+
+def _paint_norms(source: ReportSource, picture: Path) -> str:
+    plot_norms(read_history(source.run_dir / METRICS_FILE).of_kind("norms"), picture)
+    return (
+        "Norms by depth over the steps; a column is one measurement. What grows without end in the"
+        " last panel ends in training that diverges: docs/training.md."
+    )
+
+
+def _paint_augmented(source: ReportSource, picture: Path) -> str:
+    """Draw the first rows of the run's first batch."""
+    config = source.config
+    train = source.train_set
+    batch_size = config.data.global_batch_size
+    group = config.augment.mix_group_size if mixes(config.augment) else 1
+    # Batches are asked for as by one of many ranks, which decodes no more than its own rows.
+    shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
+    share = min(shares, default=batch_size)
+    batches = TrainBatches(
+        train.split,
+        source.order,
+        config.augment,
+        source.train_format,
+        rows=range(share),
+        on_bad_image=config.data.on_bad_image,
+    )
+    with Loader(batches, 0, 1) as loader:
+        batch = next(loader)
+    on_device = batch.to(source.device)
+    inputs, targets = source.augment(on_device.images, on_device.labels, batch.table)
+    rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
+    names = source.class_names[: source.num_classes]
+    model_plots.plot_augmented(
+        inputs[rows].cpu(), targets[rows].cpu(), config.data.mean, config.data.std, names, picture
+    )
+    return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
+
+
+def _paint_attention(source: ReportSource, picture: Path) -> str:
+    model: Any = source.model
+    check_rollout(model)
+    predictions = None
+    with suppress(ValueError):
+        source.check_same_images()
+        predictions = source.predictions[0]
+    labels = source.val_split.index["label"].astype(np.int64)
+    chosen = pick_images(labels, predictions, NUM_ATTENTION, NUM_ATTENTION_WRONG)
+    images = torch.stack([source.eval_image(sample) for sample in chosen])
+    relevance, logits = rollouts(model, source.augment.normalize(images.to(source.device)))
+    predicted = predicted_classes(logits)
+    model_plots.plot_attention(
+        images,
+        relevance,
+        labels[chosen].tolist(),
+        predicted.tolist(),
+        logits.softmax(1).amax(1).tolist(),
+        source.class_names[: source.num_classes],
+        picture,
+    )
+    num_wrong = int((predicted.numpy() != labels[chosen]).sum())
+    kind = "averaged weights" if source.weights.averaged else "weights"
+    return (
+        f"Where the {kind} of step {source.weights.step:,} look in {len(chosen)} validation images,"
+        f" {num_wrong} of them misclassified: attention rollout over all blocks (Abnar & Zuidema"
+        " 2020)."
+    )
+
+
+def _paint_positions(source: ReportSource, picture: Path) -> str:
+    name = source.config.model.name
+    positions = source.weights.weights.get("pos_embed")
+    grid = source.weights.grid_size
+    if positions is None:
+        raise ValueError(f"{name} has no position embeddings to compare")
+    if grid is None or positions.ndim != 3 or positions.shape[1] < math.prod(grid):
+        raise ValueError(f"The positions of {name} {tuple(positions.shape)} are not a grid")
+    model_plots.plot_position_similarity(positions[0, -math.prod(grid) :].float(), grid, picture)
+    kind = "fixed" if source.config.model.pos_embed == "sincos2d" else "learned"
+    return (
+        f"Cosine similarity of each {kind} position with all others: one small map for each place"
+        f" of the {grid[0]} × {grid[1]} patches."
+    )
+
+
+def _paint_confusion(source: ReportSource, picture: Path) -> str:
+    plot_confusion(source.confusion, source.class_names, picture)
+    predictions, _, step = source.predictions
+    note = f"Validation images by their class and by the class predicted, at step {step:,}."
+    num_unknown = int((predictions < 0).sum())
+    if num_unknown:
+        note += f" {num_unknown:,} images are missing: the model's outputs were not numbers."
+    return note
+
+
+def _paint_confused(source: ReportSource, picture: Path) -> str:
+    predictions, labels, step = source.predictions
+    pairs = most_confused(source.confusion, NUM_CONFUSED_PAIRS)
+    if not pairs:
+        raise ValueError("No validation image was taken for a different class")
+    source.check_same_images()
+    examples = []
+    for true, predicted, *_ in pairs:
+        places = np.flatnonzero((labels == true) & (predictions == predicted))[:NUM_EXAMPLES]
+        examples.append([source.eval_image(int(place)) for place in places])
+    plot_most_confused(pairs, examples, source.class_names, picture)
+    return f"The commonest mistakes at step {step:,}, with the first images of each."
+
+
+def _paint_filters(source: ReportSource, picture: Path) -> str:
+    return model_figures.draw_filters(source.model, picture)
+
+
+def _paint_distance(source: ReportSource, picture: Path) -> str:
+    _, images = _some_images(source, NUM_DISTANCE)
+    return model_figures.draw_distance(source.model, source.normalize, images, picture)
+
+
+def _paint_tokens(source: ReportSource, picture: Path) -> str:
+    labels, images = _some_images(source, NUM_ATTENTION)
+    names = [source.class_names[label] for label in labels]
+    return model_figures.draw_tokens(source.model, source.normalize, images, names, picture)
+
+
+def _some_images(source: ReportSource, num: int) -> tuple[list[int], Tensor]:
+    """Labels and pixels, (B, C, H, W) uint8, of `num` validation images of many classes."""
+    labels = source.val_split.index["label"].astype(np.int64)
+    chosen = pick_images(labels, None, num, 0)
+    return labels[chosen].tolist(), torch.stack([source.eval_image(sample) for sample in chosen])
+
+
+PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
+    "curves": _paint_curves,
+    "norms": _paint_norms,
+    "attention": _paint_attention,
+    "confusion": _paint_confusion,
+    "confused": _paint_confused,
+    "augmented": _paint_augmented,
+    "positions": _paint_positions,
+    "filters": _paint_filters,
+    "distance": _paint_distance,
+    "tokens": _paint_tokens,
+}
+"""Name -> function that draws the PNG and returns its caption, or raises with the reason."""
+
+
+def _confused_pairs(source: ReportSource) -> list[ConfusedPair]:
+    names = source.class_names
+    return [
+        ConfusedPair(names[true], names[predicted], num_mistaken, num_images)
+        for true, predicted, num_mistaken, num_images in most_confused(
+            source.confusion, NUM_CONFUSED_PAIRS
+        )
+    ]
+
+
+def _class_accuracies(source: ReportSource) -> list[ClassAccuracy]:
+    predictions, labels, _ = source.predictions
+    names = source.class_names
+    totals = np.bincount(labels, minlength=len(names)).tolist()
+    correct = np.bincount(labels[predictions == labels], minlength=len(names)).tolist()
+    return [
+        ClassAccuracy(name, total, right, 100.0 * right / total if total else math.nan)
+        for name, total, right in zip(names, totals, correct, strict=True)
+    ]

@@ -1,0 +1,206 @@
+"""What a run folder and its data hold, for the report; each part is read on first use.
+
+A run may be finished, stopped, killed or still running; only its files are read. A part that is not
+there raises ValueError, whose message is the reason that the page shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from vit.checkpoint.run_folder import CONFIG_FILE, PREDICTIONS_FILE
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.data.augment.apply import Augment, create_augment
+from vit.data.decode.crops import decode_center
+from vit.data.image_format import ImageFormat
+from vit.data.open_data import choose_num_classes, open_split, open_train_set
+from vit.data.order import Order
+from vit.data.shards.split import Split
+from vit.data.sources import Sources, TrainSet
+from vit.extras.report.confusion import confusion_matrix
+from vit.model import create_model
+from vit.system.files import WeightsError
+from vit.training.plan import create_order
+from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights
+
+MAX_CONFUSION_CLASSES = 5_000
+"""A matrix of 200 MB; the 21,841 classes of ImageNet-21k would take 3.8 GB."""
+
+
+class ReportSource:
+    """A run folder and its data; the model is put on `device`.
+
+    overrides: settings, as "section.key=value", that differ from those of the run.
+    """
+
+    def __init__(self, run_dir: Path, device: torch.device, overrides: Sequence[str] = ()):
+        self.run_dir = run_dir
+        self.device = device
+        self.overrides = overrides
+
+    @cached_property
+    def config(self) -> Config:
+        """The config of the newest attempt."""
+        path = self.run_dir / CONFIG_FILE
+        return config_io.load_config(path, self.overrides, used_here=False).config
+
+    @cached_property
+    def weights(self) -> LoadedWeights:
+        """The last weights; the averaged ones if there are any."""
+        try:
+            path = find_weights(self.run_dir)
+        except WeightsError:
+            raise ValueError("The run has not saved any weights yet") from None
+        return read_weights(path)
+
+    @cached_property
+    def train_set(self) -> TrainSet:
+        """The training images."""
+        data = self.config.data
+        if data.reader == "webdataset":
+            raise ValueError(
+                "Training images were streamed, and a stream does not begin twice with the same"
+                " ones"
+            )
+        return open_train_set(data, self.val_split, num_classes=self.config.model.num_classes)
+
+    @cached_property
+    def order(self) -> Order:
+        """Which of them is in which row of which batch."""
+        config = self.config
+        train = self.train_set
+        return create_order(
+            config.data, config.augment, config.train.seed, train.num_draws, train.shares
+        )
+
+    @cached_property
+    def val_split(self) -> Split:
+        """The validation images."""
+        return open_split(self.config.data, self.config.data.val_split)
+
+    @cached_property
+    def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Predictions and labels of the newest evaluation, (num_images,) each, and its step.
+
+        A prediction is -1 where the logits were not numbers.
+        """
+        try:
+            with np.load(self.run_dir / PREDICTIONS_FILE) as file:
+                predictions = file["predictions"]
+                labels = file["labels"]
+                step = int(file["step"])
+        except FileNotFoundError:
+            raise ValueError("The run has not been evaluated yet") from None
+        except Exception as error:  # a damaged zip raises many kinds
+            raise ValueError(
+                f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
+                " writes it again"
+            ) from None
+        return predictions, labels, step
+
+    @cached_property
+    def class_names(self) -> list[str]:
+        """A name for each class, "class 7" where none is known.
+
+        From the weights, else from the data; as many as weights, data or predictions have.
+        """
+        num_classes = 0
+        names = list[str]()
+        with suppress(ValueError):
+            num_classes = self.num_classes
+            names = self.weights.class_names or []
+        with suppress(ValueError):
+            num_classes = max(num_classes, self.val_split.num_classes)
+            names = names or self.val_split.class_names
+        with suppress(ValueError):
+            num_classes = max(num_classes, int(np.max(self.predictions[:2])) + 1)
+        names = names + [""] * (num_classes - len(names))
+        return [name or f"class {number}" for number, name in enumerate(names)]
+
+    @cached_property
+    def confusion(self) -> NDArray[np.int64]:
+        """(classes, classes): images by their class (row) and the class predicted (column)."""
+        predictions, labels, _ = self.predictions
+        num_classes = len(self.class_names)
+        if num_classes > MAX_CONFUSION_CLASSES:
+            raise ValueError(
+                f"{num_classes:,} classes are too many for a matrix: more than"
+                f" {MAX_CONFUSION_CLASSES:,}"
+            )
+        return confusion_matrix(labels, predictions, num_classes)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model with its weights, in evaluation mode."""
+        model = create_model(self.config.model, num_classes=self.num_classes)
+        load_weights(model, self.weights.weights, self.weights.grid_size)
+        return model.to(self.device).eval()
+
+    @cached_property
+    def augment(self) -> Augment:
+        """The device's part of the image path."""
+        config = self.config
+        return create_augment(config.augment, config.data, self.num_classes, self.device)
+
+    @property
+    def num_classes(self) -> int:
+        """The size of the model's head: of the weights, or before there are any as in training."""
+        try:
+            find_weights(self.run_dir)
+        except WeightsError:
+            config = self.config
+            splits = self.train_set.split, self.val_split
+            return choose_num_classes(config.model, config.data, *splits)
+        if self.weights.num_classes is None:
+            raise ValueError(f"{self.weights.path} does not contain its number of classes")
+        return self.weights.num_classes
+
+    @property
+    def image_format(self) -> ImageFormat:
+        """What the model's inputs are in evaluation, and in training behind all stages."""
+        return ImageFormat.from_config(self.config.model, self.config.data)
+
+    @property
+    def train_format(self) -> ImageFormat:
+        """What they are in training, with its stages."""
+        config = self.config
+        return ImageFormat.from_config(config.model, config.data, config.schedule)
+
+    def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
+        """Decode an image, by default of the validation split, as evaluation does: (C, H, W)
+        uint8."""
+        form = self.image_format
+        data = (split or self.val_split).read(sample)
+        return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)
+
+    def normalize(self, pixels: Tensor) -> Tensor:
+        """Return (B, C, H, W) uint8 as inputs of the model, on its device."""
+        return self.augment.normalize(pixels.to(self.device))
+
+    def check_same_images(self) -> None:
+        """Raise ValueError if the validation split is not the one that was evaluated."""
+        if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
+            raise ValueError(
+                f"{self.val_split.root} is no longer what was evaluated: its"
+                f" {self.val_split.name!r} split has other labels"
+            )
+
+
+def as_sentence(error: Exception) -> str:
+    """Return an error as one sentence; all but ValueError, which is written for users, are named by
+    their type."""
+    first, *others = str(error).strip().splitlines() or [""]
+    if others:
+        first += f" (and {len(others)} more of the kind)"
+    if not isinstance(error, ValueError) or not first:
+        first = f"{type(error).__name__}: {first}".rstrip(": ")
+    return first if first.endswith((".", "!", "?")) else f"{first}."

@@ -1,0 +1,206 @@
+"""The page about the training images of a run: those to look at, each with its picture and curve.
+
+    runs/<name>/report/samples.html    one file that works offline, as the run's own page
+    runs/<name>/report/samples.csv     every image, most suspicious first
+
+Pictures are data URIs, curves inline SVG; no script runs there. What the run's model says about an
+image comes from its last weights, by the view of evaluation.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import time
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from markupsafe import Markup
+from PIL import Image
+
+from vit.checkpoint.run_folder import REPORT_FOLDER
+from vit.data.decode.images import decode
+from vit.data.shards.split import Split
+from vit.data.sources import Sources
+from vit.extras.report.page import page_template, write_html
+from vit.extras.report.source import ReportSource, as_sentence
+from vit.extras.report.training_images.curves import SampleCurves
+from vit.extras.report.training_images.doubles import Duplicates
+from vit.extras.report.training_images.near_doubles import NearDoubles
+
+PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
+TABLE_FILE = f"{REPORT_FOLDER}/samples.csv"
+PICTURE_PX = 128
+"""Longer side of a picture on the page."""
+CURVE_WIDTH, CURVE_HEIGHT = 128, 36
+AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image on the page."""
+
+    key: str
+    label: str
+    uri: str
+    curve: Markup
+    notes: list[str]
+    said: str
+    """What the model takes it for, "" if it cannot be asked."""
+    differs: bool
+    """Whether that is another class than its own."""
+
+
+def write_samples_page(
+    source: ReportSource,
+    curves: SampleCurves,
+    duplicates: Duplicates,
+    near: NearDoubles | None,
+    num_images: int,
+) -> Path:
+    """Write the page with up to `num_images` in each section; returns its path.
+
+    near: None if they were not looked for.
+
+    Raises ValueError if it cannot be written, ShardError if an image cannot be read.
+    """
+    suspects = curves.suspects
+    suspicious = suspects[curves.mean_margin[suspects] < 0][:num_images]
+    rest = suspects[~np.isin(suspects, suspicious)]
+    never = rest[curves.never_learnt[rest]][:num_images]
+    often = rest[np.argsort(-curves.times_forgotten[rest], kind="stable")]
+    often = often[curves.times_forgotten[often] > 0][:num_images]
+    doubles = [same[:4] for same in duplicates.groups[: max(num_images // 2, 1)]]
+    evaluated = [train for train, _ in duplicates.also_evaluated[:num_images]]
+    chosen = [*suspicious.tolist(), *never.tolist(), *often.tolist(), *chain(*doubles), *evaluated]
+    looked_for_near = near is not None
+    near = near or NearDoubles([], [])
+    pairs = near.pairs[:num_images]
+    val_pairs = near.also_evaluated[:num_images]
+    chosen += chain(*((first, second) for first, second, _ in pairs))
+    chosen += [train for train, _, _ in val_pairs]
+    train = source.train_set.split
+    said, why_silent = _ask(source, train, list(dict.fromkeys(chosen)))
+    show = {n: _shown(source, train, n, view, curves) for n, view in said.items()}
+    val = source.val_split
+    val_said, _ = _ask(source, val, [sample for _, sample, _ in val_pairs])
+    show_val = {n: _shown(source, val, n, view) for n, view in val_said.items()}
+    content = page_template("samples.html.j2").render(
+        name=source.run_dir.resolve().name,
+        made_s=time.time(),
+        root=str(source.train_set.split.root),
+        epochs=curves.epochs,
+        num_images=int((curves.num_seen > 0).sum()),
+        num_late_wrong=int(curves.late_wrong.sum()),
+        num_never=int(curves.never_learnt.sum()),
+        num_forgotten=int((curves.times_forgotten > 0).sum()),
+        num_double=sum(len(same) - 1 for same in duplicates.groups),
+        num_evaluated=len(duplicates.also_evaluated),
+        suspicious=[show[sample] for sample in suspicious.tolist()],
+        never=[show[sample] for sample in never.tolist()],
+        forgotten=[show[sample] for sample in often.tolist()],
+        doubles=[[show[sample] for sample in same] for same in doubles],
+        evaluated=[show[sample] for sample in evaluated],
+        looked_for_near=looked_for_near,
+        num_near=len(near.pairs),
+        num_near_evaluated=len(near.also_evaluated),
+        near=[([show[first], show[second]], cosine) for first, second, cosine in pairs],
+        near_evaluated=[([show[own], show_val[n]], cosine) for own, n, cosine in val_pairs],
+        why_silent=why_silent,
+    )
+    return write_html(source.run_dir / PAGE_FILE, content)
+
+
+@torch.no_grad()
+def _ask(
+    source: ReportSource, split: Split | Sources, samples: list[int]
+) -> tuple[dict[int, tuple[int, float]], str]:
+    """Return the class that the model takes each sample for and its probability, and why it says
+    nothing, if it does not: the classes are then -1."""
+    said = dict.fromkeys(samples, (-1, 0.0))
+    try:
+        for start in range(0, len(samples), AT_ONCE):
+            some = samples[start : start + AT_ONCE]
+            images = torch.stack([source.eval_image(sample, split) for sample in some])
+            inputs = source.augment.normalize(images.to(source.device))
+            shares, classes = source.model(inputs).float().softmax(1).max(1)
+            for sample, share, label in zip(some, shares.tolist(), classes.tolist(), strict=True):
+                said[sample] = (label, share)
+    except ValueError as error:  # no weights yet, or an image that cannot be decoded
+        return said, as_sentence(error)
+    return said, ""
+
+
+def _shown(
+    source: ReportSource,
+    split: Split | Sources,
+    sample: int,
+    said: tuple[int, float],
+    curves: SampleCurves | None = None,
+) -> Shown:
+    """curves: of the split's images, if they were trained on."""
+    label = int(split.index[sample]["label"])
+    notes = []
+    if curves is None:
+        notes.append(f"evaluated on, in {split.name!r}")
+    elif curves.num_seen[sample]:
+        notes.append(f"mean margin {curves.mean_margin[sample]:.2f}")
+        first = int(curves.first_right[sample])
+        notes.append(f"right first in epoch {first}" if first else "never right")
+    if curves is not None and (times := int(curves.times_forgotten[sample])):
+        notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
+    name = source.class_names[label]
+    taken_for, share = said
+    return Shown(
+        split.key(sample),
+        name,
+        _picture(split, sample),
+        Markup("") if curves is None else _curve(curves, sample),
+        notes,
+        f"{source.class_names[taken_for]}, {share:.0%}" if taken_for >= 0 else "",
+        taken_for != label,
+    )
+
+
+def _picture(split: Split | Sources, sample: int) -> str:
+    """Return the stored image as a data URI, "" if it cannot be decoded."""
+    try:
+        image = Image.fromarray(decode(split.read(sample)))
+    except ValueError:
+        return ""
+    scale = PICTURE_PX / max(image.size)
+    small = image.resize([max(round(side * scale), 1) for side in image.size])
+    encoded = io.BytesIO()
+    small.save(encoded, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(encoded.getvalue()).decode()}"
+
+
+def _curve(curves: SampleCurves, sample: int) -> Markup:
+    """Draw its margins over the epochs, with a line at 0: right above it, wrong below."""
+    margins = curves.margins[:, sample].astype(np.float64)
+    seen = np.flatnonzero(np.isfinite(margins))
+    if not len(seen):
+        return Markup("")
+    largest = max(float(np.abs(margins[seen]).max()), 1e-6)
+    last = max(len(margins) - 1, 1)
+    places: list[tuple[Any, Any]] = [
+        (
+            round(2 + (CURVE_WIDTH - 4) * int(epoch) / last, 1),
+            round(CURVE_HEIGHT / 2 - margins[epoch] / largest * (CURVE_HEIGHT / 2 - 3), 1),
+        )
+        for epoch in seen
+    ]
+    line = " ".join(f"{x},{y}" for x, y in places)
+    dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in places if len(places) <= 32)
+    # Not escaped: markup of our own, made of numbers.
+    return Markup(
+        f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img"'
+        f' aria-label="margins from {margins[seen[0]]:.2f} to {margins[seen[-1]]:.2f}">'
+        f'<path d="M0 {CURVE_HEIGHT / 2}H{CURVE_WIDTH}" stroke="var(--rule)"/>'
+        f'<polyline points="{line}" fill="none" stroke="var(--blue)" stroke-width="1.5"/>'
+        f'<g fill="var(--blue)">{dots}</g></svg>'
+    )

@@ -1,0 +1,35 @@
+"""The parts of a run with `train.exact_over_ranks`."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from vit.checkpoint.place import Place
+from vit.config.schema import Config
+from vit.distributed.exact.leaves import Leaves, check_leaves, same_kernels
+from vit.distributed.process_group import World
+from vit.run import Hook
+from vit.training.notes import Notes
+from vit.training.plan import Plan
+from vit.training.run_data import RunData
+
+
+class ExactFacts(Hook):
+    """Requires of a resume what decides the bits: size of micro-batches and kernels."""
+
+    def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
+        """See `Hook`; raises as `same_kernels`."""
+        kernels = same_kernels(world) + (", compiled" if config.train.compile else "")
+        return Notes({"micro_batch_size": data.plan.micro_batch_size, "kernels": kernels})
+
+
+def exact_over_ranks(
+    model: nn.Module, config: Config, plan: Plan, world: World, is_filled_later: bool
+) -> Leaves:
+    """Create the sum of gradients; arguments as `vit.training.reduce.data_parallel`.
+
+    Raises ValueError for a model that `check_leaves` refuses.
+    """
+    with world.fail_together():
+        check_leaves(model)
+    return Leaves(model, plan.num_leaves, plan.micro_batch_size, world, config.train.seed)

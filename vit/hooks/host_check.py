@@ -1,0 +1,56 @@
+"""Check each host, and the disk of the run folder, before the model is made."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vit.checkpoint.checkpoint import checkpoint_folder
+from vit.checkpoint.place import Place
+from vit.checkpoint.run_folder import complete_checkpoints
+from vit.config.schema import Config
+from vit.data.decode.images import decoder_name
+from vit.distributed.host_differences import compare_hosts
+from vit.distributed.process_group import World
+from vit.hooks.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
+from vit.run import Hook
+from vit.training.notes import Notes
+from vit.training.run_data import RunData
+
+
+class HostCheck(Hook):
+    """Refuses a run that does not fit its hosts, and notes what costs speed (`preflight`)."""
+
+    def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
+        """See `Hook`."""
+        checked, disk = check_host(config, world, data)
+        with world.fail_together():
+            if world.is_main and not _is_over(place, data.plan.total_steps):
+                keep_last = config.checkpoint.keep_last
+                checked = check_disk(checked, disk, place.folder, keep_last, place.setting)
+        return Notes(record={"preflight": checked.numbers}, lines=checked.lines)
+
+
+def check_host(config: Config, world: World, data: RunData) -> tuple[Preflight, DiskNeeds]:
+    """Check this host, and compare all hosts; return also what the run will save.
+
+    Every rank calls it. Raises ValueError as `preflight`.
+    """
+    with world.fail_together():
+        disk = disk_needs(config, data.plan, data.num_classes)
+        checked = preflight(
+            config.data,
+            world,
+            data.plan,
+            data.batches,
+            data.eval_batches,
+            saved_bytes=disk.checkpoint_bytes,
+        )
+    # A difference between hosts would show as a hang, or as other numbers.
+    lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
+    return replace(checked, lines=(*checked.lines, *lines)), disk
+
+
+def _is_over(place: Place, total_steps: int) -> bool:
+    """Return whether the run has nothing left to save."""
+    last = checkpoint_folder(place.folder, total_steps).name
+    return any(path.name >= last for path in complete_checkpoints(place.folder))

@@ -1,0 +1,468 @@
+"""What the training loop does on the host: read each step one step late, count, log, and notice
+when it is time to stop.
+
+The loop queues a step on the device and hands over its result. Once the next step is queued, the
+numbers of the one before are read, which are the same sums on every rank. At the end of each
+interval a line of metrics goes to the record. Time spent on evaluation and saving is not training
+time.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from vit.checkpoint.state import RunState
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader, LoaderStats
+from vit.data.stages import TALLIED, Stage, Tally, add_up, since
+from vit.distributed.process_group import World, local_world_size, peak_memory_gib
+from vit.loggers.record import Record
+from vit.run import GoBack, Hook, Run
+from vit.system.host import num_cores
+from vit.system.meter import digits, duration
+from vit.training.mfu import Utilization, find_peak, train_flops_per_image
+from vit.training.plan import Plan
+from vit.training.step_result import StepResult, StepValues
+
+LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
+"""What each rank reports of its loader with a line of metrics."""
+NOTABLE_WAIT_SHARE = 0.1
+"""Share of an interval spent on waiting for data above which it is reported, and by which it must
+change to be reported again."""
+NOTABLE_STAGE_SHARE = 0.05
+"""Share of the loader's work above which a stage is named."""
+REMEDIES = {
+    Stage.ORDER: "keep the index on a local disk",
+    Stage.STORE: "look at the network and the store, or let data.cache_gib keep more blocks",
+    Stage.LOCK: "put data.cache_dir on a faster disk of each host",
+    Stage.READ: "look at the disk and the network",
+    Stage.DECODE: "write shards with --resize-short-side 256 or --restart-markers auto",
+    Stage.RESIZE: "write shards with --resize-short-side 256",
+    Stage.DRAW: "draw fewer augmentations (augment.randaugment_layers)",
+}
+"""What makes each stage of the loader faster."""
+UNEVEN = 1.5
+"""A rank that waited this many times as long as the average rank is named."""
+
+
+@contextmanager
+def collect_garbage_at_log_lines() -> Iterator[None]:
+    """Keep Python's garbage collector from running at moments of its own choice.
+
+    A full collection among the objects of torch takes 0.7 s; if one of 512 ranks has it within a
+    step, all wait. `Monitor` collects at each line of metrics instead.
+    """
+    was_enabled = gc.isenabled()
+    frozen_by_others = gc.get_freeze_count() > 0
+    gc.disable()
+    try:
+        yield
+    finally:
+        # What a program set aside before it forked would be copied by a collection: it stays aside.
+        if not frozen_by_others:
+            gc.unfreeze()
+        if was_enabled:
+            gc.enable()
+
+
+def _collect_garbage() -> None:
+    """Collect, unless Python does that by itself."""
+    if gc.isenabled():
+        return
+    gc.collect()
+    # What is alive at the first line of metrics, compiled code included, stays. Later collections
+    # look only at what came since, which takes under a millisecond.
+    if not gc.get_freeze_count():
+        gc.freeze()
+
+
+class Monitor:
+    """Reads what each step did, one step late, counts and logs it, and knows when to `stop`."""
+
+    def __init__(
+        self,
+        hooks: Sequence[Hook],
+        plan: Plan,
+        world: World,
+        state: RunState,
+        record: Record,
+        loader: Loader,
+        lr_at: Callable[[int], float],
+        image_format: ImageFormat,
+        utilization: Utilization | None = None,
+        weight_decay_at: Callable[[int], float | None] = lambda step: None,
+    ):
+        """hooks: get the numbers of each step. utilization: None on ranks that write no record.
+        lr_at, weight_decay_at: as `vit.step.TrainStep`."""
+        self.hooks = hooks
+        self.plan = plan
+        self.world = world
+        self.state = state
+        self.record = record
+        self.loader = loader
+        self.lr_at = lr_at
+        self.weight_decay_at = weight_decay_at
+        self.image_format = image_format
+        self.utilization = utilization
+        self.stop = False
+        """Whether training ends at this step, on all ranks."""
+        self._reported_wait_share = 0.0
+        self._tally_before = loader.tally()
+        self._wait_before_s = loader.stats.wait_s
+        self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
+        self._is_paused = False
+        self.is_started = False
+        """Whether training time is counted: from the first batch on."""
+        self._last_step_at: float
+        self._run_began = time.perf_counter() - state.elapsed_s
+        self._new_interval(time.perf_counter(), loader.stats)
+
+    def elapsed_s(self) -> float:
+        """Return the time spent on this run over all restarts, evaluation and saving included."""
+        return time.perf_counter() - self._run_began
+
+    def start_clock(self) -> None:
+        """Begin to count training time, with the first batch at hand: starting up is not training.
+
+        The wait for that batch does not count either.
+        """
+        self.is_started = True
+        self._wait_before_s = self.loader.stats.wait_s
+        self._new_interval(time.perf_counter(), self.loader.stats)
+
+    def pause(self) -> None:
+        """Read the step in flight and stop the clock: evaluation and saving are not training."""
+        self.flush()
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Let the clock go on after `pause`."""
+        if not self._is_paused:
+            return
+        self._is_paused = False
+        now = time.perf_counter()
+        self._began += now - self._last_step_at
+        self._last_step_at = now
+
+    def rank_report(self, step: int) -> tuple[float, ...]:
+        """Return what this rank tells all others with `step`.
+
+        That is how long it waited for the batch, in seconds; and if a line of metrics follows, what
+        its loader has done since the last one (`LOADER_COUNTS`).
+        """
+        waited_s = self.loader.stats.wait_s - self._wait_before_s
+        self._wait_before_s = self.loader.stats.wait_s
+        if not self._logs_after(step + 1):
+            return (waited_s,)
+        tally = self.loader.tally()
+        done = since(tally, self._tally_before)
+        self._tally_before = tally
+        counts = (done[name] for name in TALLIED)
+        return (waited_s, *counts, self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
+
+    def queue(self, step: int, result: StepResult, bad_keys: tuple[str, ...] = ()) -> None:
+        """Read the step before this one, which the device has finished, and keep this one.
+
+        bad_keys: the samples of this rank's batch that could not be decoded.
+        """
+        for key in bad_keys:
+            print(
+                f"step {step}: {key} could not be decoded and is ignored in loss and metrics",
+                file=sys.stderr,
+            )
+        self.flush(is_next_queued=True)
+        self._pending = (step, result, time.perf_counter(), self.loader.stats)
+
+    def flush(self, is_next_queued: bool = False) -> None:
+        """Read the step that was kept; if no other is queued behind it, the device becomes idle.
+
+        Sets `stop` if a rank was asked to stop. Raises what a hook returns: `GoBack`, or
+        ValueError.
+        """
+        if self._pending is None:
+            return
+        step, result, self._last_step_at, stats = self._pending
+        self._pending = None
+        values = result.read()
+        if not is_next_queued:  # the wait for this step is training time, too
+            self._last_step_at = time.perf_counter()
+        self.stop = self.stop or values.stop > 0
+        self.state.interval_losses.append(values.loss)
+        self._num_steps += 1
+        self._waits.add(values.rank_reports[:, 0])
+        self.state.bad_images += values.bad_images
+        problems = [hook.read(step, values) for hook in self.hooks]
+        self._log(step + 1, values, stats)
+        if values.norms is not None:
+            self.record.write("norms", step + 1, **values.norms)
+        for problem in filter(None, problems):
+            self.state.elapsed_s = self.elapsed_s()
+            if isinstance(problem, GoBack):
+                raise problem
+            with self.world.fail_together():
+                raise problem
+
+    def skip(self, step: int) -> None:
+        """Take `step`, which is not trained on."""
+        self.flush()
+        for hook in self.hooks:
+            hook.skipped(step)
+
+    def _new_interval(self, began: float, stats_before: LoaderStats) -> None:
+        self._began = began
+        self._last_step_at = began
+        self._stats_before = stats_before
+        self._num_steps = 0
+        """Steps of this attempt in the interval, whose losses may begin in the previous attempt."""
+        self._waits = Waits()
+
+    def _logs_after(self, step: int) -> bool:
+        """Return whether a line of metrics is written when `step` steps are done.
+
+        Also where the size of images changes, so that no rate is of two sizes.
+        """
+        plan = self.plan
+        stages = self.image_format.stages
+        is_stage_end = any(step == until * plan.steps_per_epoch for until, _ in stages)
+        return step % plan.log_every_steps == 0 or step == plan.total_steps or is_stage_end
+
+    def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
+        """Move the live line to `step` steps done; at the end of an interval write metrics."""
+        plan = self.plan
+        batch_size = plan.global_batch_size
+        spent_s = max(self._last_step_at - self._began, 1e-9)
+        waiting = self._waits.sum_up()
+        wait_share = min(waiting.waited_s / spent_s, 1.0)
+        images_per_s = self._num_steps * batch_size / spent_s
+        mfu = self.utilization and self.utilization.mfu(images_per_s / self.world.size, step - 1)
+        losses = self.state.interval_losses
+        loss = sum(losses) / len(losses)
+        lr = self.lr_at(step - 1)
+        weight_decay = self.weight_decay_at(step - 1)
+        epoch = step / plan.steps_per_epoch
+        steps_left: float = plan.total_steps - step
+        if self.utilization is not None:  # those of larger images take longer
+            steps_left = self.utilization.steps_like(step - 1, step, plan.total_steps)
+        eta_s = steps_left * batch_size / images_per_s
+        slow_rank = ""
+        if waiting.is_uneven and wait_share >= NOTABLE_WAIT_SHARE:
+            slow_rank = f" (rank {waiting.rank})"
+        height, width = self.image_format.in_epoch((step - 1) // plan.steps_per_epoch).size
+        size = f" of {height}x{width} px" if self.image_format.stages else ""
+        share = "" if mfu is None else f" MFU {mfu:.0%},"
+        line = (
+            f"step {step}/{plan.total_steps} epoch {epoch:.2f} | {digits(images_per_s)}"
+            f" images/s{size},{share} data wait {wait_share:.0%}{slow_rank} | loss {loss:.3f}"
+            f" | lr {lr:.2e} | ETA {duration(eta_s)}"
+        )
+        if not self._logs_after(step):
+            self.record.progress(step, line)
+            return
+        _collect_garbage()
+        self.record.train_line(step, line)
+        loader_images_per_s = self._loader_images_per_s(stats)
+        loaders = [
+            dict(zip(LOADER_COUNTS, counts, strict=True))
+            for counts in values.rank_reports[:, 1:].tolist()
+            if counts
+        ]
+        change = abs(wait_share - self._reported_wait_share)
+        if wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE:
+            self._reported_wait_share = wait_share
+            self.record.say(
+                advice(
+                    wait_share,
+                    waiting,
+                    loaders,
+                    loader_images_per_s,
+                    self.loader.num_workers,
+                    self.world,
+                )
+            )
+        self.record.write(
+            "train",
+            step,
+            epoch=epoch,
+            loss=loss,
+            lr=lr,
+            **({} if weight_decay is None else {"weight_decay": weight_decay}),
+            **({"image_size": height if height == width else [height, width]} if size else {}),
+            grad_norm=values.grad_norm,
+            images_per_s=images_per_s,
+            images_per_s_per_gpu=images_per_s / self.world.size,
+            mfu=mfu,
+            data_wait_s=waiting.waited_s,
+            data_wait_max_s=waiting.max_s,
+            data_wait_mean_s=waiting.mean_s,
+            data_wait_rank=waiting.rank,
+            data_wait_host=self.world.host_of(waiting.rank),
+            loader_images_per_s=loader_images_per_s,
+            elapsed_s=self.elapsed_s(),
+            peak_memory_gib=peak_memory_gib(self.world.device),
+            updates_skipped=self.state.updates_skipped,
+            batches_passed_over=self.state.num_passed_over(step),
+            bad_images=self.state.bad_images,
+            **self._loader_metrics(loaders, waiting),
+        )
+        losses.clear()
+        self._new_interval(self._last_step_at, stats)
+
+    def _loader_metrics(self, loaders: list[Tally], waiting: Waiting) -> dict[str, Any]:
+        """Return the sums over the loaders of all ranks, and those of the slowest rank."""
+        if not loaders:
+            return {}
+        metrics: dict[str, Any] = {
+            f"loader_{name}": round(number, 3) for name, number in add_up(loaders).items()
+        }
+        metrics["loader_worker_mib"] = max(loader["worker_mib"] for loader in loaders)
+        metrics["loader_replaced"] = sum(loader["replaced"] for loader in loaders)
+        metrics["loader_slowest"] = {
+            "rank": waiting.rank,
+            "host": self.world.host_of(waiting.rank),
+            **{name: round(number, 3) for name, number in loaders[waiting.rank].items()},
+        }
+        return metrics
+
+    def _loader_images_per_s(self, stats: LoaderStats) -> float | None:
+        """Return what the workers of all ranks can make in a second, None if they made nothing.
+
+        Derived from the time that this rank's workers spent on what they made in the interval.
+        """
+        num_made = stats.num_made - self._stats_before.num_made
+        busy_s = stats.busy_s - self._stats_before.busy_s
+        if not num_made:
+            return None
+        return num_made / busy_s * max(self.loader.num_workers, 1) * self.world.size
+
+
+def create_monitor(run: Run, loader: Loader) -> Monitor:
+    """Create the monitor of `run`; that of rank 0 also knows the device's peak."""
+    step = run.train_step
+    utilization = None
+    if run.world.is_main:
+        flops = partial(train_flops_per_image, step.model, step.micro_batch_size)
+        of_stages = [
+            (until * run.plan.steps_per_epoch, flops(size))
+            for until, size in run.batches.image_format.stages
+        ]
+        peak = find_peak(run.world.device, step.precision)
+        utilization = Utilization(flops(), peak, tuple(of_stages))
+    return Monitor(
+        run.hooks,
+        run.plan,
+        run.world,
+        run.state,
+        run.record,
+        loader,
+        step.lr_at,
+        run.batches.image_format,
+        utilization,
+        step.weight_decay_at,
+    )
+
+
+# --- how long training waits for data, and what to do about it ------------------------------------
+# Ranks go on together, so each step waits for the slowest of them. The sums over an interval name
+# the rank that waited longest, and the sentence for people its host, what its loader spends its
+# time on, and a remedy.
+
+
+class Waiting(NamedTuple):
+    """How long ranks waited for their batches in an interval, in seconds."""
+
+    waited_s: float
+    """Sum over the steps of the slowest rank's wait."""
+    max_s: float
+    """Total of the rank that waited longest."""
+    mean_s: float
+    """Total of a rank, on average."""
+    rank: int
+    """The one that waited longest."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether the other ranks wait for one rank, or for a few."""
+        return self.max_s > UNEVEN * self.mean_s
+
+
+class Waits:
+    """Adds up how long each rank waited for its batches: with each step, and not at the end of the
+    interval, for all are looked at with each step, too."""
+
+    def __init__(self) -> None:
+        self._waited_s = 0.0
+        self._totals_s: NDArray[np.float64] = np.zeros(1)
+
+    def add(self, waits_s: ArrayLike) -> None:
+        """Add (ranks,) of a step."""
+        of_ranks = np.asarray(waits_s, np.float64)
+        self._waited_s += float(of_ranks.max())
+        self._totals_s = self._totals_s + of_ranks
+
+    def sum_up(self) -> Waiting:
+        """Return the sums of the steps so far."""
+        totals_s = self._totals_s
+        rank = int(totals_s.argmax())
+        return Waiting(self._waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
+
+
+def advice(
+    share: float,
+    waiting: Waiting,
+    loaders: list[Tally],
+    images_per_s: float | None,
+    num_workers: int,
+    world: World,
+) -> str:
+    """Return the sentence about training that spends `share` of its time on waiting for data.
+
+    loaders: what the loader of each rank did, [] if that is not known. images_per_s: what the
+    loaders of all ranks can make, if that is known.
+    """
+    tally = loaders[waiting.rank] if loaders and waiting.is_uneven else add_up(loaders)
+    shares = _shares(tally)
+    remedies = [REMEDIES[shares[0][1]]] if shares else []
+    work = _work(tally, shares)
+    waited = f"data-bound: {share:.0%} of the time was spent on waiting for images"
+    if waiting.is_uneven:
+        remedy = ", and ".join([*remedies, "see what else runs on this host"])
+        return (
+            f"{waited} of rank {waiting.rank} on {world.host_of(waiting.rank)}"
+            f" ({waiting.max_s:.1f} s, ranks on average {waiting.mean_s:.1f} s){work}; {remedy}"
+        )
+    rate = ""
+    if images_per_s is not None:
+        rate = f"; the loader makes {digits(images_per_s)} images/s"
+    cores = num_cores()
+    ranks = local_world_size()
+    if max(num_workers, 1) * ranks < cores:
+        workers = f"({num_workers} for each of {ranks} rank(s), {cores} cores)"
+        remedies.insert(0, f"raise data.num_workers {workers}")
+    else:
+        remedies.append(f"use more cores than these {cores}")
+    return f"{waited}{rate}{work}; {' or '.join(remedies)}"
+
+
+def _shares(tally: Tally) -> list[tuple[float, Stage]]:
+    """Return the share of each stage in the time of loaders, the largest first; [] for no work."""
+    stages_s = {stage: tally[f"{stage.name.lower()}_s"] for stage in REMEDIES}
+    busy_s = sum(stages_s.values())
+    return sorted(((s / busy_s, stage) for stage, s in stages_s.items() if s), reverse=True)
+
+
+def _work(tally: Tally, shares: list[tuple[float, Stage]]) -> str:
+    """Return what loaders spent their time on: "; its time: decode 71%, read 20%, 3 retries"."""
+    notable = [(share, stage) for share, stage in shares if share >= NOTABLE_STAGE_SHARE]
+    parts = [f"{stage.name.lower()} {share:.0%}" for share, stage in notable]
+    if tally["retries"]:
+        parts.append(f"{tally['retries']:.0f} retries")
+    return f"; its time: {', '.join(parts)}" if parts else ""

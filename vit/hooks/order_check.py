@@ -1,0 +1,114 @@
+"""The samples that the ranks have trained on must be those that the order plans.
+
+Each rank looks up which rows of a batch are to be its own, and sums a checksum of them and one of
+what its loader really delivered. Ranks divide a batch by their numbers, so if each has its own
+rows, all together have the batch. At each save and at the end of an epoch the two sums are
+compared. The sum over the ranks, which is the same on any number of them, is kept in `RunState`, so
+that it survives a kill, and goes into the record at the end of the epoch.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vit.checkpoint.state import RunState
+from vit.data.batches import Batch
+from vit.data.order import Order, sample_checksum
+from vit.distributed.process_group import World
+from vit.loggers.record import Record
+from vit.run import Hook, Run
+from vit.training.plan import Plan
+
+
+class OrderCheck:
+    """Sums up what is trained on from `state.step` on, and compares it with `order`.
+
+    Streams have no order (None), and are only recorded.
+    """
+
+    def __init__(
+        self, world: World, order: Order | None, plan: Plan, record: Record, state: RunState
+    ):
+        self._world = world
+        self._order = order
+        self._plan = plan
+        self._record = record
+        self._state = state
+        self._compared_step = state.step
+        self._seen = 0
+        self._planned = 0
+
+    def add(self, batch: Batch) -> None:
+        """Add this rank's rows of the batch of `state.step`."""
+        self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
+        if self._order is not None:
+            # Looked up now, while a GPU computes, and not for a complete epoch at its end.
+            rows = self._plan.rows_of(self._world.rank)
+            planned = self._order.rows(self._state.step, rows.start, rows.stop)
+            self._planned = (self._planned + sample_checksum(planned)) % 2**64
+
+    def compare(self) -> None:
+        """Compare what was added since the last comparison; every rank calls it.
+
+        Raises RuntimeError on a rank whose rows were not the planned ones, and AlreadyReported on
+        the others.
+        """
+        state = self._state
+        if self._compared_step == state.step:
+            return
+        with self._world.fail_together():
+            if self._order is not None and self._seen != self._planned:
+                raise RuntimeError(
+                    f"batches {self._compared_step} to {state.step - 1}, rows of rank"
+                    f" {self._world.rank}: sample checksum {self._seen:016x}, planned"
+                    f" {self._planned:016x}: a bug in the loader, please report it"
+                )
+        # torch sums int64; the bits are those of the unsigned sum.
+        signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
+        own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)
+        state.sample_checksum = (state.sample_checksum + int(self._world.sum_(own))) % 2**64
+        self._compared_step = state.step
+        self._seen = 0
+        self._planned = 0
+
+    def write(self) -> None:
+        """Compare, and record what was trained on since the last line; every rank calls it."""
+        self.compare()
+        state = self._state
+        first = state.checked_step
+        if first == state.step:
+            return
+        is_epoch_end = state.step % self._plan.steps_per_epoch == 0
+        self._record.write(
+            "epoch",
+            state.step,
+            epoch=state.step / self._plan.steps_per_epoch,
+            first_batch=first,
+            last_batch=state.step - 1,
+            exact=self._order is not None,
+            sample_checksum=f"{state.sample_checksum:016x}",
+            batches_passed_over=state.num_passed_over(state.step) - state.num_passed_over(first),
+            samples_dropped=self._plan.dropped_per_epoch if is_epoch_end else 0,
+        )
+        state.checked_step = state.step
+        state.sample_checksum = 0
+
+
+class OrderHook(Hook):
+    """Compares what is trained on with the order, at each save and at the end of an epoch."""
+
+    def begin(self, run: Run) -> None:
+        """See `Hook`."""
+        order = run.batches.order if run.batches.exact else None
+        self._check = OrderCheck(run.world, order, run.plan, run.record, run.state)
+
+    def queued(self, batch: Batch) -> None:
+        """See `Hook`."""
+        self._check.add(batch)
+
+    def verify(self, is_end: bool) -> None:
+        """See `Hook`."""
+        if is_end:
+            self._check.write()
+        else:
+            self._check.compare()

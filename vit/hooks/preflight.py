@@ -1,0 +1,350 @@
+"""Check before the first step that this host has what the run is going to use, and report on it.
+
+Memory for the batches of all ranks, cores for their workers, open files for the shards, /dev/shm
+(needed by NCCL only), and the disk for what the run will save. What cannot work is an error with
+its remedy; what only costs speed is a note; the record has both.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vit.checkpoint.run_folder import SAMPLES_FOLDER
+from vit.config.schema import Config, DataConfig
+from vit.data.batches import AugmentedBatches, EvalBatches
+from vit.data.decode import native
+from vit.data.decode.images import decoder_name
+from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
+from vit.distributed.process_group import World, local_world_size
+from vit.hooks.sample_losses import folder_bytes
+from vit.optim.optimizer import state_bytes
+from vit.system.host import free_memory_bytes, num_cores, raise_open_files
+from vit.training.freeze import create_trained_model
+from vit.training.plan import Plan
+
+WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
+"""Memory of a loader worker: Python's objects, libraries' data, images; on other systems also the
+libraries, because it is not forked from training. Measured at 110 MiB (docs/experiments.md); what
+workers really have is in the record (`loader_worker_mib`)."""
+OTHER_FILES = 256  # open files of a process besides shards: pipes, libraries, sockets
+NCCL_SHM_GIB = 1
+"""What NVIDIA recommends for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
+TENSOR_HEADER_BYTES = 160
+"""About what a tensor's name, type, shape and offset take in the header of a safetensors file."""
+DISK_MARGIN_BYTES = 2**20
+"""For the record, predictions and `checkpoint.json`."""
+SAVED = (
+    *("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors"),
+    f"{SAMPLES_FOLDER}/*.npy",
+)
+"""What a run has saved, and replaces or removes later."""
+MISSING_BYTES = 2**28
+"""If the cache lacks more than this of the first batches, a line explains the wait."""
+MIB = 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What was found."""
+
+    lines: tuple[str, ...]
+    """For people."""
+    numbers: dict[str, Any]
+    """For the record."""
+
+
+def preflight(
+    data: DataConfig,
+    world: World,
+    plan: Plan,
+    train: AugmentedBatches,
+    evals: Sequence[EvalBatches],
+    root: Path = Path("/"),
+    *,
+    saved_bytes: int = 0,
+) -> Preflight:
+    """Check this host against the run; raise the limit of open files where that is needed.
+
+    evals: of each split to evaluate on, first `data.val_split`. root: where `proc` and `sys` are.
+    saved_bytes: of the state, which rank 0 copies in memory to save it. Raises ValueError if the
+    run cannot work here.
+    """
+    workers = data.num_workers
+    ranks = local_world_size()
+    on_gpu = world.device.type == "cuda"
+    ring = plan_ring(
+        train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
+    )
+    # Evaluation's workers and buffers exist next to those of training, and those of one further
+    # split next to both.
+    val, *others = evals
+    eval_ring = _ring(val, workers, on_gpu)
+    other_bytes = max((_ring(each, workers, on_gpu).num_bytes for each in others), default=0)
+    batch_bytes = ring.num_bytes + eval_ring.num_bytes + other_bytes
+    free_bytes = free_memory_bytes(root)
+    worker_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
+    worker_bytes += [max(_worker_bytes(each, ranks * workers) for each in others)] if others else []
+    copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
+    needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
+    more = ", and eval.sets once more" if others else ""
+    saving = f"; {copy_bytes / MIB:.1f} MiB to copy what is saved" if copy_bytes else ""
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise ValueError(
+            f"{ranks} rank(s) with {workers} loader workers each need {needed_bytes / GIB:.2f} GiB"
+            f" of memory for batches on this host ({ring.num_slots} of"
+            f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
+            f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
+            f" per worker; evaluation starts as many again{more}{saving}),"
+            f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
+            " eval.batch_size, or give the job more memory"
+        )
+
+    shm = Path("/dev/shm")
+    evaluated = [each.split for each in evals]
+    index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
+    local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
+    # A reader leaves half of the limit to others.
+    wanted_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
+    numbers = {
+        "train_shards": len(train.split.filenames),
+        "val_shards": sum(len(split.filenames) for split in evaluated),
+        "batch_slots": ring.num_slots,
+        "batch_gib": round(batch_bytes / GIB, 4),
+        "save_copy_gib": round(copy_bytes / GIB, 4),
+        "decoder": decoder_name(),
+        "index_gib": round(index_bytes / GIB, 4),
+        "free_memory_gib": None if free_bytes is None else round(free_bytes / GIB, 2),
+        "cores": num_cores(root),
+        "open_files": raise_open_files(wanted_files),
+        "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
+    }
+    numbers["notes"] = notes = list(_notes(data, world, train, numbers, wanted_files))
+    memory = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
+    host_line = (
+        f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
+        f" each{memory}; batches take {batch_bytes / MIB:.1f} MiB a rank ({ring.num_slots} of"
+        f" {train.layout.num_rows} images, {eval_ring.num_slots} of {val.layout.num_rows} to"
+        " evaluate), nothing in /dev/shm"
+    )
+    lines = (_data_line(train, evals, index_bytes), host_line)
+    return Preflight((*lines, *(f"note: {note}" for note in notes)), numbers)
+
+
+def _data_line(train: AugmentedBatches, evals: Sequence[EvalBatches], index_bytes: int) -> str:
+    splits = [each.split for each in evals]
+    further = f" ({len(splits)} splits)" if len(splits) > 1 else ""
+    return (
+        f"data: {train.split.num_samples:,} images in {len(train.split.filenames):,} shards,"
+        f" {sum(split.num_samples for split in splits):,} in"
+        f" {sum(len(split.filenames) for split in splits):,} to evaluate{further}; index"
+        f" {index_bytes / MIB:.1f} MiB, mapped once a host; JPEG decoder: {decoder_name()}"
+    )
+
+
+def _notes(
+    data: DataConfig,
+    world: World,
+    train: AugmentedBatches,
+    numbers: dict[str, Any],
+    wanted_files: int,
+) -> Iterator[str]:
+    """Yield what costs speed on a host with these `numbers`, each with its remedy."""
+    ranks = local_world_size()
+    workers = ranks * data.num_workers
+    cores = numbers["cores"]
+    if numbers["open_files"] < wanted_files:
+        yield (
+            f"the limit of {numbers['open_files']:,} open files is low: some shards are opened"
+            f" again for each image: `ulimit -n {wanted_files}` before the start, or ask the"
+            " administrator"
+        )
+    yield from _cache_notes(train, ranks)
+    if workers > cores:
+        yield (
+            f"{workers} loader workers on {cores} core(s) take turns:"
+            f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
+        )
+    threads = torch.get_num_threads()
+    on_gpu = world.device.type == "cuda"
+    if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
+        yield (
+            f"each of {ranks} ranks computes in {threads} thread(s) on {cores} cores, which is"
+            f" torchrun's default: `export OMP_NUM_THREADS={cores // ranks}` to use them all"
+        )
+    shm_gib = numbers["free_shm_gib"]
+    if on_gpu and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB:
+        yield (
+            f"/dev/shm has {shm_gib:.2f} GiB free, NCCL needs {NCCL_SHM_GIB} between the GPUs of a"
+            " host: docker run --shm-size=1g (batches need nothing there)"
+        )
+    if native.UNAVAILABLE_REASON:
+        yield f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
+
+
+def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
+    """Return the plan of the batches of an evaluation, on one rank."""
+    counts = (batches.layout, batches.row_unit, len(batches), workers, None, on_gpu)
+    return plan_ring(*counts, EVAL_READY_BATCHES)
+
+
+def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -> int:
+    """Return the memory of one of `num_processes` loader processes of this host."""
+    cached = getattr(getattr(batches.split, "tars", None), "cached", None)
+    return WORKER_BYTES + (0 if cached is None else cached.process_bytes(num_processes))
+
+
+# --- disk -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DiskNeeds:
+    """The most that a run will have in its folder."""
+
+    checkpoint_bytes: int
+    """Of one checkpoint."""
+    num_checkpoints: int
+    weights_bytes: int
+    """Of all files in `weights/`."""
+    samples_bytes: int
+    """Of the losses of images, one file for each epoch."""
+
+    @property
+    def total_bytes(self) -> int:
+        checkpoints_bytes = self.num_checkpoints * self.checkpoint_bytes
+        return checkpoints_bytes + self.weights_bytes + self.samples_bytes
+
+    def in_words(self, size: Callable[[int], str]) -> str:
+        """Return the parts of the sum; size: how a number of bytes is written."""
+        losses = f", losses of images {size(self.samples_bytes)}" if self.samples_bytes else ""
+        return (
+            f"{self.num_checkpoints} checkpoint(s) of {size(self.checkpoint_bytes)}, weights"
+            f" {size(self.weights_bytes)}{losses}"
+        )
+
+
+def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
+    """Compute the size of parameters, optimizer and average, without creating them."""
+    with torch.device("meta"):
+        model = create_trained_model(config, num_classes)  # what is frozen has no optimizer state
+    copies = 1 if config.train.ema_decay is None else 2
+    weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
+    num_saves = -(-plan.total_steps // config.checkpoint.every_steps)
+    # A stream does not know which samples it shows.
+    keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
+    num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
+    return DiskNeeds(
+        checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
+        # A checkpoint is written before the oldest is removed.
+        num_checkpoints=min(config.checkpoint.keep_last + 1, num_saves),
+        weights_bytes=num_names * copies * weights_bytes,
+        samples_bytes=folder_bytes(plan, keeps_losses),
+    )
+
+
+def check_disk(
+    checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir"
+) -> Preflight:
+    """Return `checked` with what the run will save in `folder`, which is that of `setting`.
+
+    What is there already counts. Raises ValueError if there is no room for the rest.
+    """
+    saved = (path for pattern in SAVED for path in folder.glob(pattern))
+    saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())
+    # At least one checkpoint is written before anything is removed.
+    more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
+    above = (folder.absolute(), *folder.absolute().parents)
+    free_bytes = shutil.disk_usage(next(each for each in above if each.is_dir())).free
+    what = needs.in_words(size_text)
+    if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
+        present = f", {size_text(saved_bytes)} of it are there" if saved_bytes else ""
+        raise ValueError(
+            f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}),"
+            f" its disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
+            f" ({keep_last}, and one more while it is written), or choose another {setting}"
+        )
+    numbers = {
+        "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),
+        "needed_disk_gib": round(more_bytes / GIB, 4),
+        "free_disk_gib": round(free_bytes / GIB, 2),
+    }
+    line = f"disk: {what} at most in {folder}, {size_text(free_bytes)} free"
+    return Preflight((*checked.lines, line), {**checked.numbers, **numbers})
+
+
+def _file_bytes(tensors: list[int]) -> int:
+    """Return the size of a safetensors file of tensors with these numbers of bytes."""
+    return sum(tensors) + len(tensors) * TENSOR_HEADER_BYTES
+
+
+def size_text(num_bytes: int) -> str:
+    """Return bytes for people."""
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
+
+
+# --- the cache of remote shards -------------------------------------------------------------------
+
+
+def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[str]:
+    """Yield a line on what the first batches fetch, if it is much.
+
+    After a resume on another host, for example, all windows of the order have to be fetched.
+    """
+    if not batches.exact:
+        return
+    last = min(step + batches.split.read_ahead_batches, plan.total_steps)
+    if step >= last:
+        return
+    first_row = batches.first_row
+    end_row = first_row + batches.layout.num_rows
+    samples = [batches.order.rows(later, first_row, end_row) for later in range(step, last)]
+    folder = None
+    wanted_bytes = missing_bytes = 0
+    for split, own in batches.split.divided(np.unique(np.concatenate(samples))):
+        if (cached := split.tars.cached) is not None:
+            folder = cached.cache.folder
+            wanted, missing = cached.wanted_bytes(own)
+            wanted_bytes += wanted
+            missing_bytes += missing
+    if missing_bytes >= MISSING_BYTES:
+        yield (
+            f"filling the cache: the next {last - step} batches of a rank lie in"
+            f" {wanted_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are not"
+            f" in {folder} yet; `python -m vit.data.warm` fetches ahead of a job"
+        )
+
+
+def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
+    """Yield a note if the cache does not hold what the order reads from at a time.
+
+    Blocks of remote shards are then fetched again and again.
+    """
+    order = train.order
+    wanted_bytes = 0
+    cached = None
+    for split in train.split.splits:
+        if split.tars.cached is not None:
+            cached = split.tars.cached
+            blocks = order.blocks_at_a_time(
+                ranks * train.layout.num_rows, cached.read_ahead_batches
+            )
+            block_samples = max(order.block_samples, cached.block_samples)
+            block_bytes = block_samples * cached.stored_bytes // split.num_samples
+            wanted_bytes += min(blocks * block_bytes, cached.stored_bytes)
+    if cached is not None and cached.cache.limit_bytes < wanted_bytes:
+        remedy = "lower data.num_lanes or data.window_blocks"
+        if order.block_samples == 1:
+            remedy = "set data.block_samples=64"
+        yield (
+            f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller"
+            f" than the {wanted_bytes / GIB:.1f} GiB that are read from at a time, so up to"
+            f" {cached.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
+        )

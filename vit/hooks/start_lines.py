@@ -1,0 +1,100 @@
+"""Lines for people before the first step: the model, its batches, settings that may be mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vit.checkpoint.state import RunState
+from vit.config.schema import Config
+from vit.data.batches import NOT_EXACT, AugmentedBatches
+from vit.data.shuffle_quality import ShuffleQuality
+from vit.hooks.preflight import filling_notes
+from vit.layers.drop_path import num_kept
+from vit.layers.precision import precision_note
+from vit.step import TrainStep
+from vit.training.model_summary import count_parameters, flops_per_image
+from vit.training.plan import Plan
+
+NOTABLE_FIRST_SHARE = 0.05
+"""Share of the first weights in the final average above which it is reported: that of 3 / (1 -
+decay) updates."""
+
+
+def start_lines(
+    config: Config,
+    plan: Plan,
+    train_step: TrainStep,
+    batches: AugmentedBatches,
+    shuffle: ShuffleQuality | None,
+    state: RunState,
+) -> Iterator[str]:
+    """Yield lines about model, batches, what may be set wrong, and where the run stands."""
+    world = train_step.world
+    model = train_step.model
+    num_passes = plan.accumulation_steps
+    micro_steps = f" in {num_passes} micro-steps" if num_passes > 1 else ""
+    yield (
+        f"{config.model.name}: {count_parameters(model):,} parameters,"
+        f" {flops_per_image(model) / 1e9:.2f} GFLOP per image; {world.size} rank(s) on"
+        f" {world.device.type}, {config.train.precision}; {plan.total_steps} steps of"
+        f" {plan.global_batch_size} images{micro_steps}"
+    )
+    num_copies = config.data.aug_repeats
+    copies = (
+        f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch,"
+        f" {num_copies} copies of each; "
+    ) * (num_copies > 1)
+    if batches.image_format.stages:
+        yield f"training images: {batches.image_format.sizes_text()}"
+    yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"
+    if emulated := precision_note(config.train.precision, world.device):
+        yield f"note: {emulated}"
+    if train_step.why_eager:
+        yield (
+            f"note: torch.compile does not work here ({train_step.why_eager}), so training is not"
+            " compiled: install a C++ compiler and Python's headers (Debian, Ubuntu: apt-get"
+            " install g++ python3-dev), or set train.compile=false"
+        )
+    rate = config.model.drop_path_rate or 0.0
+    in_subset = config.model.drop_path_form == "subset"
+    if (
+        rate
+        and len(getattr(model, "blocks", ())) == 1
+        and config.model.drop_path_schedule != "constant"
+    ):
+        yield (
+            f"note: model.drop_path_rate={rate} drops nothing: it grows from 0 at the first block,"
+            " and there is no other: model.drop_path_schedule=constant"
+        )
+    if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
+        yield (
+            "note: model.drop_path_form=subset drops whole samples, and of a micro-batch of"
+            f" {plan.micro_batch_size} none at model.drop_path_rate={rate}: a larger"
+            " data.micro_batch_size, or model.drop_path_form=mask"
+        )
+    if plan.warmup_steps >= plan.total_steps:
+        yield (
+            f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"
+            " the peak learning rate is not reached"
+        )
+    ema = train_step.ema
+    share = 0.0 if ema is None else ema.first_share(plan.total_steps)
+    if share > NOTABLE_FIRST_SHARE:
+        yield (
+            f"note: train.ema_decay={config.train.ema_decay} over so few steps leaves {share:.0%}"
+            " of the weights that it begins with in the average, which eval, predict and export"
+            " take: set train.ema_warmup=true, train.ema_decay=null or a smaller decay"
+        )
+    yield from filling_notes(batches, state.step, plan)
+    if state.restarts:
+        yield (
+            f"resumed at step {state.step} of {plan.total_steps} from {config.run.dir}/checkpoints"
+            f" (restart {state.restarts})"
+        )
+    if state.is_finished(plan):
+        best = f", best top-1 {state.best_top1:.2f} %" if state.best_top1 >= 0 else ""
+        length = "train.epochs" if config.train.steps is None else "train.steps"
+        yield (
+            f"{config.run.dir} is finished: {state.step} steps{best}; for more: another run.dir,"
+            f" or a larger {length} with --allow-change {length}"
+        )

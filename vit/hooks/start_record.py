@@ -1,0 +1,120 @@
+"""Open the record of a run, and write what is known before its first step.
+
+Config, plan, data and host of an attempt go into one `start` line, by which the report and
+`vit.extras.report.replay` know later what was trained; `config.yaml` holds the settings; people see
+the plan. Then the views of the record begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from vit.checkpoint.run_folder import CONFIG_FILE, RunLock, mount_note
+from vit.checkpoint.state import RunState
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.data.eval_sets import EvalSet
+from vit.data.order import rows_sha256
+from vit.data.overlap import count_equal
+from vit.data.shuffle_quality import measure_shuffle
+from vit.data.sources import TrainSet, content_sha256
+from vit.distributed.process_group import World
+from vit.hooks.start_lines import start_lines
+from vit.loggers.record import Record, provenance
+from vit.step import TrainStep
+from vit.system.files import replacing
+from vit.training.loss import describe_class_weights
+from vit.training.mfu import find_peak
+from vit.training.notes import Notes
+from vit.training.run_data import RunData
+
+
+def start_record(
+    config: Config,
+    world: World,
+    folder: Path,
+    lock: RunLock,
+    data: RunData,
+    notes: Sequence[Notes],
+    state: RunState,
+    train_step: TrainStep,
+) -> Record:
+    """Open the record, and write on the main rank what is known before the first step.
+
+    notes: of the objective and the hooks. Raises ValueError if the folder cannot be written.
+    """
+    if not world.is_main:
+        return Record(folder, config.log, False, total_steps=data.plan.total_steps)
+    values = config_io.to_dict(config)
+    made_by = provenance()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        record = Record(
+            folder,
+            config.log,
+            True,
+            total_steps=data.plan.total_steps,
+            first_step=state.step,
+            lock=lock,
+        )
+        header = "".join(f"# {key}: {value}\n" for key, value in made_by.items())
+        with replacing(folder / CONFIG_FILE) as file:
+            file.write((header + config_io.dump_yaml(values)).encode())
+    except OSError as error:
+        raise ValueError(
+            f"run.dir={folder}: cannot be written ({error.strerror}): choose another folder, or"
+            " free some space"
+        ) from None
+
+    shuffle = None
+    trained_on = {}
+    if data.batches.exact:
+        labels = data.batches.split.index["label"]
+        shuffle = measure_shuffle(data.batches.order, labels)
+        # By which `vit.extras.report.replay` knows that it shows the same.
+        trained_on["content_sha256"] = content_sha256(data.batches.split)
+        trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
+    peak = find_peak(world.device, config.train.precision)
+    record.write(
+        "start",
+        state.step,
+        restarts=state.restarts,
+        world_size=world.size,
+        device=str(world.device),
+        compiled=config.train.compile and not (train_step.why_eager or state.is_over(data.plan)),
+        **made_by,
+        exact=data.batches.exact,
+        plan=asdict(data.plan),
+        shuffle=None if shuffle is None else asdict(shuffle),
+        chosen=data.train_set.identity or None,
+        class_weights=data.class_weights,
+        **{key: value for part in notes for key, value in part.record.items()},
+        **trained_on,
+        **({} if peak is None else asdict(peak)),
+    )
+    lines = [f"chosen: {line}" for line in data.train_set.summary]
+    lines += describe_class_weights(data.class_weights, data.train_set.split.class_names)
+    lines += [line for part in notes for line in part.lines]
+    lines += [f"note: {note}"] if (note := mount_note(folder)) else []
+    lines += [note for sets in data.sets if (note := _note_of_trained(sets[0], data.train_set))]
+    lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
+    for line in lines:
+        record.say(line)
+    if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
+        record.start_tensorboard()
+        record.start_wandb({**values, "provenance": made_by})
+    return record
+
+
+def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
+    """Return a note if images of a set are trained on, here or as copies; "" if not."""
+    split = evaluated.split
+    count = count_equal(train_set, split)
+    if not count:
+        return ""
+    return (
+        f"note: {evaluated.name} ({split.root} {split.name!r}): {count:,} of its"
+        f" {split.num_samples:,} images are byte-equal to images that are trained on"
+    )

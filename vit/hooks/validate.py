@@ -1,0 +1,114 @@
+"""Evaluate within a training: on all sets, into the record, and choose the best weights."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from vit.config.eval_section import VAL
+from vit.evaluation.evaluate import Evaluation, save_predictions
+from vit.hooks.monitor import Monitor
+from vit.run import Run
+from vit.system.meter import Meter
+
+CHECK_STOP_EVERY_BATCHES = 8
+"""An evaluation checks every this many batches whether a rank was asked to stop; each check is a
+collective."""
+
+
+class _Interrupted(Exception):
+    """A signal interrupted an evaluation, on all ranks at the same batch."""
+
+
+def evaluate(run: Run, monitor: Monitor) -> set[str]:
+    """Evaluate the model and its moving average (EMA), and record the results.
+
+    Returns the names under which the weights are to be saved: last, and best if they are that. If a
+    signal interrupts it, `monitor.stop` is set and nothing is recorded: the resumed run evaluates
+    again.
+    """
+    state = run.state
+    run.watch.mark(state.step, "evaluating")
+    try:
+        results = _evaluate_all(run)
+    except _Interrupted:
+        monitor.stop = True
+        return set()
+    _record_results(run, results)
+    state.evaluated_step = state.step
+    best_by = run.config.eval.best_by
+    choosing = [result.accuracy for result in results[best_by].values()]
+    is_best = state.take_best(best_by, *((each.top1, each.loss) for each in choosing))
+    with run.world.fail_together():
+        if run.world.is_main:
+            # The averaged weights, if there are any, are the ones meant to be used.
+            preferred = results[VAL].get("ema", results[VAL]["model"])
+            save_predictions(run.folder, preferred, run.evaluators[0].split, state.step)
+    return {"last", "best"} if is_best else {"last"}
+
+
+def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
+    """Evaluate all models on all sets: set -> model -> result. Raises `_Interrupted`."""
+    record = run.record
+    live_line = partial(record.progress, run.state.step) if record.is_live else None
+    results: dict[str, dict[str, Evaluation]] = {}
+    for number, evaluator in enumerate(run.evaluators):
+        num_images = evaluator.split.num_samples
+        names = f" {', '.join(each.name for each in evaluator.sets)}" if number else ""
+        meter = Meter(
+            f"evaluating{names}", num_images, "images", shown=run.world.is_main, into=live_line
+        )
+
+        def on_batch(
+            done: int, total: int, meter: Meter = meter, num_images: int = num_images
+        ) -> None:
+            meter.update(num_images * done // total)
+            run.watch.mark(run.state.step, "evaluating")
+            due = done % CHECK_STOP_EVERY_BATCHES == 0
+            if due and run.world.any_rank(bool(run.signals.received)):
+                raise _Interrupted
+
+        try:
+            results |= evaluator.evaluate(run.models(), on_batch)
+        finally:
+            # The workers of the first stay, at rest; those of all sets would fill the host.
+            if number:
+                evaluator.close()
+    return results
+
+
+def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None:
+    """Write the results into the record, with what hooks add, and show them."""
+    step = run.state.step
+    values: dict[str, Any] = {}
+    for set_name, by_model in results.items():
+        prefix = "" if set_name == VAL else f"{set_name}/"
+        for name, result in by_model.items():
+            suffix = "" if name == "model" else f"_{name}"
+            metrics = result.accuracy.to_dict()
+            values |= {prefix + key + suffix: value for key, value in metrics.items()}
+    lines = []
+    for hook in run.hooks:
+        added, line = hook.evaluated(step, values)
+        values |= added
+        lines += [line] if line else []
+    times = [evaluator.took for evaluator in run.evaluators if evaluator.took is not None]
+    seconds = sum(took.seconds for took in times)
+    run.record.write(
+        "eval",
+        step,
+        **values,
+        images_per_s=sum(evaluator.split.num_samples for evaluator in run.evaluators) / seconds,
+        seconds=seconds,
+        data_wait_s=sum(took.data_wait_s for took in times),
+    )
+    for scored in [scored for evaluator in run.evaluators for scored in evaluator.sets]:
+        parts = [
+            f"{'' if name == 'model' else name + ' '}{result.accuracy}"
+            for name, result in results[scored.name].items()
+        ]
+        which = "" if scored.name == VAL else f"{scored.name}: "
+        run.record.say(f"step {step}: {which}{'; '.join(parts)} on {scored.where()}")
+        if scored.name == VAL:
+            for line in lines:
+                run.record.say(line)

@@ -1,0 +1,156 @@
+"""Predictions for programs, as a CSV that is complete or absent; and for people, as tables.
+
+file,problem,class_1,probability_1,class_2,probability_2
+cats/1.jpg,,cat,0.981244,dog,0.012345
+cats/2.jpg,0 bytes,,,,
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import unicodedata
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from vit.inference.inputs import Place
+from vit.inference.predict import Predictions
+from vit.system.files import replacing, told
+from vit.system.redact import UNPRINTED
+
+BAR_CELLS = 20
+"""Width of a probability of 1 in the table."""
+
+
+@contextmanager
+def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
+    """Open a CSV with `num_classes` classes per image; yield what `write_rows` takes.
+
+    It has its name when the block ends: of a command that was killed nothing is left that looks
+    complete. Raises ValueError if it cannot be written.
+    """
+    with told(path, "--csv "), replacing(path) as file:
+        # Names that are not UTF-8 go out as the bytes that they are.
+        text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
+        writer = csv.writer(text, lineterminator="\n")
+        ranks = range(1, num_classes + 1)
+        columns = [f"{what}_{rank}" for rank in ranks for what in ("class", "probability")]
+        writer.writerow(["file", "problem", *columns])
+        yield writer
+        text.flush()
+        text.detach()
+
+
+def write_rows(
+    writer: Any, found: Predictions, places: Sequence[Place], class_names: Sequence[str]
+) -> None:
+    """Write a line for each image of `found`."""
+    labels = found.labels.tolist()
+    probabilities = found.probabilities.tolist()
+    num_columns = 2 * found.labels.shape[1]
+    for row, number in enumerate(range(found.first, found.first + len(labels))):
+        cells: list[str] = []
+        if number not in found.problems:
+            for label, probability in zip(labels[row], probabilities[row], strict=True):
+                cells += [class_names[label], f"{probability:.6f}"]
+        cells += [""] * (num_columns - len(cells))
+        writer.writerow([places[number].name, found.problems.get(number, ""), *cells])
+
+
+def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Table:
+    """Return a table of images, each with its classes and their probabilities.
+
+    rows: name of the file, and its classes, the likeliest first.
+    """
+    table = Table("image", "class", "%", "", box=None, pad_edge=False)
+    table.columns[0].overflow = "fold"
+    table.columns[1].overflow = "fold"
+    table.columns[2].justify = "right"
+    for name, classes in rows:
+        for rank, (class_name, probability) in enumerate(classes):
+            table.add_row(
+                Text(printable(name) if rank == 0 else ""),
+                Text(class_name, style="bold" if rank == 0 else ""),
+                f"{100 * probability:.1f}",
+                Text("█" * round(BAR_CELLS * probability), style="blue"),
+                end_section=rank == len(classes) - 1,
+            )
+    return table
+
+
+@dataclass
+class Summary:
+    """What predictions have in common, and the first of them, one batch after the other."""
+
+    places: Sequence[Place]
+    class_names: Sequence[str]
+    num_examples: int
+    """How many of the first places to keep."""
+    examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
+    """Name of the file and its classes, of those that could be read."""
+    pixels: list[Tensor] = field(default_factory=list)
+    """(C, H, W) uint8 of each example, if they came along."""
+    num_done: int = 0
+    num_problems: int = 0
+    """Counted by the caller, who names them."""
+    _images: Tensor = field(init=False)
+    _probabilities: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._images = torch.zeros(len(self.class_names), dtype=torch.int64)
+        self._probabilities = torch.zeros(len(self.class_names), dtype=torch.float64)
+
+    def add(self, found: Predictions) -> None:
+        """Add a batch."""
+        numbers = range(found.first, found.first + len(found.labels))
+        good = [row for row, number in enumerate(numbers) if number not in found.problems]
+        likeliest = found.labels[good, 0]
+        self._images += torch.bincount(likeliest, minlength=len(self.class_names))
+        self._probabilities.index_add_(0, likeliest, found.probabilities[good, 0].double())
+        self.num_done += len(numbers)
+        for row in good:
+            if numbers[row] >= self.num_examples:
+                break
+            labels = found.labels[row].tolist()
+            names = [self.class_names[label] for label in labels]
+            classes = list(zip(names, found.probabilities[row].tolist(), strict=True))
+            self.examples.append((self.places[numbers[row]].name, classes))
+            if found.pixels is not None:
+                self.pixels.append(found.pixels[row])
+
+    def class_table(self, num_rows: int = 20) -> Table:
+        """Return a table of the classes that are the likeliest of most images."""
+        table = Table("class", "images", "share", "mean probability", box=None, pad_edge=False)
+        for column in table.columns[1:]:
+            column.justify = "right"
+        total = int(self._images.sum())
+        order = self._images.argsort(descending=True, stable=True)
+        present = [label for label in order.tolist() if self._images[label]]
+        for label in present[:num_rows]:
+            number = int(self._images[label])
+            mean = float(self._probabilities[label]) / number
+            shares = f"{100 * number / total:.1f} %", f"{100 * mean:.1f} %"
+            table.add_row(Text(self.class_names[label]), f"{number:,}", *shares)
+        if others := present[num_rows:]:
+            number = int(self._images[others].sum())
+            share = f"{100 * number / total:.1f} %"
+            table.add_row(f"{len(others):,} more classes", f"{number:,}", share, "")
+        return table
+
+
+def printable(name: str) -> str:
+    """Return a name of a file on one line, without what a terminal cannot show or would obey."""
+    return "".join(
+        letter.encode("unicode_escape").decode()
+        if unicodedata.category(letter) in UNPRINTED
+        else letter
+        for letter in name
+    )

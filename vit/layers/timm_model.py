@@ -1,0 +1,66 @@
+"""Models of timm as `timm/<name>`, without their published weights.
+
+timm is an optional dependency, imported only when such a model is asked for. A timm model gets
+`image_size` (height, width) and `in_chans` as attributes, as our own model has them: whoever needs
+an input for it, such as `vit.training.model_summary.flops_per_image`, reads its shape there.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from vit.layers.arguments import height_width
+from vit.system.spelling import did_you_mean
+
+
+def create_timm_model(
+    name: str, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, **fields: Any
+) -> nn.Module:
+    """Create timm's model `name` (without the `timm/`) for images of `image_size` pixels.
+
+    Raises:
+        ValueError: timm is not installed, does not know the name, or cannot make the model with
+            these `fields`; those that the model does not have are named all at once.
+    """
+    try:
+        import timm
+    except ImportError as error:
+        raise ValueError(
+            f"model timm/{name} needs timm, which is not installed: pip install timm"
+        ) from error
+    if not timm.is_model(name):
+        hint = did_you_mean(name, timm.list_models())
+        raise ValueError(f"timm {timm.__version__} has no model {name!r}{hint}")
+    fields = {"img_size": image_size, "num_classes": num_classes, "in_chans": 3, **fields}
+    unknown = list[str]()
+    model: Any = None
+    while model is None:
+        try:
+            model = timm.create_model(name, **fields)
+        except (TypeError, RuntimeError, ValueError, AssertionError) as error:
+            # Python names one argument that a constructor does not take per attempt, timm's
+            # MetaFormer all of them.
+            named = str(error).partition("unexpected keyword argument")[2]
+            refused = [field for field in re.findall(r"'(\w+)'", named) if field in fields]
+            if not refused:
+                if {*unknown} - {"img_size"}:
+                    break  # what it lacks is said first: the rest may follow from it
+                raise ValueError(
+                    f"timm {timm.__version__} cannot make {name!r} with {fields}: {error}"
+                ) from error
+            for field in refused:
+                del fields[field]
+            unknown += refused
+    # Convolutional networks take images of any size and have no such argument.
+    if lacking := sorted({*unknown} - {"img_size"}):
+        remedy = " ".join(f"model.{field}=null" for field in lacking)
+        raise ValueError(
+            f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or leave them out of the"
+            " config"
+        )
+    model.image_size = height_width(image_size, "image_size")
+    model.in_chans = fields["in_chans"]
+    return model

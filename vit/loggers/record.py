@@ -1,0 +1,377 @@
+"""The record of a run: `metrics.jsonl` is the truth, console, Weights & Biases
+(`vit.loggers.wandb_logger`) and TensorBoard (`vit.loggers.tensorboard`) are views of it.
+
+The loop hands over numbers that were read from the device one step late; rank 0 appends each set as
+one JSON object per line, and shows it. A restarted run appends, too: a `start` line says from which
+step on later lines replace earlier ones, which `read_metrics` applies. W&B switched off, offline or
+hanging changes nothing in the file and never stops the run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple, TextIO
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
+
+from vit.checkpoint.run_folder import METRICS_FILE, RunLock
+from vit.config.schema import LogConfig
+from vit.system.by_name import load
+from vit.system.files import replacing
+from vit.system.meter import steady_s
+from vit.system.redact import printed, shown, shown_values
+
+SILENT_S = 60.0
+"""A log file gets a line after this long without one: steps may take minutes each."""
+
+
+_OF_EACH_LINE = {"kind", "step", "time"}
+OF_PROVENANCE = ("command", "git", "python", "torch", "host")
+"""The keys of `provenance`, which a `start` line has as well."""
+
+
+def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the readable lines of a `metrics.jsonl`, and the number of the others.
+
+    What follows the last line break was cut short by a kill, and is not counted.
+    """
+    found = list[dict[str, Any]]()
+    num_unreadable = 0
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    for row in text.split("\n")[:-1]:
+        try:
+            line = json.loads(row)
+            found.append({**line, "kind": str(line["kind"]), "step": int(line["step"])})
+        except (ValueError, TypeError, KeyError):
+            num_unreadable += 1
+    return found, num_unreadable
+
+
+def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `lines` without those that a restart, or going back, has replaced."""
+    kept: list[dict[str, Any]] = []
+    for line in lines:
+        if line["kind"] in ("start", "rewind"):
+            kept = [old for old in kept if old["kind"] == "start" or old["step"] <= line["step"]]
+        kept.append(line)
+    return kept
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the readable lines of a `metrics.jsonl` that are still valid."""
+    return without_redone(read_lines(path)[0])
+
+
+def numbers_of(line: dict[str, Any]) -> dict[str, float]:
+    """Return what the views show of a line of the record, as `train/loss`; {} of other kinds.
+
+    Of norms each layer's, as `norms/grad_norm/blocks.0`.
+    """
+    kind = line["kind"]
+    if kind == "norms":
+        line = {
+            f"{name}/{layer}": value
+            for name in line.keys() - _OF_EACH_LINE
+            for layer, value in line[name].items()
+        }
+    elif kind not in ("train", "eval", "fault", "rewind"):
+        return {}
+    numbers = {key: value for key, value in line.items() if isinstance(value, int | float)}
+    return {f"{kind}/{key}": numbers[key] for key in numbers.keys() - _OF_EACH_LINE}
+
+
+class Rows(NamedTuple):
+    """What is shown of a record: of each line that counts its step and its numbers by name, and the
+    most lines that ever counted."""
+
+    rows: list[tuple[int, dict[str, float]]]
+    most: int
+
+
+def rows_of(lines: list[dict[str, Any]]) -> Rows:
+    """Return what W&B shows of the `lines` of a record, those that were replaced among them."""
+    kept: list[tuple[int, dict[str, float]]] = []
+    most = 0
+    restarts = 0
+    for line in lines:
+        if line["kind"] in ("start", "rewind"):
+            kept = [(step, numbers) for step, numbers in kept if step <= line["step"]]
+            restarts = line.get("restarts", restarts)
+        if numbers := numbers_of(line):
+            kept.append((line["step"], {"restarts": restarts, **numbers}))
+            most = max(most, len(kept))
+    return Rows(kept, most)
+
+
+class Record:
+    """Writes and shows on rank 0; on other ranks every call does nothing.
+
+    total_steps, first_step: for the progress line. lock: that of the run folder; the record
+    acquires it, unless it is held already, and releases it when closed. Lines go to stderr, so that
+    stdout is left to the command.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: LogConfig,
+        is_main: bool,
+        *,
+        total_steps: int,
+        first_step: int = 0,
+        lock: RunLock | None = None,
+    ):
+        self.is_main = is_main
+        self._wandb: Any = None
+        self._tensorboard: Any = None
+        self._live: Progress | None = None
+        self._step = first_step
+        self._restarts = 0
+        self._outcome = ""
+        if not is_main:
+            return
+        self._run_dir = run_dir
+        self._config = config
+        self._said_at = time.monotonic()
+        self._began_s = time.time()
+        self._began_at = steady_s()
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.lock = lock or RunLock(run_dir)
+        self.lock.acquire()
+        self._file = _open_to_append(run_dir / METRICS_FILE)
+        if self._console.is_terminal:
+            self._live = Progress(
+                BarColumn(24),
+                TextColumn("{task.description}"),
+                console=self._console,
+                auto_refresh=True,
+                transient=True,
+            )
+            self._task = self._live.add_task(
+                "first step ...", total=total_steps, completed=first_step
+            )
+            self._live.start()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether there is a live line: on the main rank, if it has a terminal."""
+        return self._live is not None
+
+    def say(self, text: str) -> None:
+        """Show one line to people."""
+        if self.is_main:
+            self._console.print(printed(text), markup=False)
+            self._said_at = time.monotonic()
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line of `kind` start, reference, ready, train, norms, eval, epoch, checkpoint,
+        fault, rewind or end.
+
+        Raises ValueError if it cannot be written.
+        """
+        if not self.is_main:
+            return
+        for key, value in values.items():
+            values[key] = shown_values(_finite(value))
+        # As far apart as what has passed: a clock that is set meanwhile would make hours of it.
+        time_s = self._began_s + steady_s() - self._began_at
+        line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
+        self._append(json.dumps(line) + "\n")
+        self._step = step
+        self._restarts = values.get("restarts", self._restarts)
+        self._outcome = values.get("outcome", self._outcome)
+        numbers = numbers_of(line)
+        if self._tensorboard is not None:
+            self._tensorboard.send(step, line["time"], numbers)
+        if self._wandb is None:
+            return
+        if numbers:
+            self._wandb.send(step=step, numbers={"restarts": self._restarts, **numbers})
+        self._wandb.poll_messages()
+
+    def _append(self, line: str) -> None:
+        if self._file.closed:
+            return
+        try:
+            self._restore_if_gone()
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            # Nothing may follow a line that was cut short by a full disk: the next start removes
+            # it. Closing the file would try to write it once more.
+            with suppress(OSError):
+                self._file.close()
+            raise ValueError(
+                f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); checkpoints"
+                " are untouched. Free some space and run the same command again"
+            ) from None
+
+    def _restore_if_gone(self) -> None:
+        """Write the lines so far again, if somebody has removed or replaced the file meanwhile.
+
+        They are still in the one that is open here, which nobody else can reach. Raises OSError.
+        """
+        path = self._run_dir / METRICS_FILE
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
+                return
+        if not self.lock.is_in_place():
+            return  # the whole folder is gone, or another run's: the next save tells
+        self._file.seek(0)
+        with replacing(path) as file:
+            file.write(self._file.read().encode())
+        self._file.close()
+        self._file = _open_to_append(path)
+        self.say(f"{path}: was removed or replaced while the run wrote to it; it is there again")
+
+    def flush(self) -> None:
+        """Force the lines so far to the disk; on the main rank, from any thread.
+
+        A machine that loses its power loses what the system has not written yet: the steps before a
+        checkpoint, which nobody does again. Raises OSError.
+        """
+        with suppress(ValueError):  # closed, after an error that has been told
+            os.fsync(self._file.fileno())
+
+    def progress(self, step: int, text: str) -> None:
+        """Move the live line to `step`; without a terminal, print a line after a silent minute."""
+        if self._live is not None:
+            self._live.update(self._task, completed=step, description=text)
+        elif self.is_main and time.monotonic() - self._said_at > SILENT_S:
+            self.say(text)
+        if self._wandb is not None:
+            self._wandb.poll_messages()
+
+    def train_line(self, step: int, text: str) -> None:
+        """Show a line of training metrics: the live line, or a printed one without a terminal."""
+        if self.is_main and self._live is None:
+            self.say(text)
+        self.progress(step, text)
+
+    def start_wandb(self, run_config: dict[str, Any]) -> None:
+        """Show this run on W&B from here on, as the same one after a restart.
+
+        Whether that works is reported as soon as it is known; nothing waits for it.
+        """
+        if not self.is_main or self._config.wandb == "off":
+            return
+        wandb_view = load("vit.loggers.wandb_logger", "log.wandb")
+        mode = wandb_view.wanted_mode(self._config.wandb)
+        if mode != "off":
+            self._wandb = wandb_view.WandbProcess(
+                self._run_dir,
+                self._config.wandb_project,
+                mode,
+                run_config,
+                shown_values(sys.argv),
+                rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
+                self.say,
+            )
+
+    def start_tensorboard(self) -> None:
+        """Show this run in TensorBoard, with all that the record holds so far."""
+        if self.is_main and self._config.tensorboard:
+            lines = read_metrics(self._run_dir / METRICS_FILE)
+            shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
+            tensorboard_view = load(
+                "vit.loggers.tensorboard:TensorboardView", "log.tensorboard=true"
+            )
+            self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.say)
+
+    def go_back(self, step: int, text: str, **values: Any) -> None:
+        """Show and write that the run goes back to `step`: later lines so far do not count."""
+        self.say(text)
+        if self._wandb is not None:
+            lines = read_lines(self._run_dir / METRICS_FILE)[0]
+            kept = rows_of([*lines, {"kind": "rewind", "step": step}]).rows
+            self._wandb.send(rewind=len(kept))
+        self.write("rewind", step, **values)
+        if self._tensorboard is not None:  # the steps come again: it begins with those that count
+            self._tensorboard.close()
+            self.start_tensorboard()
+
+    def log_pictures(self, pictures: dict[str, Path]) -> None:
+        """Show PNG files on W&B and in TensorBoard as `report/<name>`."""
+        named = {f"report/{name}": path for name, path in pictures.items()}
+        if self._tensorboard is not None:
+            self._tensorboard.send_pictures(self._step, named)
+        if self._wandb is not None:
+            paths = {name: str(path) for name, path in named.items()}
+            self._wandb.send(step=self._step, pictures=paths)
+
+    def log_table(self, name: str, columns: list[str], rows: list[list[Any]]) -> None:
+        """Show a table on W&B as `report/<name>`."""
+        if self._wandb is not None:
+            self._wandb.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
+
+    def close(self) -> None:
+        """Close the live line, the file, the event file and the W&B run.
+
+        The latter may take a while: `vit.loggers.wandb_logger` says how long.
+        """
+        if not self.is_main:
+            return
+        if self._live is not None:
+            self._live.stop()
+        self._file.close()
+        self.lock.release()  # the next attempt does not wait for W&B
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+            self._tensorboard = None
+        if self._wandb is not None:
+            self._wandb.close(self._outcome == "error", self._outcome == "stopped")
+            self._wandb = None
+
+
+def _finite(value: Any) -> Any:
+    """Return `value` with None in place of a number that is not finite, also inside of a dict.
+
+    JSON has no infinity: readers in other languages would refuse the line.
+    """
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else None
+
+
+def _open_to_append(path: Path) -> TextIO:
+    """Open `path`, without a last line that a kill cut short."""
+    if path.exists():
+        content = path.read_bytes()
+        os.truncate(path, content.rfind(b"\n") + 1)
+    return path.open("a+", encoding="utf-8")
+
+
+def provenance() -> dict[str, str]:
+    """Return the command, the git commit, the versions and the host that made a run."""
+    try:
+        git = subprocess.run(
+            ["git", "describe", "--always", "--dirty"],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=10,
+        ).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        git = ""
+    host = f"{platform.machine()}, {os.cpu_count()} CPUs"
+    if torch.cuda.is_available():
+        host += f", {torch.cuda.get_device_name()}"
+    return {
+        "command": shown(" ".join([os.path.relpath(sys.argv[0]), *sys.argv[1:]])),
+        "git": git.strip() or "not a git checkout",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "host": host,
+    }

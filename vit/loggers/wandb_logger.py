@@ -1,0 +1,223 @@
+"""Weights & Biases in a process of its own, which can neither block nor crash training.
+
+Rank 0 appends what W&B is to show to a nameless file in the run folder, the feed: one JSON object a
+line, first those of the record that count. A second process, `vit/loggers/wandb_process.py` run as
+a script, follows the feed and is the only one that imports wandb. It opens the run, online or else
+offline, and reports to rank 0 through a second nameless file. So neither side ever waits for the
+other.
+
+If that process fails, for whatever reason, it is started once more, offline, from the feed's first
+line: W&B's folder on disk then holds the complete run, and `wandb sync` uploads it. If training is
+killed, the process reads the feed to its end and finishes by itself.
+
+    runs/<name>/wandb_id                   one id for all attempts
+    runs/<name>/wandb/[offline-]run-*/     W&B's own folders: of each attempt online, one offline
+    runs/<name>/wandb/console.log          what W&B prints
+    runs/<name>/wandb/tmp-*/               its temporary files, as long as its process runs
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from vit.loggers import wandb_process
+from vit.loggers.record import Rows
+from vit.loggers.wandb_process import FINISH_S, POLL_S, Messages, temporary_folder
+
+INIT_S = 30.0
+"""For opening a run online. Training goes on meanwhile, so slow connections get time."""
+ANNOUNCE_S = 6.0
+"""An upload that takes longer is announced; one whose server is gone has been given up by then."""
+LIMITS_S = {"start": 30.0, "run": 3.0, "offline run": 30.0, "end": FINISH_S + 30.0}
+"""What the process does next -> how long training waits for it, once its last step is done.
+
+A "run" that does not open online is opened offline instead. For an "offline run" there is nothing
+else, and only a slow disk or a busy machine delays it.
+"""
+STOPPED_S = 10.0
+"""For the upload if a signal stopped the run: its sender may not wait."""
+SCRIPT = wandb_process.__file__
+
+Mode = Literal["online", "offline", "off"]
+
+
+def wanted_mode(setting: str) -> Mode:
+    """Combine `log.wandb` with W&B's own variable WANDB_MODE.
+
+    Online means offline where there is no key or no server.
+    """
+    variable = os.environ.get("WANDB_MODE", "")
+    if setting == "off" or variable == "disabled":
+        return "off"
+    if setting == "offline" or (setting == "auto" and variable in ("offline", "dryrun")):
+        return "offline"
+    return "online"
+
+
+class WandbProcess:
+    """The training process's side. No method raises, and none but `close` waits.
+
+    `shown` is what the record holds so far. `say` prints a line for people; `poll_messages` passes
+    on what W&B has reported and is to be called now and then.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        project: str,
+        mode: Mode,
+        config: dict[str, Any],
+        argv: list[str],
+        shown: Rows,
+        say: Callable[[str], None],
+    ):
+        self._say = say
+        self._console = run_dir / "wandb" / "console.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self._is_complete = False
+        try:
+            self._console.parent.mkdir(exist_ok=True)
+            self._console.unlink(missing_ok=True)
+            # nameless: nothing is left behind, however the processes end
+            self._feed: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115  open as long as the run
+                dir=run_dir, buffering=0
+            )
+        except OSError as error:
+            say(f"wandb: not used ({error.strerror})")
+            return
+        self._launch()
+        start = {"run_dir": str(run_dir), "project": project, "mode": mode, "config": config}
+        counts = {"kept": len(shown.rows), "most": shown.most}
+        self.send(start={**start, **counts, "argv": argv, "init_s": INIT_S})
+        for step, numbers in shown.rows:
+            self.send(step=step, numbers=numbers)
+
+    def _launch(self, why_offline: str = "") -> None:
+        """Start the process at the feed's first line; a second time with the reason why the first
+        one failed."""
+        self._is_second = bool(why_offline)
+        self._await("start")
+        self._failure = ""
+        feed = self._feed.fileno()
+        # -P: the script's folder stays off the path, where its modules would shadow W&B's
+        command = [sys.executable, "-P", SCRIPT, str(os.getpid()), str(feed), why_offline]
+        try:
+            self._reports: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+            with self._console.open("ab") as console:
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._reports,
+                    stderr=console,
+                    pass_fds=[feed],
+                    start_new_session=True,  # Ctrl-C in the terminal is for the training alone
+                )
+        except OSError as error:
+            self._say(f"wandb: not used ({error.strerror})")
+            return
+        self._messages = Messages(self._reports.fileno())
+
+    def _await(self, event: str) -> None:
+        self._awaited = event
+        self._awaited_since = time.monotonic()
+
+    def send(self, **message: Any) -> None:
+        """Append `message` to the feed."""
+        if self._process is None:
+            return
+        try:
+            self._feed.write(json.dumps(message, default=_plain).encode() + b"\n")
+        except (TypeError, ValueError) as error:  # what JSON cannot hold
+            self._say(f"wandb: cannot show {message.get('table', 'this')} ({error})")
+        except OSError as error:  # a full disk
+            self._kill()
+            self._say(
+                f"wandb: stopped ({error.strerror}); metrics.jsonl has all that it could take"
+            )
+
+    def poll_messages(self) -> None:
+        """Print what the process has reported; start it again if its first try has failed."""
+        if self._process is None:
+            return
+        status = self._process.poll()  # before the last look, so that no message is missed
+        for message in self._messages.read():
+            if "say" in message:
+                self._say(f"wandb: {message['say']}")
+            elif "awaits" in message:
+                self._await(message["awaits"])
+            else:
+                self._failure = message["failed"]
+        if status == 0:
+            self._process = None
+            self._is_complete = not self._failure
+        elif status is not None:
+            self._fail(
+                self._failure or f"its process ended with status {status}, see {self._console}"
+            )
+
+    def _fail(self, reason: str) -> None:
+        self._kill()
+        if self._is_second:
+            self._say(f"wandb: stopped ({reason}); metrics.jsonl has everything")
+        else:
+            self._launch(reason)
+
+    def _kill(self) -> None:
+        """End the process, and W&B's own service: one that hangs does not see that it is alone."""
+        if self._process is not None:
+            services = []
+            with suppress(OSError):  # not Linux
+                pid = self._process.pid
+                if self._process.poll() is None:  # else its number may be another process's
+                    services = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            self._process.kill()
+            for service in services:
+                with suppress(ProcessLookupError):
+                    os.kill(int(service), signal.SIGKILL)
+            self._process.wait()
+            folder = temporary_folder(self._console.parent, self._process.pid)
+            shutil.rmtree(folder, ignore_errors=True)
+            self._process = None
+
+    def close(self, failed: bool = False, stopped: bool = False) -> bool:
+        """Wait until everything is uploaded or on disk, for as long as `LIMITS_S` allows.
+
+        `stopped`: a signal ended the run, so the upload gets `STOPPED_S` at most. Returns whether
+        W&B has all of it.
+        """
+        self.send(end={"failed": failed})
+        closed_at = time.monotonic()
+        limits_s = {**LIMITS_S, "end": STOPPED_S} if stopped else LIMITS_S
+        is_announced = False
+        try:
+            while self._process is not None:
+                self.poll_messages()
+                limit_s = limits_s[self._awaited]
+                waited_s = time.monotonic() - max(self._awaited_since, closed_at)
+                if waited_s > limit_s:
+                    self._fail(f"no {self._awaited} after {limit_s:.0f} s")
+                elif self._awaited == "end" and waited_s > ANNOUNCE_S and not is_announced:
+                    is_announced = True
+                    self._say(f"wandb: uploading the rest, for {FINISH_S:.0f} s at most")
+                time.sleep(POLL_S / 5)
+        finally:
+            if self._process is not None:  # Ctrl-C
+                self._kill()
+                self._say("wandb: given up; metrics.jsonl has everything")
+        return self._is_complete
+
+
+def _plain(value: Any) -> Any:
+    """Convert numpy's and torch's numbers and arrays to Python's, anything else to text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

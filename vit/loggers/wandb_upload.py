@@ -1,0 +1,75 @@
+"""A run as one of Weights & Biases, made from its record: for a run that was trained without it or
+offline, whose upload broke off, or that somebody deleted there.
+
+`metrics.jsonl` gives the rows, `config.yaml` and the last `start` line the config, `wandb_id` the
+run: W&B gets what it lacks. Without `wandb_id` it is a new run. Without a key, or with
+WANDB_MODE=offline, it becomes a part on the disk, which `wandb sync` uploads.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE
+from vit.loggers.record import OF_PROVENANCE, read_lines, rows_of
+from vit.loggers.wandb_logger import WandbProcess, wanted_mode
+from vit.system.redact import shown_values
+
+
+class ToWandb:
+    """Reads the record of `run_dir`; `show` then brings W&B to its state.
+
+    Raises ValueError if that is not possible, before anything is written.
+    """
+
+    def __init__(self, run_dir: Path, is_in_use: bool):
+        if importlib.util.find_spec("wandb") is None:
+            raise ValueError("--to-wandb: wandb is not installed: pip install wandb")
+        self._mode = wanted_mode("auto")
+        if self._mode == "off":
+            raise ValueError("--to-wandb: WANDB_MODE=disabled switches W&B off: unset it")
+        if is_in_use:
+            raise ValueError(
+                f"--to-wandb: {run_dir} is being trained: repeat this when it has ended"
+            )
+        self._run_dir = run_dir
+        self._lines = read_lines(run_dir / METRICS_FILE)[0]
+        self._shown = rows_of(self._lines)
+        if not self._shown.rows:
+            raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
+
+    def show(self, pictures: Mapping[str, Path], say: Callable[[str], None]) -> None:
+        """Show the record, and `pictures` (PNG files) by name at its last step.
+
+        Raises ValueError if W&B has not got all of it.
+        """
+        config = _config_of(self._run_dir, self._lines)
+        view = WandbProcess(
+            self._run_dir,
+            config.get("log", {}).get("wandb_project", "vit"),
+            self._mode,
+            config,
+            shown_values(sys.argv),
+            self._shown,
+            say,
+        )
+        if pictures:
+            paths = {f"report/{name}": str(path) for name, path in pictures.items()}
+            view.send(step=self._shown.rows[-1][0], pictures=paths)
+        if not view.close(failed=self._lines[-1].get("outcome") == "error"):
+            raise ValueError("--to-wandb: W&B has not got all of it: see the line above")
+
+
+def _config_of(run_dir: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the training itself told W&B of its settings, as far as it is on disk."""
+    path = run_dir / CONFIG_FILE
+    config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
+    starts = [line for line in lines if line["kind"] == "start"] or [{}]
+    made_by = {key: starts[-1][key] for key in OF_PROVENANCE if key in starts[-1]}
+    return {**(config if isinstance(config, dict) else {}), "provenance": made_by}

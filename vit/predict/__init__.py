@@ -1,7 +1,0 @@
-"""Classes of images that no data set contains: files, folders, tars, lists of names.
-
-names             vit/predict/inputs.py     what is named becomes places of encoded images
-  -> batches      vit/predict/batches.py    decoded by worker processes, as for evaluation
-  -> predictions  vit/predict/predict.py    the likeliest classes of each image
-  -> table, CSV   vit/predict/output.py     for people and for programs, in the inputs' order
-"""

@@ -1,0 +1,143 @@
+"""Weights from a file on all ranks: one reads it, and the others, which may not see it, get them.
+
+    to be evaluated      rank 0: file -> tensors and what is known of them -> the same on all ranks
+    `init.checkpoint`    rank 0: file -> its model -> the values of all models
+
+Values travel in collectives, the rest through the store.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vit.config import io as config_io
+from vit.config.schema import Config, InitConfig, ModelConfig
+from vit.distributed.process_group import World
+from vit.system.files import WeightsError
+from vit.training.run_data import RunData
+from vit.weights.class_names import class_mismatch, select_classes
+from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
+
+_OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
+"""Ends of the names of settings that change no shapes."""
+
+
+def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
+    """Call `read` on rank 0 and return its result on all ranks, on the host.
+
+    Whatever it raises there becomes AlreadyReported on the others.
+    """
+    if world.size == 1:
+        return read()
+    own: list[LoadedWeights] = []
+
+    def describe() -> dict[str, Any]:
+        loaded = read()
+        own.append(loaded)
+        names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
+        return {
+            "path": str(loaded.path),
+            "known": {name: getattr(loaded, name) for name in names},
+            "tensors": [
+                (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+                for name, tensor in loaded.weights.items()
+            ],
+        }
+
+    said = world.broadcast_from_main(describe)
+    if own:
+        loaded = own[0]
+    else:
+        weights = {
+            name: torch.empty(shape, dtype=getattr(torch, dtype))
+            for name, shape, dtype in said["tensors"]
+        }
+        known = said["known"]
+        for name in ("grid_size", "notes"):  # tuples, which JSON has not
+            known[name] = None if known[name] is None else tuple(known[name])
+        loaded = LoadedWeights(Path(said["path"]), weights, **known)
+    world.broadcast_(_bytes_of(tensor) for tensor in loaded.weights.values())
+    return loaded
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return (nbytes,) uint8: the memory of a contiguous tensor, or a copy.
+
+    Weights may have types that no backend broadcasts.
+    """
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def load_initial_weights(model: nn.Module, config: Config, data: RunData, world: World) -> str:
+    """Load `init.checkpoint` into `model` on all ranks, and return its fingerprint.
+
+    Rank 0 reads it and prints how it fitted. Raises ValueError there if it does not fit, and
+    AlreadyReported on the others.
+    """
+    init = config.init
+
+    def read() -> str:
+        assert init.checkpoint is not None, "the caller checks"
+        loaded = read_weights(init.checkpoint)
+        for line in _load(model, loaded, init, config.model, data.class_names, data.num_classes):
+            print(f"{loaded.path}: {line}", file=sys.stderr)
+        return fingerprint(loaded.weights)  # of the file, not of the classes that were selected
+
+    sha256 = world.broadcast_from_main(read)
+    world.broadcast_(model.state_dict().values())
+    return sha256
+
+
+def _load(
+    model: nn.Module,
+    loaded: LoadedWeights,
+    init: InitConfig,
+    model_config: ModelConfig,
+    class_names: list[str],
+    num_classes: int,
+) -> list[str]:
+    """Load the weights of `init.checkpoint` into `model`; returns how they fitted, in sentences."""
+    if init.select_classes:
+        loaded = select_classes(loaded, class_names)
+    try:
+        notes = load_weights(model, loaded.weights, loaded.grid_size, init.reset_head)
+    except WeightsError as error:
+        other = _other_model_settings(loaded, model_config)
+        raise WeightsError(f"{loaded.path}: {error}{other}") from None
+    if not init.reset_head:
+        mismatch = class_mismatch(loaded, class_names, num_classes)
+        if mismatch:
+            notes.append(f"{mismatch}; init.reset_head=true starts with a new head")
+    return loaded.report(notes)
+
+
+def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
+    """Return which settings of the config inside the weights differ from `model`, "" for none;
+    where they have no config, which settings change a named model of timm's.
+
+    Image size and what a block drops are left out: they change no shapes.
+    """
+    if not loaded.config:
+        given = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
+        lines = [f"model.{key}" for key in given if not key.endswith(_OF_NO_SHAPE)]
+        if not lines or not model.name.startswith("timm/"):
+            return ""
+        return (
+            f"; the config's {', '.join(lines)} replace what {model.name} has: for the model of"
+            f" that name set {' '.join(f'{line}=null' for line in lines)}"
+        )
+    there = {"model": loaded.config.get("model", {})}
+    here = {"model": model.model_dump(mode="json")}
+    lines = [
+        f"{key} is {old} there, {new} here"
+        for key, (old, new) in config_io.differences(there, here).items()
+        if not key.endswith(_OF_NO_SHAPE)
+    ]
+    return f"; {', '.join(lines)}" if lines else ""

@@ -1,0 +1,158 @@
+"""Losses of soft targets: cross-entropy, and binary cross-entropy of each class by itself.
+
+Logits come from the model, soft targets from `vit.data.augment.apply` (one-hot rows, mixed by MixUp
+and CutMix). Label smoothing is added here; the step weights and sums the loss of each row. Those of
+distillation have a teacher's logits in place of targets (`vit.training.teacher`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit.config.loss_section import LossConfig
+from vit.data.sources import TrainSet, images_by_class
+
+MAX_NAMED = 3
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Logits (B, classes), soft targets (B, classes) -> (B,) float32."""
+
+
+def choose_class_weights(
+    config: LossConfig, train_set: TrainSet, num_classes: int
+) -> tuple[float, ...] | None:
+    """Return the weight of each class, counted where they are to be balanced; None for no weights.
+
+    Raises ValueError if they are not one for each class, or a class has no image to count.
+    """
+    given = config.class_weights
+    if given is None:
+        return None
+    if given != "balanced":
+        if len(given) != num_classes:
+            raise ValueError(
+                f"loss.class_weights has {len(given)} numbers, the model has {num_classes}"
+                " classes: give one for each"
+            )
+        return given
+    counts = images_by_class(train_set, num_classes)
+    if not counts.all():
+        missing = np.flatnonzero(counts == 0).tolist()
+        names = train_set.split.class_names
+        shown = [repr(names[i]) if i < len(names) else str(i) for i in missing[:MAX_NAMED]]
+        more = ", ..." if len(missing) > MAX_NAMED else ""
+        raise ValueError(
+            f"loss.class_weights=balanced: no image of {len(missing):,} of {num_classes:,} classes"
+            f" is trained on ({', '.join(shown)}{more}): give the weights as numbers, or choose"
+            " images of all classes"
+        )
+    # sklearn/utils/class_weight.py, compute_class_weight.
+    balanced: list[float] = (counts.sum() / (num_classes * counts)).tolist()
+    return tuple(balanced)
+
+
+def describe_class_weights(
+    weights: Sequence[float] | None, class_names: Sequence[str]
+) -> list[str]:
+    """Return a line with the least and the largest weight, or none without weights."""
+    if weights is None:
+        return []
+
+    def told(number: int) -> str:
+        name = f"'{class_names[number]}'" if number < len(class_names) else f"class {number}"
+        return f"{weights[number]:.3g} ({name})"
+
+    by_weight = sorted(range(len(weights)), key=weights.__getitem__)
+    return [f"class weights: {told(by_weight[0])} to {told(by_weight[-1])}"]
+
+
+def create_loss(
+    config: LossConfig, class_weights: Sequence[float] | None, device: torch.device
+) -> Loss:
+    """Create the loss of `config`, with the weights of `choose_class_weights`."""
+    weights = None
+    if class_weights is not None:
+        weights = torch.tensor(class_weights, dtype=torch.float32, device=device)
+    if config.name == "bce":
+        return partial(
+            binary_cross_entropy,
+            label_smoothing=config.label_smoothing,
+            target_thresh=config.bce_target_thresh,
+            sum_classes=config.bce_sum,
+            class_weights=weights,
+        )
+    return partial(cross_entropy, label_smoothing=config.label_smoothing, class_weights=weights)
+
+
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    label_smoothing: float = 0.0,
+    class_weights: Tensor | None = None,
+) -> Tensor:
+    """Cross-entropy (B,) of `logits` (B, classes) with soft `targets` (B, classes), in fp32.
+
+    Smoothing as in Szegedy et al. 2016, section 7: the fraction `label_smoothing` of each target
+    is spread over all classes. class_weights: (classes,).
+    """
+    # In fp32 also under autocast: bf16 cannot tell losses apart that differ by less than 0.4 %.
+    log_probabilities = logits.float().log_softmax(-1)
+    if class_weights is not None:
+        log_probabilities = log_probabilities * class_weights
+    loss = -(targets * log_probabilities).sum(-1)
+    if label_smoothing:
+        loss = (1.0 - label_smoothing) * loss - label_smoothing * log_probabilities.mean(-1)
+    return loss
+
+
+def binary_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    label_smoothing: float = 0.0,
+    target_thresh: float | None = None,
+    sum_classes: bool = False,
+    class_weights: Tensor | None = None,
+) -> Tensor:
+    """Binary cross-entropy of sigmoid(`logits`) with soft `targets`, as `cross_entropy`'s; mean
+    over the classes, or their sum.
+
+    Smoothing and threshold as in timm, in this order: timm:timm/loss/binary_cross_entropy.py and
+    timm/data/mixup.py; facebookresearch/deit:engine.py has a threshold of 0.
+    """
+    targets = targets.float()
+    if label_smoothing:
+        targets = targets * (1.0 - label_smoothing) + label_smoothing / targets.shape[-1]
+    if target_thresh is not None:
+        targets = targets.gt(target_thresh).float()
+    losses = F.binary_cross_entropy_with_logits(
+        logits.float(), targets, class_weights, reduction="none"
+    )
+    return losses.sum(-1) if sum_classes else losses.mean(-1)
+
+
+def hard_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Cross-entropy (B,) of `logits` (B, classes) with the class that the teacher finds likeliest.
+
+    Touvron et al. 2021 (DeiT), equation 3; facebookresearch/deit:losses.py,
+    timm:timm/task/token_distillation.py. Of a mixture that is one class, too.
+    """
+    return F.cross_entropy(logits.float(), teacher_logits.argmax(-1), reduction="none")
+
+
+def soft_distillation(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
+    """Kullback-Leibler divergence (B,) of softmax(`logits` / T) from the teacher's, times T**2.
+
+    Hinton et al. 2015 (arXiv 1503.02531), section 2: the factor keeps gradients as large at any
+    temperature T. The sum over classes, as timm:timm/task/distillation.py;
+    facebookresearch/deit:losses.py divides it by the number of classes.
+    """
+    log_probabilities = (logits.float() / temperature).log_softmax(-1)
+    of_teacher = (teacher_logits.float() / temperature).log_softmax(-1)
+    divergence = F.kl_div(log_probabilities, of_teacher, reduction="none", log_target=True)
+    return divergence.sum(-1) * temperature**2

@@ -1,0 +1,129 @@
+"""How much of a device's peak training reaches: model FLOPs utilization (MFU).
+
+Images per second times the operations of an image, over what the device could do in a second
+(Chowdhery et al. 2022, "PaLM", appendix B). Only the model's own operations count: what activation
+checkpointing computes a second time is time lost, not work done.
+
+    model -> operations of an image    \\
+    device -> peak: data sheet, or GEMM -> `Utilization` -> record, live line, report, bench
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from dataclasses import dataclass
+from itertools import pairwise
+from operator import mul
+from typing import Any
+
+import torch
+
+from vit.layers.precision import AUTOCAST_DTYPE
+from vit.system.gpus import find_device
+from vit.training.model_summary import flops_per_image, frozen_flops_per_image
+
+PASSES = 3
+"""Training an image costs as much as this many forward passes: one forward, two backward."""
+GEMM_TRIES = 8
+
+
+@dataclass(frozen=True)
+class Peak:
+    """What one device can do at best."""
+
+    peak_tflops: float
+    """10**12 operations of matrix products per second; a multiply-add counts as 2."""
+    peak_source: str
+    """Where the number is from: "data sheet" or "measured"."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """Turns images per second into a share of the peak."""
+
+    flops_per_image: int
+    """Operations of training on one image."""
+    peak: Peak | None
+    """Of one device; None: not known, as on a CPU."""
+    stages: tuple[tuple[int, int], ...] = ()
+    """(step, operations of an image), in order: before that step images are of another size."""
+
+    def flops_at(self, step: int) -> int:
+        """Return the operations of training on one image at `step`, counted from 0."""
+        return next((flops for until, flops in self.stages if step < until), self.flops_per_image)
+
+    def mfu(self, images_per_s: float, step: int | None = None) -> float | None:
+        """Return the share of the peak at `images_per_s` on one device; None without a peak.
+
+        step: whose images these are; None: behind all stages.
+        """
+        if self.peak is None:
+            return None
+        flops = self.flops_per_image if step is None else self.flops_at(step)
+        return flops * images_per_s / (self.peak.peak_tflops * 1e12)
+
+    def steps_like(self, step: int, first: int, stop: int) -> float:
+        """Return how many steps like `step` have as many operations as those of [first, stop)."""
+        borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
+        lengths = [after - before for before, after in pairwise(borders)]
+        flops = [*(flops for _, flops in self.stages), self.flops_per_image]
+        return sum(map(mul, lengths, flops)) / self.flops_at(step)
+
+
+def train_flops_per_image(
+    model: Any, micro_batch_size: int, image_size: tuple[int, int] | None = None
+) -> int:
+    """Return the operations of training on one image in micro-batches of that size.
+
+    `model` comes from `create_model` and is not wrapped. What drop path leaves out does not count,
+    nor the backward pass of what is frozen. image_size: as `flops_per_image`.
+    """
+    forward = flops_per_image(model, micro_batch_size, image_size)
+    # Nothing that is frozen has a backward pass: it is all in front of what is trained.
+    backward = forward - frozen_flops_per_image(model, micro_batch_size, image_size)
+    return forward + (PASSES - 1) * backward
+
+
+@functools.cache
+def find_peak(device: torch.device, precision: str) -> Peak | None:
+    """Return the peak of `device` in `precision`; None for a CPU.
+
+    Of a GPU that the table lacks it is measured, in some tens of milliseconds.
+    """
+    if device.type != "cuda":
+        return None
+    gpu = find_device(torch.cuda.get_device_name(device))
+    if gpu is not None:
+        return Peak(gpu.peak_tflops(precision), "data sheet")
+    return measure_peak(device, precision)
+
+
+def measure_peak(device: torch.device, precision: str, size: int | None = None) -> Peak:
+    """Measure a product of two `size` x `size` matrices, the best of some tries.
+
+    The matrices are random: products of constants draw less power, so that the clock is higher than
+    in training.
+    """
+    on_gpu = device.type == "cuda"
+    if size is None:
+        size = (4096 if precision == "fp32" else 8192) if on_gpu else 1024
+    dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
+    own = torch.Generator(device)  # the draws of a training stay as they are
+    a = torch.randn(size, size, generator=own, dtype=dtype, device=device)
+    best_s = float("inf")
+    for _ in range(GEMM_TRIES):  # the first one may load the library
+        began_s = _now_s(device)
+        torch.mm(a, a)
+        best_s = min(best_s, _now_s(device) - began_s)
+    del a
+    if on_gpu:
+        torch.cuda.empty_cache()
+    return Peak(2 * size**3 / best_s / 1e12, "measured")
+
+
+def _now_s(device: torch.device) -> float:
+    """Return the time at which the device has done all that was queued."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

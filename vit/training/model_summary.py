@@ -1,0 +1,149 @@
+"""What a model costs: parameters, operations, and the shapes at each stage.
+
+    python -m vit.model [vit_b16] [--image-size PIXELS [PIXELS]] [--num-classes N]
+
+The forward pass runs on the meta device: nothing is computed and nothing allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from vit.layers.drop_path import DropPath
+from vit.layers.patch_drop import PatchDropout
+from vit.model import create_model
+from vit.training.freeze import frozen_parts
+
+
+def count_parameters(model: nn.Module) -> int:
+    """Number of trainable and frozen parameters, without buffers (fixed positions)."""
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def flops_per_image(
+    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+) -> int:
+    """Operations of one image's forward pass in matrix products and convolutions.
+
+    A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
+    training_batch_size: count, in place of an evaluation, the mean of a training micro-batch of so
+    many images, of which drop path may compute a part only. image_size: (height, width) in pixels
+    that the model takes; None: its own.
+    """
+    return _flops_by_part(model, training_batch_size, image_size)["Global"]
+
+
+def frozen_flops_per_image(
+    model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
+) -> int:
+    """The operations of `flops_per_image` that are in frozen parts of the model."""
+    parts = [name for name, _ in frozen_parts(model)]
+    if not parts:
+        return 0
+    flops = _flops_by_part(model, training_batch_size, image_size)
+    # The counter puts the class of the model before each name.
+    return sum(flops.get(f"{type(model).__name__}.{part}", 0) for part in parts)
+
+
+def _flops_by_part(
+    model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
+) -> dict[str, int]:
+    """The operations of one image in each module by name; "Global" has all."""
+    weights = {
+        name: torch.empty_like(tensor, device="meta")
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+    }
+    # A batch norm in training refuses one image.
+    batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
+    size = image_size or model.image_size
+    images = torch.empty(batch_size, model.in_chans, *size, device="meta")
+    modes = {module: module.training for module in model.modules()}
+    model.train(training_batch_size is not None)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        torch.func.functional_call(model, weights, (images,))
+    for module, mode in modes.items():
+        module.training = mode
+    counts = counter.get_flop_counts()
+    return {name: sum(by_operator.values()) // batch_size for name, by_operator in counts.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m vit.model",
+        description="Shapes at each stage, parameters and GFLOP of a model.",
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="vit_b16",
+        help="vit_{ti,s,b,l,h,so400m,g,G}{patch} or timm/<name> (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        nargs="+",
+        default=[224],
+        metavar="PIXELS",
+        help="side, or height and width (default: 224)",
+    )
+    parser.add_argument("--num-classes", type=int, default=1000, help="(default: %(default)s)")
+    args = parser.parse_args()
+    size = args.image_size[0] if len(args.image_size) == 1 else tuple(args.image_size)
+    model: Any
+    try:
+        with torch.device("meta"):
+            model = create_model(args.name, size, args.num_classes)
+    except ValueError as error:
+        parser.error(str(error))
+    print_shapes(model, args.name)
+
+
+def print_shapes(model: Any, name: str) -> None:
+    """Print a line for each stage of `model`, on the meta device, and what it costs in all."""
+    print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
+    handles = _print_shapes_in_forward(model)
+    gflop = flops_per_image(model) / 1e9
+    digits = ".2f" if gflop >= 1 else ".2g"  # a demo's model has less than a hundredth
+    for handle in handles:
+        handle.remove()
+    print(
+        f"{name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
+        f" parameters, {gflop:{digits}} GFLOP per image forward (2 for each multiply-add; papers"
+        " often count 1)"
+    )
+
+
+def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
+    """Let forward passes print a line for each stage and each part of the first block."""
+
+    def watch(name: str, module: nn.Module) -> RemovableHandle:
+        def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            before, after = (
+                f"({', '.join(map(str, ('B', *tensor.shape[1:])))})"
+                for tensor in (inputs[0], output)
+            )
+            print(
+                f"{name:<20} {type(module).__name__:<18} {before:<20} -> {after:<20}"
+                f" {count_parameters(module):>12,}"
+            )
+
+        return module.register_forward_hook(hook)
+
+    return [
+        watch(name, module)
+        for name, module in model.named_modules()
+        if name
+        and ("." not in name or name.startswith("blocks.0."))
+        and not isinstance(module, (nn.Identity, nn.Dropout, DropPath, PatchDropout))
+    ]
+
+
+if __name__ == "__main__":
+    main()

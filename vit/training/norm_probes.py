@@ -1,0 +1,93 @@
+"""Measure norms of each layer and the largest attention logits around some updates.
+
+`vit.step` calls `Probes.begin` before an update that is due and `end` behind it. The results stay
+on the device and travel to the host with the other numbers of the step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from vit.config.schema import Config
+from vit.data.augment.apply import Augment
+from vit.data.augment.draw import mixes
+from vit.data.batches import Batch
+from vit.layers.attention_logits import largest_logits
+from vit.layers.precision import autocast
+from vit.optim.norms import Measured, Norms
+from vit.training.reduce import Reduce
+
+IMAGES_OF_LOGITS = 8
+"""The number of images, the first ones of the global batch, whose attention logits are compared."""
+
+
+class Probes:
+    """Measures the updates at the steps of `norms` (`log.norms_every_steps`)."""
+
+    def __init__(
+        self,
+        norms: Norms,
+        model: nn.Module,
+        augment: Augment,
+        micro_batch_size: int,
+        precision: str = "fp32",
+    ):
+        self._norms = norms
+        self._model = model
+        self._augment = augment
+        self._micro_batch_size = micro_batch_size
+        self._precision = precision
+        self._logits = torch.empty(0)
+
+    def is_due(self, step: int) -> bool:
+        """Whether the update at `step` is measured."""
+        return self._norms.is_due(step)
+
+    def begin(self, batch: Batch, reduce: Reduce, loss_scale: Tensor) -> None:
+        """Measure gradients and weights before the update; every rank calls it."""
+        self._logits = self._largest_logits(batch, reduce)
+        self._norms.begin(loss_scale)
+
+    def end(self) -> Measured:
+        """Return the norms of the update and the logits, on the device."""
+        return self._norms.end(self._logits)
+
+    @torch.no_grad()
+    def _largest_logits(self, batch: Batch, reduce: Reduce) -> Tensor:
+        """Return the largest attention logit of each block, (blocks,) float32; (0,) for none.
+
+        In the first images of the global batch, as the weights before the update see them.
+        """
+        config = self._augment.config
+        unit = config.mix_group_size if mixes(config) else 1
+        num_rows = len(batch.labels)
+        # The same rows together on any number of ranks.
+        size = self._micro_batch_size
+        first = reduce.first_row(num_rows)
+        # The first ones are on the first ranks; the others compute as well, as shards would need.
+        largest = []
+        for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
+            end = start + min(-(-IMAGES_OF_LOGITS // unit) * unit, size)
+            rows = batch.rows(start, end).to(reduce.world.device)
+            # Eager: further graphs, for so few images, would cost seconds.
+            with torch.compiler.set_stance("force_eager"):
+                inputs, _ = self._augment.finish(rows.images, rows.labels, rows.table)
+                with autocast(self._precision, reduce.world.device):
+                    logits = largest_logits(self._model, inputs[:IMAGES_OF_LOGITS])
+            if not len(logits):
+                return logits.new_empty(0)
+            logits[:, max(IMAGES_OF_LOGITS - first - start, 0) :] = -torch.inf
+            largest.append(logits.amax(1))
+        return reduce.world.max_(torch.stack(largest).amax(0))
+
+
+def create_probes(
+    model: nn.Module, config: Config, augment: Augment, micro_batch_size: int, total_steps: int
+) -> Probes | None:
+    """Return the probes of `log.norms_every_steps`, None if that is off. Raises as `Norms`."""
+    every_steps = config.log.norms_every_steps
+    if every_steps is None:
+        return None
+    norms = Norms(model, every_steps, total_steps)
+    return Probes(norms, model, augment, micro_batch_size, config.train.precision)

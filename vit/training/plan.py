@@ -1,0 +1,306 @@
+"""Every number that follows from config, data and ranks.
+
+The config states the recipe (global batch, epochs), the data their size, torchrun the ranks. The
+plan divides the one by the others before anything expensive starts, or reports which sizes would
+work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from vit.config.guard_section import GuardConfig
+from vit.config.schema import AugmentConfig, Config, DataConfig
+from vit.data.augment.draw import mixes, partners
+from vit.data.order import Order, Share, divisors, make_order, possible_lanes
+from vit.distributed.world import leaves_of
+from vit.optim.schedule import lr_at, weight_decay_at
+from vit.training.step_result import READ_LATE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What follows from config, data and ranks."""
+
+    world_size: int
+    global_batch_size: int
+    micro_batch_size: int
+    accumulation_steps: int
+    steps_per_epoch: int
+    dropped_per_epoch: int
+    distinct_images_per_epoch: int
+    """Fewer than the images of an epoch where `data.aug_repeats` or weights repeat some."""
+    total_steps: int
+    warmup_steps: int
+    eval_every_steps: int
+    log_every_steps: int
+    decay_steps: int = 0
+    """Of `schedule.name: wsd`."""
+    cooldown_steps: int = 0
+    """Part of `total_steps`, as the warm-up is."""
+
+    @property
+    def num_leaves(self) -> int:
+        """Micro-batches of the global batch."""
+        return self.global_batch_size // self.micro_batch_size
+
+    @property
+    def rank_batch_size(self) -> int:
+        """Rows that a rank has at most; all have as many, unless `train.exact_over_ranks`."""
+        return -(-self.num_leaves // self.world_size) * self.micro_batch_size
+
+    def rows_of(self, rank: int) -> range:
+        """Return the rows of the global batch that a rank has: whole micro-batches."""
+        leaves = leaves_of(rank, self.world_size, self.num_leaves)
+        return range(leaves.start * self.micro_batch_size, leaves.stop * self.micro_batch_size)
+
+    def evaluates_at(self, step: int) -> bool:
+        """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of
+        ViT-B should not cost an evaluation."""
+        at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
+        return at_end or (step > 0 and step % self.eval_every_steps == 0)
+
+
+def micro_batch_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]:
+    """Return the sizes that divide a rank's batch into micro-batches, ascending."""
+    unit = augment.mix_group_size if mixes(augment) else 1
+    return [size for size in divisors(rank_batch_size) if size % unit == 0]
+
+
+def divide_batch(
+    data: DataConfig, augment: AugmentConfig, world_size: int, is_exact: bool = False
+) -> tuple[int, int]:
+    """(micro_batch_size, accumulation_steps) of each rank; is_exact: `train.exact_over_ranks`.
+    Raises ValueError for what does not divide, with the sizes that work."""
+    if is_exact:
+        return _divide_into_leaves(data, augment, world_size)
+    batch = data.global_batch_size
+    group = augment.mix_group_size
+    unit = group if mixes(augment) else 1
+    if batch % (world_size * unit):
+        step = world_size * unit
+        near = sorted({max(batch // step, 1) * step, (batch // step + 1) * step})
+        needs = f"{world_size} ranks" + (
+            f" times augment.mix_group_size={group}" if unit > 1 else ""
+        )
+        ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
+        other = (
+            f"a number of ranks out of {ranks}"
+            if ranks
+            else f"augment.mix_group_size out of {divisors(batch)[1:]}"
+        )
+        raise ValueError(
+            f"data.global_batch_size={batch} is not a multiple of {needs}: use"
+            f" {' or '.join(map(str, near))}, or {other}"
+        )
+    share = batch // world_size
+    ceiling = data.micro_batch_size or share
+    sizes = micro_batch_sizes(augment, share)
+    micro = max((size for size in sizes if size <= ceiling), default=0)
+    if not micro:
+        raise ValueError(
+            f"data.micro_batch_size={ceiling} is below augment.mix_group_size={group}: sizes that"
+            f" work are {sizes}"
+        )
+    return micro, share // micro
+
+
+def _divide_into_leaves(
+    data: DataConfig, augment: AugmentConfig, world_size: int
+) -> tuple[int, int]:
+    """As `divide_batch`; the micro-batch does not follow from the number of ranks."""
+    batch = data.global_batch_size
+    sizes = micro_batch_sizes(augment, batch)
+    fitting = [size for size in sizes if batch // size >= world_size]
+    if not fitting:
+        raise ValueError(
+            f"data.global_batch_size={batch} has at most {batch // sizes[0]} micro-batches for"
+            f" {world_size} ranks: use fewer ranks"
+            if sizes
+            else f"augment.mix_group_size={augment.mix_group_size} does not divide"
+            f" data.global_batch_size={batch}: use one out of {divisors(batch)[1:]}"
+        )
+    given = data.micro_batch_size
+    if given is None:
+        raise ValueError(
+            "train.exact_over_ranks needs data.micro_batch_size, the same on any number of ranks:"
+            f" for {world_size} rank(s) one of {fitting}, smaller ones for more ranks"
+        )
+    micro = max((size for size in sizes if size <= given), default=0)
+    if micro not in fitting:
+        what = f"makes {batch // micro} micro-batches" if micro else "is below what mixes together"
+        raise ValueError(
+            f"data.micro_batch_size={given} {what}, for {world_size} ranks with"
+            f" train.exact_over_ranks: choose one of {fitting}"
+        )
+    return micro, -(-batch // micro // world_size)
+
+
+def create_order(
+    data: DataConfig,
+    augment: AugmentConfig,
+    seed: int,
+    num_samples: int,
+    shares: tuple[Share, ...] = (),
+) -> Order:
+    """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes
+    that do not divide, and if copies of an image would be mixed with each other, with those that
+    work.
+    """
+    make = partial(
+        make_order,
+        num_samples,
+        data.global_batch_size,
+        seed,
+        block_samples=data.block_samples,
+        window_blocks=data.window_blocks,
+        aug_repeats=data.aug_repeats,
+        aug_repeats_form=data.aug_repeats_form,
+        shares=shares,
+    )
+    order = make(num_lanes=data.num_lanes)
+    usual = type(data).model_fields["window_blocks"].default
+    if order.block_samples == 1 and data.window_blocks != usual:
+        raise ValueError(
+            f"data.window_blocks={data.window_blocks} has no effect on blocks of one sample, which"
+            " are a true permutation: set data.block_samples, or remove data.window_blocks"
+        )
+    if not mixes(augment) or not _copies_mix(order, augment):
+        return order
+    choices = possible_lanes(data.global_batch_size, data.aug_repeats, data.aug_repeats_form)
+    lanes = [number for number in choices if not _copies_mix(make(num_lanes=number), augment)]
+    remedy = (
+        f"choose data.num_lanes out of {lanes}, or another"
+        if lanes
+        else "choose a larger batch, or another"
+    )
+    raise ValueError(
+        f"data.aug_repeats={data.aug_repeats}: with data.num_lanes={order.num_lanes} copies of an"
+        f" image would mix with each other in groups of {augment.mix_group_size}: {remedy}"
+        " augment.mix_group_size"
+    )
+
+
+def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
+    """Whether the partner of a row is ever the same image. Where copies stand repeats after as many
+    batches as there are copies."""
+    batches = (
+        order.batch(position)
+        for position in range(order.aug_repeats if order.aug_repeats > 1 else 0)
+    )
+    return any(bool((ids == ids[partners(augment, len(ids))]).any()) for ids in batches)
+
+
+def _check_guard(guard: GuardConfig, total_steps: int) -> None:
+    """Raise ValueError if there would never be a limit for spikes, or if going back could mean to
+    train nothing more: a run would end well with the weights that it began with."""
+    first_limit = guard.window_steps + READ_LATE
+    if guard.on_spike != "none" and total_steps < first_limit:
+        raise ValueError(
+            f"guard.on_spike={guard.on_spike} has no effect in a run of {total_steps:,} steps: with"
+            f" guard.window_steps={guard.window_steps} the first limit is that of step"
+            f" {first_limit:,}: lower it, lengthen the run, or set guard.on_spike=none"
+        )
+    window = 2 * guard.rewind_skip_steps + 1
+    most = max((total_steps - 2) // 2, 0)
+    if guard.rewinds() and guard.rewind_skip_steps > most:
+        raise ValueError(
+            f"guard.rewind_skip_steps={guard.rewind_skip_steps}: a rewind would pass over"
+            f" {window:,} batches, the run has {total_steps:,}: give at most {most:,}, or lengthen"
+            " the run"
+        )
+
+
+def make_plan(
+    config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()
+) -> tuple[Plan, Order]:
+    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and
+    their order; shares: as `Order`.
+
+    Raises ValueError for what does not divide, with the sizes that work.
+    """
+    data = config.data
+    augment = config.augment
+    micro_batch_size, accumulation_steps = divide_batch(
+        data, augment, world_size, config.train.exact_over_ranks
+    )
+    order = create_order(data, augment, config.train.seed, num_samples, shares)
+
+    def steps(count: int | None, epochs: float | None, default: int) -> int:
+        if count is not None:
+            return count
+        return default if epochs is None else round(epochs * order.steps_per_epoch)
+
+    total = max(steps(config.train.steps, config.train.epochs, 0), 1)
+    schedule = config.schedule
+    plan = Plan(
+        world_size=world_size,
+        global_batch_size=data.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=accumulation_steps,
+        steps_per_epoch=order.steps_per_epoch,
+        dropped_per_epoch=order.dropped_per_epoch,
+        distinct_images_per_epoch=order.distinct_per_epoch,
+        total_steps=total,
+        warmup_steps=steps(schedule.warmup_steps, schedule.warmup_epochs, 0),
+        eval_every_steps=max(steps(config.eval.every_steps, config.eval.every_epochs, total), 1),
+        log_every_steps=config.log.every_steps or max(min(50, total // 20), 1),
+        decay_steps=steps(schedule.decay_steps, schedule.decay_epochs, 0),
+        cooldown_steps=steps(None, schedule.cooldown_epochs, 0),
+    )
+    _check_guard(config.guard, total)
+    late = [
+        stage.until_epoch
+        for stage in schedule.image_sizes
+        if stage.until_epoch * plan.steps_per_epoch >= total
+    ]
+    if late:
+        raise ValueError(
+            f"schedule.image_sizes: until_epoch={late[0]} is step"
+            f" {late[0] * plan.steps_per_epoch:,}, the run ends at {total:,} and has"
+            " model.image_size in its last steps: end the stage before, or lengthen the run"
+        )
+    parts = {
+        "warm-up": plan.warmup_steps,
+        "decay": plan.decay_steps,
+        "cool-down": plan.cooldown_steps,
+    }
+    # A warm-up that is longer than the run is only noted: what it does is as it is written.
+    if plan.decay_steps + plan.cooldown_steps and sum(parts.values()) > total:
+        listed = ", ".join(f"{name} {length:,}" for name, length in parts.items() if length)
+        raise ValueError(
+            f"the parts of the schedule ({listed} steps) exceed the run's {total:,}: shorten them,"
+            " or lengthen the run"
+        )
+    return plan, order
+
+
+def rates(
+    config: Config, plan: Plan
+) -> tuple[Callable[[int], float], Callable[[int], float | None]]:
+    """Return what maps a step to its learning rate, and to its weight decay, None if that stays."""
+    schedule = config.schedule
+    learning_rate = partial(
+        lr_at,
+        peak_lr=config.optim.lr,
+        total_steps=plan.total_steps,
+        warmup_steps=plan.warmup_steps,
+        name=schedule.name,
+        min_lr=schedule.min_lr,
+        warmup_lr=schedule.warmup_lr,
+        warmup_prefix=schedule.warmup_prefix,
+        decay_steps=plan.decay_steps,
+        decay_form=schedule.decay_form,
+        cooldown_steps=plan.cooldown_steps,
+        interval_steps=plan.steps_per_epoch if schedule.interval == "epoch" else 1,
+    )
+    if schedule.final_weight_decay is None:
+        return learning_rate, lambda step: None
+    return learning_rate, partial(
+        weight_decay_at,
+        first=config.optim.weight_decay,
+        final=schedule.final_weight_decay,
+        total_steps=plan.total_steps,
+    )

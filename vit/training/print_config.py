@@ -1,0 +1,129 @@
+"""Print a config: every value with its origin, and every number that follows from it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import torch
+from torch import nn
+
+from vit.checkpoint.place import local_folder
+from vit.config import io as config_io
+from vit.config.schema import Config, OptimConfig, RunConfig
+from vit.data.batches import NOT_EXACT
+from vit.data.image_format import ImageFormat
+from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
+from vit.data.shuffle_quality import measure_shuffle
+from vit.data.split_slice import part_size
+from vit.optim.groups import parameter_groups
+from vit.optim.optimizer import state_bytes
+from vit.system.files import ShardError
+from vit.system.urls import is_url
+from vit.training.freeze import create_trained_model
+from vit.training.model_summary import count_parameters, flops_per_image
+from vit.training.plan import make_plan
+from vit.training.teacher import describe_teacher
+
+IMAGENET_IMAGES = 1_281_167
+"""Training images of ImageNet-1k: what is assumed where the data are not at hand."""
+
+
+def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
+    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as
+    comments.
+
+    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it
+    says so. Raises ValueError as `make_plan`, and what `choose_train_set` raises.
+    """
+    values = config_io.to_dict(config)
+    comments = {
+        key: origins.get(key, "default")
+        for section in values
+        for key in (f"{section}.{name}" for name in values[section])
+    }
+    data = config.data
+    derived: dict[str, object] = {}
+    order_of: dict[str, object] = {"order": NOT_EXACT} if data.reader == "webdataset" else {}
+    images_assumed = ""
+    classes_assumed = ""
+    # Printing a config should not wait for a store that is away.
+    at_once = data.model_copy(update={"patience_s": 0.0})
+    try:
+        val_split = open_split(at_once, data.val_split)
+        splits = open_train_splits(at_once)
+    except ShardError as error:
+        if data.num_samples is None:
+            images_assumed = (
+                " (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened:"
+                f" {error})"
+            )
+        classes_assumed = "" if config.model.num_classes else " (assumed)"
+        num_classes = config.model.num_classes or 1000
+        assumed = part_size(data.train_split, IMAGENET_IMAGES)
+        plan, order = make_plan(config, data.num_samples or assumed, world_size)
+    else:
+        train = choose_train_set(data, splits, val_split, num_classes=config.model.num_classes)
+        num_classes = choose_num_classes(config.model, data, train.split, val_split)
+        plan, order = make_plan(config, train.num_draws, world_size, train.shares)
+        if data.reader == "index":
+            order_of = {"shuffle": measure_shuffle(order, train.split.index["label"])}
+        derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
+    derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
+    derived |= asdict(plan)
+    del derived["global_batch_size"]  # which is above, with its origin
+    derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
+    with torch.device("meta"):
+        model = create_trained_model(config, num_classes)
+    gflop = flops_per_image(model) / 1e9
+    is_averaged = config.train.ema_decay is not None
+    state, gradients = training_bytes(model, config.optim, is_averaged)
+    derived["classes"] = f"{num_classes}{classes_assumed}"
+    derived["parameters"] = f"{count_parameters(model):,}"
+    groups = [group for group in parameter_groups(model, config.optim) if group["params"]]
+    slowest = min(group.get("lr_scale", 1.0) for group in groups)
+    derived["parameter_groups"] = f"{len(groups)}" + (
+        f", learning rates from {config.optim.lr * slowest:.3g} to {config.optim.lr:g} at the peak"
+        if slowest < 1
+        else ""
+    )
+    derived["gflop_per_image"] = (
+        f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
+    )
+    if config.distill.teacher is not None:
+        derived["teacher"] = describe_teacher(config, num_classes)
+    form = ImageFormat.from_config(config.model, data, config.schedule)
+    if form.stages:
+        of_sizes = [f"{flops_per_image(model, image_size=size) / 1e9:.2f}" for size in form.sizes]
+        derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
+    held = "weights, optimizer" + (", average" if is_averaged else "")
+    kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
+    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"
+    derived |= _working_copy(config.run)
+    derived["parameters_gib"] = (
+        f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients),"
+        " without activations"
+    )
+    return (
+        config_io.dump_yaml(values, comments)
+        + "\n# derived\n"
+        + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
+    )
+
+
+def _working_copy(run: RunConfig) -> dict[str, object]:
+    """Return where a run at a URL is worked on."""
+    if not is_url(run.dir):
+        return {}
+    return {"working_copy": f"{local_folder(run)}, uploaded to run.dir at each save"}
+
+
+def training_bytes(model: nn.Module, optim: OptimConfig, is_averaged: bool) -> tuple[int, int]:
+    """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once
+    more for a moving average, and what the optimizer keeps."""
+    stored = sum(tensor.nbytes for tensor in model.state_dict().values())
+    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    loss_scale = 8  # and the steps since it overflowed
+    return (
+        stored * (2 if is_averaged else 1) + sum(state_bytes(optim, model)) + loss_scale,
+        gradients,
+    )

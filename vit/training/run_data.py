@@ -1,0 +1,102 @@
+"""The data of a run, and the plan that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vit.config import io as config_io
+from vit.config.schema import Config
+from vit.data.batches import AugmentedBatches, EvalBatches
+from vit.data.eval_sets import EvalSet, ModelClasses, open_sets
+from vit.data.image_format import ImageFormat
+from vit.data.open_data import choose_num_classes, create_train_batches, open_split, open_train_set
+from vit.data.sources import TrainSet
+from vit.distributed.process_group import World
+from vit.training.loss import choose_class_weights
+from vit.training.plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run, and what follows from them."""
+
+    plan: Plan
+    train_set: TrainSet
+    batches: AugmentedBatches
+    sets: list[tuple[EvalSet, ...]]
+    """The sets to evaluate on: those of the same images together, first `data.val_split`."""
+    eval_batches: list[EvalBatches]
+    """The batches of each split that is evaluated."""
+    image_format: ImageFormat
+    """The format of images to evaluate on."""
+    num_classes: int
+    """Outputs of the model's head."""
+    class_weights: tuple[float, ...] | None
+    """Weights of the classes in the loss."""
+    facts: dict[str, Any]
+    """Values that a resume must find unchanged."""
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes to train on, in the order of their numbers; may be empty."""
+        return self.train_set.split.class_names
+
+
+def as_trained(config: Config, data: RunData) -> Config:
+    """Return `config`, which follows EXIF orientations if the images of `data` were turned so."""
+    if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
+        return config_io.with_settings(config, {"eval.apply_exif": True})
+    return config
+
+
+def open_data(config: Config, world: World) -> RunData:
+    """Open the data and derive the plan from them; every rank calls it."""
+    # Rank 0 opens first: it may have to make an index, which the others then read.
+    val_split = open_split(config.data, config.data.val_split, world)
+    train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
+    split = train_set.split
+    with world.fail_together():
+        plan, order = make_plan(config, train_set.num_draws, world.size, train_set.shares)
+        num_classes = choose_num_classes(config.model, config.data, split, val_split)
+        weights = choose_class_weights(config.loss, train_set, num_classes)
+    namings = {"": split.class_names} if split.class_names else {}
+    sets = open_sets(config, val_split, ModelClasses(num_classes, namings), world)
+    with world.fail_together():
+        image_format = ImageFormat.from_config(config.model, config.data)
+        train_format = ImageFormat.from_config(config.model, config.data, config.schedule)
+        place = {"rank": world.rank, "world_size": world.size}
+        batches = create_train_batches(
+            config,
+            split,
+            order,
+            train_format,
+            world,
+            rows=plan.rows_of(world.rank),
+            num_batches=plan.total_steps,
+        )
+        eval_batches = [
+            EvalBatches(group[0].split, image_format, config.eval, config.eval.batch_size, **place)
+            for group in sets
+        ]
+    # `check_same` compares across hosts.
+    facts = {
+        "num_samples": split.num_samples,
+        "index_sha256": world.check_same(split.identity, "training data"),
+        "num_classes": num_classes,
+        "class_names": split.class_names,
+    }
+    world.check_same(lambda: train_set.identity, "chosen samples")
+    if train_set.identity:
+        facts["chosen"] = train_set.identity
+    return RunData(
+        plan=plan,
+        train_set=train_set,
+        batches=batches,
+        sets=sets,
+        eval_batches=eval_batches,
+        image_format=image_format,
+        num_classes=num_classes,
+        class_weights=weights,
+        facts=facts,
+    )
