@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit.checkpoint.checkpoint import named_tensors
+from vit.checkpoint.place import Place
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
@@ -105,7 +106,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as name:
         folder = Path(name)
         record = Record(folder, config.log, is_main=False, total_steps=1)
-        saver = Saver(folder, train_step, config_io.to_dict(config), [], 1, record)
+        saver = Saver(Place(folder), train_step, config_io.to_dict(config), [], 1, record)
         saver.prepare()
         saver.finish()
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from vit.checkpoint import checkpoint as checkpoints
+from vit.checkpoint.place import Place
 from vit.checkpoint.resume import check_same_settings, find_checkpoint, fit_state
 from vit.checkpoint.run_folder import RunLock
 from vit.checkpoint.saver import Saver
@@ -50,74 +51,11 @@ def build(
     is_new = world.is_main and not place.folder.is_dir()
     lock = RunLock(place.folder)
     signals = StopSignals()
-    times = StartTimes(world.joined_s)
-    settings = config_io.to_dict(config)
     try:
         # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
-        check_same_settings(settings, world)
+        check_same_settings(config_io.to_dict(config), world)
         world.main_first(lambda: place.lock(lock) if world.is_main else None)
-
-        # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
-        data = open_data(config, world)
-        config = as_trained(config, data)
-        objective = parts.create_objective(
-            config, data.class_names, data.num_classes, data.class_weights, world
-        )
-        notes = [objective.notes]
-        notes += [hook.opened(config, world, data, place) for hook in parts.hooks]
-        facts = {**data.facts, **{key: part.facts[key] for part in notes for key in part.facts}}
-        times.end("data")
-        newest = find_checkpoint(place.folder, settings, facts, set(allow_change), world)
-        times.end("checkpoint")
-
-        # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
-        with world.fail_together(), nullcontext() if newest is None else undrawn():
-            torch.manual_seed(config.train.seed)
-            model = create_trained_model(config, data.num_classes)
-        model.to(world.device)
-        if newest is None and (sha256 := parts.load_weights(model, config, data, world)):
-            facts["init_sha256"] = sha256
-
-        # 4. The training step and the evaluators.
-        train_step = create_train_step(
-            _config_of_step(config, newest, data.plan),
-            data.plan,
-            data.num_classes,
-            model,
-            world,
-            objective,
-            parts.create_reduce,
-            is_filled_later=newest is not None,
-        )
-        evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
-        times.end("model")
-
-        # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
-        state = RunState(facts={**facts, "grid_size": grid_size(model)})
-        if newest is not None:
-            folder, info = newest
-            state = checkpoints.state_of(info)
-            fit_state(state, place.folder, facts, data.plan, world)
-            checkpoints.load_checkpoint(folder, train_step)
-            times.end("checkpoint")
-
-        # 6. The record: rank 0 first, since it creates the folder.
-        record = world.main_first(
-            lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
-        )
-        with world.fail_together():
-            place.push()  # from here on the run is at its URL, if it has one
-        saver = Saver(
-            place.folder,
-            train_step,
-            config_io.to_dict(config),
-            data.class_names,
-            config.checkpoint.keep_last,
-            record,
-            [hook.saved for hook in parts.hooks if hook.saved is not None],
-            place,
-        )
-        times.end("record")
+        run = _build(config, world, set(allow_change), parts, place, lock, signals)
         # From here on a signal is remembered, and the loop acts on it at the next step.
         signals.remember_only()
     except BaseException as error:
@@ -126,6 +64,73 @@ def build(
         if isinstance(error, Interrupted):
             checkpoints.mark_interrupted(place.folder, error.number, lock, is_new)
         raise
+    return run
+
+
+def _build(
+    config: Config,
+    world: World,
+    allowed: set[str],
+    parts: Parts,
+    place: Place,
+    lock: RunLock,
+    signals: StopSignals,
+) -> Run:
+    times = StartTimes(world.joined_s)
+    settings = config_io.to_dict(config)
+    # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
+    data = open_data(config, world)
+    config = as_trained(config, data)
+    objective = parts.create_objective(config, data, world)
+    notes = [objective.notes]
+    notes += [hook.opened(config, world, data, place) for hook in parts.hooks]
+    facts = {**data.facts, **{key: part.facts[key] for part in notes for key in part.facts}}
+    times.end("data")
+    newest = find_checkpoint(place.folder, settings, facts, allowed, world)
+    times.end("checkpoint")
+
+    # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
+    with world.fail_together(), nullcontext() if newest is None else undrawn():
+        torch.manual_seed(config.train.seed)
+        model = create_trained_model(config, data.num_classes)
+    model.to(world.device)
+    if newest is None and (sha256 := parts.load_weights(model, config, data, world)):
+        facts["init_sha256"] = sha256
+
+    # 4. The training step and the evaluators.
+    train_step = create_train_step(
+        _config_of_step(config, newest, data.plan),
+        data.plan,
+        data.num_classes,
+        model,
+        world,
+        objective,
+        parts.create_reduce,
+        is_filled_later=newest is not None,
+    )
+    evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
+    times.end("model")
+
+    # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
+    state = RunState(facts={**facts, "grid_size": grid_size(model)})
+    if newest is not None:
+        folder, info = newest
+        state = checkpoints.state_of(info)
+        fit_state(state, place.folder, facts, data.plan, world)
+        checkpoints.load_checkpoint(folder, train_step)
+        times.end("checkpoint")
+
+    # 6. The record: rank 0 first, since it creates the folder.
+    record = world.main_first(
+        lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
+    )
+    with world.fail_together():
+        place.push()  # from here on the run is at its URL, if it has one
+    beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
+    keep_last = config.checkpoint.keep_last
+    saved_as = config_io.to_dict(config)
+    saver = Saver(place, train_step, saved_as, data.class_names, keep_last, record, beside)
+    times.end("record")
     return Run(
         config=config,
         world=world,

@@ -102,7 +102,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 def save_all(run: Run) -> None:
     """Save steps 1 to STEPS, as a run does that is evaluated at each."""
-    saver = Saver(run.folder, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
+    saver = Saver(run.place, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
     saver.prepare()
     for step in range(1, STEPS + 1):
         fill(run, step)
@@ -228,7 +228,7 @@ def test_a_kill_amid_the_removal_of_a_checkpoint_leaves_nothing_for_ever(tmp_pat
     assert os.WTERMSIG(in_a_fork(save_until_killed)) == signal.SIGKILL
     assert_whole(run.folder)
     fill(run, 9)
-    saver = Saver(run.folder, run.train_step, {}, [], 1, run.record)
+    saver = Saver(run.place, run.train_step, {}, [], 1, run.record)
     saver.prepare()
     saver.save(run.state, True)
     saver.finish()

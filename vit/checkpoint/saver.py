@@ -57,24 +57,22 @@ class Saver:
     """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
 
     config: as `config_io.to_dict` gives it. class_names: of the training data. record: gets a line
-    for each checkpoint that is complete. beside: what else each save writes. place: by default
-    `run_dir`, a folder.
+    for each checkpoint that is complete. beside: what else each save writes.
     """
 
     def __init__(
         self,
-        run_dir: Path,
+        place: Place,
         train_step: TrainStep,
         config: dict[str, Any],
         class_names: list[str],
         keep_last: int,
         record: Record,
         beside: Sequence[SavedBeside] = (),
-        place: Place | None = None,
     ):
         self._beside = beside
-        self._place = place or Place(run_dir)
-        self._run_dir = run_dir
+        self._place = place
+        self._run_dir = place.folder
         self._train_step = train_step
         self._world = train_step.world
         self._config = config

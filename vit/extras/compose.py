@@ -60,7 +60,7 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
         hooks.append(load("vit.hooks.sample_losses:SamplesHook", "log.sample_losses")())
     hooks.append(GuardHook(config))
     if config.eval.reference is not None:
-        hooks.append(load("vit.extras.recipes.reference_hook:ReferenceCurve", "eval.reference")())
+        hooks.append(load("vit.extras.recipes.reference:ReferenceCurve", "eval.reference")())
     if config.log.report:
         hooks.append(load("vit.extras.report.hook:Report", "log.report=true")())
     hooks.append(MemoryAdvice())

@@ -16,6 +16,7 @@ from vit.distributed.process_group import World
 from vit.training.loss import Loss, create_loss
 from vit.training.metrics import margins
 from vit.training.notes import Notes
+from vit.training.run_data import RunData
 
 Forward = Callable[[Tensor], Any]
 """Inputs -> outputs of the model under autocast: logits, or a tuple of the logits of two heads."""
@@ -64,17 +65,11 @@ class Supervised:
         return self.loss(logits, targets), margins(logits.detach(), labels)
 
 
-def supervised(
-    config: Config,
-    class_names: Sequence[str],
-    num_classes: int,
-    class_weights: Sequence[float] | None,
-    world: World,
-) -> Objective:
+def supervised(config: Config, data: RunData, world: World) -> Objective:
     """Create the loss of `config`; every rank calls it.
 
     Raises ValueError where `config` names a teacher, which `vit.extras.compose` loads.
     """
     if config.distill.teacher is not None:
         raise ValueError("distill.teacher: build the run by vit.extras.compose.build_run")
-    return Supervised(create_loss(config.loss, class_weights, world.device))
+    return Supervised(create_loss(config.loss, data.class_weights, world.device))

@@ -35,6 +35,7 @@ from vit.training.metrics import margins
 from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.notes import Notes
 from vit.training.objective import Forward
+from vit.training.run_data import RunData
 from vit.weights.class_names import namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 from vit.weights.published import identify, to_config, with_published_config
@@ -200,16 +201,10 @@ class Distilled:
         return losses, margins(logits.detach(), labels)
 
 
-def distilled(
-    config: Config,
-    class_names: Sequence[str],
-    num_classes: int,
-    class_weights: Sequence[float] | None,
-    world: World,
-) -> Distilled:
+def distilled(config: Config, data: RunData, world: World) -> Distilled:
     """Create the objective of `distill`; every rank calls it. Raises as `load_teacher`."""
-    loss = create_loss(config.loss, class_weights, world.device)
-    teacher = load_teacher(config, class_names, num_classes, world)
+    loss = create_loss(config.loss, data.class_weights, world.device)
+    teacher = load_teacher(config, data.class_names, data.num_classes, world)
     assert teacher is not None, "the caller checks"
     return Distilled(loss, teacher)
 

@@ -26,7 +26,6 @@ from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.tar import scan_tar
-from vit.extras.stream.batches import StreamBatches, open_stream
 from vit.system.files import ShardError
 
 FORMAT = ImageFormat((16, 16), 3, "bilinear")
@@ -202,9 +201,7 @@ def test_any_names_make_the_samples_that_webdataset_makes(tmp_path_factory, keys
 
 
 @pytest.mark.parametrize("form", ["json, nested", "names in json"])
-def test_indexed_read_at_random_verified_and_streamed(form, tmp_path, capsys):
-    """The stream gives samples with the same keys and labels as the index, and its settings mean
-    the same as the flags."""
+def test_indexed_read_at_random_and_verified(form, tmp_path, capsys):
     flags, _, label_of = FORMS[form]
     root = foreign(tmp_path / "root", form)
     assert index(root, flags) == 0, capsys.readouterr().err
@@ -218,13 +215,24 @@ def test_indexed_read_at_random_verified_and_streamed(form, tmp_path, capsys):
     for how in ([], ["--quick"]):
         assert verify.main([str(root), "--workers", "1", *how]) == 0, capsys.readouterr().out
 
+
+@pytest.mark.parametrize("form", FORMS)
+def test_streamed_as_indexed(form, tmp_path, capsys):
+    """The stream gives samples with the same keys and labels as the index, and its settings mean
+    the same as the flags."""
+    reader = pytest.importorskip("vit.extras.stream.batches")
+    flags, _, label_of = FORMS[form]
+    root = foreign(tmp_path / "root", form)
+    assert index(root, flags) == 0, capsys.readouterr().err
+    split = open_split(root, "train")
+    expected = of_webdataset([root / "train-0.tar", root / "train-1.tar"], label_of)
     given = layout_of(flags)
     layout = SampleLayout(given.image, given.label, given.keys_with_dots, tuple(split.class_names))
-    stream = open_stream(
+    stream = reader.open_stream(
         f"{root}/train-{{0..1}}.tar", 18, split.num_classes, split.class_names, layout
     )
     order = make_order(18, 6, seed=0)
-    batches = StreamBatches(stream, order, AugmentConfig(), FORMAT)
+    batches = reader.StreamBatches(stream, order, AugmentConfig(), FORMAT)
     seen = set()
     for position in range(9):
         rows = BatchLayout(6, FORMAT, batches.layout.num_columns).batch_in(
@@ -301,14 +309,15 @@ def test_keys_with_dots(tmp_path, capsys):
 
 
 def test_streamed_keys_with_dots(tmp_path):
+    reader = pytest.importorskip("vit.extras.stream.batches")
     root = dotted(tmp_path / "root")
-    stream = open_stream(f"{root}/train-0.tar", 10, 2, [], SampleLayout(keys_with_dots=True))
-    batches = StreamBatches(stream, make_order(10, 10, seed=0), AugmentConfig(), FORMAT)
+    stream = reader.open_stream(f"{root}/train-0.tar", 10, 2, [], SampleLayout(keys_with_dots=True))
+    batches = reader.StreamBatches(stream, make_order(10, 10, seed=0), AugmentConfig(), FORMAT)
     rows = batches.layout.batch_in(memoryview(bytearray(batches.layout.num_bytes)))
     batches.fill(0, 0, rows)
     assert len(set(rows.ids.tolist())) == 10
-    wrong = StreamBatches(
-        open_stream(f"{root}/train-0.tar", 10, 2, []),
+    wrong = reader.StreamBatches(
+        reader.open_stream(f"{root}/train-0.tar", 10, 2, []),
         make_order(10, 10, seed=0),
         AugmentConfig(),
         FORMAT,

@@ -80,9 +80,7 @@ class Trial:
         self._data = open_data(self.config, self.world)
         config, world, data = self.config, self.world, self._data
         self._parts = parts_of(config)
-        self._objective = self._parts.create_objective(
-            config, data.class_names, data.num_classes, data.class_weights, world
-        )
+        self._objective = self._parts.create_objective(config, data, world)
         self.facts = {**data.facts, **self._objective.notes.facts}
         for hook in self._parts.hooks:
             if not isinstance(hook, HostCheck):  # it also checks the disk, which has its own part
