@@ -43,7 +43,7 @@ import check_versions  # noqa: F401
 
 from vit.checkpoint.run_folder import LATEST_FILE, newest_run
 from vit.config import io as config_io
-from vit.config.eval_section import VAL
+from vit.config.base import VAL
 from vit.config.hints import setting_for
 from vit.config.schema import Config
 from vit.distributed import process_group

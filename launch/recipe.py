@@ -28,9 +28,9 @@ from vit.config.hints import setting_for
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.extras.recipes.difference import in_words, read_recipe
+from vit.extras.recipes.difference import read_recipe
 from vit.extras.recipes.importing import PROGRAMS, import_recipe
-from vit.extras.recipes.preview import draw_curves, groups_table, steps_line
+from vit.extras.recipes.preview import draw_curves, groups_table, in_words, steps_line
 from vit.extras.recipes.rates import IMAGENET
 from vit.extras.recipes.summary import account, yaml_text
 from vit.extras.report.contact_sheet import make_contact_sheet

@@ -29,7 +29,7 @@ from vit.evaluation.evaluate import create_evaluators
 from vit.hooks.start_record import start_record
 from vit.layers.init import undrawn
 from vit.layers.parts import grid_size
-from vit.loggers.start_times import StartTimes
+from vit.loggers.record import StartTimes
 from vit.run import Parts, Run
 from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan

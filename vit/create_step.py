@@ -12,8 +12,8 @@ from vit.distributed.process_group import World
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
+from vit.system.by_name import load
 from vit.training.compiling import checkpoint_activations, compile_models
-from vit.training.norm_probes import create_probes
 from vit.training.objective import Objective
 from vit.training.plan import Plan, rates
 from vit.training.reduce import Reduce, data_parallel
@@ -51,8 +51,11 @@ def create_train_step(
         world.device,
         compiled=config.train.compile and not why_eager,
     )
-    with world.fail_together():
-        probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
+    probes = None
+    if config.log.norms_every_steps is not None:
+        create_probes = load("vit.training.norm_probes:create_probes", "log.norms_every_steps")
+        with world.fail_together():
+            probes = create_probes(model, config, augment, plan.micro_batch_size, plan.total_steps)
     learning_rate, weight_decay = rates(config, plan)
     return TrainStep(
         model,

@@ -16,7 +16,7 @@ import torch
 
 from vit.checkpoint.checkpoint import newest_checkpoint
 from vit.checkpoint.place import local_folder
-from vit.config.eval_section import VAL
+from vit.config.base import VAL
 from vit.config.io import with_settings
 from vit.config.schema import Config
 from vit.data.open_data import open_split

@@ -36,20 +36,17 @@ from vit.config.schema import ModelConfig
 from vit.layers.arguments import check_arguments, check_images, grid_size, height_width
 from vit.layers.attention_pool import AttentionPool
 from vit.layers.blocks import Blocks
-from vit.layers.distilled import of_two_heads
-from vit.layers.drop_path import add_branch
+from vit.layers.drop_path import PatchDropout, add_branch
 from vit.layers.image_sizes import AtSize, OtherSizes
 from vit.layers.init import draw_as, lecun_normal_
-from vit.layers.layer_scale import LayerScale
-from vit.layers.norm import NormOf, create_norm
-from vit.layers.patch_drop import PatchDropout
+from vit.layers.norm import LayerScale, NormOf, create_norm
 from vit.layers.patch_embed import NormedPatchEmbed, PatchEmbed
 from vit.layers.posemb import sincos2d_posemb
 from vit.layers.precision import without_autocast
 from vit.layers.presets import PRESETS
 from vit.layers.rope import RotaryEmbedding, rotate
 from vit.layers.swiglu import SwiGLU, SwiGLUPacked
-from vit.layers.timm_model import create_timm_model
+from vit.system.by_name import load
 from vit.system.spelling import did_you_mean
 
 
@@ -78,6 +75,7 @@ def create_model(
         fields = name.model_dump(exclude={"name"}, exclude_none=True) | fields
         name = name.name
     if name.startswith("timm/"):
+        create_timm_model = load("vit.layers.timm_model:create_timm_model", name)
         return create_timm_model(name.removeprefix("timm/"), **fields)
     match = re.fullmatch(rf"vit_({'|'.join(PRESETS)})([1-9]\d*)", name)
     if match is None:
@@ -397,7 +395,10 @@ class VisionTransformer(nn.Module):
             if self.head_dist is None:
                 return logits
             learnt = self.head_dist(tokens[:, 1].to(logits.dtype))
-            return of_two_heads(logits, learnt, self.training and self.distilled_training)
+            # In training with a teacher the second head learns from it; later both count.
+            if self.training and self.distilled_training:
+                return logits, learnt
+            return (logits + learnt) / 2
 
     @torch.no_grad()
     def init_weights(self) -> None:

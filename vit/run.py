@@ -38,14 +38,12 @@ from vit.distributed.outcome import Outcome
 from vit.distributed.process_group import World
 from vit.distributed.watchdog import Verdict, Watch
 from vit.evaluation.evaluate import Evaluator
-from vit.loggers.record import Record
-from vit.loggers.start_times import StartTimes
+from vit.loggers.record import Record, StartTimes
 from vit.step import TrainStep
-from vit.training.notes import Notes
 from vit.training.objective import Objective, supervised
 from vit.training.plan import Plan
 from vit.training.reduce import Reduce, data_parallel
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 from vit.training.step_result import Limits, StepValues
 
 

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +26,15 @@ from vit.data.batches import Batch
 from vit.distributed.process_group import World
 from vit.layers.precision import LossScale, autocast
 from vit.optim.ema import Ema
-from vit.optim.norms import Measured
 from vit.optim.optimizer import set_rates
 from vit.system.hashing import fold
-from vit.training.norm_probes import Probes
 from vit.training.objective import Objective
 from vit.training.reduce import Reduce
 from vit.training.step_result import SPIKE, Limits, Slot, StepPhase, StepResult
+
+if TYPE_CHECKING:
+    from vit.optim.norms import Measured
+    from vit.training.norm_probes import Probes
 
 _SEED_DROPOUT = 0x0D0
 

@@ -34,9 +34,8 @@ from vit.checkpoint.checkpoint import read_info
 from vit.checkpoint.state import RunState
 from vit.config.base import Section
 from vit.config.errors import LISTS
-from vit.config.eval_section import EvalSetConfig
 from vit.config.io import from_dict
-from vit.config.schema import Config
+from vit.config.schema import Config, EvalSetConfig
 from vit.distributed.process_group import World
 from vit.hooks.guard import Guard
 from vit.loggers.record import Record

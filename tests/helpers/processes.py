@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 
 import vit.train
 from data_prep import imagefolder
-from vit.weights.seal import SEAL
+from vit.weights.save import SEAL
 
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.system.numa import cores_near
+from vit.system.devices import cores_near
 
 ROOT = Path(__file__).parents[2]
 GPUS = [f"0000:{bus:02x}:00.0" for bus in range(8)]
@@ -71,7 +71,7 @@ def test_what_a_bound_rank_starts_is_bound_too_and_cores_of_the_host_are_counted
 import os, subprocess, sys
 from pathlib import Path
 from vit.system.host import num_cores
-from vit.system.numa import bind_near
+from vit.system.devices import bind_near
 before = num_cores()
 bind_near({GPUS[: len(allowed)]}, 1, Path({str(root)!r}))
 assert num_cores() == before

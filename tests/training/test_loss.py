@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from sklearn.utils.class_weight import compute_class_weight
 from timm.data.mixup import mixup_target
 
-from vit.config.loss_section import LossConfig
-from vit.config.schema import Config
+from vit.config.schema import Config, LossConfig
 from vit.data.order import Share
 from vit.data.shards.split import Split
 from vit.data.shards.tar import INDEX_DTYPE

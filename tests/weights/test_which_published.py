@@ -21,7 +21,7 @@ from vit.data.image_format import ImageFormat
 from vit.inference.predictor import load
 from vit.model import create_model
 from vit.weights.files import find_weights, load_weights, read_weights
-from vit.weights.model_view import View
+from vit.weights.programs import View
 from vit.weights.published import describe_published, identify, to_config, with_published_config
 from vit.weights.published_models import KNOWN, NO_NUMBER, TIMM, TORCHVISION, KnownModel
 

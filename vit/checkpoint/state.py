@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from vit.config.eval_section import VAL
+from vit.config.base import VAL
 from vit.training.plan import Plan
 
 

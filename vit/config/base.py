@@ -8,6 +8,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+VAL = "val"
+"""The name of `data.val_split` among the sets to evaluate on."""
+
 MAY_CHANGE = "may change"
 """Annotates a setting, or a section, that a resumed run may have different from its checkpoint
 without `--allow-change`: the batches and the recipe stay the same."""

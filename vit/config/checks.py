@@ -10,18 +10,23 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
-from vit.config.base import OnlyWith, Section, Selection, height_width
-from vit.config.eval_section import VAL
+from vit.config.base import VAL, OnlyWith, Section, Selection, height_width
 from vit.config.row_filter import RowFilter
 from vit.config.sample_layout import SETTINGS, layout_problems
 
 if TYPE_CHECKING:
-    from vit.config.eval_section import EvalConfig
-    from vit.config.guard_section import GuardConfig
-    from vit.config.loss_section import LossConfig
     from vit.config.optim_section import OptimConfig
-    from vit.config.schedule_section import ScheduleConfig
-    from vit.config.schema import AugmentConfig, Config, DataConfig, ModelConfig, RunConfig
+    from vit.config.schema import (
+        AugmentConfig,
+        Config,
+        DataConfig,
+        EvalConfig,
+        GuardConfig,
+        LossConfig,
+        ModelConfig,
+        RunConfig,
+        ScheduleConfig,
+    )
 
 EXCLUSIVE = (
     ("train", "epochs", "steps"),

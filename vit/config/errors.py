@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from vit.config.base import Section, SourceConfig
-from vit.config.eval_section import EvalSetConfig
 from vit.config.hints import all_keys, nearest, sections, union_tags
-from vit.config.schedule_section import ImageSizeStage
+from vit.config.schema import EvalSetConfig, ImageSizeStage
 
 Key = tuple[str, ...]
 LISTS: dict[str, type[Section]] = {

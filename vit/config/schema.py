@@ -17,21 +17,230 @@ from pydantic import Field, model_validator
 
 from vit.config.base import (
     MAY_CHANGE,
+    VAL,
     OnlyWith,
     Positive,
     Probability,
+    Rate,
     Section,
     Selection,
+    Size,
     SourceConfig,
 )
 from vit.config.checks import find_problems
-from vit.config.distill_section import DistillConfig
-from vit.config.eval_section import EvalConfig
-from vit.config.guard_section import GuardConfig
-from vit.config.loss_section import LossConfig
 from vit.config.model_section import ModelConfig
 from vit.config.optim_section import AdamWConfig, OptimConfig
-from vit.config.schedule_section import ScheduleConfig
+
+SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
+
+
+class EvalSetConfig(Section):
+    """One of `eval.sets`; with none of these it would be `data.val_split` itself."""
+
+    root: str | None = None
+    """Folder or URL of its shards; `None`: `data.root`."""
+    split: str | None = None
+    """A split, or a part of one, as `train[99%:]`; `None`: `data.val_split`."""
+    labels: str | None = None
+    """JSON file with the right classes of each image, as ImageNet-ReaL's `real.json`: a list of
+    lists in the order of the images' keys, or a list for each key. Any of them counts as right;
+    images with none are left out, and counted. `None`: the labels of the shards."""
+    classes: Literal["own", "all"] = "own"
+    """Classes are found in the model by name. `own`: only the logits of the set's classes compete,
+    as on the 200 of ImageNet-A and -R; `all`: those of all classes of the model."""
+
+
+class EvalConfig(Section):
+    """Evaluation on `data.val_split`, exact on any number of ranks."""
+
+    every_epochs: Annotated[float, Field(gt=0)] | None = None
+    """Epochs between evaluations; this, `every_steps`, or neither for the end only. The end is
+    evaluated too, unless the run is shorter than that."""
+    every_steps: Positive | None = None
+    """Steps between evaluations."""
+    batch_size: Positive = 64
+    """Images in one forward pass of one rank."""
+    crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
+    """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
+    resize_px: Positive | None = None
+    """Shorter side of the resized image in pixels, in place of `crop_pct`, for recipes that are
+    published so."""
+    crop_mode: Literal["center", "squash"] = "center"
+    """`center` keeps the aspect of the image; `squash` does not (timm's crop_mode): with
+    `crop_pct: 1` it shows the entire image."""
+    resizer: Literal["torch", "pillow"] = "torch"
+    """Library that resizes: `torch`, or `pillow`, which is slower and with which most numbers
+    were published; one pixel in 200 differs by one level of 255."""
+    apply_exif: bool | None = None
+    """Turn images upright as their EXIF orientation says, in evaluation, in prediction and in
+    what exports tell other programs. `None`: as the images of `data.root` were prepared."""
+    sets: dict[SetName, EvalSetConfig] = Field(default={})
+    """Further sets to evaluate on, by name, each exact, as
+    `{v2: {root: data/v2, split: train}, real: {labels: real.json}}` (docs/evaluation.md)."""
+    best_by: str = VAL
+    """The set whose accuracy chooses the `best` weights: one of `sets`, or `val`, which is
+    `data.val_split`."""
+
+    reference: str | None = None
+    """Published curve that evaluations of `data.val_split` are shown beside, if the run has the
+    data and the length of its recipe: the name of one of `configs/reference`, or a CSV file of that
+    form (docs/evaluation.md); `None`: no curve."""
+
+    def further_places(self, root: str, split: str) -> list[tuple[str, str]]:
+        """Root and split of what `sets` name besides `split` of `root`, `data.val_split`."""
+        places = [(each.root or root, each.split or split) for each in self.sets.values()]
+        return [place for place in dict.fromkeys(places) if place != (root, split)]
+
+
+class ImageSizeStage(Section):
+    """Epochs whose training images have another size than `model.image_size`."""
+
+    until_epoch: Positive
+    """Epochs of the run after which it ends."""
+    image_size: Size
+    """Side of the square training image, or `[height, width]`: multiples of the patch."""
+
+
+class ScheduleConfig(Section):
+    """What changes over the run: learning rate (linear warm-up, a shape, and a cool-down), weight
+    decay, and the size of training images."""
+
+    name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Shape after the warm-up. `wsd`: constant, then a decay at the end (warm-up, stable, decay:
+    MiniCPM, arXiv 2404.06395)."""
+    interval: Annotated[
+        Literal["step", "epoch"], OnlyWith("name!=constant", "warmup_epochs", "warmup_steps")
+    ] = "step"
+    """When the rate changes; `epoch`: at the beginning of each, as in DeiT, torchvision, and timm
+    without --sched-on-updates."""
+    warmup_steps: Annotated[int, Field(ge=0)] | None = None
+    """Length of the warm-up in steps; this, `warmup_epochs`, or neither for none."""
+    warmup_epochs: Annotated[float, Field(ge=0)] | None = None
+    """Length of the warm-up in epochs."""
+    warmup_lr: Annotated[
+        Annotated[float, Field(ge=0)] | None, OnlyWith("warmup_epochs", "warmup_steps")
+    ] = None
+    """Learning rate of the first update, from which the warm-up rises to the peak right behind it
+    (timm, DeiT: 1e-6; torchvision: a part of the peak; 0: big_vision, MAE). `None`: the first has
+    one part of as many as the warm-up has steps, the last of them the peak."""
+    warmup_prefix: Annotated[
+        bool, OnlyWith("warmup_epochs", "warmup_steps"), OnlyWith("name=cosine|linear")
+    ] = True
+    """`cosine` and `linear` begin behind the warm-up (MAE, big_vision, torchvision); `false`: with
+    the run, so that the warm-up ends with a jump to where they have come (timm, DeiT)."""
+    decay_steps: Annotated[Positive | None, OnlyWith("name=wsd")] = None
+    """For `wsd`: length of the decay in steps; this or `decay_epochs`."""
+    decay_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("name=wsd")] = None
+    """For `wsd`: length of the decay in epochs."""
+    decay_form: Annotated[Literal["1-sqrt", "linear"], OnlyWith("name=wsd")] = "1-sqrt"
+    """For `wsd`: how it decays, by 1 minus the root of the time (timm's default; arXiv 2405.18392)
+    or in a line."""
+    cooldown_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("name!=constant")] = (
+        None
+    )
+    """Epochs at the end of the run that have `min_lr`, which the shape has reached by then (timm;
+    there they come on top of the epochs, here they are part of them)."""
+    min_lr: Annotated[float, Field(ge=0), OnlyWith("name!=constant")] = 0.0
+    """Learning rate that all but `constant` fall to at the end."""
+    final_weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay at the end of the run, by a cosine from `optim.weight_decay` (DINO, BEiT);
+    `None`: it stays."""
+    image_sizes: tuple[ImageSizeStage, ...] = ()
+    """Sizes of training images before the last epochs, which have `model.image_size`, as
+    `[{until_epoch: 180, image_size: 160}, {until_epoch: 240, image_size: 192}]` (EfficientNetV2,
+    arXiv 2104.00298; docs/training.md). Evaluation has `model.image_size` throughout."""
+
+
+Action = Literal["skip", "stop", "rewind"]
+
+
+class GuardConfig(Section):
+    """What is done about a gradient that is not finite, and about a jump of loss or gradient
+    (docs/training.md)."""
+
+    on_nonfinite: Action = "skip"
+    """For a gradient that is not finite, which never reaches the weights: only leave out the
+    update; stop the run; or go back to the newest checkpoint and pass over the batches around this
+    one. What fp16's loss scale overflows is always only left out."""
+    on_spike: Literal["none"] | Action = "none"
+    """The same for an update whose loss or gradient norm is a spike; `none`: it is made."""
+    spike_of: Annotated[
+        Literal["loss", "grad_norm", "either"], OnlyWith("on_spike=skip|stop|rewind")
+    ] = "loss"
+    """What has to be above its limit; norms of gradients vary more."""
+    spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop|rewind")] = 10.0
+    """The limit: the median of the last `window_steps` steps, and so many of their standard
+    deviations (1.4826 times the median distance from the median)."""
+    window_steps: Annotated[int, Field(ge=8), OnlyWith("on_spike=skip|stop|rewind")] = 128
+    """Steps whose losses and gradient norms are compared with; before so many there is no
+    limit."""
+    rewind_skip_steps: Annotated[
+        int, Field(ge=0), OnlyWith("on_nonfinite=rewind", "on_spike=rewind")
+    ] = 100
+    """Batches passed over before and after the one in question; 0: this one alone."""
+    max_rewinds: Annotated[Positive, OnlyWith("on_nonfinite=rewind", "on_spike=rewind")] = 10
+    """A further one stops the run."""
+
+    def rewinds(self) -> bool:
+        """Whether a run may go back."""
+        return "rewind" in (self.on_nonfinite, self.on_spike)
+
+
+class LossConfig(Section):
+    """What training makes small, of soft targets; evaluation always reports cross-entropy."""
+
+    name: Annotated[Literal["cross_entropy", "bce"], OnlyWith("distill.task_loss_weight")] = (
+        "cross_entropy"
+    )
+    """`bce`: binary cross-entropy of each class by itself (timm's "ResNet strikes back", DeiT III,
+    big_vision's sigmoid_xent)."""
+    label_smoothing: Annotated[Rate, OnlyWith("distill.task_loss_weight")] = 0.0
+    """Fraction of the target spread evenly over all classes, before a threshold."""
+    bce_target_thresh: Annotated[
+        Rate | None, OnlyWith("distill.task_loss_weight"), OnlyWith("name=bce")
+    ] = None
+    """A target above this is 1, any other 0, after mixing (timm's name; DeiT III: 0);
+    `None`: soft targets."""
+    bce_sum: Annotated[bool, OnlyWith("distill.task_loss_weight"), OnlyWith("name=bce")] = False
+    """Sum over the classes (big_vision; timm's --bce-sum) in place of their mean (timm,
+    DeiT III)."""
+    class_weights: Annotated[
+        Literal["balanced"] | tuple[Annotated[float, Field(ge=0)], ...] | None,
+        OnlyWith("distill.task_loss_weight"),
+    ] = None
+    """Factor of each class's part of the loss, in the order of the classes, as torch's losses have
+    it; the mean over images is not divided by them. `balanced`: images / (classes x images of the
+    class), of those trained on (scikit-learn). `None`: 1."""
+
+
+class DistillConfig(Section):
+    """What a trained model, the teacher, says of each training image is a second target.
+
+    A model with `model.dist_token` learns it with its second head (DeiT, arXiv 2012.12877), any
+    other one with its only head.
+    """
+
+    teacher: Annotated[str | None, MAY_CHANGE] = None
+    """Weights of the teacher: run folder, checkpoint folder, exported folder or file, ours or of
+    another program, of any model of timm too. A resumed run compares the weights, not the path.
+    `None`: no teacher."""
+    teacher_model: Annotated[str | None, OnlyWith("teacher")] = None
+    """timm's name of a teacher that was trained elsewhere, if neither file nor folder says it."""
+    distill_type: Annotated[Literal["hard", "soft"], OnlyWith("teacher")] = "hard"
+    """`hard`: cross-entropy with the class that the teacher finds likeliest (DeiT's best); `soft`:
+    the Kullback-Leibler divergence from all of its probabilities (timm's `logit`)."""
+    temperature: Annotated[
+        float, Field(gt=0), OnlyWith("teacher"), OnlyWith("distill_type=soft")
+    ] = 1.0
+    """Logits of both are divided by it, and the divergence is multiplied by its square
+    (Hinton et al. 2015; timm's --kd-temperature, DeiT's tau)."""
+    task_loss_weight: Annotated[float, Field(ge=0), OnlyWith("teacher")] = 0.5
+    """Factor of the loss of the labels (timm's name; DeiT's 1 - alpha); 0: the teacher alone."""
+    distill_loss_weight: Annotated[float, Field(gt=0), OnlyWith("teacher")] = 0.5
+    """Factor of the loss of the teacher, a mean over images and a sum over classes (timm's name;
+    DeiT's alpha, for `soft` over the number of classes, as its code takes their mean)."""
+    precision: Annotated[Literal["fp32", "bf16", "fp16"] | None, OnlyWith("teacher")] = None
+    """Format of the teacher's matrix products; `None`: `train.precision`, as DeiT and timm do."""
 
 
 class DataConfig(Selection):

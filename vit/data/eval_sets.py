@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.config.eval_section import VAL, EvalSetConfig
-from vit.config.schema import Config
+from vit.config.base import VAL
+from vit.config.schema import Config, EvalSetConfig
 from vit.data.open_data import open_split
 from vit.data.shards.split import Split
 from vit.distributed.process_group import World

@@ -33,8 +33,7 @@ from vit.distributed.launcher import (
     world_size,
 )
 from vit.distributed.world import COLLECTIVE_TIMEOUT, AlreadyReported, RankLost, World
-from vit.system.devices import HostDevices, choose_device, find_devices, gpu_addresses
-from vit.system.numa import bind_near
+from vit.system.devices import HostDevices, bind_near, choose_device, find_devices, gpu_addresses
 
 __all__ = [
     "AlreadyReported",

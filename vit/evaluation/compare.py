@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TextIO
 
 from torch import nn
 
-from vit.config.eval_section import VAL
+from vit.config.base import VAL
 from vit.config.schema import Config
 from vit.data.augment.apply import create_augment
 from vit.data.eval_sets import EvalSet, ModelClasses, open_sets

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from vit.checkpoint.run_folder import PREDICTIONS_FILE
-from vit.config.eval_section import EvalConfig
-from vit.config.schema import Config
+from vit.config.schema import Config, EvalConfig
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch, EvalBatches
 from vit.data.eval_sets import EvalSet

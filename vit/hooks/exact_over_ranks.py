@@ -9,9 +9,8 @@ from vit.config.schema import Config
 from vit.distributed.exact.leaves import Leaves, check_leaves, same_kernels
 from vit.distributed.process_group import World
 from vit.run import Hook
-from vit.training.notes import Notes
 from vit.training.plan import Plan
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 
 
 class ExactFacts(Hook):

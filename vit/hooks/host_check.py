@@ -13,8 +13,7 @@ from vit.distributed.host_differences import compare_hosts
 from vit.distributed.process_group import World
 from vit.hooks.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
 from vit.run import Hook
-from vit.training.notes import Notes
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 
 
 class HostCheck(Hook):

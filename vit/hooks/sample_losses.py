@@ -30,9 +30,8 @@ from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.run import Hook, Run
 from vit.system.files import replacing
-from vit.training.notes import Notes
 from vit.training.plan import Plan
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
 PIECE = 2**22

@@ -27,8 +27,7 @@ from vit.step import TrainStep
 from vit.system.files import replacing
 from vit.training.loss import describe_class_weights
 from vit.training.mfu import find_peak
-from vit.training.notes import Notes
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 
 
 def start_record(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from vit.config.eval_section import VAL
+from vit.config.base import VAL
 from vit.evaluation.evaluate import Evaluation, save_predictions
 from vit.hooks.monitor import Monitor
 from vit.run import Run

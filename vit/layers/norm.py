@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
 NormOf = Callable[[int], nn.Module]
@@ -31,3 +32,22 @@ NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}
 def create_norm(norm_layer: str, dim: int) -> nn.Module:
     """Create the norm of that name over `dim` channels, for all models with one epsilon."""
     return NORMS[norm_layer](dim, eps=EPS)
+
+
+class LayerScale(nn.Module):
+    """(B, N, D) -> (B, N, D), each channel times its factor (CaiT, arXiv 2103.17239, equation 4).
+
+    init_values: the factors at the start.
+    """
+
+    def __init__(self, dim: int, init_values: float):
+        super().__init__()
+        self.init_values = init_values
+        self.gamma = nn.Parameter(torch.empty(dim))
+
+    def reset_parameters(self) -> None:
+        """Fill the factors, also after `to_empty`."""
+        nn.init.constant_(self.gamma, self.init_values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.gamma

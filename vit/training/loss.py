@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vit.config.loss_section import LossConfig
+from vit.config.schema import LossConfig
 from vit.data.sources import TrainSet, images_by_class
 
 MAX_NAMED = 3

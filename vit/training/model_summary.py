@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
-from vit.layers.drop_path import DropPath
-from vit.layers.patch_drop import PatchDropout
+from vit.layers.drop_path import DropPath, PatchDropout
 from vit.model import create_model
 from vit.training.freeze import frozen_parts
 

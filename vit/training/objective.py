@@ -15,8 +15,7 @@ from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.training.loss import Loss, create_loss
 from vit.training.metrics import margins
-from vit.training.notes import Notes
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 
 Forward = Callable[[Tensor], Any]
 """Inputs -> outputs of the model under autocast: logits, or a tuple of the logits of two heads."""

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from vit.config.guard_section import GuardConfig
-from vit.config.schema import AugmentConfig, Config, DataConfig
+from vit.config.schema import AugmentConfig, Config, DataConfig, GuardConfig
 from vit.data.augment.draw import mixes, partners
 from vit.data.order import Order, Share, divisors, make_order, possible_lanes
 from vit.distributed.world import leaves_of

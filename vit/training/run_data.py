@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from vit.config import io as config_io
@@ -15,6 +15,18 @@ from vit.data.sources import TrainSet
 from vit.distributed.process_group import World
 from vit.training.loss import choose_class_weights
 from vit.training.plan import Plan, make_plan
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Contributions of a part of a run, before its first step."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Values that a resume must find unchanged."""
+    record: dict[str, Any] = field(default_factory=dict)
+    """Values of the record's `start` line."""
+    lines: tuple[str, ...] = ()
+    """Lines for people."""
 
 
 @dataclass(frozen=True)

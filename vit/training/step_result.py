@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.optim.norms import Measured, NormsByName
+if TYPE_CHECKING:
+    from vit.optim.norms import Measured, NormsByName
 
 
 class Slot(IntEnum):

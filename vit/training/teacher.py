@@ -23,8 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit.config import io as config_io
-from vit.config.distill_section import DistillConfig
-from vit.config.schema import Config, DataConfig
+from vit.config.schema import Config, DataConfig, DistillConfig
 from vit.layers.precision import autocast
 from vit.model import create_model
 from vit.system.files import WeightsError
@@ -33,9 +32,8 @@ from vit.training.initial_weights import read_once
 from vit.training.loss import Loss, create_loss, hard_distillation, soft_distillation
 from vit.training.metrics import margins
 from vit.training.model_summary import count_parameters, flops_per_image
-from vit.training.notes import Notes
 from vit.training.objective import Forward
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 from vit.weights.class_names import namings_of, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 from vit.weights.published import identify, to_config, with_published_config

@@ -30,8 +30,7 @@ from torch import Tensor
 
 from vit.system.files import WeightsError
 from vit.system.spelling import few
-from vit.weights.save import HUB_FILES
-from vit.weights.seal import SEAL, is_intact
+from vit.weights.save import HUB_FILES, SEAL, is_intact
 
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Keys under which training programs keep the weights (timm; DeiT and MAE). The first one wins: as

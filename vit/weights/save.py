@@ -22,7 +22,34 @@ import torch
 from torch import Tensor
 
 from vit.system.files import WeightsError, flush, replacing
-from vit.weights.seal import SEAL, UNSEALED, place_of_seal
+
+SEAL = "sha256"
+UNSEALED = "0" * 64
+PIECE_BYTES = 2**24
+
+
+def place_of_seal(header: bytes, digest: str = UNSEALED) -> int:
+    """Return where in the file `digest` is; ValueError if the header does not have it."""
+    return header.index(f'"{SEAL}":"{digest}"'.encode()) + len(SEAL) + 4
+
+
+def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
+    """Whether a safetensors file is what its metadata say; True where they say nothing."""
+    seal = metadata.get(SEAL)
+    if seal is None:
+        return True
+    with path.open("rb", buffering=0) as file:
+        size = file.read(8)
+        header = size + file.read(int.from_bytes(size, "little"))
+        try:
+            place = place_of_seal(header, seal)
+        except ValueError:
+            return False
+        digest = hashlib.sha256(header[:place] + UNSEALED.encode() + header[place + len(seal) :])
+        while piece := file.read(PIECE_BYTES):
+            digest.update(piece)
+    return digest.hexdigest() == seal
+
 
 PIECE_BYTES = 2**24
 """Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
@@ -63,7 +90,7 @@ def save_weights(
     """Write plain (unsharded) tensors and string metadata as safetensors.
 
     `path` then has the complete file or, if this fails, what it had before. is_sealed: add the
-    file's own hash to the metadata (`vit.weights.seal`).
+    file's own hash to the metadata (`vit.weights.save`).
 
     Raises:
         WeightsError: no space, no permission.

@@ -10,6 +10,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from vit.layers.norm import EPS
 from vit.system.files import WeightsError
 from vit.weights.published_models import HALF, KnownModel
 
@@ -17,10 +18,9 @@ _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (128
 """(hidden_size, num_hidden_layers) of the sizes that have a name."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
 """Pillow's numbers."""
-NORM_EPS = 1e-6
-"""Of all norms of ours; transformers' default is 1e-12."""
 MAX_NORM_EPS = 1e-5
-"""Of norms with up to this epsilon the output is nearly that of ours."""
+"""Norms with up to this epsilon give nearly the output of ours; the default of transformers is
+1e-12."""
 
 
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
@@ -110,9 +110,9 @@ def norm_notes(path: Path) -> list[str]:
         eps = float(content.get("layer_norm_eps", 1e-12))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return []  # no such file, or another program's
-    if eps == NORM_EPS:
+    if eps == EPS:
         return []
-    text = f"its norms have epsilon {eps:g} (layer_norm_eps), here {NORM_EPS:g}"
+    text = f"its norms have epsilon {eps:g} (layer_norm_eps), here {EPS:g}"
     if eps > MAX_NORM_EPS:
         raise WeightsError(
             f"{path}: {text}, so the answers would be others: use the model in transformers"

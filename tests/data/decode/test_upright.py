@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image, ImageOps
 
-from vit.config.eval_section import EvalConfig
+from vit.config.schema import EvalConfig
 from vit.data.decode.crops import decode_center
 from vit.data.decode.upright import upright
 

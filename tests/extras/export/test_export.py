@@ -28,8 +28,7 @@ from vit.inference.predictor import load
 from vit.model import create_model
 from vit.system.files import WeightsError, sha256_of
 from vit.weights.files import load_weights, read_weights
-from vit.weights.model_view import View
-from vit.weights.programs import LACKS, PROGRAMS, Subject, lacking
+from vit.weights.programs import LACKS, PROGRAMS, Subject, View, lacking
 from vit.weights.published import with_published_config
 
 NAMES = ["apple", "bee | wasp", "fig"]

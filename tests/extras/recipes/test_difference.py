@@ -11,8 +11,9 @@ from processes import run_here, write_config
 
 from vit.config.hints import all_keys
 from vit.config.io import load_config
-from vit.extras.recipes.difference import compare, deviations, in_words, read_recipe
+from vit.extras.recipes.difference import compare, deviations, read_recipe
 from vit.extras.recipes.effects import KINDS, KNOWN, effect_of
+from vit.extras.recipes.preview import in_words
 
 ROOT = Path(__file__).parents[3]
 B16 = ROOT / "configs" / "vit_b16.yaml"

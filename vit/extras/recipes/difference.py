@@ -1,7 +1,7 @@
 """Two recipes side by side, in words: which settings differ, and what each difference does.
 
 Those that published ablations say something of come first, what is harmless last
-(`vit.extras.recipes.effects`). Of two schedules the rates themselves are compared.
+(`vit.extras.recipes.effects`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import json
 import re
-import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,6 @@ from vit.config.hints import sections
 from vit.config.io import load_config
 from vit.config.schema import Config
 from vit.extras.recipes.effects import KINDS, effect_of
-from vit.extras.recipes.rates import IMAGENET, distance, in_percent, our_rate
 from vit.layers.presets import PRESETS
 from vit.model import VisionTransformer
 
@@ -96,7 +94,7 @@ def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
     theirs = read_recipe(Path(recipe), overrides)
     return [
-        f"{found.key} {_values(found)}"
+        f"{found.key} {change_text(found)}"
         for found in compare(theirs, config)
         if found.kind not in ("order", "harmless")
         and found.key not in _ELSEWHERE
@@ -104,52 +102,7 @@ def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list
     ]
 
 
-def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
-    """Return all differences as lines for a terminal."""
-    found = compare(first, second)
-    lines = [f"A  {names[0]}", f"B  {names[1]}"]
-    if not found:
-        return "\n".join([*lines, "", "no setting differs"])
-    for kind, heading in KINDS:
-        of_kind = [d for d in found if d.kind == kind]
-        if of_kind:
-            lines += ["", f"{heading}: {len(of_kind)}"]
-        for difference in of_kind:
-            lines += _wrapped(f"{difference.key}: {_values(difference)}", "  ")
-            lines += _wrapped(difference.text, "      ") * bool(difference.text)
-    if rates := _rates(first, second):
-        lines += ["", *_wrapped(rates, "")]
-    return "\n".join(lines)
-
-
-def _rates(first: Config, second: Config) -> str:
-    """How far the learning rates are apart over the share of the run that is done, or ""."""
-    rates = []
-    for config in (first, second):
-        values = config_io.to_dict(config)
-        settings = flat(values)
-        per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
-        epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
-        rates.append((our_rate(settings, per_epoch), epochs))
-    (a, epochs), (b, others) = rates
-    peak = max(first.optim.lr, second.optim.lr)
-    apart = distance(a, lambda time: b(time * others / epochs), peak, epochs)
-    if apart.largest < 0.005:
-        return ""
-    share = apart.at_epoch / epochs
-    return (
-        "learning rates, over the part of the run that is done: at most"
-        f" {in_percent(apart.largest)} of the larger peak apart ({in_percent(share)} into the run),"
-        f" {in_percent(apart.mean)} on average"
-    )
-
-
-def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return the sections of a config as dotted keys."""
-    return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
-
-
-def _values(difference: Difference) -> str:
+def change_text(difference: Difference) -> str:
     values = (difference.first, difference.second)
     return " -> ".join(_shown(difference.key, value) for value in values)
 
@@ -169,14 +122,3 @@ def _shown(key: str, value: Any) -> str:
             ", ".join(f"{key} {found}" for key, found in item.items()) for item in given
         )
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        text,
-        100,
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -6,17 +6,21 @@ many steps an epoch has is that of ImageNet-1k unless it is said.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
 
+from vit.config import io as config_io
 from vit.config.io import to_dict
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
-from vit.extras.recipes.difference import flat
-from vit.extras.recipes.rates import IMAGENET, our_rate
+from vit.extras.recipes.difference import change_text, compare
+from vit.extras.recipes.effects import KINDS
+from vit.extras.recipes.rates import IMAGENET, distance, in_percent, our_rate
 from vit.extras.recipes.reference import read_reference
 from vit.model import create_model
 from vit.optim.groups import parameter_groups
@@ -111,4 +115,60 @@ def steps_line(config: Config, num_images: int = IMAGENET) -> str:
         f"{config.model.name} at {form.sizes_text()}: {total:,} steps of"
         f" {config.data.global_batch_size:,} images, {per_epoch:,} an epoch of {num_images:,};"
         f" {config.optim.name}, {config.schedule.name}, peak {config.optim.lr:g}"
+    )
+
+
+def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
+    """Return all differences as lines for a terminal."""
+    found = compare(first, second)
+    lines = [f"A  {names[0]}", f"B  {names[1]}"]
+    if not found:
+        return "\n".join([*lines, "", "no setting differs"])
+    for kind, heading in KINDS:
+        of_kind = [d for d in found if d.kind == kind]
+        if of_kind:
+            lines += ["", f"{heading}: {len(of_kind)}"]
+        for difference in of_kind:
+            lines += _wrapped(f"{difference.key}: {change_text(difference)}", "  ")
+            lines += _wrapped(difference.text, "      ") * bool(difference.text)
+    if rates := _rates(first, second):
+        lines += ["", *_wrapped(rates, "")]
+    return "\n".join(lines)
+
+
+def _rates(first: Config, second: Config) -> str:
+    """How far the learning rates are apart over the share of the run that is done, or ""."""
+    rates = []
+    for config in (first, second):
+        values = config_io.to_dict(config)
+        settings = flat(values)
+        per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
+        epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
+        rates.append((our_rate(settings, per_epoch), epochs))
+    (a, epochs), (b, others) = rates
+    peak = max(first.optim.lr, second.optim.lr)
+    apart = distance(a, lambda time: b(time * others / epochs), peak, epochs)
+    if apart.largest < 0.005:
+        return ""
+    share = apart.at_epoch / epochs
+    return (
+        "learning rates, over the part of the run that is done: at most"
+        f" {in_percent(apart.largest)} of the larger peak apart ({in_percent(share)} into the run),"
+        f" {in_percent(apart.mean)} on average"
+    )
+
+
+def flat(values: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the sections of a config as dotted keys."""
+    return {f"{s}.{k}": value for s, group in values.items() for k, value in group.items()}
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        100,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
     )

@@ -39,9 +39,8 @@ from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.extras.recipes.difference import deviations
 from vit.run import Hook, Run
-from vit.training.notes import Notes
 from vit.training.plan import Plan
-from vit.training.run_data import RunData
+from vit.training.run_data import Notes, RunData
 
 SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")

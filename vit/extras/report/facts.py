@@ -17,9 +17,8 @@ import torch
 from vit.checkpoint.run_folder import CHECKPOINTS, STOPPED_FILE
 from vit.checkpoint.state import rank
 from vit.config import io as config_io
-from vit.config.distill_section import DistillConfig
-from vit.config.eval_section import VAL
-from vit.config.schema import Config
+from vit.config.base import VAL
+from vit.config.schema import Config, DistillConfig
 from vit.data.image_format import ImageFormat
 from vit.extras.report.history import Attempt, History, median, set_names
 from vit.extras.report.source import ReportSource

@@ -28,7 +28,7 @@ import torch
 from markupsafe import Markup, escape
 
 from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
-from vit.config.eval_section import VAL
+from vit.config.base import VAL
 from vit.extras.report import facts
 from vit.extras.report.curves import curve_panels
 from vit.extras.report.history import History, read_history
