@@ -34,8 +34,7 @@ from vit.config.command_line import training_parser
 from vit.config.io import load_config
 from vit.data.storage.http import Refused
 from vit.distributed.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
-from vit.extras.remote_runs.copying import complete_in
-from vit.extras.remote_runs.place import store_at
+from vit.system.by_name import load
 from vit.system.files import ShardError
 from vit.system.redact import shown
 from vit.system.urls import is_url
@@ -176,6 +175,9 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
     """Name of the newest checkpoint of a run, in a folder or at a URL; "" without one, None if the
     store does not answer. may_refuse: or does not let us look, as when keys have expired."""
     if is_url(run_dir):
+        needed_for = f"run.dir={run_dir}"
+        store_at = load("vit.extras.remote_runs.place:store_at", needed_for)
+        complete_in = load("vit.extras.remote_runs.copying:complete_in", needed_for)
         store = store_at(run_dir, PATIENCE_S)
         try:
             return max(complete_in(store.list_below()), default="")

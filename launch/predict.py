@@ -29,13 +29,11 @@ from vit.checkpoint.run_folder import LATEST_FILE, newest_run
 from vit.distributed import process_group
 from vit.distributed.exit import leave, run_command
 from vit.distributed.process_group import World, world_size
-from vit.extras.report.attention import check_rollout, rollouts
-from vit.extras.report.model_plots import overlaid
-from vit.extras.report.prediction_sheet import plot_predictions
 from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
 from vit.inference.output import Summary, csv_file, image_table, printable, write_rows
 from vit.inference.predict import predict
 from vit.inference.predictor import Trained, load
+from vit.system import by_name
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.system.drawing import picture_format
 from vit.system.files import check_place
@@ -59,7 +57,7 @@ def main() -> World:
         path, name=args.model, device=world.device, settings=settings_of(args), class_names=names
     )
     if args.attention:
-        check_rollout(trained.model)
+        by_name.load("vit.extras.report.attention:check_rollout", "--attention")(trained.model)
     inputs = find_inputs(args.images, sys.stdin.buffer if FROM_STDIN in args.images else None)
     for note in (*trained.notes, inputs.summary()):
         if note:
@@ -133,6 +131,8 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     pixels = torch.stack(summary.pixels)
     overlays = None
     if args.attention:
+        rollouts = by_name.load("vit.extras.report.attention:rollouts", "--attention")
+        overlaid = by_name.load("vit.extras.report.model_plots:overlaid", "--attention")
         relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
         overlays = overlaid(pixels, relevance)
     names = [printable(Path(name).name) for name, _ in summary.examples]
@@ -142,6 +142,9 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     heading += f", classes by {trained.config.model.name}"
     if overlays is not None:
         heading += ", attention rollout"
+    plot_predictions = by_name.load(
+        "vit.extras.report.prediction_sheet:plot_predictions", "--sheet"
+    )
     plot_predictions(pixels, names, classes, heading, args.sheet, overlays)
 
 

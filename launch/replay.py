@@ -18,12 +18,12 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
+from vit.checkpoint.place import local_copy
 from vit.checkpoint.run_folder import METRICS_FILE, REPORT_FOLDER, newest_run
 from vit.config.hints import setting_for
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.extras.remote_runs.reading import local_run
 from vit.extras.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.extras.report.source import ReportSource
 from vit.system.command_line import Parser, add_run_words, run_and_settings
@@ -35,7 +35,7 @@ TABLE_ROWS = 12
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    run_dir = local_run(args.run or newest_run("RUN", METRICS_FILE))
+    run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     replay = Replay(source, args.step, args.rank)

@@ -16,15 +16,15 @@ from collections.abc import Sequence
 
 import check_versions  # noqa: F401
 
+from vit.checkpoint.place import local_copy
 from vit.checkpoint.run_folder import METRICS_FILE, is_in_use, newest_run
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.extras.remote_runs.reading import is_in_use as url_is_in_use
-from vit.extras.remote_runs.reading import local_run, publish_report
 from vit.extras.report.page import make_report
 from vit.extras.report.pictures import PAINTERS
 from vit.loggers.wandb_upload import ToWandb
+from vit.system.by_name import load
 from vit.system.command_line import Parser
 from vit.system.meter import Meter
 from vit.system.urls import is_url
@@ -35,8 +35,9 @@ def main() -> World:
     args = read_command_line()
     # by its record: it may have no weights yet
     run = args.run or str(newest_run("RUN", METRICS_FILE))
-    run_dir = local_run(run)
-    in_use = url_is_in_use(run) if is_url(run) else is_in_use(run_dir)
+    run_dir = local_copy(run)
+    reading = load("vit.extras.remote_runs.reading", run) if is_url(run) else None
+    in_use = is_in_use(run_dir) if reading is None else reading.is_in_use(run)
     to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
     # The GPU of a live run may have no memory left.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
@@ -55,8 +56,8 @@ def main() -> World:
         print(f"  no {name}.png: {reason}")
     if to_wandb is not None:
         to_wandb.show(report.pictures.paths, print)
-    if is_url(run):
-        print(publish_report(run, run_dir))
+    if reading is not None:
+        print(reading.publish_report(run, run_dir))
     return world
 
 

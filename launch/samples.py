@@ -18,12 +18,12 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
+from vit.checkpoint.place import local_copy
 from vit.checkpoint.run_folder import METRICS_FILE, newest_run
 from vit.config.hints import setting_for
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.extras.remote_runs.reading import local_run
 from vit.extras.report.source import ReportSource
 from vit.extras.report.training_images.curves import read_curves, write_keys, write_table
 from vit.extras.report.training_images.doubles import find_duplicates
@@ -41,7 +41,7 @@ from vit.system.meter import Meter
 def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
-    run_dir = local_run(args.run or newest_run("RUN", METRICS_FILE))
+    run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
     source = ReportSource(run_dir, world.device, args.overrides)
     with Meter("reading losses", len(epoch_files(run_dir)), "epochs") as meter:

@@ -31,7 +31,6 @@ from vit.config.schema import Config
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
-from vit.extras.planner.by_layer import print_costs, print_network
 from vit.extras.report import model_figures
 from vit.extras.report.confusion import plot_confusion
 from vit.extras.report.contact_sheet import make_contact_sheet
@@ -41,6 +40,7 @@ from vit.extras.report.inside_plots import plot_heads, plot_patches, save_heads
 from vit.extras.report.model_comparison import compare, plot_comparison
 from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
+from vit.system import by_name
 from vit.system.command_line import Parser
 from vit.system.drawing import picture_format
 from vit.system.meter import Meter
@@ -82,12 +82,12 @@ def main() -> World:
 
 def shapes(args: Namespace, world: World) -> None:
     """Print the shapes at each stage."""
-    print_network(*_config_of(args))
+    by_name.load("vit.extras.planner.by_layer:print_network", args.command)(*_config_of(args))
 
 
 def summary(args: Namespace, world: World) -> None:
     """Print parameters and operations of each layer, and the memory."""
-    print_costs(*_config_of(args))
+    by_name.load("vit.extras.planner.by_layer:print_costs", args.command)(*_config_of(args))
 
 
 def _config_of(args: Namespace) -> tuple[Config, int]:

@@ -25,7 +25,6 @@ from vit.checkpoint.info import SEAL
 from vit.checkpoint.run_folder import RunLock, weights_file
 from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
-from vit.extras.remote_runs.store import RunStore
 from vit.system.files import WeightsError
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.formats import read_content
@@ -165,6 +164,7 @@ def test_if_all_checkpoints_are_damaged_that_is_said_and_all_are_kept(pristine, 
 def test_no_start_of_a_run_at_a_url_whose_checkpoints_are_all_damaged_begins_anew(
     pristine, tmp_path
 ):
+    RunStore = pytest.importorskip("vit.extras.remote_runs.store").RunStore
     there = shutil.copytree(pristine, tmp_path / "there")
     for path in there.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])

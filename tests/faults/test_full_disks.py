@@ -41,11 +41,6 @@ from vit.distributed.exit import problem_of
 from vit.distributed.outcome import OUTCOME_VARIABLE, read_outcome, tell_outcome
 from vit.distributed.process_group import World
 from vit.evaluation.evaluate import save_predictions
-from vit.extras.export.export import export
-from vit.extras.export.model_card import Origin
-from vit.extras.planner.benchmark.certificate import write_promises
-from vit.extras.remote_runs.reading import local_run
-from vit.extras.report.page import write_html
 from vit.hooks.sample_losses import SampleLosses
 from vit.inference.output import csv_file
 from vit.loggers.record import Record, Rows, read_lines
@@ -133,6 +128,8 @@ def subject() -> Subject:
 
 
 def handed_over(folder: Path, program: str) -> None:
+    Origin = pytest.importorskip("vit.extras.export.model_card").Origin
+    export = pytest.importorskip("vit.extras.export.export").export
     torch.manual_seed(0)
     export(program, subject(), Origin("a run", "export", "0" * 64), folder / program)
 
@@ -151,6 +148,7 @@ def compressed(folder: Path) -> None:
 
 
 def results(folder: Path) -> None:
+    write_promises = pytest.importorskip("vit.extras.planner.benchmark.certificate").write_promises
     promise = {"what": "it trains", "passed": True, "said": "yes"}
     path = write_promises(folder, "a CPU", "cpu", [promise])
     for written in (path, path.with_suffix(".md")):  # the date and the commit are in both
@@ -159,6 +157,7 @@ def results(folder: Path) -> None:
 
 def fetched(folder: Path) -> None:
     """A run at a URL, read through the cache on this disk."""
+    local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
     there = Path(os.environ["PLACE_WITH_ROOM"])
     (there / "weights").mkdir(exist_ok=True)
     (there / "weights" / "last.safetensors").write_bytes(bytes(30_000))
@@ -167,6 +166,11 @@ def fetched(folder: Path) -> None:
             "vit.extras.remote_runs.reading.cache_of", lambda url, kind: folder / "cache" / "run"
         )
         local_run(f"file://{there}")
+
+
+def page(folder: Path) -> None:
+    write_html = pytest.importorskip("vit.extras.report.page").write_html
+    write_html(folder / "report" / "index.html", "page " * 9000)
 
 
 WRITERS = {
@@ -184,10 +188,7 @@ WRITERS = {
         f"a picture, {form}": Writer(partial(picture, form=form), names=f"curve.{form}")
         for form in ("png", "pdf", "svg")
     },
-    "a page": Writer(
-        lambda folder: write_html(folder / "report" / "index.html", "page " * 9000),
-        names="index.html",
-    ),
+    "a page": Writer(page, names="index.html"),
     **{
         f"an export to {program}": Writer(partial(handed_over, program=program), names=program)
         for program in ("timm", "huggingface", "torchvision", "npz")

@@ -18,8 +18,6 @@ from error_rows import Row, pattern_of, rows
 from processes import COMMANDS, TINY, call, environment, write_config
 
 from vit.config.io import load_config
-from vit.extras.planner.forecast import GIB, RESERVED_GIB, USABLE_SHARE
-from vit.extras.planner.memory import step_memory
 from vit.training.plan import make_plan
 
 ROWS = rows("GPUs")
@@ -121,6 +119,10 @@ class Place:
 
         A fraction stands between two sizes, and 0 for no room at all. `spare_gib`: more memory.
         """
+        GIB = pytest.importorskip("vit.extras.planner.forecast").GIB
+        RESERVED_GIB = pytest.importorskip("vit.extras.planner.forecast").RESERVED_GIB
+        USABLE_SHARE = pytest.importorskip("vit.extras.planner.forecast").USABLE_SHARE
+        step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
         config = load_config(self.config, TINY).config
         plan, _ = make_plan(config, 60, 1)
         sizes = [int(micro_batch_size), int(micro_batch_size) + 1] if micro_batch_size else []

@@ -21,7 +21,6 @@ from processes import TINY, environment, write_config
 from vit.config.io import load_config
 from vit.data.decode.images import decode
 from vit.data.shards.index_file import open_index
-from vit.extras.report.source import ReportSource
 from vit.hooks.sample_losses import read_epoch
 from vit.system import host, redact
 from vit.system.drawing import drawing
@@ -51,6 +50,7 @@ def objects(trap: Trap) -> bytes:
 
 @pytest.mark.parametrize("place", ["index", "losses", "predictions"])
 def test_arrays_of_objects_are_not_opened(place, tmp_path):
+    ReportSource = pytest.importorskip("vit.extras.report.source").ReportSource
     trap = Trap(tmp_path / "sprung")
     path = tmp_path / "predictions.npz"
     path.write_bytes(objects(trap))

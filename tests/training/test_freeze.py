@@ -27,7 +27,6 @@ from vit.config.schema import (
     TrainConfig,
 )
 from vit.data.augment.apply import Augment
-from vit.extras.planner.memory import step_memory
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer, state_bytes
@@ -208,6 +207,7 @@ def test_operations_are_those_that_torch_does(which):
 
 
 def test_the_planner_counts_less_memory():
+    step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     plan = Plan(1, 8, 8, 1, 1, 0, 8, 1, 0, 1, 1)
     config = Config(
         model=ModelConfig(name="vit_ti8", image_size=32, **SHAPE),

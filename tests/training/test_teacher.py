@@ -30,7 +30,6 @@ from vit.data.augment.apply import create_augment
 from vit.data.augment.table import table_layout
 from vit.data.batches import Batch
 from vit.distributed.process_group import World
-from vit.extras.planner.memory import step_memory
 from vit.inference.predictor import load
 from vit.model import create_model
 from vit.optim.optimizer import create_optimizer
@@ -222,6 +221,7 @@ def test_other_channels_are_refused(tmp_path):
 
 
 def test_the_planner_counts_the_weights_of_a_teacher_that_is_not_there():
+    step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     config = settings(teacher="deit_tiny_patch16_224-a1311bcf.pth")
     plan = replace(make_plan(config, 2048, 1)[0], global_batch_size=4, micro_batch_size=4)
     with_teacher = step_memory(config, plan, 3)

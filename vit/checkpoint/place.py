@@ -12,6 +12,7 @@ from pathlib import Path
 from vit.checkpoint.run_folder import RunLock, remove_unfinished
 from vit.config.schema import Config, RunConfig
 from vit.distributed.process_group import World
+from vit.system.by_name import load
 from vit.system.files import ShardError
 from vit.system.host import default_folder
 from vit.system.redact import shown
@@ -91,3 +92,15 @@ def cache_of(url: str, kind: str) -> Path:
     with suppress(OSError):  # the next write reports why it fails
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     return place / kind / digest / name.rpartition("/")[2]
+
+
+def local_copy(run: object, only_weights: bool = False) -> Path:
+    """Return the folder of `run`, a path; or of what was fetched of it, if it is a URL.
+
+    only_weights: fetch nothing else. Raises ValueError as `vit.extras.remote_runs.reading`.
+    """
+    if not is_url(run):
+        return Path(str(run))
+    local_run = load("vit.extras.remote_runs.reading:local_run", shown(str(run)))
+    folder: Path = local_run(str(run), only_weights=only_weights)
+    return folder

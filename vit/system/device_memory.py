@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import gc
 import re
+import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
+_DEVICE_OF = torch.ops.prim.device.default
 PROC = Path("/proc/self")
 """On Linux only."""
 
@@ -45,3 +52,51 @@ def _status_bytes(name: str) -> int:
     found = re.search(rf"{name}:\s+(\d+) kB", (PROC / "status").read_text())
     assert found is not None, "Linux has it"
     return int(found[1]) * 1024
+
+
+class LiveBytes(TorchDispatchMode):
+    """Sums the bytes of all storages that operations make while they live.
+
+    now, peak: bytes. gradients_at_peak: what the function of `begin` returned at the peak.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self.gradients_at_peak = 0
+        self._sizes: dict[int, int] = {}
+        self._count_gradients: Callable[[], int] = lambda: 0
+
+    def begin(self, count_gradients: Callable[[], int]) -> None:
+        """Look for the peak from here on."""
+        self.peak = 0
+        self._count_gradients = count_gradients
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            return 1.0  # a count of updates that an optimizer reads: no size follows from it
+        if function is _DEVICE_OF:
+            return args[0].fake_device
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_iter(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            return
+        self._sizes[key] = storage.nbytes()
+        self.now += storage.nbytes()
+        # The object of a storage lives as long as any tensor that uses it.
+        weakref.finalize(storage, self._remove, key)
+        if self.now > self.peak:
+            self.peak = self.now
+            self.gradients_at_peak = self._count_gradients()
+
+    def _remove(self, key: int) -> None:
+        self.now -= self._sizes.pop(key)

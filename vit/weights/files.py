@@ -27,20 +27,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from vit.checkpoint.info import DamagedCheckpoint, checked_info
+from vit.checkpoint.place import local_copy
 from vit.checkpoint.run_folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.layers.parts import grid_size, head_prefixes
-from vit.system.by_name import load
 from vit.system.files import WeightsError
-from vit.system.redact import shown
 from vit.system.spelling import few
-from vit.system.urls import is_url
 from vit.weights.formats import PARTS_FILES, read_content, readable
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
 from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
-LOCAL_RUN = "vit.extras.remote_runs.reading:local_run"
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
 """Of files that may be the weights of a folder; what a file is, its content says."""
 
@@ -206,9 +203,7 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     checkpoint. Raises WeightsError.
     """
     with readable(path):
-        if is_url(path):
-            return _find(load(LOCAL_RUN, shown(str(path)))(str(path), only_weights=True))
-        return _find(Path(path))
+        return _find(local_copy(path, only_weights=True))
 
 
 def _find(path: Path) -> Path:

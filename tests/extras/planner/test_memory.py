@@ -13,8 +13,9 @@ import torch
 from augmenting import POLICIES
 
 from vit.config.schema import Config
-from vit.extras.planner.memory import LiveBytes, StepMemory, augmentation_bytes, step_memory
+from vit.extras.planner.memory import StepMemory, augmentation_bytes, step_memory
 from vit.model import create_model
+from vit.system.device_memory import LiveBytes
 from vit.training.plan import Plan
 
 MIB = 2**20

@@ -17,8 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit.config.schema import Config
-from vit.extras.planner.memory import LiveBytes, drop_memory, step_memory
+from vit.extras.planner.memory import drop_memory, step_memory
 from vit.model import create_model
+from vit.system.device_memory import LiveBytes
 from vit.training.model_summary import count_parameters, print_shapes
 from vit.training.plan import Plan
 

@@ -15,8 +15,6 @@ same tensors, and attention keeps its inputs, its output and one number a row.
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -24,8 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.apply import Augment
@@ -38,6 +34,7 @@ from vit.distributed.exact.tree_sum import held_bytes
 from vit.distributed.process_group import World
 from vit.optim.optimizer import create_optimizer
 from vit.step import TrainStep
+from vit.system.device_memory import LiveBytes
 from vit.training.compiling import checkpoint_activations
 from vit.training.freeze import create_trained_model
 from vit.training.loss import cross_entropy
@@ -47,7 +44,6 @@ from vit.training.plan import Plan
 from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
-_DEVICE_OF = torch.ops.prim.device.default
 BATCHES_ON_DEVICE = 3
 """A rank's batch in use, and the next one as it comes and as augmented, during the step."""
 
@@ -195,54 +191,6 @@ def augmentation_bytes(
         images = torch.empty(shape, dtype=torch.uint8, device=meta)
         changed = augment.change(images, table)
     return live.peak - images.nbytes - changed.nbytes
-
-
-class LiveBytes(TorchDispatchMode):
-    """Sums the bytes of all storages that operations make while they live.
-
-    now, peak: bytes. gradients_at_peak: what the function of `begin` returned at the peak.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0
-        self.peak = 0
-        self.gradients_at_peak = 0
-        self._sizes: dict[int, int] = {}
-        self._count_gradients: Callable[[], int] = lambda: 0
-
-    def begin(self, count_gradients: Callable[[], int]) -> None:
-        """Look for the peak from here on."""
-        self.peak = 0
-        self._count_gradients = count_gradients
-
-    def __torch_dispatch__(
-        self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # a count of updates that an optimizer reads: no size follows from it
-        if function is _DEVICE_OF:
-            return args[0].fake_device
-        result = function(*args, **(kwargs or {}))
-        for leaf in tree_iter(result):
-            if isinstance(leaf, Tensor):
-                self._add(leaf.untyped_storage())
-        return result
-
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
-        if key in self._sizes:
-            return
-        self._sizes[key] = storage.nbytes()
-        self.now += storage.nbytes()
-        # The object of a storage lives as long as any tensor that uses it.
-        weakref.finalize(storage, self._remove, key)
-        if self.now > self.peak:
-            self.peak = self.now
-            self.gradients_at_peak = self._count_gradients()
-
-    def _remove(self, key: int) -> None:
-        self.now -= self._sizes.pop(key)
 
 
 def drop_memory(model: nn.Module, device: torch.device) -> None:

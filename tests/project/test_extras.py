@@ -1,0 +1,76 @@
+"""Each folder of vit/extras/ may be deleted: the rest imports, and a config that needs it is
+refused in one line."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXTRAS = sorted(path.parent.name for path in (ROOT / "vit" / "extras").glob("*/__init__.py"))
+PLAIN = ("log.report=false", "eval.reference=null", "data.root=data", "run.dir=run")
+NEEDED_BY = {
+    "planner": ("--check", "--check needs"),
+    "recipes": ("eval.reference=demo", "eval.reference needs"),
+    "remote_runs": ("run.dir=s3://bucket/run", "run.dir=s3://bucket/run needs"),
+    "report": ("log.report=true", "log.report=true needs"),
+    "stream": ("data.reader=webdataset", "data.reader=webdataset needs"),
+}
+"""An extra -> a word of launch/train.py that needs it, and how the refusal begins; no config needs
+the others."""
+SCRIPT = """
+import importlib, pkgutil, sys
+import vit, data_prep
+assert vit.__file__.startswith(sys.argv[1]), vit.__file__
+for package in (vit, data_prep):
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not module.name.endswith("__main__") and not module.name.endswith("_native"):
+            importlib.import_module(module.name)
+from vit.config.io import load_config
+from vit.data.open_data import READERS
+from vit.extras.compose import parts_of
+from vit.system.by_name import load
+config = load_config("configs/demo.yaml", sys.argv[3:]).config
+print(len(parts_of(config).hooks))
+word = sys.argv[2]
+try:
+    if word == "--check":
+        load("vit.extras.planner.check.all_checks:check", word)
+    elif word == "data.reader=webdataset":
+        load(READERS["webdataset"], word)
+    else:
+        parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], word]).config)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_the_extras_are_those_that_are_deleted_here():
+    assert set(NEEDED_BY) < set(EXTRAS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXTRAS)
+def test_without_it_the_rest_works(name, tmp_path):
+    for folder in ("vit", "data_prep", "configs"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc"))
+    shutil.rmtree(tmp_path / "vit" / "extras" / name)
+    word, refusal = NEEDED_BY.get(name, ("log.report=false", ""))
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path), word, *PLAIN],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(tmp_path), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    hooks, *said = done.stdout.splitlines()
+    assert int(hooks) >= 4
+    if refusal:
+        assert said == [f"{refusal} vit/extras/{name}, which is not installed here"]
+    else:
+        assert not said
