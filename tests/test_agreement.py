@@ -92,7 +92,7 @@ import hashlib, json, sys, torch
 from dataclasses import replace
 from vit.extras.compose import build_run
 from vit.config import io as config_io
-from vit.distributed import distributed
+import vit.distributed.process_group as distributed
 from vit.distributed.exit import leave_world, run_command
 from vit.checkpoint.checkpoint import named_tensors
 from vit.weights.files import read_weights

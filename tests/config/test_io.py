@@ -13,7 +13,7 @@ from vit.config.hints import ADVICE, OTHER_NAMES, OTHER_VALUES, all_keys, settin
 from vit.config.hints import sections as classes_of_sections
 from vit.config.io import ConfigError, from_dict, load_config
 from vit.config.optim_section import AdamWConfig, OptimizerConfig
-from vit.config.schema import Config, Section
+from vit.config.schema import Config, EvalSetConfig, ImageSizeStage, Section
 
 BASE = """\
 data:
@@ -63,6 +63,8 @@ def test_every_section_can_be_reached_from_a_file():
         OptimizerConfig,
         Selection,
         SourceConfig,
+        EvalSetConfig,
+        ImageSizeStage,
     }
     assert {key.partition(".")[0] for key in all_keys()} == set(Config.model_fields)
     assert {f"optim.{key}" for cls in of_optim for key in cls.model_fields} <= set(all_keys())

@@ -182,7 +182,7 @@ def test_what_hosts_see_must_be_the_same():
 
 WAIT = """
 import time
-from vit.distributed import distributed
+import vit.distributed.process_group as distributed
 from vit.distributed.exit import StopSignals, run_command
 
 def main():
@@ -378,7 +378,7 @@ def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
 
 DIFFERENT = """
 import os
-from vit.distributed import distributed
+import vit.distributed.process_group as distributed
 from vit.system.devices import HostDevices
 from vit.distributed.exit import run_command
 

@@ -284,7 +284,7 @@ import sys, time
 from pathlib import Path
 from vit.config.schema import LogConfig
 from vit.loggers.record import Record
-from vit.loggers import wandb_view
+from vit.loggers import wandb_logger
 record = Record(Path({str(tmp_path)!r}), LogConfig(), True, total_steps=9)
 record.write("start", 0, restarts=0)
 record.start_wandb({{}})
