@@ -26,7 +26,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit.checkpoint.checkpoint import named_tensors
-from vit.checkpoint.place import Place
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
@@ -36,6 +35,7 @@ from vit.loggers.record import Record
 from vit.model import create_model
 from vit.optim.ema import Ema
 from vit.optim.optimizer import create_optimizer
+from vit.run_folder import Place
 from vit.step import TrainStep
 from vit.training.loss import cross_entropy
 from vit.training.objective import Supervised

@@ -41,7 +41,6 @@ from typing import Any, NamedTuple, TextIO
 
 import check_versions  # noqa: F401
 
-from vit.checkpoint.run_folder import LATEST_FILE, newest_run
 from vit.config import io as config_io
 from vit.config.base import VAL
 from vit.config.hints import setting_for
@@ -53,6 +52,7 @@ from vit.evaluation.compare import Result, compare, evaluate_weights
 from vit.evaluation.probes import KNN_FLAG, LINEAR_FLAG, Asked
 from vit.extras.compose import build_run
 from vit.finetune import finetune
+from vit.run_folder import LATEST_FILE, newest_run
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.training.initial_weights import read_once
 from vit.weights.files import LoadedWeights, read_weights

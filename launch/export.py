@@ -21,13 +21,13 @@ from typing import Any
 
 import check_versions  # noqa: F401
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.extras.export.export import check_holds, export, read_subject
 from vit.extras.export.model_card import Origin
 from vit.loggers.record import read_metrics
+from vit.run_folder import METRICS_FILE
 from vit.system.command_line import Parser
 from vit.system.files import sha256_of
 from vit.system.redact import shown

@@ -29,11 +29,11 @@ from types import FrameType
 
 import check_versions  # noqa: F401
 
-from vit.checkpoint.run_folder import LATEST_FILE
 from vit.config.command_line import training_parser
 from vit.config.io import load_config
 from vit.data.storage.http import Refused
 from vit.distributed.outcome import OUTCOME_VARIABLE, Outcome, read_outcome
+from vit.run_folder import LATEST_FILE
 from vit.system.by_name import load
 from vit.system.files import ShardError
 from vit.system.redact import shown

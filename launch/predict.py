@@ -25,7 +25,6 @@ import check_versions  # noqa: F401
 import torch
 from rich.console import Console
 
-from vit.checkpoint.run_folder import LATEST_FILE, newest_run
 from vit.distributed import process_group
 from vit.distributed.exit import leave, run_command
 from vit.distributed.process_group import World, world_size
@@ -33,6 +32,7 @@ from vit.inference.inputs import FROM_STDIN, Inputs, find_inputs
 from vit.inference.output import Summary, csv_file, image_table, printable, write_rows
 from vit.inference.predict import predict
 from vit.inference.predictor import Trained, load
+from vit.run_folder import LATEST_FILE, newest_run
 from vit.system import by_name
 from vit.system.command_line import Parser, add_model_flags, model_flag_problems, model_settings
 from vit.system.drawing import picture_format

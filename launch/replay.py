@@ -18,14 +18,13 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
-from vit.checkpoint.place import local_copy
-from vit.checkpoint.run_folder import METRICS_FILE, REPORT_FOLDER, newest_run
 from vit.config.hints import setting_for
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.extras.report.replay import Replay, ReplayedRow, plot_step, write_csv
 from vit.extras.report.source import ReportSource
+from vit.run_folder import METRICS_FILE, REPORT_FOLDER, local_copy, newest_run
 from vit.system.command_line import Parser, add_run_words, run_and_settings
 from vit.system.drawing import picture_format
 

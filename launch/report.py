@@ -16,14 +16,13 @@ from collections.abc import Sequence
 
 import check_versions  # noqa: F401
 
-from vit.checkpoint.place import local_copy
-from vit.checkpoint.run_folder import METRICS_FILE, is_in_use, newest_run
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.process_group import World
 from vit.extras.report.page import make_report
 from vit.extras.report.pictures import PAINTERS
 from vit.loggers.wandb_upload import ToWandb
+from vit.run_folder import METRICS_FILE, is_in_use, local_copy, newest_run
 from vit.system.by_name import load
 from vit.system.command_line import Parser
 from vit.system.meter import Meter

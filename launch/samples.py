@@ -18,8 +18,6 @@ from pathlib import Path
 
 import check_versions  # noqa: F401
 
-from vit.checkpoint.place import local_copy
-from vit.checkpoint.run_folder import METRICS_FILE, newest_run
 from vit.config.hints import setting_for
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
@@ -34,6 +32,7 @@ from vit.extras.report.training_images.near_doubles import (
 )
 from vit.extras.report.training_images.page import TABLE_FILE, write_samples_page
 from vit.hooks.sample_losses import epoch_files
+from vit.run_folder import METRICS_FILE, local_copy, newest_run
 from vit.system.command_line import Parser, add_run_words, run_and_settings
 from vit.system.meter import Meter
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import check_versions  # noqa: F401
 import yaml
 
-from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.loggers.record import read_metrics
+from vit.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.system.command_line import Parser
 
 SEED = "train.seed"

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import check_versions  # noqa: F401
 import torch
 
-from vit.checkpoint.run_folder import LATEST_FILE, METRICS_FILE, newest_run
 from vit.config import io as config_io
 from vit.config.hints import setting_for
 from vit.config.io import load_config
@@ -40,6 +39,7 @@ from vit.extras.report.inside_plots import plot_heads, plot_patches, save_heads
 from vit.extras.report.model_comparison import compare, plot_comparison
 from vit.extras.report.source import ReportSource
 from vit.inference.predictor import Trained, load
+from vit.run_folder import LATEST_FILE, METRICS_FILE, newest_run
 from vit.system import by_name
 from vit.system.command_line import Parser
 from vit.system.drawing import picture_format

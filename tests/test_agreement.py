@@ -16,7 +16,6 @@ from ranks import together
 
 from vit.checkpoint import resume
 from vit.checkpoint.checkpoint import named_tensors, newest_checkpoint
-from vit.checkpoint.info import SEAL
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.data.batches import Batch, TrainBatches
@@ -27,6 +26,7 @@ from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.hooks.order_check import OrderCheck
 from vit.run import Run
+from vit.run_folder import SEAL
 from vit.train import train
 
 ALONE = World(0, 1, torch.device("cpu"))

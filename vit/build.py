@@ -15,9 +15,7 @@ from typing import Any
 import torch
 
 from vit.checkpoint import checkpoint as checkpoints
-from vit.checkpoint.place import Place
 from vit.checkpoint.resume import check_same_settings, find_checkpoint, fit_state
-from vit.checkpoint.run_folder import RunLock
 from vit.checkpoint.saver import Saver
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
@@ -31,6 +29,7 @@ from vit.layers.init import undrawn
 from vit.layers.parts import grid_size
 from vit.loggers.record import StartTimes
 from vit.run import Parts, Run
+from vit.run_folder import Place, RunLock
 from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan
 from vit.training.run_data import as_trained, open_data

@@ -15,7 +15,6 @@ from typing import TextIO
 import torch
 
 from vit.checkpoint.checkpoint import newest_checkpoint
-from vit.checkpoint.place import local_folder
 from vit.config.base import VAL
 from vit.config.io import with_settings
 from vit.config.schema import Config
@@ -23,6 +22,7 @@ from vit.data.open_data import open_split
 from vit.distributed.process_group import World
 from vit.evaluation.compare import Result, evaluate_weights
 from vit.run import Run
+from vit.run_folder import local_folder
 from vit.system.by_name import load
 from vit.system.redact import shown
 from vit.system.urls import is_url

@@ -28,7 +28,6 @@ from typing import Any
 
 from torch import nn
 
-from vit.checkpoint.place import Place, open_folder
 from vit.checkpoint.saver import SavedBeside, Saver
 from vit.checkpoint.state import RunState
 from vit.config.schema import Config
@@ -39,6 +38,7 @@ from vit.distributed.process_group import World
 from vit.distributed.watchdog import Verdict, Watch
 from vit.evaluation.evaluate import Evaluator
 from vit.loggers.record import Record, StartTimes
+from vit.run_folder import Place, open_folder
 from vit.step import TrainStep
 from vit.training.objective import Objective, supervised
 from vit.training.plan import Plan

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from shlex import quote
 
-from vit.checkpoint.run_folder import STOPPED_FILE, mark_stopped
 from vit.data.loader import Loader
 from vit.distributed.outcome import Outcome
 from vit.hooks.monitor import Monitor, collect_garbage_at_log_lines, create_monitor
 from vit.hooks.validate import evaluate
 from vit.run import GoBack, Run
+from vit.run_folder import STOPPED_FILE, mark_stopped
 
 
 def train(run: Run) -> Outcome:

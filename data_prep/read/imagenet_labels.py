@@ -20,8 +20,8 @@ from pathlib import Path
 from data_prep.errors import PrepError, readable
 from data_prep.read.archives import read_zip_member
 from data_prep.write.samples import Sample
-from vit.data.shards.tar_walk import describe_content
 from vit.system.files import unreadable
+from vit.system.tar_walk import describe_content
 
 WNID = re.compile(r"n\d{8}", re.ASCII)
 DEVKIT = re.compile(r".*devkit.*\.(tar\.gz|tgz)", re.IGNORECASE)

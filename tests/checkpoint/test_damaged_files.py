@@ -21,10 +21,9 @@ from vit.checkpoint.checkpoint import (
     read_info,
     write_checkpoint,
 )
-from vit.checkpoint.info import SEAL
-from vit.checkpoint.run_folder import RunLock, weights_file
 from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
+from vit.run_folder import SEAL, RunLock, weights_file
 from vit.system.files import WeightsError
 from vit.weights.files import LoadedWeights, read_weights
 from vit.weights.formats import read_content

@@ -45,9 +45,9 @@ from processes import TINY, Background, bytes_of, final_state, last_step, run
 from safetensors.torch import load_file
 from servers import S3Server
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.config.io import load_config
 from vit.loggers.record import read_metrics
+from vit.run_folder import METRICS_FILE
 from vit.system.meter import duration
 
 STATE = (

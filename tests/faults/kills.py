@@ -15,10 +15,10 @@ from order_oracle import brute_force, mix
 from processes import Background, final_state, train, write_config
 from servers import S3Server
 
-from vit.checkpoint.run_folder import METRICS_FILE, REPORT_FOLDER
 from vit.data.order import make_order
 from vit.data.shards.data_set import open_split
 from vit.loggers.record import read_metrics
+from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
 """Of meeting a phase at the moment that was drawn, in new folders."""

@@ -15,10 +15,10 @@ import pytest
 from families import Family
 from processes import REPOSITORY, TINY, command, environment, final_state, last_step, train
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.config.schema import LogConfig
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.loggers.record import Record
+from vit.run_folder import METRICS_FILE
 from vit.system.retry import RetryableError, RetryPolicy
 
 HOURS_S = 5 * 3600.0

@@ -33,7 +33,6 @@ from processes import TINY, call, command, environment, metrics, run_here
 
 from data_prep.read.archives import inflate_tar
 from vit.checkpoint.checkpoint import checkpoint_folder, update_info, write_checkpoint
-from vit.checkpoint.run_folder import METRICS_FILE, RunLock, mark_stopped
 from vit.checkpoint.state import RunState
 from vit.config.io import from_dict
 from vit.config.schema import LogConfig
@@ -47,6 +46,7 @@ from vit.loggers.record import Record, Rows, read_lines
 from vit.loggers.tensorboard import TensorboardView
 from vit.loggers.wandb_logger import WandbProcess
 from vit.model import create_model
+from vit.run_folder import METRICS_FILE, RunLock, mark_stopped
 from vit.system.drawing import drawing
 from vit.training.plan import Plan
 from vit.weights.programs import Subject

@@ -32,7 +32,6 @@ from small_shards import write_tar
 
 from data_prep import index
 from vit.checkpoint.checkpoint import read_info
-from vit.checkpoint.info import sealed
 from vit.checkpoint.state import RunState
 from vit.config.io import load_config
 from vit.data.batches import TrainBatches
@@ -43,6 +42,7 @@ from vit.distributed.process_group import World
 from vit.hooks.guard import Guard, Rewind, limit_of
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.loggers.record import Record, read_metrics
+from vit.run_folder import sealed
 from vit.training.plan import make_plan
 from vit.training.step_result import NON_FINITE, SPIKE, StepValues
 

@@ -21,7 +21,6 @@ from vit.config.io import load_config
 from vit.data.batches import Batch, Batches, BatchLayout
 from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
-from vit.data.stages import TALLIED, Tally
 from vit.distributed.process_group import World
 from vit.hooks.monitor import (
     Monitor,
@@ -33,6 +32,7 @@ from vit.hooks.monitor import (
 )
 from vit.loggers.record import Record
 from vit.system.host import num_cores
+from vit.system.stages import TALLIED, Tally
 from vit.training.plan import make_plan
 from vit.training.step_result import StepResult
 

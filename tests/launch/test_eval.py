@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import vit
-from vit.checkpoint.info import SEAL
+from vit.run_folder import SEAL
 from vit.weights.files import read_weights
 
 

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vit.checkpoint.run_folder import METRICS_FILE, RunLock
 from vit.config.schema import LogConfig
 from vit.loggers.record import Record, numbers_of, read_metrics
+from vit.run_folder import METRICS_FILE, RunLock
 
 ROOT = Path(__file__).parents[2]
 OFF = LogConfig(wandb="off")
@@ -208,7 +208,7 @@ HOLD = """
 import sys, time
 from functools import partial
 from pathlib import Path
-from vit.checkpoint.run_folder import RunLock
+from vit.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 lock.acquire()
 print("held", flush=True)
@@ -243,7 +243,7 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path, capsys):
 
 
 def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("vit.checkpoint.run_folder.LOCK_WAIT_S", 0.5)
+    monkeypatch.setattr("vit.run_folder.LOCK_WAIT_S", 0.5)
     with hold(tmp_path, 60) as other:
         with pytest.raises(
             ValueError,

@@ -14,9 +14,9 @@ from PIL import Image
 from processes import Background, train, write_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.config.schema import LogConfig
 from vit.loggers.record import Record, read_metrics
+from vit.run_folder import METRICS_FILE
 
 ON = LogConfig(wandb="off", tensorboard=True)
 

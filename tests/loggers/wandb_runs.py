@@ -18,9 +18,9 @@ from typing import Any, Literal
 import pytest
 from proc import all_pids, command_line, environment_of
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.config.schema import LogConfig
 from vit.loggers.record import Record
+from vit.run_folder import METRICS_FILE
 
 KEY = "0123456789abcdef" * 2 + "01234567"
 

@@ -10,7 +10,7 @@ decides what is written when, and from which thread.
       step_00012500/
         state.safetensors       model.<name>  ema.<name>  optim.<exp_avg|...>.<name>  scaler.<name>
         checkpoint.json         format_version, RunState, config, size and sha256 of each file,
-                                and of itself (vit/checkpoint/info.py)
+                                and of itself (vit/run_folder.py)
       latest                    "step_00012500"
 
 No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads.
@@ -35,24 +35,22 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit.checkpoint.info import (
-    DamagedCheckpoint,
-    UnreadableCheckpoint,
-    check_files,
-    read_info_file,
-    reading,
-    sealed,
-)
-from vit.checkpoint.run_folder import (
+from vit.checkpoint.state import RunState
+from vit.run_folder import (
     CHECKPOINTS,
     INFO_FILE,
     LATEST_FILE,
+    DamagedCheckpoint,
     RunLock,
+    UnreadableCheckpoint,
+    check_files,
     complete_checkpoints,
     mark_stopped,
+    read_info_file,
+    reading,
     remove_unfinished,
+    sealed,
 )
-from vit.checkpoint.state import RunState
 from vit.step import TrainStep
 from vit.system.files import WeightsError, flush, remove_leftovers, replacing
 from vit.weights.save import save_weights

@@ -17,12 +17,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vit.checkpoint import checkpoint as checkpoints
-from vit.checkpoint.run_folder import CHECKPOINTS, weights_file
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.base import MAY_CHANGE
 from vit.config.schema import Config
 from vit.distributed.process_group import World
+from vit.run_folder import CHECKPOINTS, weights_file
 from vit.system.urls import bare
 from vit.training.plan import Plan
 

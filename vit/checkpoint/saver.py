@@ -5,7 +5,7 @@
                                                              checkpoint.json, rename, `latest`,
                                                              remove older ones
 
-The thread then uploads what is new, if the run's place has a URL (`vit.checkpoint.place`). One save
+The thread then uploads what is new, if the run's place has a URL (`vit.run_folder.Place`). One save
 is written at a time, in the order in which they were asked for, and each in this order: weights
 first. So a complete checkpoint never tells of a best accuracy, or of the end of the run, whose
 weights are not there. After an error of the thread all ranks stop at the next step, by the flag
@@ -28,12 +28,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from vit.checkpoint.checkpoint import check_room, checkpoint_folder, named_tensors, write_checkpoint
-from vit.checkpoint.place import Place
-from vit.checkpoint.run_folder import TIMM_CONFIG_FILE, weights_file
 from vit.checkpoint.snapshot import Snapshot
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.loggers.record import Record
+from vit.run_folder import TIMM_CONFIG_FILE, Place, weights_file
 from vit.step import TrainStep
 from vit.system.files import link_to, write_json
 from vit.weights.programs import Subject, timm_config

@@ -8,6 +8,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+DEFAULT_BLOCK_SAMPLES = 64
+"""Samples that the order of a large data set keeps together."""
+PERMUTATION_BELOW = 262_144
+"""Below this number of samples the default order is a true permutation: blocks of one sample, no
+windows."""
 VAL = "val"
 """The name of `data.val_split` among the sets to evaluate on."""
 

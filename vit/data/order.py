@@ -48,16 +48,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.system.hashing import U64, Permutation, fold, hash64
 
-PERMUTATION_BELOW = 262_144
-"""Below this number of samples the default order is a true permutation: blocks of one sample, no
-windows."""
 TABLE_BELOW = 262_144
 """Blocks of an epoch up to which their permutation is kept: at most 2 MiB, and 0.03 s at its first
 batch. For one batch it takes 1,600 calls of numpy, as the network is repeated until the last of the
 positions is in range."""
-DEFAULT_BLOCK_SAMPLES = 64
 MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
 """Images that a lane gives to a batch by default, with repeats: copies are that many rows apart,

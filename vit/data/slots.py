@@ -6,7 +6,7 @@ Workers write rows into a slot; training gets a batch whose tensors are views of
 free again when the last of these tensors is released.
 
 The memory is an anonymous file (memfd), which is not in /dev/shm: containers have 64 MiB there.
-Behind the slots is the status of each worker (`vit.data.stages`).
+Behind the slots is the status of each worker (`vit.system.stages`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from vit.data.batches import Batch, BatchLayout
-from vit.data.stages import STATUS_BYTES, WorkerStatus
+from vit.system.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
 """Rows that a worker makes at a time. Order and draws cost 2 ms a part and 0.01 ms a row, decoding

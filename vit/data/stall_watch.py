@@ -1,9 +1,9 @@
 """Notices processes that make batches and hang, and reports what training waits for.
 
-While training waits for a batch, the status of each process (`vit.data.stages`) is looked at again
-and again. A process whose status does not change makes no progress: it is named in a warning, with
-what it has been doing and since when. `vit.data.worker_pool` replaces workers that hang for too
-long; a process that makes its own batches is only watched.
+While training waits for a batch, the status of each process (`vit.system.stages`) is looked at
+again and again. A process whose status does not change makes no progress: it is named in a warning,
+with what it has been doing and since when. `vit.data.worker_pool` replaces workers that hang for
+too long; a process that makes its own batches is only watched.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from vit.data.stages import DOING, Stage, WorkerStatus
+from vit.system.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
 """A wait of training for its next batch is reported after this time, or after a quarter of the

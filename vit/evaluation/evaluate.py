@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from vit.checkpoint.run_folder import PREDICTIONS_FILE
 from vit.config.schema import Config, EvalConfig
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch, EvalBatches
@@ -32,6 +31,7 @@ from vit.data.shards.split import Split
 from vit.data.slots import EVAL_READY_BATCHES
 from vit.distributed.process_group import World
 from vit.layers.precision import autocast
+from vit.run_folder import PREDICTIONS_FILE
 from vit.step import TrainStep
 from vit.system.files import replacing
 from vit.training.metrics import Accuracy, AccuracyCounter, predicted_classes

@@ -32,13 +32,13 @@ import torch
 
 from vit.checkpoint import checkpoint as checkpoints
 from vit.checkpoint.resume import restart_best
-from vit.checkpoint.run_folder import CHECKPOINTS
 from vit.checkpoint.state import RunState
 from vit.config.schema import Config
 from vit.data.batches import AugmentedBatches
 from vit.distributed.process_group import World
 from vit.loggers.record import Record
 from vit.run import GoBack, Hook, Run
+from vit.run_folder import CHECKPOINTS
 from vit.system.files import ShardError
 from vit.training.step_result import NON_FINITE, READ_LATE, Limits, StepValues
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vit.checkpoint.checkpoint import checkpoint_folder
-from vit.checkpoint.place import Place
-from vit.checkpoint.run_folder import complete_checkpoints
 from vit.config.schema import Config
 from vit.data.decode.images import decoder_name
 from vit.distributed.host_differences import compare_hosts
 from vit.distributed.process_group import World
 from vit.hooks.preflight import DiskNeeds, Preflight, check_disk, disk_needs, preflight
 from vit.run import Hook
+from vit.run_folder import Place, complete_checkpoints
 from vit.training.run_data import Notes, RunData
 
 

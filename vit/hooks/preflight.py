@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from vit.checkpoint.run_folder import SAMPLES_FOLDER
 from vit.config.schema import Config, DataConfig
 from vit.data.batches import AugmentedBatches, EvalBatches
 from vit.data.decode import native
@@ -26,6 +25,7 @@ from vit.data.slots import EVAL_READY_BATCHES, Ring, plan_ring
 from vit.distributed.process_group import World, local_world_size
 from vit.hooks.sample_losses import folder_bytes
 from vit.optim.optimizer import state_bytes
+from vit.run_folder import SAMPLES_FOLDER
 from vit.system.host import free_memory_bytes, num_cores, raise_open_files
 from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan

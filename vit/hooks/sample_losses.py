@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vit.checkpoint.place import Place
-from vit.checkpoint.run_folder import SAMPLES_FOLDER
 from vit.config.schema import Config
 from vit.distributed.process_group import World
 from vit.run import Hook, Run
+from vit.run_folder import SAMPLES_FOLDER, Place
 from vit.system.files import replacing
 from vit.training.plan import Plan
 from vit.training.run_data import Notes, RunData

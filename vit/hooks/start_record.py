@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vit.checkpoint.run_folder import CONFIG_FILE, RunLock, mount_note
 from vit.checkpoint.state import RunState
 from vit.config import io as config_io
 from vit.config.schema import Config
@@ -23,6 +22,7 @@ from vit.data.sources import TrainSet, content_sha256
 from vit.distributed.process_group import World
 from vit.hooks.start_lines import start_lines
 from vit.loggers.record import Record, provenance
+from vit.run_folder import CONFIG_FILE, RunLock, mount_note
 from vit.step import TrainStep
 from vit.system.files import replacing
 from vit.training.loss import describe_class_weights

@@ -22,7 +22,7 @@ from vit.data.decode.image_files import (
     is_image,
     read_image,
 )
-from vit.data.shards.tar_walk import FILE, TarDamaged, pread, walk
+from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
 """The word for a list of names on stdin."""

@@ -24,8 +24,8 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from vit.checkpoint.run_folder import METRICS_FILE, RunLock
 from vit.config.schema import LogConfig
+from vit.run_folder import METRICS_FILE, RunLock
 from vit.system.by_name import load
 from vit.system.files import replacing
 from vit.system.meter import steady_s

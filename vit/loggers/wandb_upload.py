@@ -16,9 +16,9 @@ from typing import Any
 
 import yaml
 
-from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.loggers.record import OF_PROVENANCE, read_lines, rows_of
 from vit.loggers.wandb_logger import WandbProcess, wanted_mode
+from vit.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.system.redact import shown_values
 
 

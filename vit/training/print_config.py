@@ -7,7 +7,6 @@ from dataclasses import asdict
 import torch
 from torch import nn
 
-from vit.checkpoint.place import local_folder
 from vit.config import io as config_io
 from vit.config.schema import Config, OptimConfig, RunConfig
 from vit.data.batches import NOT_EXACT
@@ -17,6 +16,7 @@ from vit.data.shuffle_quality import measure_shuffle
 from vit.data.split_slice import part_size
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
+from vit.run_folder import local_folder
 from vit.system.files import ShardError
 from vit.system.urls import is_url
 from vit.training.freeze import create_trained_model

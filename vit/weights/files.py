@@ -26,10 +26,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from vit.checkpoint.info import DamagedCheckpoint, checked_info
-from vit.checkpoint.place import local_copy
-from vit.checkpoint.run_folder import INFO_FILE, METRICS_FILE, complete_checkpoints, weights_file
 from vit.layers.parts import grid_size, head_prefixes
+from vit.run_folder import (
+    INFO_FILE,
+    METRICS_FILE,
+    DamagedCheckpoint,
+    checked_info,
+    complete_checkpoints,
+    local_copy,
+    weights_file,
+)
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.formats import PARTS_FILES, read_content, readable

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.checkpoint.run_folder import mount_note
+from vit.run_folder import mount_note
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ import torch
 from PIL import Image
 from processes import TINY, Background, environment, metrics, run, train, write_config
 
-from vit.checkpoint.run_folder import is_in_use, mark_stopped
 from vit.config.hints import all_keys
 from vit.config.io import load_config
 from vit.data.augment.apply import Augment
@@ -31,6 +30,7 @@ from vit.extras.report import facts, model_plots
 from vit.extras.report.example_images import pick_images
 from vit.extras.report.page import make_report, write_page
 from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
+from vit.run_folder import is_in_use, mark_stopped
 from vit.training.metrics import interval95
 
 CPU = torch.device("cpu")

@@ -26,7 +26,7 @@ from error_rows import (
 from processes import REPOSITORY, TINY, Background, command, environment
 
 from vit.checkpoint.checkpoint import newest_checkpoint
-from vit.checkpoint.info import sealed
+from vit.run_folder import sealed
 
 scenario = Scenarios()
 

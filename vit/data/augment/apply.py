@@ -13,17 +13,17 @@ Nothing here draws a random number or waits for the device: the host knows from 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+import vit.data.augment.pixel_ops as pixel_ops
 from vit.config.schema import AugmentConfig, DataConfig
-from vit.data.augment import pixel_ops
 from vit.data.augment.draw import mixes, partners
 from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
-from vit.data.batches import Batch
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
 """Values of images that are changed at once. On a CPU what an operation writes is still in the
@@ -99,7 +99,7 @@ class Augment:
             apply_rounds(rounds, rows, block, out[rows])
         return out
 
-    def change_batch(self, batch: Batch) -> Batch:
+    def change_batch(self, batch: Any) -> Any:
         """Return `batch` with images after `change`: what `vit.data.loader.Loader` takes."""
         return replace(batch, images=self.change(batch.images, batch.table))
 

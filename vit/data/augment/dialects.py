@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vit.data.augment import pixel_ops
+import vit.data.augment.pixel_ops as pixel_ops
 from vit.data.augment.kinds import Kind
 from vit.data.augment.table import OP_NAMES
 

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vit.data.augment import pixel_ops
+import vit.data.augment.pixel_ops as pixel_ops
 
 
 class Kind(IntEnum):

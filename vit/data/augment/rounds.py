@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit.data.augment import pixel_ops
+import vit.data.augment.pixel_ops as pixel_ops
 from vit.data.augment.dialects import OPS, Drawn, Size
 from vit.data.augment.kinds import NUM_NUMBERS, Kind, Round
 from vit.data.augment.table import FLIP, OpColumn, TableLayout

@@ -31,11 +31,11 @@ import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin
 
-from vit.data.decode import native
+import vit.data.decode.native as native
 from vit.data.decode.image_files import HEIC_MAGIC, how_to_convert
 from vit.data.decode.jpeg_cut import Cut, Window, cut_window
 from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
-from vit.data.shards.tar_walk import TAR_BLOCK, describe_content
+from vit.system.tar_walk import TAR_BLOCK, describe_content
 
 Pixels = NDArray[np.uint8]
 """(H, W, channels)."""

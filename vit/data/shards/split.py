@@ -28,8 +28,8 @@ from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout
 from vit.data.shards.stores import Tars, Version
 from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
-from vit.data.shards.tar_walk import TAR_BLOCK, TarDamaged, walk
 from vit.system.files import ShardError
+from vit.system.tar_walk import TAR_BLOCK, TarDamaged, walk
 
 FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
 log = logging.getLogger(__name__)

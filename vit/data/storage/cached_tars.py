@@ -25,17 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.data import stages
-from vit.data.order import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
+from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.data.shards.index_file import has_checksums, open_index, unmapped
 from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.stores import Store, Version
 from vit.data.shards.tar import TAR_BLOCK, crc32c, member_size
-from vit.data.stages import Stage
 from vit.data.storage.block_cache import BlockCache, Fetched
 from vit.data.storage.file_lock import is_waited_for
+from vit.system import stages
 from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
+from vit.system.stages import Stage
 
 BLOCK_BYTES = 8 << 20
 """Target size. Smaller blocks pay the network's latency more often; larger ones delay the first
@@ -48,7 +48,7 @@ ASK_AGAIN_S = 60.0
 MAX_ASKED = 4096
 """Requested blocks that a process remembers before it forgets them."""
 BEAT_S = 1.0
-"""How often a process that waits for a block updates its row in `vit.data.stages`."""
+"""How often a process that waits for a block updates its row in `vit.system.stages`."""
 NUM_THREADS = 8
 """Concurrent requests of one process."""
 NUM_THREADS_OF_HOST = 64

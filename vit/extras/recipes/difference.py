@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vit.checkpoint.run_folder import CONFIG_FILE
 from vit.config import io as config_io
 from vit.config.hints import sections
 from vit.config.io import load_config
@@ -21,6 +20,7 @@ from vit.config.schema import Config
 from vit.extras.recipes.effects import KINDS, effect_of
 from vit.layers.presets import PRESETS
 from vit.model import VisionTransformer
+from vit.run_folder import CONFIG_FILE
 
 _ELSEWHERE = (
     *("data.root", "data.train_split", "data.val_split", "init.checkpoint"),

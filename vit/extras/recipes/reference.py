@@ -30,8 +30,6 @@ import yaml
 from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
-from vit.checkpoint.place import Place
-from vit.checkpoint.run_folder import CONFIG_FILE
 from vit.config.base import Positive, Section
 from vit.config.io import load_config, recipes_folder
 from vit.config.schema import Config
@@ -39,6 +37,7 @@ from vit.data.shards.split import Split
 from vit.distributed.process_group import World
 from vit.extras.recipes.difference import deviations
 from vit.run import Hook, Run
+from vit.run_folder import CONFIG_FILE, Place
 from vit.training.plan import Plan
 from vit.training.run_data import Notes, RunData
 

@@ -16,12 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint.info import read_info_file
-from vit.checkpoint.run_folder import CHECKPOINTS, INFO_FILE, METRICS_FILE
 from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
 from vit.extras.remote_runs.lease import LEASE_FILE
 from vit.extras.remote_runs.record_parts import RECORD_FOLDER
+from vit.run_folder import CHECKPOINTS, INFO_FILE, METRICS_FILE, read_info_file
 from vit.system.files import flush, sha256_of, write_json
 from vit.system.meter import Meter
 from vit.system.redact import shown

@@ -32,9 +32,9 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from vit.checkpoint.run_folder import LOCK_WAIT_S
 from vit.data.storage.object_store import ObjectStore
 from vit.extras.remote_runs.place import store_at
+from vit.run_folder import LOCK_WAIT_S
 from vit.system.meter import steady_s
 
 LEASE_FILE = "lease.json"

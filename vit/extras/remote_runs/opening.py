@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from vit.checkpoint.place import Place
-from vit.checkpoint.run_folder import RunLock
 from vit.config.schema import Config
 from vit.distributed.exit import Interrupted
 from vit.distributed.process_group import World
 from vit.extras.remote_runs.store import RunStore
+from vit.run_folder import Place, RunLock
 
 
 class StoredPlace(Place):

@@ -19,14 +19,6 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from vit.checkpoint.place import cache_of
-from vit.checkpoint.run_folder import (
-    CHECKPOINTS,
-    INFO_FILE,
-    METRICS_FILE,
-    REPORT_FOLDER,
-    weights_file,
-)
 from vit.data.shards.stores import Version
 from vit.data.storage.http import Refused
 from vit.data.storage.object_store import ObjectStore
@@ -42,6 +34,14 @@ from vit.extras.remote_runs.copying import (
 from vit.extras.remote_runs.lease import LEASE_FILE
 from vit.extras.remote_runs.place import store_at
 from vit.extras.remote_runs.record_parts import parts_in, read_record
+from vit.run_folder import (
+    CHECKPOINTS,
+    INFO_FILE,
+    METRICS_FILE,
+    REPORT_FOLDER,
+    cache_of,
+    weights_file,
+)
 from vit.system.files import replacing
 from vit.system.urls import is_url
 

@@ -17,9 +17,9 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
+from vit.run_folder import METRICS_FILE
 
 RECORD_FOLDER = "record"
 JOIN_FROM = 64

@@ -24,20 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from vit.checkpoint.place import local_folder
-from vit.checkpoint.run_folder import (
-    CHECKPOINTS,
-    CONFIG_FILE,
-    INFO_FILE,
-    LATEST_FILE,
-    LOCK_FILE,
-    METRICS_FILE,
-    PREDICTIONS_FILE,
-    SAMPLES_FOLDER,
-    STOPPED_FILE,
-    RunLock,
-    complete_checkpoints,
-)
 from vit.config.schema import Config
 from vit.data.shards.stores import Version
 from vit.data.storage.object_store import ObjectStore
@@ -59,6 +45,20 @@ from vit.extras.remote_runs.record_parts import (
     part_name,
     parts_in,
     read_record,
+)
+from vit.run_folder import (
+    CHECKPOINTS,
+    CONFIG_FILE,
+    INFO_FILE,
+    LATEST_FILE,
+    LOCK_FILE,
+    METRICS_FILE,
+    PREDICTIONS_FILE,
+    SAMPLES_FOLDER,
+    STOPPED_FILE,
+    RunLock,
+    complete_checkpoints,
+    local_folder,
 )
 from vit.system.files import replacing
 

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.config.io import load_config
 from vit.config.schema import AugmentConfig, Config
 from vit.data.augment.draw import mixes
 from vit.extras.report.history import History, read_history, set_names
 from vit.hooks.sample_losses import epoch_files, read_epoch
+from vit.run_folder import CONFIG_FILE, METRICS_FILE
 from vit.system.drawing import (
     BLUE,
     GREEN,

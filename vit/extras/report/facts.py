@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from vit.checkpoint.run_folder import CHECKPOINTS, STOPPED_FILE
 from vit.checkpoint.state import rank
 from vit.config import io as config_io
 from vit.config.base import VAL
@@ -23,6 +22,7 @@ from vit.data.image_format import ImageFormat
 from vit.extras.report.history import Attempt, History, median, set_names
 from vit.extras.report.source import ReportSource
 from vit.model import create_model
+from vit.run_folder import CHECKPOINTS, STOPPED_FILE
 from vit.system.meter import duration
 from vit.system.redact import shown
 from vit.training.model_summary import count_parameters, flops_per_image

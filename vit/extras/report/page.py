@@ -27,13 +27,13 @@ import jinja2
 import torch
 from markupsafe import Markup, escape
 
-from vit.checkpoint.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.config.base import VAL
 from vit.extras.report import facts
 from vit.extras.report.curves import curve_panels
 from vit.extras.report.history import History, read_history
 from vit.extras.report.pictures import PAINTERS, Pictures, draw_pictures
 from vit.extras.report.source import ReportSource, as_sentence
+from vit.run_folder import CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import replacing
 from vit.system.meter import duration
 from vit.system.redact import shown

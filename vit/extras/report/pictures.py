@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit.checkpoint.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.data.augment.draw import mixes
 from vit.data.batches import TrainBatches
 from vit.data.loader import Loader
@@ -35,6 +34,7 @@ from vit.extras.report.example_images import pick_images
 from vit.extras.report.history import read_history
 from vit.extras.report.norms import plot_norms
 from vit.extras.report.source import ReportSource, as_sentence
+from vit.run_folder import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, REPORT_FOLDER
 from vit.system.files import remove_leftovers
 from vit.training.metrics import predicted_classes
 

@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw
 from torch import Tensor
 
-from vit.checkpoint.run_folder import METRICS_FILE
 from vit.data.augment.draw import draw_crops, mixes, partners, sample_keys
 from vit.data.augment.table import BOTTOM, CUTMIX, LAMBDA, LEFT, RIGHT, TOP, describe
 from vit.data.batches import Batch, BatchLayout, TrainBatches
@@ -37,6 +36,7 @@ from vit.distributed.world import leaves_of
 from vit.extras.report.source import ReportSource
 from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.loggers.record import read_metrics
+from vit.run_folder import METRICS_FILE
 from vit.system.drawing import (
     Cell,
     as_colors,

@@ -16,7 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from vit.checkpoint.run_folder import CONFIG_FILE, PREDICTIONS_FILE
 from vit.config import io as config_io
 from vit.config.schema import Config
 from vit.data.augment.apply import Augment, create_augment
@@ -28,6 +27,7 @@ from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet
 from vit.extras.report.confusion import confusion_matrix
 from vit.model import create_model
+from vit.run_folder import CONFIG_FILE, PREDICTIONS_FILE
 from vit.system.files import WeightsError
 from vit.training.plan import create_order
 from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights

@@ -17,13 +17,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from vit.checkpoint.run_folder import CHECKPOINTS, is_in_use
 from vit.config.schema import Config
 from vit.data.shards.data_set import check_shards
 from vit.data.split_slice import parse_name
 from vit.distributed.process_group import World
 from vit.extras.planner.check.collectives import rate_text
 from vit.extras.planner.check.findings import Finding, Verdict, few
+from vit.run_folder import CHECKPOINTS, is_in_use
 from vit.system.files import ShardError, flush, locked_folder, remove_leftovers
 from vit.system.host import file_system, is_shared
 from vit.system.meter import digits

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from vit.checkpoint import checkpoint as checkpoints
-from vit.checkpoint.place import Place, local_folder
 from vit.config.schema import Config
 from vit.create_step import create_train_step
 from vit.data.loader import Loader
@@ -28,6 +27,7 @@ from vit.extras.compose import parts_of
 from vit.extras.planner.check.findings import Finding, Verdict
 from vit.extras.planner.fitting import naming_what_fits
 from vit.hooks.host_check import HostCheck, check_host
+from vit.run_folder import Place, local_folder
 from vit.step import TrainStep
 from vit.system.device_memory import peak_bytes as measured_peak_bytes
 from vit.system.device_memory import release_memory, reset_peak

@@ -22,7 +22,6 @@ import torch
 from markupsafe import Markup
 from PIL import Image
 
-from vit.checkpoint.run_folder import REPORT_FOLDER
 from vit.data.decode.images import decode
 from vit.data.shards.split import Split
 from vit.data.sources import Sources
@@ -31,6 +30,7 @@ from vit.extras.report.source import ReportSource, as_sentence
 from vit.extras.report.training_images.curves import SampleCurves
 from vit.extras.report.training_images.doubles import Duplicates
 from vit.extras.report.training_images.near_doubles import NearDoubles
+from vit.run_folder import REPORT_FOLDER
 
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
 TABLE_FILE = f"{REPORT_FOLDER}/samples.csv"

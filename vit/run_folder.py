@@ -18,19 +18,27 @@ run.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from vit.config.schema import Config, RunConfig
 from vit.distributed.launcher import is_main_process
-from vit.system.files import remove_leftovers, replacing, temporary_beside
-from vit.system.host import file_system
+from vit.distributed.process_group import World
+from vit.system.by_name import load
+from vit.system.files import ShardError, remove_leftovers, replacing, temporary_beside
+from vit.system.host import default_folder, file_system
+from vit.system.meter import Meter
+from vit.system.redact import shown
+from vit.system.urls import bare, is_url
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
@@ -269,3 +277,191 @@ def is_in_use(run_dir: Path) -> bool | None:
     except OSError:
         return None
     return False
+
+
+SEAL = "sha256_of_the_rest"
+"""Key of the hash of all other values; the first checkpoints had none."""
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is missing or not as it was written; one line for people."""
+
+
+class UnreadableCheckpoint(DamagedCheckpoint):
+    """The system refuses to read a checkpoint, which may be whole; one line for people."""
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Turn what the system says about the files in `folder` into an error of this module."""
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        raise DamagedCheckpoint(f"{folder}: a file is missing or damaged") from None
+    except OSError as error:
+        raise UnreadableCheckpoint(
+            f"{error.filename or folder}: cannot be read ({error.strerror}); check its permissions"
+            " and its disk. Nothing was changed"
+        ) from None
+
+
+def sealed(info: dict[str, Any]) -> dict[str, Any]:
+    """Return `info` with the hash of its values."""
+    plain = json.loads(json.dumps(info))  # as it will be read
+    return {**plain, SEAL: _digest(plain)}
+
+
+def read_info_file(folder: Path) -> dict[str, Any]:
+    """Return the content of `checkpoint.json`.
+
+    Raises DamagedCheckpoint if it is not as it was written, or is another program's, and
+    UnreadableCheckpoint.
+    """
+    try:
+        with reading(folder):
+            content = (folder / INFO_FILE).read_bytes()
+        info = json.loads(content)
+        info["format_version"] = int(info["format_version"])
+        info["step"], info["config"], info["facts"], dict(info["files"])  # what readers rely on
+    except UnreadableCheckpoint:
+        raise
+    except (ValueError, KeyError, TypeError):
+        raise DamagedCheckpoint(
+            f"{folder}: {INFO_FILE} is missing or damaged, so this is not a checkpoint of this"
+            " project"
+        ) from None
+    if info.get(SEAL, _digest(info)) != _digest(info):
+        raise DamagedCheckpoint(
+            f"{folder / INFO_FILE}: its content does not match the sha256 in it: it is damaged"
+        )
+    return info
+
+
+def checked_info(folder: Path) -> dict[str, Any]:
+    """Return the content of `checkpoint.json` after a look at the files that it names; raises what
+    `read_info_file` and `check_files` raise."""
+    info = read_info_file(folder)
+    check_files(folder, info)
+    return info
+
+
+def check_files(folder: Path, info: dict[str, Any]) -> None:
+    """Raise DamagedCheckpoint if a file that `info` names has another size or hash, and
+    UnreadableCheckpoint if it cannot be read."""
+    for name, expected in info["files"].items():
+        path = folder / name
+        with reading(folder):
+            size = path.stat().st_size if path.is_file() else 0
+        if size != expected["bytes"]:
+            raise DamagedCheckpoint(
+                f"{path}: has {size:,} bytes, {INFO_FILE} says {expected['bytes']:,}: it is"
+                " truncated or missing"
+            )
+        with reading(folder), Meter(f"checking {path}", size >> 20, "MiB") as meter:
+            found = _sha256(path, meter)
+        if found != expected["sha256"]:
+            raise DamagedCheckpoint(
+                f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
+            )
+
+
+def _digest(info: dict[str, Any]) -> str:
+    values = {key: value for key, value in info.items() if key != SEAL}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def _sha256(path: Path, meter: Meter) -> str:
+    """Return the hash of a file; `meter` counts MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        while chunk := file.read(2**24):
+            digest.update(chunk)
+            meter.update(file.tell() >> 20)
+    return digest.hexdigest()
+
+
+class Place:
+    """A folder; rank 0 alone calls the methods."""
+
+    is_lost = False
+    """Whether another job has taken the run over."""
+    setting = "run.dir"
+    """The setting that names the folder."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def lock(self, lock: RunLock) -> None:
+        """Keep other jobs from writing to the run."""
+        if self.folder.is_dir():
+            lock.acquire()
+            self.remove_unfinished()
+
+    def remove_unfinished(self) -> None:
+        """Remove what killed processes have left in the folder."""
+        with suppress(OSError):  # the next write reports why it fails
+            remove_unfinished(self.folder)
+
+    def check(self) -> None:
+        """Raise ValueError if another job has taken the run over."""
+
+    def push(self) -> float | None:
+        """Upload what is new; return the seconds it took, None where nothing is uploaded."""
+        return None
+
+    def address(self) -> str:
+        """Return the URL that is kept equal to the folder, "" without one."""
+        return ""
+
+    def leave(self, error: BaseException | None) -> None:
+        """Let another job take the run over. error: what ended the run."""
+
+
+def open_folder(config: Config, world: World) -> Place:
+    """Return the run's folder. Raises ValueError for a URL, which `vit.extras.compose` opens."""
+    assert config.run.dir is not None, "load_config names the run folder"
+    if is_url(config.run.dir):
+        raise ValueError(f"run.dir={config.run.dir}: build the run by vit.extras.compose.build_run")
+    return Place(Path(config.run.dir))
+
+
+def local_folder(run: RunConfig) -> Path:
+    """Return the folder in which the run is worked on: `run.dir`, or the copy of a URL.
+
+    Raises ValueError if no disk of this machine is known for a copy.
+    """
+    assert run.dir is not None, "load_config names the run folder"
+    if not is_url(run.dir):
+        return Path(run.dir)
+    return Path(run.local_dir) if run.local_dir is not None else cache_of(run.dir, "runs")
+
+
+def cache_of(url: str, kind: str) -> Path:
+    """Return the folder for a copy of `url` on a disk of this machine, named as the run is.
+
+    kind: "runs", or "fetched" for what is only read. Raises ValueError as `local_folder`.
+    """
+    name = bare(url).rstrip("/")
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    try:
+        place = default_folder()
+    except ShardError:
+        raise ValueError(
+            f"{shown(url)}: no folder on a disk of this machine is known for the run's working"
+            " copy: name one with run.local_dir, as /scratch/name, or set TMPDIR"
+        ) from None
+    with suppress(OSError):  # the next write reports why it fails
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return place / kind / digest / name.rpartition("/")[2]
+
+
+def local_copy(run: object, only_weights: bool = False) -> Path:
+    """Return the folder of `run`, a path; or of what was fetched of it, if it is a URL.
+
+    only_weights: fetch nothing else. Raises ValueError as `vit.extras.remote_runs.reading`.
+    """
+    if not is_url(run):
+        return Path(str(run))
+    local_run = load("vit.extras.remote_runs.reading:local_run", shown(str(run)))
+    folder: Path = local_run(str(run), only_weights=only_weights)
+    return folder
