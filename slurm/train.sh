@@ -45,7 +45,7 @@ described=$(WORLD_SIZE=$world_size "${on_one[@]}" python launch/train.py "$@" --
 # the folder that rank 0 works in, on this node: of a run at a URL its working copy
 run=$("${on_one[@]}" python -c 'import sys, yaml
 from vit.config.schema import RunConfig
-from vit.extras.remote_runs.place import local_folder
+from vit.run_folder import local_folder
 print(local_folder(RunConfig(**yaml.safe_load(sys.stdin)["run"])))' <<<"$described")
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun

@@ -28,17 +28,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from vit.config.schema import Config, RunConfig
 from vit.distributed.launcher import is_main_process
-from vit.distributed.process_group import World
 from vit.system.by_name import load
 from vit.system.files import ShardError, remove_leftovers, replacing, temporary_beside
 from vit.system.host import default_folder, file_system
 from vit.system.meter import Meter
 from vit.system.redact import shown
 from vit.system.urls import bare, is_url
+
+if TYPE_CHECKING:
+    from vit.distributed.process_group import World
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"

@@ -242,6 +242,28 @@ def test_what_is_loaded_by_name_is_there():
     assert not lost, "\n".join(lost)
 
 
+def test_what_shell_scripts_import_is_there():
+    """Batch scripts call Python for a line or two; no other tool looks at those."""
+    imports = [
+        (path, found[1], name.strip())
+        for folder in ("slurm", "deploy", "launch")
+        for path in sorted((ROOT / folder).rglob("*"))
+        if path.is_file() and path.suffix != ".py" and path.suffix != ".pyc"
+        for found in re.finditer(
+            r"from ((?:vit|data_prep)[.\w]*) import ([\w, ]+)", path.read_text()
+        )
+        for name in found[2].split(",")
+    ]
+    assert imports, "slurm/train.sh has some"
+    code = "import importlib\n" + "".join(
+        f"getattr(importlib.import_module({module!r}), {name!r}, None) or"
+        f" importlib.import_module({f'{module}.{name}'!r})\n"
+        for _, module, name in imports
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_listing_is_the_map():
     files = sorted(path.name for path in (ROOT / "vit").glob("*.py"))
     folders = sorted(path.parent.name for path in (ROOT / "vit").glob("*/__init__.py"))
