@@ -23,7 +23,7 @@ from vit.data.split_slice import parse_name
 from vit.distributed.process_group import World
 from vit.extras.planner.check.collectives import rate_text
 from vit.extras.planner.check.findings import Finding, Verdict, few
-from vit.run_folder import CHECKPOINTS, is_in_use
+from vit.run_folder import is_in_use
 from vit.system.files import ShardError, flush, locked_folder, remove_leftovers
 from vit.system.host import file_system, is_shared
 from vit.system.meter import digits
@@ -219,8 +219,3 @@ def judge_folder(found: dict[int, list[str] | None]) -> Iterator[Finding]:
     told = found[0] or []
     verdict = Verdict.NOTE if Verdict.NOTE in told[::2] else Verdict.OK
     yield Finding("run folder", verdict, "\n".join(told[1::2]))
-
-
-def has_checkpoints(run_dir: Path) -> bool:
-    """Whether there is anything to continue from."""
-    return any((run_dir / CHECKPOINTS).glob("step_*"))
