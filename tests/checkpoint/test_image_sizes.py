@@ -10,8 +10,6 @@ import pytest
 import torch
 from processes import TINY, Background, final_state, metrics, run_here, train, write_config
 
-from vit.extras.report.history import read_history
-
 STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 2, image_size: 8}]"
 SIZES = [24] * 5 + [8] * 5 + [16] * 2
 """Of 12 steps, five of them an epoch."""
@@ -70,6 +68,7 @@ def test_resumed_from_any_step_the_weights_are_those_of_the_undisturbed_run(
 
 
 def test_the_record_has_the_size_of_each_step_and_a_line_where_it_changes(whole, tmp_path):
+    read_history = pytest.importorskip("vit.extras.report.history").read_history
     config, run_dir = whole
     assert [line["image_size"] for line in metrics(run_dir, "train")] == SIZES
     history = read_history(run_dir / "metrics.jsonl")
@@ -120,6 +119,7 @@ def test_killed_ranks_go_on_bit_by_bit_also_from_a_later_stage(ranks, step, whol
 
 @pytest.mark.full
 def test_it_goes_on_with_the_same_batches_on_another_number_of_ranks(whole, tmp_path):
+    read_history = pytest.importorskip("vit.extras.report.history").read_history
     config, _ = whole
     given = (STAGES, *PLAIN, "checkpoint.every_steps=1", "checkpoint.keep_last=99")
     train(config, tmp_path / "whole", *given, ranks=2)

@@ -16,8 +16,6 @@ from vit.config.io import load_config, recipes_folder
 from vit.data.open_data import open_split
 from vit.extras.recipes.difference import deviations, read_recipe
 from vit.extras.recipes.reference import Comparison, Reference, create_comparison, read_reference
-from vit.extras.report.curves import curve_panels
-from vit.extras.report.history import read_history
 from vit.training.plan import Plan
 
 CURVES = recipes_folder() / "reference"
@@ -156,6 +154,8 @@ def test_a_recipe_that_is_not_there_is_told_before_anything_is_trained(tmp_path,
 
 
 def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, capfd):
+    curve_panels = pytest.importorskip("vit.extras.report.curves").curve_panels
+    read_history = pytest.importorskip("vit.extras.report.history").read_history
     config = write_config(tmp_path, shards, steps=6)
     path = tmp_path / "curve.csv"
     rows = "epoch,top1,loss\n1,10,2\n3,30,1\n"

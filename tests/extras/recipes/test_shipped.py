@@ -15,7 +15,6 @@ from processes import metrics
 from vit.config.io import load_config, recipe_name, to_dict
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
-from vit.extras.planner.forecast import make_forecast
 from vit.system.gpus import find_gpu
 from vit.train import train
 
@@ -251,6 +250,7 @@ def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
     "path", [path for path in CONFIGS if "8 H200:" in path.read_text()], ids=recipe_name
 )
 def test_hours_and_memory_of_its_header_are_the_planners(path):
+    make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"]).config
     forecast = make_forecast(config, 8, find_gpu("H200"))
     hours = " to ".join(f"{end:.3g}" for end in forecast.hours)

@@ -18,8 +18,6 @@ from timm.models.vision_transformer import VisionTransformer as TimmVisionTransf
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vit.config.io import load_config
-from vit.extras.planner.by_layer import layer_costs, memory_needs
-from vit.extras.planner.memory import step_memory
 from vit.extras.report import inside_plots, model_figures
 from vit.extras.report.attention import (
     attention_distance,
@@ -219,6 +217,7 @@ def test_features_are_those_of_the_patches():
     ],
 )
 def test_layers_add_up_to_the_model(name, fields):
+    layer_costs = pytest.importorskip("vit.extras.planner.by_layer").layer_costs
     with torch.device("meta"):
         model = create_model(name, **fields)
     rows = layer_costs(model)
@@ -230,6 +229,8 @@ def test_layers_add_up_to_the_model(name, fields):
 
 @pytest.mark.full
 def test_memory_is_that_of_the_planner():
+    memory_needs = pytest.importorskip("vit.extras.planner.by_layer").memory_needs
+    step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     settings = ["model.name=vit_ti16", "model.depth=2", "data.root=.", "train.precision=fp32"]
     config = load_config("configs/vit_b16.yaml", settings).config
     needs = memory_needs(config, 10)

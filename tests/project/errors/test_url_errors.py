@@ -12,7 +12,6 @@ from error_rows import Place, Row, Scenarios
 from servers import S3Server
 
 from vit.data.storage.object_store import ObjectStore
-from vit.extras.remote_runs.lease import Lease
 
 scenario = Scenarios()
 
@@ -58,6 +57,7 @@ def _(place):
 
 @scenario("`run.dir` at a URL that a live job uses")
 def _(place):
+    Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
     lease = Lease(ObjectStore(f"file://{place.folder}/there"), 1.0)
     lease.acquire("another")
     try:

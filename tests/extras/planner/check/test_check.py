@@ -17,8 +17,6 @@ from families import Family
 from proc import children
 from processes import REPOSITORY, TINY, Background, call, command, environment, run, run_here
 
-from vit.extras.remote_runs.lease import Lease
-from vit.extras.remote_runs.place import store_at
 from vit.system.meter import digits
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -226,6 +224,8 @@ def test_a_signal_in_the_middle_of_a_checkpoint_leaves_none(config, tmp_path, nu
 @pytest.mark.full
 def test_a_run_at_a_url_is_looked_at_there(config, tmp_path, capsys, monkeypatch):
     """Who has it, and what it would go on from: on a machine that has nothing of it."""
+    Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
+    store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     url = f"file://{tmp_path}/bucket/run"
     for name in ("there", "here"):
