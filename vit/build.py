@@ -77,6 +77,7 @@ def _build(
 ) -> Run:
     times = StartTimes(world.joined_s)
     settings = config_io.to_dict(config)
+
     # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
     data = open_data(config, world)
     config = as_trained(config, data)

@@ -1,5 +1,5 @@
-"""A run folder: every name in it, the lock that one process holds on it, and the mark of a stopped
-run.
+"""Where a run is (`Place`), every name in its folder, the lock that one process holds on it, the
+mark of a stopped run, and `checkpoint.json`.
 
     runs/<name>/
       config.yaml            the resolved config; command, commit and versions in its header
@@ -13,6 +13,10 @@ run.
       report/                index.html and its pictures, see vit.extras.report
       stopped_early          only while the run was asked to stop and is not finished
       .lock                  held by the process that trains
+
+`checkpoint.json` has size and sha256 of each file beside it, and a hash of itself, so that no
+flipped bit becomes another step, another config or other weights. This module does not import
+torch: programs that copy runs and batch scripts use it.
 """
 
 from __future__ import annotations
@@ -458,9 +462,9 @@ def cache_of(url: str, kind: str) -> Path:
 
 
 def local_copy(run: object, only_weights: bool = False) -> Path:
-    """Return the folder of `run`, a path; or of what was fetched of it, if it is a URL.
+    """Return `run` if it is a path, else a folder with what was fetched of the run at that URL.
 
-    only_weights: fetch nothing else. Raises ValueError as `vit.extras.remote_runs.reading`.
+    only_weights: fetch only weights and record. Raises as `vit.extras.remote_runs.reading`.
     """
     if not is_url(run):
         return Path(str(run))

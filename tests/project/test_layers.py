@@ -96,7 +96,7 @@ class Arrow(NamedTuple):
 
 @functools.cache
 def modules() -> dict[str, tuple[Arrow, ...]]:
-    """Each module of ours with what it imports of ours: for types only and in functions, too."""
+    """Return our modules and the imports between them, type-only and late imports included."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
@@ -144,15 +144,15 @@ def shown(module: str, arrow: Arrow) -> str:
     return f"{module.replace('.', '/')}.py:{arrow.line} imports {arrow.target}"
 
 
-def complaints(say) -> str:
-    """What `say(module, arrow)` has against the imports, a line each."""
-    found = [
+def violations(rule) -> str:
+    """List the imports for which `rule(module, arrow)` returns a reason, a line each."""
+    lines = [
         f"{shown(module, arrow)}: {text}"
         for module, all_arrows in modules().items()
         for arrow in all_arrows
-        if (text := say(module, arrow))
+        if (text := rule(module, arrow))
     ]
-    return "\n".join(found)
+    return "\n".join(lines)
 
 
 def test_every_module_has_a_room():
@@ -165,24 +165,24 @@ def test_every_module_has_a_room():
 
 
 def test_imports_go_down():
-    def say(module, arrow):
+    def rule(module, arrow):
         own, target = room_of(module), room_of(arrow.target)
         if is_extra(own) and is_extra(target):
             return ""  # the next test
         return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
 
-    found = complaints(say)
-    assert not found, f"each room imports rooms below it (ROOMS in {__file__}):\n{found}"
+    upward = violations(rule)
+    assert not upward, f"each room imports rooms below it (ROOMS in {__file__}):\n{upward}"
 
 
 def test_extras_import_the_core_and_not_each_other():
-    def say(module, arrow):
+    def rule(module, arrow):
         own, target = room_of(module), room_of(arrow.target)
         is_other = is_extra(own) and is_extra(target) and own != target
         return "an extra must work without the others" if is_other else ""
 
-    found = complaints(say)
-    assert not found, f"move what both need into the core, or load it by name:\n{found}"
+    between = violations(rule)
+    assert not between, f"move what both need into the core, or load it by name:\n{between}"
 
 
 def test_no_circle_of_files():
@@ -193,28 +193,29 @@ def test_no_circle_of_files():
 
 
 def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
-    """`graph` without what is imported for types only: within a room, files may name each other."""
-    found = {}
+    """Return `graph` without type-only imports: within a room, files may name each other."""
+    graph_at_run_time = {}
     for name in graph:
         tree = ast.parse((ROOT / f"{name.replace('.', '/')}.py").read_text())
         for node in ast.walk(tree):
             if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 node.body = []
-        found[name] = {arrow.target for arrow in arrows(tree, dict.fromkeys(graph, ROOT))}
-    return found
+        targets = {arrow.target for arrow in arrows(tree, dict.fromkeys(graph, ROOT))}
+        graph_at_run_time[name] = targets
+    return graph_at_run_time
 
 
 def test_imports_stand_at_the_top():
     used = set()
 
-    def say(module, arrow):
+    def rule(module, arrow):
         if not arrow.is_late or room_of(module) == "launch":
             return ""
         used.add((module, arrow.target))
         return "" if (module, arrow.target) in LATE else "in a function"
 
-    found = complaints(say)
-    assert not found, f"functions import third-party packages only:\n{found}"
+    late = violations(rule)
+    assert not late, f"functions import third-party packages only:\n{late}"
     assert used == set(LATE), "no longer there: take it off the list"
 
 
@@ -225,7 +226,7 @@ def test_no_file_imports_too_many():
 
 
 def test_what_is_loaded_by_name_is_there():
-    """`module:attribute`, as the core names what only some configs need: a text, not an import."""
+    """The core names a part that few configs need as `module:attribute`, in a string."""
     lost = []
     for module in modules():
         path = ROOT / f"{module.replace('.', '/')}.py"
@@ -243,7 +244,7 @@ def test_what_is_loaded_by_name_is_there():
 
 
 def test_what_shell_scripts_import_is_there():
-    """Batch scripts call Python for a line or two; no other tool looks at those."""
+    """Batch scripts run lines of Python that neither mypy nor ruff reads."""
     imports = [
         (path, found[1], name.strip())
         for folder in ("slurm", "deploy", "launch")

@@ -1,5 +1,4 @@
-"""What the training loop does on the host: read each step one step late, count, log, and notice
-when it is time to stop.
+"""Read each step one step late, count, log, call the hooks, and notice when it is time to stop.
 
 The loop queues a step on the device and hands over its result. Once the next step is queued, the
 numbers of the one before are read, which are the same sums on every rank. At the end of each

@@ -13,6 +13,7 @@ subset  B * (1 - rate) of B samples, rounded: `choose_rows` draws them for all b
         where we round.
 
 `vit.model` has the equations of the network, and calls this where a branch joins the residual path.
+`PatchDropout` drops patches of images, and not branches.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Norms over the channels of a token, by timm's names."""
+"""Norms over the channels of a token, and learned factors of channels, by timm's names."""
 
 from __future__ import annotations
 

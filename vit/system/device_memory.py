@@ -1,4 +1,4 @@
-"""Memory that a process holds: of its GPU, or of the host where it computes on a CPU."""
+"""Memory that a process holds, on its GPU or on the host, and that tensors hold (`LiveBytes`)."""
 
 from __future__ import annotations
 

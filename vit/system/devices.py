@@ -3,6 +3,14 @@
 Each rank looks at what torch can use on its host and what is built in. Rank 0 decides for all,
 before any of them chooses between gloo and NCCL: a host that chose the other one would wait for the
 rest until a time limit ends the run.
+
+On a host of several sockets a rank is bound to the cores next to its GPU (`bind_near`):
+
+    PCI addresses of the GPUs -> numa_node of each -> cpulist of the node -> this process's cores
+
+Its workers, its page-locked slots and NCCL's threads inherit these cores; the memory of the other
+socket is far. torchrun's `--numa-binding` needs numactl, and fails on a host that does not report
+where its GPUs are.
 """
 
 from __future__ import annotations

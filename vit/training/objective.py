@@ -1,4 +1,4 @@
-"""What a model learns from a batch: the seam `Objective` of `vit.step`.
+"""The losses of a batch: the seam `Objective` of `vit.step`.
 
 `Supervised` compares logits with labels; `vit.training.teacher.Distilled` also with the answers of
 a teacher. A further objective, such as masked autoencoding, is a class with these methods.
@@ -29,7 +29,7 @@ class Objective(Protocol):
 
     @property
     def notes(self) -> Notes:
-        """What the start of a run gets of it."""
+        """Its contributions to the start of a run."""
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
         """Take the model that is to learn. mark_teacher: begins `StepPhase.TEACHER`."""

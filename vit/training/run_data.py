@@ -1,4 +1,4 @@
-"""The data of a run, and the plan that follows from them."""
+"""The data of a run, the plan that follows from them, and notes for the start of the record."""
 
 from __future__ import annotations
 

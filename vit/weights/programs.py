@@ -5,6 +5,9 @@
       -> timm_config     config.json of timm, which transformers opens, too
          huggingface_configs   config.json and preprocessor_config.json of transformers
 
+`View` is how an image becomes the model's input in evaluation (`vit.data.decode.crops`), in the
+words of other programs.
+
 A field of `ModelConfig` that this module does not know counts as lacking everywhere but in ONNX,
 which holds a graph and not names: a new part of the network is refused until it is added here.
 """

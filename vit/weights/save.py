@@ -7,6 +7,10 @@
 The safetensors package makes the same file, but hands it over as a whole: hashing would read it
 back, and a thread that writes would hold Python's lock. Here it goes out in pieces, and the lock is
 free while a piece is hashed or written.
+
+A sealed file has its own hash in its metadata, so that no flipped bit becomes other weights: the
+sha256 of the complete file with zeros in the place of the hash. Other programs ignore it, as they
+ignore all metadata; files without it are not checked.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from vit.system.files import WeightsError, flush, replacing
 SEAL = "sha256"
 UNSEALED = "0" * 64
 PIECE_BYTES = 2**24
+"""Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
 
 
 def place_of_seal(header: bytes, digest: str = UNSEALED) -> int:
@@ -51,8 +56,6 @@ def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
     return digest.hexdigest() == seal
 
 
-PIECE_BYTES = 2**24
-"""Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
 """Names of weights in a folder of the Hugging Face hub."""
 ALIGNMENT = 8

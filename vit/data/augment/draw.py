@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from vit.config.schema import AugmentConfig
+from vit.data.augment.policies import sub_policies
 from vit.data.augment.table import (
     BOTTOM,
     CUTMIX,
@@ -30,7 +31,6 @@ from vit.data.augment.table import (
     TOP,
     table_layout,
 )
-from vit.system.by_name import load
 from vit.system.hashing import fold, uniform
 
 # What a hash is used for, as a part of its key. The numbers are part of the stream.
@@ -231,7 +231,6 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
         strength = np.floor(uniform(keys, _AUTO_AUGMENT, 1) * TRIVIAL_AUGMENT_BINS)
         negated = uniform(keys, _AUTO_AUGMENT, 2)
         return [[op, np.where(negated < 0.5, -strength, strength)]]
-    sub_policies = load("vit.data.augment.policies:sub_policies", "augment.auto_augment")
     pairs = sub_policies(config.auto_augment)
     pair = np.floor(chosen * len(pairs.ops)).astype(np.int64)
     drawn: list[list[NDArray]] = []

@@ -1,4 +1,5 @@
-"""A recipe to look at: groups of parameters, curves of the rates, and the augmented images.
+"""A recipe to look at: groups of parameters, curves of the rates, and the augmented images; and two
+recipes side by side.
 
 The model is made without memory, so that any size is shown at once. Curves are over epochs; how
 many steps an epoch has is that of ImageNet-1k unless it is said.

@@ -43,7 +43,6 @@ from vit.run_folder import (
     weights_file,
 )
 from vit.system.files import replacing
-from vit.system.urls import is_url
 
 PATIENCE_S = 60.0
 """For a store that does not answer somebody who waits for a picture."""
@@ -55,15 +54,12 @@ READ = (
 OF_WEIGHTS = ("weights/last", "weights/config.json")
 
 
-def local_run(place: str | Path, only_weights: bool = False) -> Path:
-    """Return the folder of a run: `place`, or of a URL a copy of what is read of it.
+def local_run(url: str, only_weights: bool = False) -> Path:
+    """Return a folder with a copy of what is read of the run at `url`.
 
-    A URL may also be that of a checkpoint, or of one file. only_weights: nothing but them and the
-    record. Raises ValueError if there is nothing, or the store cannot be used.
+    The URL may also be that of a checkpoint, or of one file. only_weights: fetch only them and the
+    record. Raises ValueError if the URL holds neither, or the store cannot be used.
     """
-    if not is_url(place):
-        return Path(place)
-    url = str(place)
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")
     folder.parent.mkdir(parents=True, exist_ok=True)

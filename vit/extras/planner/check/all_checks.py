@@ -37,9 +37,7 @@ STEP_TIMES = 3.0
 """So many limits for the first steps: the model is compiled there."""
 
 
-def check(
-    config: Config, world: World, allow_change: Iterable[str] = (), limit_s: float = 60.0
-) -> None:
+def check(config: Config, world: World, allow_change: Iterable[str], limit_s: float) -> None:
     """Try all that the run of `config` needs, and print a table; leave nothing behind.
 
     Every rank calls it. allow_change: settings that may differ from a checkpoint's. limit_s: for
