@@ -36,6 +36,7 @@ import vit.extras.compose
 import vit.hooks.host_check
 import vit.train
 from vit.checkpoint import checkpoint
+from vit.checkpoint.saver import Saver
 from vit.config.io import load_config
 from vit.distributed import exit, process_group
 from vit.distributed.watchdog import Watch
@@ -73,6 +74,8 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (OrderCheck, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
+    # A part of its own: the next save or the next step records it, whichever comes first.
+    (Saver, "_tell_complete", "save recorded"),
     (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
