@@ -23,3 +23,15 @@ if _missing:
         file=sys.stderr,
     )
     raise SystemExit(2)
+
+COMMANDS = (
+    "imagenet",
+    "animals10",
+    "mnist",
+    "cifar",
+    "imagefolder",
+    "digits",
+    "index",
+    "verify",
+    "card",
+)

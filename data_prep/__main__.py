@@ -3,17 +3,7 @@
 import ast
 from pathlib import Path
 
-COMMANDS = (
-    "imagenet",
-    "animals10",
-    "mnist",
-    "cifar",
-    "imagefolder",
-    "digits",
-    "index",
-    "verify",
-    "card",
-)
+from data_prep import COMMANDS
 
 for name in COMMANDS:
     docstring = (

@@ -16,6 +16,7 @@ import runpy
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import NoReturn
 
 from vit.system.spelling import did_you_mean
 
@@ -38,7 +39,15 @@ def main() -> None:
         )  # as `python launch/NAME.py` has it: scripts import check_versions
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":
-        module = ".".join(["data_prep", *sys.argv[2:3]])
+        from data_prep import COMMANDS as PREP_COMMANDS
+
+        source = sys.argv[2] if len(sys.argv) > 2 else "--help"
+        if source in ("-h", "--help"):
+            module = "data_prep"
+        elif source in PREP_COMMANDS:
+            module = f"data_prep.{source}"
+        else:
+            refuse(f"prep {source}", did_you_mean(source, PREP_COMMANDS), "vitline prep")
         sys.argv = sys.argv[2:] or sys.argv[1:]
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     elif name == "--version":
@@ -47,12 +56,13 @@ def main() -> None:
         print(usage())
         raise SystemExit(0 if name else 2)
     else:
-        hint = did_you_mean(name, [*COMMANDS, "prep"])
-        print(
-            f"error: unknown command {name!r}{hint}: vitline --help lists the commands",
-            file=sys.stderr,
-        )
-        raise SystemExit(2)
+        refuse(name, did_you_mean(name, [*COMMANDS, "prep"]), "vitline --help")
+
+
+def refuse(command: str, hint: str, listing: str) -> NoReturn:
+    """Exit with status 2: `command` is unknown, and the command `listing` lists the known ones."""
+    print(f"error: unknown command {command!r}{hint}: {listing} lists the commands", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def usage() -> str:

@@ -129,6 +129,8 @@ def test_evaluating_and_predicting_refuse_the_same_numbers_in_the_same_words():
     ("words", "status", "out", "err"),
     [
         (["trian"], 2, "", r"error: unknown command 'trian' \(did you mean train\b.*\?\): vitline"),
+        (["prep", "mnits"], 2, "", r"error: unknown command 'prep mnits' \(did you mean mnist"),
+        (["prep", "--help"], 0, r"python -m data_prep\.imagenet ", ""),
         (["xyz123"], 2, "", r"error: unknown command 'xyz123': vitline --help lists the commands"),
         (["--version"], 0, r"vitline 0\.\d+\.\d+\n", ""),
         (["--help"], 0, r"usage: vitline COMMAND", ""),
