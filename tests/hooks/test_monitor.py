@@ -23,6 +23,7 @@ from vit.data.image_format import ImageFormat
 from vit.data.loader import Loader
 from vit.distributed.process_group import World
 from vit.hooks.monitor import (
+    ADVICE_STEPS,
     Monitor,
     Waiting,
     Waits,
@@ -50,24 +51,27 @@ class Slow(Batches):
         return ()
 
 
-@pytest.mark.parametrize(("computing_s", "is_told"), [(0.0, True), (0.6, False)])
+@pytest.mark.parametrize(
+    ("computing_s", "num_steps", "is_told"),
+    [(0.0, ADVICE_STEPS + 1, True), (0.0, ADVICE_STEPS - 1, False), (0.6, ADVICE_STEPS + 1, False)],
+)
 def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(
-    computing_s, is_told, config, tmp_path, capsys
+    computing_s, num_steps, is_told, config, tmp_path, capsys
 ):
     settings = load_config(config, TINY)[0]
     plan, _ = make_plan(settings, 60, 1)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
-    with Loader(Slow(), 0, 5) as loader:
+    with Loader(Slow(), 0, num_steps) as loader:
         world = World(0, 1, torch.device("cpu"))
         state = RunState(facts={})
         given = ((), plan, world, state, record, loader, lambda step: 0.1)
         monitor = Monitor(*given, Slow.layout.image_format)
         monitor.start_clock()
-        for step in range(5):
+        for step in range(num_steps):
             waited_before_s = loader.stats.wait_s
             next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if not is_told:  # a busy machine may have been longer about it
+            if computing_s:  # a busy machine may have been longer about it
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
@@ -80,7 +84,7 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     )
     told = re.findall(line, capsys.readouterr().err, re.MULTILINE)
     lines = metrics(tmp_path, "train")
-    assert len(lines) == 5
+    assert len(lines) == num_steps
     for line in lines[1:]:
         assert line["data_wait_s"] >= PAUSE_S
         assert line["data_wait_max_s"] == line["data_wait_mean_s"] == line["data_wait_s"]
@@ -173,12 +177,12 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
-    with Loader(Slow(), 0, 3) as loader:
+    with Loader(Slow(), 0, ADVICE_STEPS) as loader:
         state = RunState(facts={})
         given = ((), plan, world, state, record, loader, lambda step: 0.1)
         monitor = Monitor(*given, Slow.layout.image_format)
         monitor.start_clock()
-        for step in range(3):
+        for step in range(ADVICE_STEPS):
             next(loader)
             time.sleep(0.4)
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, others_s, others_s, 0.3])

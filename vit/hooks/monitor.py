@@ -37,6 +37,8 @@ LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
 NOTABLE_WAIT_SHARE = 0.1
 """Share of an interval spent on waiting for data above which it is reported, and by which it must
 change to be reported again."""
+ADVICE_STEPS = 10
+"""Steps of an attempt before advice is given: during the first ones, workers still start."""
 NOTABLE_STAGE_SHARE = 0.05
 """Share of the loader's work above which a stage is named."""
 REMEDIES = {
@@ -115,6 +117,8 @@ class Monitor:
         self.stop = False
         """Whether training ends at this step, on all ranks."""
         self._reported_wait_share = 0.0
+        self._timed_steps = 0
+        """Steps since the start of this attempt."""
         self._tally_before = loader.tally()
         self._wait_before_s = loader.stats.wait_s
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
@@ -197,6 +201,7 @@ class Monitor:
         self.stop = self.stop or values.stop > 0
         self.state.interval_losses.append(values.loss)
         self._num_steps += 1
+        self._timed_steps += 1
         self._waits.add(values.rank_reports[:, 0])
         self.state.bad_images += values.bad_images
         problems = [hook.read(step, values) for hook in self.hooks]
@@ -275,7 +280,8 @@ class Monitor:
             if counts
         ]
         change = abs(wait_share - self._reported_wait_share)
-        if wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE:
+        is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
+        if is_notable and self._timed_steps >= ADVICE_STEPS:
             self._reported_wait_share = wait_share
             self.record.say(
                 advice(
