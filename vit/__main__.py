@@ -61,7 +61,9 @@ def main() -> None:
 
 def refuse(command: str, hint: str, listing: str) -> NoReturn:
     """Exit with status 2: `command` is unknown, and the command `listing` lists the known ones."""
-    print(f"error: unknown command {command!r}{hint}: {listing} lists the commands", file=sys.stderr)
+    print(
+        f"error: unknown command {command!r}{hint}: {listing} lists the commands", file=sys.stderr
+    )
     raise SystemExit(2)
 
 

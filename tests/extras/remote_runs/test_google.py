@@ -52,3 +52,15 @@ def test_killed_and_resumed_on_an_empty_machine_with_the_same_bits(
     assert final_state(two, STEPS) == final_state(tmp_path / "whole", STEPS)
     done = run("launch/eval.py", f"{bucket}/runs/x", cold=True)
     assert "23 images" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("script", ["train", "job"])
+def test_a_bucket_that_does_not_exist_is_refused(
+    script: str, bucket: str, tmp_path: Path, shards: Path
+):
+    config = write_config(tmp_path, shards, steps=STEPS)
+    words = [f"run.dir={bucket}-of-nobody/runs/x", f"run.local_dir={tmp_path / 'local'}"]
+    done = run(f"launch/{script}.py", "--config", config, *TINY, *words, cold=True)
+    assert done.returncode == 2, done.stderr
+    assert f"error: {bucket}-of-nobody/runs/x: " in done.stderr
+    assert "there is no such bucket" in done.stderr

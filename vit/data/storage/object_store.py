@@ -94,7 +94,10 @@ class ObjectStore:
         {} where nothing is there. Raises Refused for a name that, as a path, leads out of the
         folder: keys of a store are any text, and what lists them writes files of these names.
         """
-        found = self._call("", _list_below)
+        try:
+            found = self._call("", _list_below)
+        except FileNotFoundError as error:  # Google's answer for a bucket that is not there
+            raise self._no_bucket(error) from error
         for name in found:
             if name.startswith("/") or ".." in name.split("/"):
                 raise Refused(
