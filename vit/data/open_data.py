@@ -39,7 +39,6 @@ def open_split(
     Of several ranks the first asks a server about the shards and hands the answer to the others;
     one rank of each host checks all rows of the index. Raises ShardError.
     """
-    opened: list[Split] = []
     part = parse_name(split)
 
     def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
@@ -54,16 +53,11 @@ def open_split(
         )
         return whole if part.start is None else SplitSlice(whole, split)
 
-    def open_first() -> list[Any] | None:
-        opened.append(open_it())
-        return opened[0].versions
-
     if world is None:
         return open_it()
-    versions = world.broadcast_from_main(open_first)
-    if opened:
-        return opened[0]
-    return open_it(not world.is_local_main, versions)
+    first = world.on_main(open_it)
+    versions = world.broadcast_from_main(lambda: None if first is None else first.versions)
+    return open_it(not world.is_local_main, versions) if first is None else first
 
 
 def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:

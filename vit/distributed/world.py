@@ -177,8 +177,27 @@ class World:
     def broadcast_from_main(self, function: Callable[[], T]) -> T:
         """Call `function` on rank 0 and return its result, a JSON value, on all ranks.
 
-        Whatever it raises there becomes AlreadyReported on the others.
+        An error of `function` becomes AlreadyReported on the other ranks.
         """
+        return self._share(function, lambda result: result)
+
+    def on_main(self, function: Callable[[], T]) -> T | None:
+        """Call `function` on rank 0 and return its result; the other ranks wait and get None.
+
+        An error of `function` becomes AlreadyReported on the other ranks.
+        """
+        return self._share(function, lambda result: None)
+
+    def main_first(self, function: Callable[[], T]) -> T:
+        """Call `function` on rank 0, then on the others: an index can take an hour to make.
+
+        An error of `function` on rank 0 becomes AlreadyReported on the other ranks.
+        """
+        result = self.on_main(function)
+        return result if self.is_main else function()  # type: ignore[return-value]
+
+    def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
+        """Call `function` on rank 0 and return its result there, on other ranks `shared` of it."""
         if self.store is None:
             return function()
         key = f"broadcast {next(self._sequence)}"
@@ -188,26 +207,13 @@ class World:
             except BaseException as error:
                 self._post(key, {"problem": _message(error)})
                 raise
-            self._post(key, {"result": result})
+            self._post(key, {"result": shared(result)})
             return result
         self._wait_until(lambda store: store.check([key]))
         answer = json.loads(self.store.get(key))
         if "problem" in answer:
             raise AlreadyReported(answer["problem"])
         return answer["result"]
-
-    def main_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0, then on the others: an index can take an hour to make.
-
-        Whatever it raises on rank 0 becomes AlreadyReported on the others.
-        """
-        results = list[T]()
-
-        def call() -> None:
-            results.append(function())
-
-        self.broadcast_from_main(call)
-        return results[0] if results else function()
 
     def check_same(self, look: Callable[[], str], what: str) -> str:
         """Return what `look` gives on rank 0, after comparing it with one rank of each host.

@@ -36,35 +36,37 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
     """
     if world.size == 1:
         return read()
-    own: list[LoadedWeights] = []
-
-    def describe() -> dict[str, Any]:
-        loaded = read()
-        own.append(loaded)
-        names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
-        return {
-            "path": str(loaded.path),
-            "known": {name: getattr(loaded, name) for name in names},
-            "tensors": [
-                (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-                for name, tensor in loaded.weights.items()
-            ],
-        }
-
-    said = world.broadcast_from_main(describe)
-    if own:
-        loaded = own[0]
-    else:
-        weights = {
-            name: torch.empty(shape, dtype=getattr(torch, dtype))
-            for name, shape, dtype in said["tensors"]
-        }
-        known = said["known"]
-        for name in ("grid_size", "notes"):  # tuples, which JSON has not
-            known[name] = None if known[name] is None else tuple(known[name])
-        loaded = LoadedWeights(Path(said["path"]), weights, **known)
+    loaded = world.on_main(read)
+    described = world.broadcast_from_main(lambda: {} if loaded is None else _describe(loaded))
+    if loaded is None:
+        loaded = _like(described)
     world.broadcast_(_bytes_of(tensor) for tensor in loaded.weights.values())
     return loaded
+
+
+def _describe(loaded: LoadedWeights) -> dict[str, Any]:
+    """Return all of `loaded` but its values, as JSON."""
+    names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
+    return {
+        "path": str(loaded.path),
+        "fields": {name: getattr(loaded, name) for name in names},
+        "tensors": [
+            (name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+            for name, tensor in loaded.weights.items()
+        ],
+    }
+
+
+def _like(described: dict[str, Any]) -> LoadedWeights:
+    """Return what `_describe` described, with memory for its values."""
+    weights = {
+        name: torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, shape, dtype in described["tensors"]
+    }
+    values = described["fields"]
+    for name in ("grid_size", "notes"):  # tuples, which JSON does not have
+        values[name] = None if values[name] is None else tuple(values[name])
+    return LoadedWeights(Path(described["path"]), weights, **values)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -56,11 +56,6 @@ class StoredPlace(Place):
 
 def open_place(config: Config, world: World) -> StoredPlace:
     """Open the run at the URL `run.dir`; every rank calls it. Raises ValueError as `RunStore`."""
-    opened: list[RunStore] = []
-
-    def open_store() -> str:
-        opened.append(RunStore(config))
-        return str(opened[0].folder)
-
-    folder = Path(world.broadcast_from_main(open_store))
-    return StoredPlace(folder, opened[0] if opened else None)
+    store = world.on_main(lambda: RunStore(config))
+    folder = world.broadcast_from_main(lambda: "" if store is None else str(store.folder))
+    return StoredPlace(Path(folder), store)
