@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -446,3 +447,24 @@ def test_finetuning_at_a_higher_resolution_starts_from_the_run(tmp_path, config)
     )
     assert "positions resampled from 2x2 to 4x3" in tuned.stderr
     assert metrics(tmp_path / "tuned", "eval")[-1]["num_images"] == 23
+
+
+LIST_MODULES = """
+import sys
+sys.path.insert(0, "launch")
+sys.argv[0] = "launch/train.py"
+import train
+train.main()
+print(*(name for name in sys.modules if name == "vit" or name.startswith("vit.")))
+"""
+MAX_MODULES = 150
+
+
+def test_a_run_imports_only_what_it_uses(config: Path, tmp_path: Path):
+    words = ["--config", str(config), *TINY, "data.num_workers=1", f"run.dir={tmp_path / 'run'}"]
+    done = call([sys.executable, "-c", LIST_MODULES, *words], environment())
+    assert done.returncode == 0, done.stderr
+    modules = done.stdout.split()
+    assert "vit.step" in modules
+    assert [name for name in modules if name.startswith("vit.extras.")] == ["vit.extras.compose"]
+    assert len(modules) <= MAX_MODULES
