@@ -68,7 +68,7 @@ def main() -> None:
     load = os.getloadavg()[0]
     settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]
     try:
-        config, _ = load_config(CONFIG, settings)
+        config = load_config(CONFIG, settings)
         check_known(config)  # before the first minute of training, not behind it
     except ValueError as error:
         parser.error(str(error))

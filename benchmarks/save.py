@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     args = parser.parse_args()
-    config = config_io.load_config(args.config, args.overrides).config
+    config = config_io.load_config(args.config, args.overrides)
     train_step = create_train_step(config)
     tensors = named_tensors(train_step)
     copies = {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}

@@ -123,7 +123,7 @@ def trained(
     """
     overrides = [*settings, f"run.dir={folder}", "log.wandb=off", "log.report=false"]
     if not (folder / RIGHT_FILE).exists():
-        config, _ = load_config(config_file, overrides)
+        config = load_config(config_file, overrides)
         folder.parent.mkdir(parents=True, exist_ok=True)
         # A fork has imported everything already: seconds, where a training takes a minute. These
         # two are imported where optimizers are made.

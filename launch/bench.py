@@ -48,7 +48,7 @@ def main() -> World:
     overrides = list(args.overrides)
     if args.data is not None:
         overrides.append(f"data.root={json.dumps(args.data)}")
-    config, _ = load_config(args.config, overrides)
+    config = load_config(args.config, overrides)
     if config.train.exact_over_ranks:
         # Sizes other than the recipe's are tried, which have other leaves.
         config = with_settings(config, {"train.exact_over_ranks": False})

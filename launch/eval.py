@@ -74,7 +74,7 @@ def main() -> World:
     if args.finetune:  # read before anything starts, so that a mistake in it shows at once
         given = {**settings, "init.checkpoint": args.checkpoints[0]}
         overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
-        tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides]).config
+        tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
         device = tuned.train.device
         deterministic = tuned.train.deterministic
     setting = "--device " if args.device else "train.device="

@@ -110,7 +110,7 @@ def main() -> int:
     torchrun = Torchrun()
     words = sys.argv[1:]
     args = read_command_line(words)
-    run_dir = load_config(args.config, args.overrides).config.run.dir
+    run_dir = load_config(args.config, args.overrides).run.dir
     assert run_dir is not None, "load_config names the run folder"
     before = newest_checkpoint(run_dir)
     with tempfile.TemporaryDirectory(prefix="vit-job-") as folder:

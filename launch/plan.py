@@ -44,7 +44,7 @@ def main() -> None:
             f"--price {args.price}: expected the cost of one GPU for an hour, as in 3.5"
         )
     num_gpus, gpu = parse_gpus(args.gpus)
-    config, _ = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides)
     # A line that goes away, where somebody waits for it.
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("opening the data") as status:
         forecast = make_forecast(

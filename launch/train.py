@@ -23,7 +23,7 @@ import check_versions  # noqa: F401
 
 from vit.config.command_line import training_parser
 from vit.config.hints import all_keys, nearest
-from vit.config.io import load_config
+from vit.config.io import load_with_origins
 from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.outcome import tell_outcome
@@ -40,7 +40,7 @@ JOIN_TIMES = 3.0
 def main() -> World | None:
     """Run the command line above; return the world it joined."""
     args = read_command_line()
-    config, origins = load_config(args.config, args.overrides)
+    config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
         raise ValueError(
             f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}"

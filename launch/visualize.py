@@ -62,7 +62,7 @@ def main() -> World:
     """Run the command line above; return the world that was joined."""
     args = read_command_line()
     if args.command == "augment":
-        config = load_config(args.config, args.overrides).config
+        config = load_config(args.config, args.overrides)
         world = process_group.join_world(config.train.device)
         out = args.out or Path(f"augment_{Path(args.config).stem}.png")
         print(make_contact_sheet(config, args.images, args.draws, out, world.device))
@@ -98,7 +98,7 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
         settings["model.num_classes"] = args.num_classes
     if Path(word).suffix in (".yaml", ".yml"):
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        config = load_config(word, overrides).config
+        config = load_config(word, overrides)
     elif Path(word).exists():
         loaded = read_weights(word)
         if loaded.config is None:

@@ -47,7 +47,7 @@ def test_the_rows_of_all_ranks_are_the_batch(repeats):
 def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
     """A run of three steps on one rank, after its end."""
     short = ("train.steps=3", "eval.every_steps=100", f"run.dir={folder}")
-    run = build_run(config_io.load_config(config, [*TINY, *short, *overrides]).config, ALONE)
+    run = build_run(config_io.load_config(config, [*TINY, *short, *overrides]), ALONE)
     train(run)
     return run
 

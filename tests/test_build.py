@@ -35,7 +35,7 @@ def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatc
         return measure_shuffle(*arguments)
 
     monkeypatch.setattr(start_record, "measure_shuffle", interrupted)
-    settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"]).config
+    settings = load_config(config, [*TINY, f"run.dir={tmp_path / 'run'}"])
     with pytest.raises(Interrupted):
         vit.extras.compose.build_run(settings, ALONE)
     assert (tmp_path / "run" / "config.yaml").exists()

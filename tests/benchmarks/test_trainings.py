@@ -104,10 +104,10 @@ def test_plain_loop_refuses_what_it_does_not_do(module, settings):
         "train.epochs=1.5",
         "train.precision=bf16",
     ):
-        config, _ = load_config(config_file, [*settings, word])
+        config = load_config(config_file, [*settings, word])
         with pytest.raises(ValueError, match=word.partition("=")[0]):
             timm_loop.check_known(config)
-    config, _ = load_config(config_file, settings)
+    config = load_config(config_file, settings)
     timm_loop.check_known(config)
     with pytest.raises(ConfigError):
         load_config(config_file, [*settings, "model.depht=3"])
@@ -124,7 +124,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
     from vit.optim.groups import parameter_groups
 
     timm_loop = module("timm_loop")
-    config, _ = load_config(module("convergence").CONFIG, settings)
+    config = load_config(module("convergence").CONFIG, settings)
     theirs = timm_loop._model(config, 10).eval()
     ours = create_model(config.model, num_classes=10).eval()
     ours.load_state_dict(theirs.state_dict())

@@ -25,7 +25,7 @@ def test_lines_of_intervals_and_epochs_that_a_kill_divides_equal_the_uninterrupt
     often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
 
     def go_on() -> list[tuple]:
-        settings = load_config(config, [*TINY, *often, f"run.dir={folder}"]).config
+        settings = load_config(config, [*TINY, *often, f"run.dir={folder}"])
         with build_run(settings, World(0, 1, torch.device("cpu"))) as run:
             train(run)
         names = ("kind", "step", "loss", "first_batch", "last_batch", "sample_checksum", "exact")
@@ -58,7 +58,7 @@ def test_the_best_weights_are_never_those_of_a_branch_that_was_left(
         return loaded.step, loaded.weights
 
     def go_on(*overrides: str) -> None:
-        settings = load_config(config, [*TINY, *given, *overrides]).config
+        settings = load_config(config, [*TINY, *given, *overrides])
         changed = [override.partition("=")[0] for override in overrides]
         with build_run(settings, World(0, 1, torch.device("cpu")), changed) as run:
             train(run)

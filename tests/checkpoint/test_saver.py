@@ -37,7 +37,7 @@ STEPS = 3
 def built(config: Path, folder: Path, *overrides: str) -> Run:
     """A run before its first step, whose thread is at rest."""
     settings = config_io.load_config(config, [*TINY, f"run.dir={folder}", *overrides])
-    run = build_run(settings.config, ALONE)
+    run = build_run(settings, ALONE)
     run.saver.finish()
     return run
 

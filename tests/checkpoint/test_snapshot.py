@@ -172,9 +172,7 @@ def test_without_any_one_of_the_waits_some_order_is_wrong(wait):
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
     """Of a run whose GPU does nothing until it is waited for, and then runs the step first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
-    run = build_run(
-        config_io.load_config(config, overrides).config, World(0, 1, torch.device("cpu"))
-    )
+    run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
     state.register_buffer("seen", torch.ones(3))  # as a batch norm's, which a forward pass changes

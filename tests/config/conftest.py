@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from vit.config.io import ConfigError, LoadedConfig, load_config
+from vit.config.io import ConfigError, LoadedConfig, load_with_origins
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def load(tmp_path, monkeypatch):
 
     def load_text(text: str, *overrides: str) -> LoadedConfig:
         Path("run.yaml").write_text(text)
-        return load_config("run.yaml", overrides)
+        return load_with_origins("run.yaml", overrides)
 
     return load_text
 

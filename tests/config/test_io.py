@@ -440,5 +440,5 @@ def test_an_override_of_another_form_is_refused(problems, override):
 
 def test_any_iterable_of_overrides_will_do(load):
     load(BASE)
-    config, _ = load_config("run.yaml", iter(["train.steps=3", "optim.lr=0.5"]))
+    config = load_config("run.yaml", iter(["train.steps=3", "optim.lr=0.5"]))
     assert (config.train.steps, config.optim.lr) == (3, 0.5)

@@ -83,7 +83,7 @@ def test_what_is_dumped_is_read_back(
         dump_yaml(to_dict(config), {"data.root": "run.yaml:2", "optim.lr": "command line"}),
         encoding="utf-8",
     )
-    assert load_config(path).config == config
+    assert load_config(path) == config
     assert from_dict(to_dict(config), "test") == config
     assert yaml.safe_load(path.read_text("utf-8"))["train"]["seed"] == seed
 

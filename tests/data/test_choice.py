@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from processes import TINY, Background, final_state, run, train
 
-from vit.config.io import load_config
+from vit.config.io import load_with_origins
 from vit.data.shards.data_set import open_split
 from vit.system.files import ShardError
 from vit.training.print_config import describe
@@ -132,13 +132,13 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
     ],
 )
 def test_print_config_tells_mistakes_in_the_choice(config, shards, override, told):
-    loaded = load_config(config, [*TINY, "run.dir=unused", override.format(shards=shards)])
+    loaded = load_with_origins(config, [*TINY, "run.dir=unused", override.format(shards=shards)])
     with pytest.raises(ShardError, match=told):
         describe(*loaded, world_size=1)
 
 
 def test_print_config_assumes_imagenet_where_there_are_no_data(config, tmp_path):
-    loaded = load_config(
+    loaded = load_with_origins(
         config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.filter=width < 0"]
     )
     assert "1,281,167 (assumed" in describe(*loaded, world_size=1)

@@ -243,7 +243,7 @@ def config_of(tmp_path: Path, *overrides: str):
     path.write_text(
         "data: {root: x, global_batch_size: 48}\naugment: {mixup_alpha: 0.8}\ntrain: {epochs: 2}\n"
     )
-    return load_config(path, list(overrides)).config
+    return load_config(path, list(overrides))
 
 
 def order_of(config: Config) -> Order:

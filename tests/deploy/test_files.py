@@ -137,7 +137,7 @@ def test_the_commands_of_the_files_are_understood():
         (words, "s3://BUCKET/runs/vit_b16"),
     ]:
         args = job.read_command_line(found)
-        assert load_config(args.config, args.overrides).config.run.dir == run_dir
+        assert load_config(args.config, args.overrides).run.dir == run_dir
     command = container_of(PREP["spec"])["args"][0]
     assert (REPOSITORY / "data_prep" / f"{command}.py").is_file()
     assert SKY["resources"]["job_recovery"]["recover_on_exit_codes"] == [job.AGAIN]

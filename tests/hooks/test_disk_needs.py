@@ -26,7 +26,7 @@ def room_of(config: Config, plan: Plan) -> DiskNeeds:
 
 
 def tiny(path: Path, *overrides: str) -> Config:
-    return load_config(path, [*TINY, *overrides])[0]
+    return load_config(path, [*TINY, *overrides])
 
 
 GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
@@ -49,7 +49,7 @@ def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards
     folder = tmp_path / "run"
     path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
     once = ("train.epochs=null", "train.steps=1", "eval.every_steps=1", f"run.dir={folder}")
-    settings = load_config(path, [*overrides, *once]).config
+    settings = load_config(path, [*overrides, *once])
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)
     train_run(build_run(settings, World(0, 1, torch.device("cpu"))))

@@ -73,7 +73,7 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:
     """On a rank that writes no record."""
-    loaded = load_config(config, [*TINY, *settings])[0]
+    loaded = load_config(config, [*TINY, *settings])
     return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
 
 
@@ -117,7 +117,7 @@ def test_a_run_that_goes_back_keeps_the_facts_of_now():
 def test_the_window_begins_anew_where_images_change_their_size(config, shards, tmp_path):
     """The loss jumps there: limits of smaller images would leave out each update behind it."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
-    loaded = load_config(config, [*TINY, *settings])[0]
+    loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")
     order = make_order(split.num_samples, BATCH, seed=0)
     border = 3 * order.steps_per_epoch
@@ -177,7 +177,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = folder / "shards"
     root.mkdir()
     config = write_config(folder, root, steps=STEPS, batch=BATCH)
-    order = make_plan(load_config(config, TINY)[0], STEPS * BATCH, 1)[1]
+    order = make_plan(load_config(config, TINY), STEPS * BATCH, 1)[1]
     wrong = set(order.rows(BAD_STEP, 0, BATCH).tolist())
     rng = np.random.default_rng(0)
     for split, total in (("train", STEPS * BATCH), ("val", 12)):

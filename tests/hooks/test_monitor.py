@@ -58,7 +58,7 @@ class Slow(Batches):
 def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(
     computing_s, num_steps, is_told, config, tmp_path, capsys
 ):
-    settings = load_config(config, TINY)[0]
+    settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 1)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     with Loader(Slow(), 0, num_steps) as loader:
@@ -173,7 +173,7 @@ def test_the_remedy_is_for_the_part_that_takes_the_time(slowest, remedy, max_s, 
 def test_a_rank_that_others_wait_for_is_named_with_its_host(
     others_s, words, config, tmp_path, capsys
 ):
-    settings = load_config(config, TINY)[0]
+    settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))

@@ -22,7 +22,7 @@ from vit.run import Run
 def one_epoch(config: Path, folder: Path, *overrides: str) -> Run:
     """A run of five steps, which are an epoch, with an evaluation and a save at its end."""
     often = ["train.steps=5", "eval.every_steps=5", "checkpoint.every_steps=5"]
-    settings = load_config(config, [*TINY, f"run.dir={folder}", *often, *overrides]).config
+    settings = load_config(config, [*TINY, f"run.dir={folder}", *often, *overrides])
     return build_run(settings, World(0, 1, torch.device("cpu")))
 
 

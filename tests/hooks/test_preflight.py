@@ -198,7 +198,7 @@ def test_the_copy_that_is_saved_needs_memory_where_rank_0_is(config, tmp_path):
 
 
 def tiny(path: Path, *overrides: str) -> Config:
-    return load_config(path, [*TINY, *overrides])[0]
+    return load_config(path, [*TINY, *overrides])
 
 
 def test_a_cache_that_is_too_small(config, shards, tmp_path):

@@ -153,7 +153,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shard
     written = (
         tmp_path / "run" / "checkpoints" / "step_00000002" / "state.safetensors"
     ).read_bytes()
-    loaded = load_config(config, settings).config
+    loaded = load_config(config, settings)
     with torch.device("meta"):
         model = create_model(loaded.model, num_classes=3)
     assert training_bytes(model, loaded.optim, loaded.train.ema_decay is not None)[0] == len(
@@ -188,11 +188,9 @@ def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, s
     ("steps", "every"), [(1, 1), (19, 1), (40, 2), (999, 49), (1000, 50), (300_000, 50)]
 )
 def test_a_run_has_twenty_lines_or_one_each_fifty_steps(steps, every, tmp_path):
-    config = load_config(write_config(tmp_path, tmp_path, steps=steps)).config
+    config = load_config(write_config(tmp_path, tmp_path, steps=steps))
     assert make_plan(config, 60, 1)[0].log_every_steps == every
-    config = load_config(
-        write_config(tmp_path, tmp_path, steps=steps), ["log.every_steps=7"]
-    ).config
+    config = load_config(write_config(tmp_path, tmp_path, steps=steps), ["log.every_steps=7"])
     assert make_plan(config, 60, 1)[0].log_every_steps == 7, "as it was asked for"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from processes import metrics, run
 
-from vit.config.io import ConfigError, load_config, recipe_name, to_dict
+from vit.config.io import ConfigError, load_config, load_with_origins, recipe_name, to_dict
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.model import create_model
@@ -106,7 +106,7 @@ OURS = {
 
 @pytest.mark.parametrize("path", RECIPES, ids=recipe_name)
 def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
-    config = load_config(path).config
+    config = load_config(path)
     with torch.device("meta"):
         create_model(config.model, num_classes=config.model.num_classes or 10)
     header = re.match(r"(#.*\n)+", path.read_text())
@@ -119,7 +119,7 @@ def test_a_recipe_fits_the_schema_builds_and_names_its_source(path):
 @pytest.mark.parametrize("name", ["deit3/vit_b16_800ep", "configs/deit3/vit_b16_800ep.yaml"])
 def test_a_recipe_in_a_folder_is_loaded_by_its_name_from_anywhere(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = load_config(name).config
+    config = load_config(name)
     assert config.model.image_size == 192
     assert config.run.dir == "runs/deit3_vit_b16_800ep", "vit5/vit_b16 must not share runs/vit_b16"
 
@@ -141,7 +141,7 @@ def test_the_command_in_a_recipe_names_that_recipe(path):
 
 @pytest.mark.parametrize("path", PUBLISHED, ids=recipe_name)
 def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
-    config, origins = load_config(path)
+    config, origins = load_with_origins(path)
     values = to_dict(config)
     table = TABLES[path.stem]
     for key, expected in table.items():
@@ -163,7 +163,7 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
 def test_what_a_header_derives_follows_from_its_recipe(path):
     """Steps on ImageNet; hours and memory as `launch/plan.py` forecasts them for 8 H200."""
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
-    config = load_config(path, ["data.root=/none"]).config
+    config = load_config(path, ["data.root=/none"])
     text = path.read_text()
     header = " ".join(re.match(r"(#.*\n)+", text)[0].split())
     forecast = make_forecast(config, 8, find_gpu("H200"))
@@ -208,8 +208,8 @@ FINETUNED = [path for path in PUBLISHED if "_ft" in path.stem]
 
 @pytest.mark.parametrize("path", FINETUNED, ids=recipe_name)
 def test_a_finetuning_recipe_starts_from_the_run_of_its_base(path):
-    config = load_config(path).config
-    base = load_config(ROOT / "configs" / f"{path.stem.partition('_ft')[0]}.yaml").config
+    config = load_config(path)
+    base = load_config(ROOT / "configs" / f"{path.stem.partition('_ft')[0]}.yaml")
     assert config.init.checkpoint == base.run.dir
     assert (config.model.name, config.model.drop_path_rate) == (
         base.model.name,
@@ -254,7 +254,7 @@ def bases(tmp_path_factory, shards):
             assert (
                 train(
                     build_run(
-                        load_config(ROOT / "configs" / f"{name}.yaml", overrides).config,
+                        load_config(ROOT / "configs" / f"{name}.yaml", overrides),
                         World(0, 1, torch.device("cpu")),
                     )
                 )
@@ -290,7 +290,7 @@ def test_a_small_one_is_finetuned_from_its_base(path, bases, tmp_path, shards, c
     ]
     capsys.readouterr()
     assert (
-        train(build_run(load_config(path, overrides).config, World(0, 1, torch.device("cpu"))))
+        train(build_run(load_config(path, overrides), World(0, 1, torch.device("cpu"))))
         == "finished"
     )
     assert (
@@ -368,7 +368,7 @@ def test_what_recipes_say_of_deit_are_settings(tmp_path):
     assert len(given) == 21
     config = load_config(
         ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]
-    ).config
+    )
     assert (config.optim.lr, config.optim.clip_grad_norm, config.optim.betas) == (
         1e-3,
         None,

@@ -123,7 +123,7 @@ class Place:
         RESERVED_GIB = pytest.importorskip("vit.extras.planner.forecast").RESERVED_GIB
         USABLE_SHARE = pytest.importorskip("vit.extras.planner.forecast").USABLE_SHARE
         step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
-        config = load_config(self.config, TINY).config
+        config = load_config(self.config, TINY)
         plan, _ = make_plan(config, 60, 1)
         sizes = [int(micro_batch_size), int(micro_batch_size) + 1] if micro_batch_size else []
         needed = [

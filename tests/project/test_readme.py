@@ -297,7 +297,7 @@ def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
     ]
     config = load_config(
         write_config(tmp_path, shards, steps=6), [*settings, *ours, f"run.dir={tmp_path / 'run'}"]
-    ).config
+    )
     assert train(build_run(config, process_group.join_world("cpu"))) == "finished"
     assert metrics(tmp_path / "run", "eval")[-1]["num_images"] == 23
 

@@ -172,7 +172,7 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
     os.environ.update({name: str(value) for name, value in known.items()})
     host = HostDevices(host_of(rank), RANKS_OF_A_HOST, 0, 8, "no CUDA runtime is found")
     dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])
-    config = load_config(*settings).config
+    config = load_config(*settings)
     world = process_group.join_world("cpu", found=host)
     vit.train.train(vit.extras.compose.build_run(config, world))
     world.barrier()

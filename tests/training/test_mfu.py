@@ -84,7 +84,7 @@ def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, le
 @pytest.mark.parametrize("peak", [H200, None])
 def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
     """Three ranks: each has a third of the images, and a peak of its own."""
-    settings = load_config(config, TINY)[0]
+    settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     flops = 10**15

@@ -14,7 +14,7 @@ class TestPlan:
     def plan(self, tmp_path: Path, world_size: int, *overrides: str, num_samples: int = 1000):
         path = tmp_path / "plan.yaml"
         path.write_text("data: {root: x}\ntrain: {epochs: 2}\n")
-        return make_plan(config_io.load_config(path, overrides).config, num_samples, world_size)[0]
+        return make_plan(config_io.load_config(path, overrides), num_samples, world_size)[0]
 
     def test_steps_and_micro_batches_follow(self, tmp_path):
         plan = self.plan(

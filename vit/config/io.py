@@ -89,18 +89,29 @@ for _type, _pattern, _first in (
 
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
+) -> Config:
+    """Read a config file, or one of the recipes by its name, and check it.
+
+    Args:
+        path: a YAML file, or the name of a recipe such as `vit_b16`.
+        overrides: values that replace those of the file, as `"train.steps=100"`.
+        used_here: False to only look at a config, whose addresses may name environment variables
+            that are not set.
+
+    Raises:
+        ConfigError: all problems, one line each.
+    """
+    return load_with_origins(path, overrides, used_here=used_here).config
+
+
+def load_with_origins(
+    path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
 ) -> LoadedConfig:
-    """Read `path`, replace values by `overrides` (`"train.steps=100"`), and check the result.
+    """Read a config as `load_config` does, and return where each value came from as well.
 
     An override of `train.steps` removes the file's `train.epochs`, and so does each of a pair of
     which only one may be given. Without `run.dir` the run is in `runs/<name of the file>`, for our
     recipe `deit3/vit_b16_800ep` in `runs/deit3_vit_b16_800ep`.
-
-    Args:
-        used_here: environment variables in addresses must be set; False to only look at a config.
-
-    Raises:
-        ConfigError: all problems found, one line each.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))

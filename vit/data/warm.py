@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
         further: list[tuple[str, str]] = []
         if given.config is not None:
-            config = load_config(given.config, given.root).config
+            config = load_config(given.config, given.root)
             data = config.data
             further = config.eval.further_places(data.root, data.val_split)
         elif len(given.root) == 1:

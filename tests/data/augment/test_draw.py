@@ -39,7 +39,7 @@ def test_a_recipe_draws_what_it_always_drew(name):
     stream of its own."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
     recipe, *settings = name.split()
-    config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings).config
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
     ids = np.array([0, 1, 7, 1_000_000, 2**40, 5, 6, 3])
     widths, heights = (
         np.array([500, 375, 8, 900, 33, 400, 1000, 48]),

@@ -211,7 +211,7 @@ def test_one_hash_for_all_ranks_where_plain_runs_have_one_for_each(
     ],
 )
 def test_what_cannot_be_divided_names_what_can(config, settings, ranks, message):
-    loaded, _ = load_config(config, ["train.exact_over_ranks=true", *settings])
+    loaded = load_config(config, ["train.exact_over_ranks=true", *settings])
     with pytest.raises(ValueError, match=message):
         make_plan(loaded, 60, ranks)
 

@@ -41,7 +41,7 @@ def write_results(folder, name="2026-11-22-gpu-h200.json", gpu="H200", **row):
 
 def test_vit_b16_on_8_h200_by_hand():
     """300 epochs of 312 batches of 4,096; 35.13 GFLOP forward, three times that in training."""
-    config = load_config("vit_b16", ["data.root=/nonexistent"]).config
+    config = load_config("vit_b16", ["data.root=/nonexistent"])
     forecast = make_forecast(config, 8, H200)
     assert forecast.plan.total_steps == 93_600
     assert forecast.forward_flops == pytest.approx(35.13e9, rel=1e-3)

@@ -34,7 +34,7 @@ augment: {{randaugment_layers: 2, erasing_prob: 0.5}}
 train: {{epochs: 2, ema_decay: 0.9, device: cpu}}
 eval: {{batch_size: 5}}
 """)
-    config = load_config(path, list(settings)).config
+    config = load_config(path, list(settings))
     planned = make_forecast(config, 1, find_gpu("H200")).host_memory
     data = open_data(config, World(0, 1, torch.device("cpu")))
     on_gpu = World(0, 1, torch.device("cuda", 0))

@@ -131,5 +131,5 @@ def test_an_imported_recipe_does_its_first_step_small(name, imported, shards, tm
     settings = [*SMALL, f"data.root={shards}", f"run.dir={tmp_path / 'run'}"]
     settings += ["model.image_size=32", "schedule.warmup_steps=1"]
     settings += ["eval.resize_px=null", "eval.crop_pct=0.875"]
-    config = load_config(file, settings).config
+    config = load_config(file, settings)
     assert train(build_run(config, World(0, 1, torch.device("cpu")))) == "finished"

@@ -20,7 +20,7 @@ B16 = ROOT / "configs" / "vit_b16.yaml"
 
 
 def with_(*overrides):
-    return load_config(B16, overrides).config
+    return load_config(B16, overrides)
 
 
 def test_every_setting_has_a_kind_and_known_effects_are_settings_with_a_source():

@@ -57,7 +57,7 @@ def test_it_is_imported_with_a_word_for_each_setting_and_loads(name, imported, t
             assert finding.text.split()[0] in text, "what differs is said how"
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml_text(found, file))
-    loaded = load_config(file).config
+    loaded = load_config(file)
     ours = to_dict(found.config())
     read = to_dict(loaded)
     ours["run"] = read["run"]
@@ -214,7 +214,7 @@ def test_label_smoothing_of_classyvision_is_ours_of_another_value():
 def test_maes_supervised_recipe_is_the_one_of_our_config(imported):
     """MMPretrain's reproduction of the table that configs/vit_b16.yaml is from."""
     theirs = to_dict(imported("mm_b16_mae_sup").config())
-    ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml").config)
+    ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml"))
     places = ("data.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
     unlike = {
         f"{section}.{key}": (theirs[section][key], ours[section][key])

@@ -47,7 +47,7 @@ HEAD = """# title: A curve
 def test_a_curve_of_ours_belongs_to_a_recipe_that_names_it(name):
     reference = read_reference(name)
     header = reference.header
-    config = load_config(recipes_folder() / f"{header.recipe}.yaml", used_here=False).config
+    config = load_config(recipes_folder() / f"{header.recipe}.yaml", used_here=False)
     assert config.eval.reference == name
     theirs = read_recipe(
         Path(header.recipe), [f"{key}={value}" for key, value in header.settings.items()]
@@ -148,7 +148,7 @@ def test_what_is_wrong_with_a_file_is_told_in_a_line(tmp_path, change, told):
 def test_a_recipe_that_is_not_there_is_told_before_anything_is_trained(tmp_path, shards):
     path = tmp_path / "curve.csv"
     path.write_text(HEAD.format(recipe="configs/nix.yaml") + "epoch,top1\n1,10\n3,30\n")
-    config = load_config(write_config(tmp_path, shards), [f"eval.reference={path}"]).config
+    config = load_config(write_config(tmp_path, shards), [f"eval.reference={path}"])
     with pytest.raises(ValueError, match=r"curve\.csv: header: recipe: configs/nix\.yaml: cannot"):
         create_comparison(config, plan(4), open_split(config.data, "val"))
 
@@ -224,7 +224,7 @@ def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_p
 
     for name in SHIPPED:
         header = read_reference(name).header
-        config = load_config(recipes_folder() / f"{header.recipe}.yaml", used_here=False).config
+        config = load_config(recipes_folder() / f"{header.recipe}.yaml", used_here=False)
         train = config.train
         val = Val(header.images, header.classes)
         for share in (1, 2):

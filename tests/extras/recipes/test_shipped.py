@@ -12,7 +12,7 @@ import torch
 import yaml
 from processes import metrics
 
-from vit.config.io import load_config, recipe_name, to_dict
+from vit.config.io import load_config, load_with_origins, recipe_name, to_dict
 from vit.distributed.process_group import World
 from vit.extras.compose import build_run
 from vit.system.gpus import find_gpu
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 HERE = Path(__file__).parent
 PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
-BY_RUN = {load_config(path).config.run.dir: path for path in CONFIGS}
+BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
 """Recipes by the folder of their run."""
 CHEAPEST = "big_vision/vit_s16_90ep"
 """The one that trains, small, in `make test`; the others with the mark `full`."""
@@ -182,12 +182,12 @@ def test_it_equals_its_source_except_for_what_its_header_names(name, imported):
     differences = entry(path, "differs")
     source = EQUALS[name]
     if source.startswith("configs/"):
-        theirs = flat(load_config(ROOT / source).config)
+        theirs = flat(load_config(ROOT / source))
         assert differences.startswith(f"from {source} in ")
     else:
         theirs = flat(imported(source).config())
         assert entry(path, "source").startswith(PUBLISHED[source]["source"])
-    ours = flat(load_config(path).config)
+    ours = flat(load_config(path))
     unlike = {key: ours[key] for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
     unlike = {key: value for key, value in unlike.items() if key not in PLACES}
     stated = {
@@ -201,7 +201,7 @@ def test_it_equals_its_source_except_for_what_its_header_names(name, imported):
 @pytest.mark.parametrize("name", TABLES)
 def test_it_has_the_values_of_its_sources_table_and_no_others(name):
     path = ROOT / "configs" / f"{name}.yaml"
-    config, origins = load_config(path)
+    config, origins = load_with_origins(path)
     values = flat(config)
     assert {key: values[key] for key in TABLES[name]} == TABLES[name]
     given = {key for key, where in origins.items() if where.startswith(str(path))}
@@ -219,13 +219,13 @@ def test_every_recipe_is_held_against_something():
 
 @pytest.mark.parametrize(
     "path",
-    [path for path in CONFIGS if (load_config(path).config.init.checkpoint or "")[:5] == "runs/"],
+    [path for path in CONFIGS if (load_config(path).init.checkpoint or "")[:5] == "runs/"],
     ids=recipe_name,
 )
 def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
-    config = load_config(path).config
+    config = load_config(path)
     base_path = BY_RUN[config.init.checkpoint]
-    base = load_config(base_path).config
+    base = load_config(base_path)
     changes = {
         "model.image_size",
         "model.drop_path_rate",
@@ -251,7 +251,7 @@ def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
 )
 def test_hours_and_memory_of_its_header_are_the_planners(path):
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
-    config = load_config(path, ["data.root=/none"]).config
+    config = load_config(path, ["data.root=/none"])
     forecast = make_forecast(config, 8, find_gpu("H200"))
     hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
     assert f"8 H200: {hours} h at 20 to 40 %" in entry(path, "here")
@@ -290,7 +290,7 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
         if name in made:
             return made[name]
         folder = tmp_path_factory.mktemp("runs") / name
-        config = load_config(ROOT / "configs" / f"{name}.yaml").config
+        config = load_config(ROOT / "configs" / f"{name}.yaml")
         patch = int(re.search(r"\d+$", config.model.name)[0])
         stage = 3 if re.search(r"_ft\d", name) else 2
         overrides = [f"model.image_size={stage * patch}", f"data.root={shards}"]
@@ -301,7 +301,7 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
         if config.distill.teacher is not None:
             overrides += [f"distill.teacher={run('vit_b16')}", "distill.teacher_model=null"]
         overrides += [*SMALL, f"run.dir={folder}"]
-        small = load_config(ROOT / "configs" / f"{name}.yaml", overrides).config
+        small = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
         assert train(build_run(small, World(0, 1, torch.device("cpu")))) == "finished"
         made[name] = folder
         return folder
@@ -320,7 +320,7 @@ def test_a_small_one_does_three_steps_and_an_evaluation(name, trained):
     folder = trained(name)
     losses = [line["loss"] for line in metrics(folder, "train")]
     assert len(losses) == 3
-    config = load_config(ROOT / "configs" / f"{name}.yaml").config
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
     starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
     starts_at_zeros &= config.model.weight_init != "timm"
     if starts_at_zeros and config.model.init_head_bias is None:

@@ -37,9 +37,7 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
         "augment.hflip_prob=1.0",
         "augment.erasing_prob=0.5",
     ]
-    contact_sheet.make_contact_sheet(
-        load_config(config, chosen).config, 3, 2, tmp_path / "sheet.png", CPU
-    )
+    contact_sheet.make_contact_sheet(load_config(config, chosen), 3, 2, tmp_path / "sheet.png", CPU)
     (columns,) = sheets
     assert [title for title, _ in columns] == ["original", "draw 1", "draw 2", "as mixed"]
     assert {len(cells) for _, cells in columns} == {4}, (
@@ -57,7 +55,7 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
 
 def test_what_is_mixed_is_shown_also_where_mixing_ends_early(config, sheets, tmp_path):
     for end in ("null", "1"):
-        chosen = load_config(config, [f"augment.mixup_off_epoch={end}"]).config
+        chosen = load_config(config, [f"augment.mixup_off_epoch={end}"])
         contact_sheet.make_contact_sheet(chosen, 3, 2, tmp_path / "sheet.png", CPU)
     always, early = (dict(columns)["as mixed"] for columns in sheets)
     assert [cell.caption for cell in always] == [cell.caption for cell in early]
@@ -66,7 +64,7 @@ def test_what_is_mixed_is_shown_also_where_mixing_ends_early(config, sheets, tmp
 
 def test_without_mixing_there_is_no_mixed_column(config, sheets, tmp_path):
     unmixed = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
-    contact_sheet.make_contact_sheet(load_config(config, unmixed).config, 3, 1, tmp_path, CPU)
+    contact_sheet.make_contact_sheet(load_config(config, unmixed), 3, 1, tmp_path, CPU)
     assert [(title, len(cells)) for title, cells in sheets[0]] == [("original", 3), ("draw 1", 3)]
 
 

@@ -123,7 +123,7 @@ def test_the_worst_keys_can_be_left_out_of_the_next_training(trained, tmp_path):
     curves = read_curves(source)
     keys = [source.train_set.split.key(int(sample)) for sample in curves.suspects[:7]]
     assert path.read_text().splitlines() == keys
-    config = load_config(trained / "config.yaml", [f"data.exclude={path}"]).config
+    config = load_config(trained / "config.yaml", [f"data.exclude={path}"])
     left = open_train_set(config.data, open_split(config.data, "val"))
     assert left.num_draws == source.train_set.num_draws - 7
 

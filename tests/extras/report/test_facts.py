@@ -45,7 +45,7 @@ def test_images_of_a_killed_run_are_all_seen(tmp_path):
 def test_a_plan_that_lacks_something(plan, shards, tmp_path):
     path = record(tmp_path, {**START, "plan": plan}, train_line(10), EVALUATION)
     make_report(tmp_path, torch.device("cpu"))
-    config = load_config(write_config(tmp_path, shards)).config
+    config = load_config(write_config(tmp_path, shards))
     source = ReportSource(tmp_path, torch.device("cpu"))
     recipe = dict(facts.config_facts(source, config, read_history(path), plan or {}))["recipe"]
     assert recipe.startswith("batches of")
@@ -57,7 +57,7 @@ def test_the_teacher_and_the_promise_of_exact_weights_are_facts(shards, tmp_path
     history = read_history(record(tmp_path, {**START, "teacher": taught}, train_line(8), saved))
     settings = ["distill.teacher=t.pth", "distill.distill_type=soft", "distill.temperature=2"]
     settings += ["train.exact_over_ranks=true", "data.micro_batch_size=2"]
-    config = load_config(write_config(tmp_path, shards), settings).config
+    config = load_config(write_config(tmp_path, shards), settings)
     source = ReportSource(tmp_path, torch.device("cpu"))
     found = dict(facts.config_facts(source, config, history, {}))
     assert found["teacher"] == ("resnet10t at 24 × 24 pixels, t.pth; soft targets at temperature 2")

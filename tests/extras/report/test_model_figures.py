@@ -232,7 +232,7 @@ def test_memory_is_that_of_the_planner():
     memory_needs = pytest.importorskip("vit.extras.planner.by_layer").memory_needs
     step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     settings = ["model.name=vit_ti16", "model.depth=2", "data.root=.", "train.precision=fp32"]
-    config = load_config("configs/vit_b16.yaml", settings).config
+    config = load_config("configs/vit_b16.yaml", settings)
     needs = memory_needs(config, 10)
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]

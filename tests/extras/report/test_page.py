@@ -215,7 +215,7 @@ def test_every_restart_is_reported(finished):
 
 def test_every_setting_is_there_and_what_differs_comes_first(finished):
     run_dir, page = finished
-    config = load_config(run_dir / "config.yaml").config
+    config = load_config(run_dir / "config.yaml")
     keys = [
         f"{section}.{key}"
         for section in type(config).model_fields
@@ -259,7 +259,7 @@ def test_the_augmented_images_are_those_of_training(finished, monkeypatch, tmp_p
         lambda inputs, targets, *others: seen.update(inputs=inputs, targets=targets),
     )
     draw_pictures(copied(run_dir, tmp_path), CPU)
-    config = load_config(run_dir / "config.yaml").config
+    config = load_config(run_dir / "config.yaml")
     split = open_split(config.data.root, "train")
     order = make_order(split.num_samples, 48, config.train.seed)
     batch = next(

@@ -50,7 +50,7 @@ def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
         if not file.is_file():
             raise ValueError(f"{path}: no run folder ({CONFIG_FILE} is missing): name a config")
         path = file
-    return load_config(path, overrides, used_here=False).config
+    return load_config(path, overrides, used_here=False)
 
 
 def compare(first: Config, second: Config) -> list[Difference]:

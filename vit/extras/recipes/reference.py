@@ -323,7 +323,7 @@ def _read_recipe(header: Header, where: str) -> Config:
     overrides = [f"{key}={json.dumps(value)}" for key, value in header.settings.items()]
     try:
         load_config(path, overrides, used_here=False)
-        return load_config(path, used_here=False).config
+        return load_config(path, used_here=False)
     except ValueError as error:
         raise ValueError(f"{where}: header: recipe: {error}") from None
 

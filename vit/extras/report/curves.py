@@ -65,7 +65,7 @@ def _read_curves(metrics: Path) -> History:
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
     with suppress(ValueError):  # a record by itself, or of another version
-        config = load_config(metrics.parent / CONFIG_FILE).config
+        config = load_config(metrics.parent / CONFIG_FILE)
         history.training_loss = _training_loss(config)
         _add_training_accuracy(metrics.parent, history, config.augment)
     return history

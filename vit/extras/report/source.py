@@ -51,7 +51,7 @@ class ReportSource:
     def config(self) -> Config:
         """The config of the newest attempt."""
         path = self.run_dir / CONFIG_FILE
-        return config_io.load_config(path, self.overrides, used_here=False).config
+        return config_io.load_config(path, self.overrides, used_here=False)
 
     @cached_property
     def weights(self) -> LoadedWeights:

@@ -61,7 +61,7 @@ MEMORY_TOLERANCE = 0.1
 def recipe(*overrides: str, name: str = "vit_b16") -> Config:
     """A recipe without its data."""
     path = recipes_folder() / f"{name}.yaml"
-    return load_config(path, ["data.root=none", *overrides]).config
+    return load_config(path, ["data.root=none", *overrides])
 
 
 def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Batch]]:
