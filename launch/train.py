@@ -28,10 +28,8 @@ from vit.distributed import process_group
 from vit.distributed.exit import run_command
 from vit.distributed.outcome import tell_outcome
 from vit.distributed.process_group import World
-from vit.distributed.watchdog import collective_timeout
-from vit.extras.compose import build_run
+from vit.extras.compose import fit, join_for
 from vit.system.by_name import load
-from vit.train import train
 
 JOIN_TIMES = 3.0
 """So many limits of --check for the ranks to meet: a host may import torch from a slow disk."""
@@ -56,20 +54,12 @@ def main() -> World | None:
             print(describe(config, origins, process_group.world_size()), end="")
         return None
     check = load("vit.extras.planner.check.all_checks:check", "--check") if args.check else None
-    deterministic = config.train.deterministic or config.train.exact_over_ranks
     limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None
-    world = process_group.join_world(
-        config.train.device,
-        deterministic=deterministic,
-        collective_timeout=collective_timeout(config.run.hang_timeout_s),
-        limit=limit,
-    )
+    world = join_for(config, limit)
     if check is not None:
         check(config, world, args.allow_change, args.check_limit_s)
         return world
-    outcome = train(build_run(config, world, args.allow_change))
-    world.barrier()  # of all ranks: one may have failed at the report
-    tell_outcome(outcome)
+    tell_outcome(fit(config, allow_change=args.allow_change, world=world))
     return world
 
 

@@ -15,9 +15,9 @@ from vit.config.schema import DataConfig
 from vit.data.open_data import open_split, open_train_set
 from vit.data.overlap import count_equal
 from vit.data.shards.split import Split
+from vit.data.shards.split_slice import SplitSlice
 from vit.data.shards.tar import INDEX_DTYPE
 from vit.data.sources import train_set_of
-from vit.data.split_slice import SplitSlice
 
 
 def opened(root, **settings):

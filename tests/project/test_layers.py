@@ -29,8 +29,6 @@ ROOMS = (
     "vit.optim",
     # What a run's folder holds, which weights are found by; the rest of checkpoint/ is above.
     "vit.run_folder",
-    "vit.run_folder",
-    "vit.run_folder",
     "vit.weights",
     "vit.training",
     "vit.step",
@@ -44,7 +42,6 @@ ROOMS = (
     "vit.train",
     "vit.inference",
     "vit.finetune",
-    "vit",
     "vit.extras.compose",
     "vit.extras.stream",
     "vit.extras.remote_runs",
@@ -52,6 +49,7 @@ ROOMS = (
     "vit.extras.planner",
     "vit.extras.report",
     "vit.extras.recipes",
+    "vit",
     "launch",
 )
 """From bottom to top. A module is in the room whose name is its longest beginning."""
@@ -70,6 +68,7 @@ NEEDS_TORCH = (
     "vit.system.drawing",
     "vit.data.decode.crops",
     "vit.data.batches",
+    "vit.data.create_loader",
     "vit.data.eval_sets",
     "vit.data.loader",
     "vit.data.open_data",

@@ -76,7 +76,7 @@ def problem_of(call: str, places: dict[str, list[str]]) -> str:
 def test_calls_within_sentences_fit_the_real_signatures():
     places = places_of_names()
     calls = [(page.name, call) for page in PAGES for call in calls_of(page.read_text())]
-    assert ("own_loop.md", "Loader(..., on_device=augment.change_batch)") in calls
+    assert ("own_loop.md", "create_loader(..., start=step)") in calls
     problems = [f"{page}: {reason}" for page, call in calls if (reason := problem_of(call, places))]
     assert not problems, "\n".join(problems)
 

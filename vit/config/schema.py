@@ -31,6 +31,8 @@ from vit.config.checks import find_problems
 from vit.config.model_section import ModelConfig
 from vit.config.optim_section import AdamWConfig, OptimConfig
 
+IMAGENET_MEAN = (0.485, 0.456, 0.406)
+IMAGENET_STD = (0.229, 0.224, 0.225)
 SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
@@ -323,9 +325,9 @@ class DataConfig(Selection):
     on_bad_image: Annotated[Literal["error", "skip"], MAY_CHANGE] = "error"
     """For a training image that cannot be decoded: stop and name it, or skip it, which gives its
     row weight 0 and counts it."""
-    mean: tuple[float, ...] = (0.485, 0.456, 0.406)
+    mean: tuple[float, ...] = IMAGENET_MEAN
     """Per-channel mean of images scaled to [0, 1]."""
-    std: tuple[Annotated[float, Field(gt=0)], ...] = (0.229, 0.224, 0.225)
+    std: tuple[Annotated[float, Field(gt=0)], ...] = IMAGENET_STD
     """Per-channel standard deviation of images scaled to [0, 1]."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
     """Antialiased resize of training and evaluation images."""

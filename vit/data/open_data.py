@@ -18,7 +18,6 @@ from vit.data.overlap import find_trained
 from vit.data.shards import data_set
 from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
-from vit.data.split_slice import SplitSlice, parse_name
 from vit.distributed.process_group import World
 from vit.system.by_name import load
 from vit.system.retry import RetryPolicy
@@ -34,24 +33,20 @@ def open_split(
 ) -> Split:
     """Open `split` of `root` (by default `data.root`) with the cache and the patience of `data`.
 
-    It may be a part, as `train[99%:]` (`vit.data.split_slice`).
-
     Of several ranks the first asks a server about the shards and hands the answer to the others;
     one rank of each host checks all rows of the index. Raises ShardError.
     """
-    part = parse_name(split)
 
     def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
-        whole = data_set.open_split(
+        return data_set.open_split(
             resolve(root or data.root),
-            part.split,
+            split,
             data.cache_dir,
             data.cache_gib,
             RetryPolicy(data.patience_s),
             is_checked,
             versions,
         )
-        return whole if part.start is None else SplitSlice(whole, split)
 
     if world is None:
         return open_it()

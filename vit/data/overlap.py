@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from vit.data.select import CHUNK_ROWS
 from vit.data.shards.index_file import has_checksums
 from vit.data.shards.split import Split
+from vit.data.shards.split_slice import parse_name
 from vit.data.sources import TrainSet
-from vit.data.split_slice import parse_name
 
 
 def find_trained(train_set: TrainSet, split: Split) -> list[NDArray[np.bool_]]:

@@ -25,8 +25,8 @@ from vit.config.base import Selection
 from vit.config.row_filter import RowFilter
 from vit.data.shards.index_file import first_samples
 from vit.data.shards.split import Split
+from vit.data.shards.split_slice import SplitSlice
 from vit.data.shards.tar import idx_name
-from vit.data.split_slice import SplitSlice
 from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 

@@ -26,7 +26,7 @@ from vit.config.base import SourceConfig
 from vit.config.io import load_config
 from vit.config.schema import DataConfig
 from vit.data.shards.data_set import open_split
-from vit.data.split_slice import parse_name
+from vit.data.shards.split_slice import parse_name
 from vit.data.storage.block_cache import Fetched
 from vit.data.storage.cached_tars import CacheBlock, CachedTars
 from vit.system.command_line import Parser

@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from vit.config.schema import Config, EvalConfig
+from vit.config.base import VAL, height_width
+from vit.config.schema import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig, Config, EvalConfig
 from vit.data.augment.apply import Augment
 from vit.data.batches import Batch, EvalBatches
 from vit.data.eval_sets import EvalSet
@@ -232,6 +234,59 @@ class Evaluator:
                 logits = model(inputs)
             for count in counts[name]:
                 count.add(logits, batch, ids)
+
+
+def evaluate_model(
+    model: nn.Module,
+    split: Split,
+    *,
+    image_size: int | tuple[int, int] = 224,
+    crop_pct: float = 0.875,
+    mean: tuple[float, ...] = IMAGENET_MEAN,
+    std: tuple[float, ...] = IMAGENET_STD,
+    interpolation: str = "bicubic",
+    batch_size: int = 64,
+    precision: str = "fp32",
+    num_workers: int = 0,
+) -> Accuracy:
+    """Evaluate a model on every image of a split, each once on any number of ranks.
+
+    With `torch.distributed` initialised all ranks call it, and get the same result.
+
+    Args:
+        model: (B, C, H, W) float32 -> (B, num_classes) logits; the device is that of its weights.
+        split: what `vit.open_split` returns.
+        image_size: pixels, one number or (height, width).
+        crop_pct: side of the centre crop over the shorter side of the resized image.
+        mean, std: of each channel, for images scaled to [0, 1]; one value each reads grey images.
+        interpolation: `bicubic` or `bilinear`, antialiased.
+        batch_size: images in one forward pass of one rank.
+        precision: `fp32`, `bf16` or `fp16`, of the forward pass.
+        num_workers: processes of this rank that decode; 0: this process.
+
+    Raises:
+        ShardError: an image that cannot be read or decoded.
+    """
+    device = next(model.parameters()).device
+    is_distributed = dist.is_initialized()
+    world = World(
+        dist.get_rank() if is_distributed else 0,
+        dist.get_world_size() if is_distributed else 1,
+        device,
+    )
+    evaluator = Evaluator(
+        (EvalSet(VAL, split),),
+        ImageFormat(height_width(image_size), len(mean), interpolation),
+        Augment(AugmentConfig(), split.num_classes, mean, std, device),
+        world,
+        EvalConfig(batch_size=batch_size, crop_pct=crop_pct),
+        precision=precision,
+        num_workers=num_workers,
+    )
+    try:
+        return evaluator.evaluate({"model": model})[VAL]["model"].accuracy
+    finally:
+        evaluator.close()
 
 
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Choose the parts of a run: the one function that knows every hook.
+"""Choose the parts of a run, and train: the one module that knows every hook.
 
 A part that few runs use is loaded by its name when a config needs it, as fsspec loads file systems:
 a run that does not use it does not import it, and without its folder the config is refused.
@@ -8,24 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 from vit.build import build
 from vit.config.schema import Config
 from vit.distributed.exit import out_of_memory
-from vit.distributed.process_group import World
+from vit.distributed.outcome import Outcome
+from vit.distributed.process_group import World, join_world
+from vit.distributed.watchdog import collective_timeout
 from vit.hooks.guard import GuardHook
 from vit.hooks.host_check import HostCheck
 from vit.hooks.order_check import OrderHook
 from vit.run import Hook, Parts, Run
 from vit.system.by_name import load
 from vit.system.urls import is_url
+from vit.train import train
 from vit.training.reduce import Reduce, data_parallel
 
 
 def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
     """Build the run of `config` with all parts that it needs; arguments as `vit.build.build`."""
     return build(config, world, allow_change, parts_of(config))
+
+
+def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None = None) -> Outcome:
+    """Train as launch/train.py does, with record, checkpoints and resume.
+
+    Every rank calls it. config: what `vit.load_config` returns. allow_change: settings that may be
+    other than in the run that is resumed. world: the ranks; by default those that torchrun
+    started, or this process alone. Returns "finished", or "stopped" after a signal. Raises
+    ValueError for mistakes.
+    """
+    world = world or join_for(config)
+    outcome = train(build_run(config, world, allow_change))
+    world.barrier()  # rank 0 may have failed at the report, after the other ranks ended
+    return outcome
+
+
+def join_for(config: Config, limit: timedelta | None = None) -> World:
+    """Join the ranks that torchrun started for a run of `config`; arguments as `join_world`."""
+    return join_world(
+        config.train.device,
+        deterministic=config.train.deterministic or config.train.exact_over_ranks,
+        collective_timeout=collective_timeout(config.run.hang_timeout_s),
+        limit=limit,
+    )
 
 
 def parts_of(config: Config) -> Parts:

@@ -12,8 +12,8 @@ from vit.config.schema import Config, OptimConfig, RunConfig
 from vit.data.batches import NOT_EXACT
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
+from vit.data.shards.split_slice import part_size
 from vit.data.shuffle_quality import measure_shuffle
-from vit.data.split_slice import part_size
 from vit.optim.groups import parameter_groups
 from vit.optim.optimizer import state_bytes
 from vit.run_folder import local_folder

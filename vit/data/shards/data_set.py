@@ -43,6 +43,7 @@ from vit.data.shards.info_file import SplitInfo, check_info, describe_split, rea
 from vit.data.shards.local_tars import LocalTars
 from vit.data.shards.members import SampleLayout, recorded_layout
 from vit.data.shards.split import Split
+from vit.data.shards.split_slice import SplitSlice, parse_name
 from vit.data.shards.stores import (
     Cache,
     Store,
@@ -74,8 +75,9 @@ def open_split(
 ) -> Split:
     """Open one split of the data set at `root`, a folder or a URL, without reading any image.
 
-    An index that is missing or does not match the tars of a folder is rebuilt from all of them,
-    which is logged as a warning.
+    `split` may be a part of one, as `train[:99%]` (`vit.data.shards.split_slice`). An index that is
+    missing or does not match the tars of a folder is rebuilt from all of them, which is logged as a
+    warning.
 
     cache_dir, cache_gib: see `BlockCache`. Shards in a folder are read in place if cache_dir is
         None.
@@ -90,6 +92,20 @@ def open_split(
     split or shards; shards of a size other than recorded; lengths that do not add up; labels
     outside [0, num_classes).
     """
+    part = parse_name(split)
+    whole = _open_whole(root, part.split, cache_dir, cache_gib, retry, is_checked, versions)
+    return whole if part.start is None else SplitSlice(whole, split)
+
+
+def _open_whole(
+    root: Path | str,
+    split: str,
+    cache_dir: Path | str | None,
+    cache_gib: float | None,
+    retry: RetryPolicy | None,
+    is_checked: bool,
+    versions: Sequence[Sequence[Any]] | None,
+) -> Split:
     # 1. The shards: in this folder, or at a URL.
     home, shown, info, described, folder = _find(root, split, retry)
     filenames = described.filenames

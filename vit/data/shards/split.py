@@ -59,7 +59,7 @@ class Split:
         """root: folder or URL. lengths: samples of each shard.
 
         index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or
-            what gives the same rows, as that of `vit.data.split_slice`.
+            what gives the same rows, as that of `vit.data.shards.split_slice`.
         class_names: name of each label, [] if unknown.
         apply_exif: images were turned upright when the shards were written.
         """

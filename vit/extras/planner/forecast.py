@@ -21,7 +21,7 @@ from torch import nn
 from vit.config.schema import Config
 from vit.data.image_format import ImageFormat
 from vit.data.open_data import choose_num_classes, choose_train_set, open_split, open_train_splits
-from vit.data.split_slice import parse_name, part_size
+from vit.data.shards.split_slice import parse_name, part_size
 from vit.extras.planner.host_memory import HostMemory, host_memory
 from vit.extras.planner.memory import StepMemory, step_memory
 from vit.hooks.preflight import DiskNeeds, disk_needs

@@ -19,7 +19,7 @@ from typing import Any
 
 from vit.config.schema import Config
 from vit.data.shards.data_set import check_shards
-from vit.data.split_slice import parse_name
+from vit.data.shards.split_slice import parse_name
 from vit.distributed.process_group import World
 from vit.extras.planner.check.collectives import rate_text
 from vit.extras.planner.check.findings import Finding, Verdict, few

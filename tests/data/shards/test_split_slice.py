@@ -16,8 +16,8 @@ from vit.config.schema import DataConfig
 from vit.data.open_data import open_split, open_train_set
 from vit.data.select import choose
 from vit.data.shards.split import Split
+from vit.data.shards.split_slice import SplitSlice, parse_name, part_size
 from vit.data.shards.tar import INDEX_DTYPE
-from vit.data.split_slice import SplitSlice, parse_name, part_size
 from vit.system.files import ShardError
 from vit.system.hashing import fold
 

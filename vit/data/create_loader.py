@@ -1,0 +1,128 @@
+"""Create a loader of training batches without a config, for a training loop of one's own.
+
+    split -> order of samples -> decoded crops in shared memory -> augmented on the device
+                                                               -> (inputs, targets) for a model
+
+The batches are those of the trainer: each sample once an epoch, the same ones in the same global
+batch on any number of ranks, with draws that depend on seed, epoch and sample alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vit.config.base import height_width
+from vit.config.schema import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from vit.data.augment.apply import Augment
+from vit.data.batches import TrainBatches, row_unit
+from vit.data.image_format import ImageFormat
+from vit.data.loader import Loader
+from vit.data.order import make_order
+from vit.data.shards.split import Split
+
+
+class TrainLoader(Iterator[tuple[Tensor, Tensor]], AbstractContextManager["TrainLoader"]):
+    """Iterates over (inputs, targets) of this rank, from one step of a training to its end.
+
+    inputs: (B, C, H, W) float32 on the device, with mean and deviation of the data removed.
+    targets: (B, num_classes) float32, the probability of each class: mixed images have two.
+    """
+
+    def __init__(self, loader: Loader, augment: Augment, steps_per_epoch: int):
+        self.steps_per_epoch = steps_per_epoch
+        self._loader = loader
+        self._augment = augment
+
+    def __len__(self) -> int:
+        """Return the number of batches, including those that were taken."""
+        return len(self._loader)
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        batch = next(self._loader)
+        return self._augment.finish(batch.images, batch.labels, batch.table)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._loader.close()
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def create_loader(
+    split: Split,
+    global_batch_size: int,
+    *,
+    image_size: int | tuple[int, int] = 224,
+    epochs: int = 1,
+    start: int = 0,
+    seed: int = 0,
+    augment: Mapping[str, Any] | AugmentConfig | None = None,
+    mean: tuple[float, ...] = IMAGENET_MEAN,
+    std: tuple[float, ...] = IMAGENET_STD,
+    interpolation: str = "bicubic",
+    rank: int | None = None,
+    world_size: int | None = None,
+    num_workers: int = 0,
+    device: torch.device | str = "cpu",
+) -> TrainLoader:
+    """Create a loader of the batches of a training on `split`.
+
+    Args:
+        split: what `vit.open_split` returns.
+        global_batch_size: images of all ranks in one step.
+        image_size: pixels of the model's inputs, one number or (height, width).
+        epochs: passes over the split; an epoch has `split.num_samples // global_batch_size` steps.
+        start: step to begin with, to resume: nothing else has to be saved for the data.
+        seed: of the order and of all random draws.
+        augment: settings of the section `augment` of a config, as `{"mixup_alpha": 0.2}`; without
+            them images are cropped at random and flipped.
+        mean, std: of each channel, for images scaled to [0, 1]; one value each reads grey images.
+        interpolation: `bicubic` or `bilinear`, antialiased.
+        rank, world_size: of this process; by default those of `torch.distributed` if it is
+            initialised, else 0 of 1.
+        num_workers: processes of this rank that decode; 0: this process.
+        device: gets the batches; on a GPU they are copied while the step before computes.
+
+    Raises:
+        ValueError: settings that do not fit together, or ranks that do not divide the batch.
+        ShardError: an image that cannot be read or decoded, when its batch is due.
+    """
+    device = torch.device(device)
+    recipe = augment if isinstance(augment, AugmentConfig) else AugmentConfig(**(augment or {}))
+    if rank is None or world_size is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    order = make_order(split.num_samples, global_batch_size, seed)
+    unit = world_size * row_unit(recipe, order)
+    if global_batch_size % unit:
+        raise ValueError(
+            f"global_batch_size={global_batch_size} is not a multiple of {unit}, the number of"
+            f" ranks times that of the images that mix with each other: choose"
+            f" {max(global_batch_size // unit, 1) * unit}"
+        )
+    rank_batch_size = global_batch_size // world_size
+    batches = TrainBatches(
+        split,
+        order,
+        recipe,
+        ImageFormat(height_width(image_size), len(mean), interpolation),
+        rows=range(rank * rank_batch_size, (rank + 1) * rank_batch_size),
+        num_batches=epochs * order.steps_per_epoch,
+    )
+    on_device = Augment(recipe, split.num_classes, mean, std, device)
+    loader = Loader(
+        batches,
+        start,
+        epochs * order.steps_per_epoch,
+        num_workers=num_workers,
+        device=device,
+        on_device=on_device.change_batch,
+    )
+    return TrainLoader(loader, on_device, order.steps_per_epoch)
