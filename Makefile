@@ -69,6 +69,7 @@ docs: $(DOCS_INSTALLED)
 	rm -rf build/pages build/site
 	mkdir -p build/pages
 	tar cf - --exclude=mkdocs.yml $(PAGES) | tar xf - -C build/pages
+	$(BIN)/python docs/reference.py build/pages/docs/reference
 	cp docs/mkdocs.yml build/mkdocs.yml
 	$(BIN)/zensical build --clean --strict --config-file build/mkdocs.yml
 	$(BIN)/python tests/project/check_site.py build/site

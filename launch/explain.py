@@ -1,0 +1,92 @@
+"""Explain settings: what one does, its type, its default, and the recipes that set it.
+
+    python launch/explain.py optim.lr
+    python launch/explain.py optim              # all settings of a section
+    python launch/explain.py layer_decay ema    # every key that contains one of the words
+
+Exit status: 0; 2 for a word that no key contains.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections import defaultdict
+from collections.abc import Sequence
+
+import check_versions  # noqa: F401
+
+from vit.config.hints import nearest
+from vit.config.reference import Setting, as_yaml, recipes, settings
+from vit.system.command_line import Parser
+
+MOST_VALUES = 6
+"""Values of recipes that are listed, the most frequent first."""
+
+
+def main() -> None:
+    """Run the command line above. Raises ValueError for words that no key contains."""
+    parser = Parser("python launch/explain.py", __doc__)
+    parser.add_argument("keys", nargs="+", metavar="KEY", help="a setting, a section or a word")
+    unknown = []
+    for word in parser.parse_args().keys:
+        chosen = matching(word)
+        for setting in chosen:
+            print(explain(setting, is_alone=len(chosen) == 1))
+        if not chosen:
+            unknown.append(f"no setting contains {word!r}{nearest(word, list(settings()))}")
+    if unknown:
+        raise ValueError("\n".join(unknown))
+
+
+def matching(word: str) -> list[Setting]:
+    """Return the setting of this name, else those of this section, else those that contain it."""
+    every = settings()
+    if word in every:
+        return [every[word]]
+    in_section = [each for key, each in every.items() if key.startswith(f"{word}.")]
+    return in_section or [each for key, each in every.items() if word in key]
+
+
+def explain(setting: Setting, is_alone: bool) -> str:
+    """Return the lines about a setting; with its recipes if it `is_alone`."""
+    lines = [
+        f"{setting.key}: {setting.type}; default {setting.default}",
+        *textwrap.wrap(setting.sentence, 88, initial_indent="    ", subsequent_indent="    "),
+    ]
+    if setting.only_with:
+        lines.append(f"    Only with {' or '.join(setting.only_with)}.")
+    if is_alone:
+        if setting.may_change:
+            lines.append("    A resumed run may have another value.")
+        else:
+            lines.append(
+                f"    A resumed run keeps its value, unless --allow-change {setting.key} is given."
+            )
+        lines += recipe_lines(setting.key)
+    return "\n".join(lines)
+
+
+def recipe_lines(key: str) -> Sequence[str]:
+    """Return the values that recipes give to `key`, each with the recipes that have it."""
+    names_of: defaultdict[str, list[str]] = defaultdict(list)
+    for name, values in recipes().items():
+        if key in values:
+            names_of[as_yaml(values[key])].append(name)
+    most_frequent = sorted(names_of.items(), key=lambda item: -len(item[1]))[:MOST_VALUES]
+    if not most_frequent:
+        return ["    No recipe sets it."]
+    total = sum(len(names) for names in names_of.values())
+    lines = [f"    {total} of {len(recipes())} recipes set it:"]
+    for value, names in most_frequent:
+        text = textwrap.shorten(", ".join(names), 70, placeholder=" ...")
+        lines.append(f"      {value}  {text}")
+    return lines
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ValueError as error:  # not by `run_command`: torch takes seconds to import
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

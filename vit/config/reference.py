@@ -1,0 +1,126 @@
+"""Describe every setting: its type, default, sentence, and the recipes that set it.
+
+classes of the sections -> `settings()` -> launch/explain.py, one setting in a terminal
+                                        -> docs/reference.py, the page of all settings
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import yaml
+
+from vit.config.base import MAY_CHANGE, OnlyWith
+from vit.config.hints import sections, union_tags
+from vit.config.io import recipe_name, recipes_folder
+
+BOUNDS = {
+    "exclusiveMinimum": "above",
+    "minimum": "from",
+    "maximum": "to",
+    "exclusiveMaximum": "below",
+}
+"""Keys of JSON Schema, in the order in which they are printed."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a run."""
+
+    key: str
+    """`section.name`, as files and command lines have it."""
+    type: str
+    """The values that it takes, in words."""
+    default: str
+    """As YAML has it; optimizers may have different ones."""
+    sentence: str
+    """What it does."""
+    may_change: bool
+    """Whether a resumed run may have another value without `--allow-change`."""
+    only_with: tuple[str, ...]
+    """Conditions of which one must hold, else the setting is refused."""
+
+
+@cache
+def settings() -> dict[str, Setting]:
+    """Return all settings by key, in the order of the sections."""
+    every: dict[str, Setting] = {}
+    for section, classes in sections().items():
+        for cls in classes:
+            schema = cls.model_json_schema()
+            for name, field in cls.model_fields.items():
+                key = f"{section}.{name}"
+                content = schema["properties"][name]
+                if "const" in content:  # `optim.name`, which chooses the class
+                    content = {"enum": union_tags(section), "default": union_tags(section)[0]}
+                conditions = [each for each in field.metadata if isinstance(each, OnlyWith)]
+                described = Setting(
+                    key,
+                    type_in_words(content, schema.get("$defs", {})),
+                    as_yaml(content.get("default", "none, it must be given")),
+                    " ".join((field.description or "").split()),
+                    MAY_CHANGE in field.metadata,
+                    tuple(itertools.chain(*(each.conditions for each in conditions))),
+                )
+                first = every.setdefault(key, described)
+                if described.default != first.default.partition(" (")[0]:
+                    optimizer = schema["properties"]["name"]["const"]
+                    default = f"{first.default} ({optimizer}: {described.default})"
+                    every[key] = replace(first, default=default)
+    return every
+
+
+def as_yaml(value: Any) -> str:
+    """Return `value` as a config file has it."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def type_in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Return the values that a JSON Schema allows, such as `number above 0, or null`."""
+    if "$ref" in schema:
+        fields = definitions[schema["$ref"].rpartition("/")[2]]["properties"]
+        return f"{{{', '.join(fields)}}}"
+    for union in ("anyOf", "oneOf"):
+        if union in schema:
+            members = [type_in_words(member, definitions) for member in schema[union]]
+            return ", or ".join(dict.fromkeys(members))
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return " | ".join(as_yaml(value) for value in values)
+    if schema.get("type") == "array":
+        if "prefixItems" in schema:
+            return (
+                f"[{', '.join(type_in_words(each, definitions) for each in schema['prefixItems'])}]"
+            )
+        return f"list of {type_in_words(schema['items'], definitions)}"
+    if schema.get("type") == "object":
+        values = schema.get("additionalProperties") or next(
+            iter(schema["patternProperties"].values())
+        )
+        return f"mapping of names to {type_in_words(values, definitions)}"
+    bounds = [f"{word} {schema[bound]:g}" for bound, word in BOUNDS.items() if bound in schema]
+    return " ".join([schema.get("type", "value"), *bounds])
+
+
+@cache
+def recipes() -> dict[str, dict[str, Any]]:
+    """Return the settings that each shipped recipe gives: name -> key -> value."""
+    given: dict[str, dict[str, Any]] = {}
+    for path in sorted(recipes_folder().rglob("*.yaml")):
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        given[str(recipe_name(path))] = {
+            f"{section}.{name}": value
+            for section, values in tree.items()
+            for name, value in values.items()
+        }
+    return given
+
+
+def num_recipes() -> Counter[str]:
+    """Return how many recipes set each key."""
+    return Counter(key for values in recipes().values() for key in values)
