@@ -257,8 +257,7 @@ def _note_differences(
             f" out: {some(sorted(outside))}"
         )
     for note in notes:
-        print(note, flush=True)
-        builder.note(note)
+        builder.report(note)
 
 
 # ---- the command ---------------------------------------------------------------------------------

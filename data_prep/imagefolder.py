@@ -28,7 +28,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
+from data_prep.command import (
+    VAL_FRACTION,
+    Parser,
+    add_arguments,
+    add_val_fraction_argument,
+    run,
+    write_or_plan,
+)
 from data_prep.errors import PrepError, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
 from data_prep.read.class_tree import FolderTree, Tree, open_archive
@@ -41,7 +48,6 @@ from data_prep.write.samples import safe_key, stable_hash
 from vit.data.decode.image_files import EXTENSIONS
 
 VAL_FOLDERS = ("val", "validation", "test")
-VAL_FRACTION = 0.1
 CLASS_ORDERS = ("text", "number")
 
 
@@ -132,7 +138,7 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
         # recorded in _info.json: other words are other bytes
-        _note(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
+        builder.report(f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored()
@@ -201,7 +207,7 @@ def _check_ignored(ignored: Ignored, asked: Asked, builder: Builder) -> None:
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
     for line in ignored.summary():
-        _note(builder, line)
+        builder.report(line)
 
 
 def _normalized(name: str) -> str:
@@ -257,12 +263,6 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
         f" {len(names):,} labels differ). Say which: --class-order number, if the names are labels"
         " (as in ImageNet-V2), or --class-order text, as torchvision's ImageFolder has it"
     )
-
-
-def _note(builder: Builder, text: str) -> None:
-    """Print a line, and record it for the card."""
-    builder.note(text)
-    print(text, flush=True)
 
 
 def _add_split(
@@ -329,15 +329,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="SOURCE",
         help="folder, zip or tar with train/ and val/, or with the classes",
     )
-    parser.add_argument(
-        "--val-fraction",
-        type=fraction,
-        metavar="F",
-        help=(
-            "fraction of each class that becomes val, if SOURCE has no val folder (default:"
-            f" {VAL_FRACTION})"
-        ),
-    )
+    add_val_fraction_argument(parser)
     parser.add_argument(
         "--class-order",
         choices=CLASS_ORDERS,

@@ -70,6 +70,11 @@ class Builder:
         """Record a line about the source, for `_info.json` and the data set's card."""
         self.notes.append(text)
 
+    def report(self, text: str) -> None:
+        """Print a line about the source, and record it."""
+        self.note(text)
+        print(text, flush=True)
+
     def add(
         self,
         split: str,

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from error_rows import WITHOUT_PRIVILEGES
 from fake_imagenet import (
@@ -380,6 +382,17 @@ def _(place: Place) -> None:
         # `import pyarrow` now fails as it does where it is not installed
         patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
+
+
+@scenario("parquet files of which two columns may be the label")
+def _(place: Place) -> None:
+    columns = {
+        "image": [jpeg(np.zeros((20, 20, 3), np.uint8))] * 4,
+        "coarse_label": [0, 0, 1, 1],
+        "fine_label": [0, 1, 2, 3],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), place.folder / "train.parquet")
+    place.prepare("parquet", place.folder / "train.parquet")
 
 
 @scenario("a parquet file that is cut off")
