@@ -19,12 +19,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from data_prep.command import (
     VAL_FRACTION,
@@ -35,9 +34,8 @@ from data_prep.command import (
     write_or_plan,
 )
 from data_prep.errors import NEXT_LINE, PrepError, some
-from data_prep.read.hub_features import Features, features_of_readme, features_of_schema
+from data_prep.read.hub_features import choose_column, recorded_features
 from data_prep.read.image_tree import Ignored, images_below
-from data_prep.read.label_column import choose_column
 from data_prep.read.parquet import (
     Columns,
     count_labels,
@@ -60,26 +58,6 @@ NO_LABEL = (None, -1)
 """Hugging Face's data sets have -1 where labels are kept secret."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """The flags about the source."""
-
-    image_column: str | None = None
-    label_column: str | None = None
-    val_fraction: float | None = None
-    """In [0, 1), of each class; only without val, by default 0.1."""
-    partial: bool = False
-    """Accept missing files, and classes without images."""
-
-
-class Described(NamedTuple):
-    """What the schema says."""
-
-    columns: Columns
-    class_names: list[str]
-    """Name of each label; empty if only the labels themselves say it."""
-
-
 # ---- files ---------------------------------------------------------------------------------------
 
 
@@ -98,30 +76,25 @@ def find_files(source: Path) -> dict[str, list[Path]]:
             f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, which `datasets`"
             " writes by Dataset.to_parquet"
         )
-    splits: dict[str, list[Path]] = {"train": [], "val": [], "test": []}
-    unclear: list[Path] = []
+    splits = defaultdict[str, list[Path]](list)
     for path in paths:
-        split = _split_of(path, source)
-        (unclear if split is None else splits[split]).append(path)
-    if len(unclear) == len(paths):
-        splits["train"], unclear = unclear, []
-    problems = []
-    if unclear:
+        splits[_split_of(path, source) or "train" * (len(paths) == 1)].append(path)
+    problems = [
+        f"files of {split} are in several folders ({some(folders)}), of several data sets: give one"
+        " of them"
+        for split, files in splits.items()
+        if len(folders := sorted({str(path.parent) for path in files})) > 1
+    ]
+    if unclear := [path.name for path in splits.pop("", [])]:
         problems.append(
-            f"no split in the name of {some([path.name for path in unclear])}: name them train-*,"
-            " validation-* or test-*, or move them away"
+            f"no split in the name of {some(unclear)}: name them train-*, validation-* or test-*,"
+            " or move them away"
         )
-    if not splits["train"]:
+    if "train" not in splits:
         problems.append("no files of train: add train-*.parquet")
-    for split, files in splits.items():
-        if len(folders := sorted({str(path.parent) for path in files})) > 1:
-            problems.append(
-                f"files of {split} are in several folders ({some(folders)}), of several data sets:"
-                " give one of them"
-            )
     if problems:
         raise PrepError(f"{source}: {NEXT_LINE.join(problems)}")
-    return {split: files for split, files in splits.items() if files}
+    return {split: splits[split] for split in ("train", "val", "test") if split in splits}
 
 
 def _split_of(path: Path, source: Path) -> str | None:
@@ -135,35 +108,29 @@ def _split_of(path: Path, source: Path) -> str | None:
 # ---- columns and classes -------------------------------------------------------------------------
 
 
-def describe(path: Path, readmes: Sequence[Path], asked: Asked) -> Described:
-    """Find the columns, and the names of classes, by the schema of a file. Raises PrepError."""
+def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str | None) -> Columns:
+    """Choose the columns by the schema of a file. image, label: their names, if the user gave them.
+
+    Raises PrepError.
+    """
     with open_parquet(path) as file:
         schema = file.schema_arrow
-    import pyarrow  # it is installed, as open_parquet has seen
-
-    features = features_of_schema(schema.metadata)
-    for readme in readmes if features == Features() else ():
-        features = features_of_readme(readme, schema.names)
-    with_bytes = [name for name in schema.names if image_fields(schema, name)]
-    images = [name for name in features.images if name in with_bytes] or with_bytes
-    image = choose_column(path, "--image-column", asked.image_column, images, schema.names)
-    types = pyarrow.types
-    values = [
-        name
-        for name in schema.names
-        if types.is_integer(kind := schema.field(name).type)
-        or types.is_string(kind)
-        or types.is_large_string(kind)
+    features = recorded_features(schema, readmes)
+    names = schema.names
+    images = features.images or [name for name in names if image_fields(schema, name)]
+    texts_or_integers = [
+        name for name in names if re.match("u?int|(large_)?string", str(schema.field(name).type))
     ]
-    labels = list(features.class_names) or values
-    label = choose_column(path, "--label-column", asked.label_column, labels, schema.names)
-    return Described(Columns(image, label), features.class_names.get(label, []))
+    labels = list(features.class_names) or texts_or_integers
+    label = choose_column(path, "--label-column", label, labels, names)
+    image = choose_column(path, "--image-column", image, images, names)
+    return Columns(image, label, tuple(features.class_names.get(label, ())))
 
 
-def _classes(described: Described, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
+def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
     """The name of each value of the column of labels, in the order of labels."""
     values = set[Any]().union(*counts.values()).difference(NO_LABEL)
-    if names := described.class_names:
+    if names := columns.class_names:
         are_names = all(isinstance(value, str) for value in values)
         return dict(zip(names if are_names else range(len(names)), names, strict=True))
     are_numbers = all(str(value).isdecimal() for value in values)
@@ -196,80 +163,84 @@ def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) ->
 # ---- the source ----------------------------------------------------------------------------------
 
 
-def source(path: Path, asked: Asked | None = None) -> Source:
+def source(
+    path: Path,
+    image: str | None = None,
+    label: str | None = None,
+    val_fraction: float | None = None,
+    allow_partial: bool = False,
+) -> Source:
     """The images of parquet files.
 
-    Raises PrepError for missing files and unclear columns; when it is listed, for labels that are
-    missing or unknown, and classes without images.
+    image, label: columns, where they are unclear. val_fraction: of each class, only without a val.
+    allow_partial: accept missing files, and classes without images. Raises PrepError for missing
+    files and unclear columns; when it is listed, for labels that are missing or unknown.
     """
-    asked = asked or Asked()
     files = find_files(path)
-    if "val" in files and asked.val_fraction is not None:
+    if "val" in files and val_fraction is not None:
         raise PrepError(
-            f"--val-fraction {asked.val_fraction} was given, but {files['val'][0]} is there; leave"
-            " one of them out"
+            f"--val-fraction {val_fraction} was given, but {files['val'][0]} is there; leave one of"
+            " them out"
         )
     first = files["train"][0]
     readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
-    readmes = [readme for readme in readmes if readme.is_file()][:1]
-    described = describe(first, readmes, asked)
+    readmes = [readme for readme in readmes if readme.is_file()]
+    columns = describe(first, readmes, image, label)
     counted = ", ".join(f"{split} {len(listed)}" for split, listed in files.items())
     print(
-        f"parquet files: {counted}; images: column {described.columns.image}; labels:"
-        f" {described.columns.label}",
+        f"parquet files: {counted}; images: column {columns.image}; labels: {columns.label}",
         flush=True,
     )
-    unset = vars(Asked())
-    options = {key: value for key, value in vars(asked).items() if value is not unset[key]}
-    inputs = [*(path for listed in files.values() for path in listed), *readmes]
-    return Source("parquet", options, partial(_fill, files, described, asked), read_range, inputs)
+    options: dict[str, Any] = {"image_column": columns.image, "label_column": columns.label}
+    options |= {"val_fraction": val_fraction, "partial": allow_partial}
+    inputs = [*(each for listed in files.values() for each in listed), *readmes]
+    fill = partial(_fill, files, columns, val_fraction, allow_partial)
+    return Source("parquet", options, fill, read_range, inputs)
 
 
 def _fill(
-    files: Mapping[str, Sequence[Path]], described: Described, asked: Asked, builder: Builder
+    files: Mapping[str, Sequence[Path]],
+    columns: Columns,
+    val_fraction: float | None,
+    allow_partial: bool,
+    builder: Builder,
 ) -> None:
     counts = {}
     for split, listed in files.items():
-        each = (count_labels(path, described.columns) for path in listed)
-        counts[split] = sum(each, Counter[Any]())
+        counts[split] = sum((count_labels(path, columns) for path in listed), Counter[Any]())
         if split != "train" and set(counts[split]) <= set(NO_LABEL):
             builder.report(f"{split}: its images have no labels, and are left out")
             del counts[split]
-    classes = _classes(described, counts)
+    classes = _classes(columns, counts)
     incomplete = [line for split in counts if (line := missing_files(split, files[split]))]
-    empty = [name for value, name in classes.items() if not counts["train"][value]]
-    if empty:
-        incomplete.append(f"train: {len(empty):,} classes without images: {some(empty)}")
+    if empty := [name for value, name in classes.items() if not counts["train"][value]]:
+        incomplete.append(f"train: classes without images: {some(empty)}")
     problems = _problems(counts, classes)
-    if incomplete and not asked.partial:
+    if incomplete and not allow_partial:
         problems += [*incomplete, "add what is missing, or take what is there: --partial"]
     if problems:
         raise PrepError(f"{files['train'][0].parent}: {NEXT_LINE.join(problems)}")
     for line in incomplete:
         builder.report(f"partial: {line}")
     builder.classes(list(classes.values()))
-    renamed = {"test": "val"} if "val" not in counts and asked.val_fraction is None else {}
     labels = {value: label for label, value in enumerate(classes)}
+    test_is_val = "val" not in counts and val_fraction is None
     for split in counts:
-        _add_split(builder, renamed.get(split, split), files[split], described.columns, labels)
+        first = 0
+        for rows in spool(files[split], builder, columns):
+            stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
+            builder.add(
+                "val" if split == "test" and test_is_val else split,
+                builder.file(rows.file),
+                [name or f"row {first + row}" for row, name in enumerate(rows.names)],
+                [labels[label] for label in rows.labels],
+                rows.offsets,
+                rows.sizes,
+                [f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
+            )
+            first += len(stems)
     if not builder.count("val").any():
-        held = VAL_FRACTION if asked.val_fraction is None else asked.val_fraction
-        builder.hold_out("train", "val", held)
-
-
-def _add_split(
-    builder: Builder, split: str, files: Sequence[Path], columns: Columns, labels: Mapping[Any, int]
-) -> None:
-    first = 0
-    for rows in spool(files, builder, columns):
-        names = [name or f"row {first + row}" for row, name in enumerate(rows.names)]
-        stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
-        keys = [f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)]
-        found = [labels[label] for label in rows.labels]
-        if names:
-            file = builder.file(rows.file)
-            builder.add(split, file, names, found, rows.offsets, rows.sizes, keys)
-        first += len(names)
+        builder.hold_out("train", "val", VAL_FRACTION if val_fraction is None else val_fraction)
 
 
 # ---- the command ---------------------------------------------------------------------------------
@@ -292,8 +263,8 @@ def main(argv: list[str] | None = None) -> int:
     add_arguments(parser)
 
     def command(args: argparse.Namespace) -> None:
-        asked = Asked(args.image_column, args.label_column, args.val_fraction, args.partial)
-        write_or_plan(source(args.source, asked), args)
+        flags = (args.image_column, args.label_column, args.val_fraction, args.partial)
+        write_or_plan(source(args.source, *flags), args)
 
     return run(command, parser.parse_args(argv))
 

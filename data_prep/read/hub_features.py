@@ -1,6 +1,6 @@
-"""What Hugging Face's data sets record of their columns: which hold images, which classes.
+"""Columns of Hugging Face's data sets: which hold images or classes, and the names of classes.
 
-The schema of each parquet file has it as JSON, or the data set's README.md as YAML.
+The schema of each parquet file records it as JSON, or the data set's README.md as YAML.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from typing import Any
 
 import yaml
 
-from data_prep.errors import readable
+from data_prep.errors import PrepError, readable
+from vit.system.spelling import did_you_mean
+
+USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "category")
 
 
 @dataclass
@@ -26,39 +29,57 @@ class Features:
     """Column of class labels -> name of each label."""
 
 
-def features_of_schema(metadata: Mapping[bytes, bytes] | None) -> Features:
-    """What `datasets` writes into the schema of a parquet file."""
+def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
+    """The features in the schema of a parquet file, else in the first README.md that has them.
+
+    Raises PrepError for a README.md that cannot be read.
+    """
+    recorded = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    kinds = recorded.get("info", {}).get("features", {})
+    for readme in readmes:
+        kinds = kinds or _kinds_in_readme(readme, schema.names)
     features = Features()
-    try:
-        recorded = json.loads((metadata or {}).get(b"huggingface", b"{}"))
-    except ValueError:
-        return features  # of another program
-    for name, kind in recorded.get("info", {}).get("features", {}).items():
-        if kind.get("_type") == "Image":
+    for name, kind in kinds.items():
+        if kind == "image" or kind.get("_type") == "Image":
             features.images.append(name)
-        elif kind.get("_type") == "ClassLabel":
-            features.class_names[name] = list(kind["names"])
+        elif names := kind.get("names") or kind.get("class_label", {}).get("names"):
+            in_order = names
+            if isinstance(names, dict):  # number, as text -> name
+                in_order = [names[number] for number in sorted(names, key=int)]
+            features.class_names[name] = [str(name) for name in in_order]
     return features
 
 
-def features_of_readme(path: Path, columns: Sequence[str]) -> Features:
-    """What `dataset_info` in the YAML of a README.md says of these columns. Raises PrepError."""
-    features = Features()
+def _kinds_in_readme(path: Path, columns: Sequence[str]) -> Mapping[str, Any]:
+    """The kind of each column, by the configuration in `dataset_info` that has these columns."""
     with readable(path, (UnicodeError, yaml.YAMLError), "its YAML cannot be read"):
-        text = path.read_text("utf-8-sig")
-        head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
-        recorded: Any = (yaml.safe_load(head[1]) or {}).get("dataset_info") if head else None
-    for info in recorded if isinstance(recorded, list) else [recorded or {}]:
-        listed = info.get("features") or []
-        if {column["name"] for column in listed} != set(columns):
-            continue  # of another configuration
-        for column in listed:
-            kind = column["dtype"]
-            if kind == "image":
-                features.images.append(column["name"])
-            elif isinstance(kind, dict) and "class_label" in kind:
-                names = kind["class_label"]["names"]
-                in_order = [names[key] for key in sorted(names, key=int)]
-                features.class_names[column["name"]] = [str(name) for name in in_order]
-        break
-    return features
+        head = re.match(r"---\n(.*?)\n---", path.read_text("utf-8-sig"), re.DOTALL)
+        infos = (yaml.safe_load(head[1]) or {}).get("dataset_info") or [] if head else []
+    for info in infos if isinstance(infos, list) else [infos]:
+        listed = {column["name"]: column["dtype"] for column in info.get("features") or []}
+        if listed.keys() == set(columns):
+            return {
+                name: kind
+                for name, kind in listed.items()
+                if kind == "image" or "class_label" in kind
+            }
+    return {}
+
+
+def choose_column(
+    place: object, flag: str, asked: str | None, candidates: Sequence[str], columns: Sequence[str]
+) -> str:
+    """The column that `flag` names, else the only candidate, or the only one with a usual name.
+
+    Raises PrepError.
+    """
+    usual = [name for name in candidates if name.lower() in USUAL_NAMES]
+    chosen = usual if len(usual) == 1 else candidates
+    if asked in columns or (asked is None and len(chosen) == 1):
+        return asked or chosen[0]
+    listed = ", ".join(columns)
+    if asked is not None:
+        hint = did_you_mean(asked, columns)
+        raise PrepError(f"{flag} {asked}: {place} has no such column{hint}; it has {listed}")
+    which = f"one of {', '.join(chosen)}" if chosen else "none that is known as it"
+    raise PrepError(f"{place}: its columns are {listed}, and {which} is meant; say which: {flag}")

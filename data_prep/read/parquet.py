@@ -31,10 +31,11 @@ BATCH_ROWS = 64
 
 
 class Columns(NamedTuple):
-    """The columns of image and label."""
+    """The columns of image and label, and the name of each label, if that is recorded."""
 
     image: str = "image"
     label: str = "label"
+    class_names: tuple[str, ...] = ()
 
 
 IMAGENET_COLUMNS = Columns()
@@ -93,7 +94,9 @@ def image_fields(schema: Any, name: str) -> set[str]:
 
 
 def _check_columns(path: Path, schema: Any, columns: Columns) -> None:
-    if not (set(columns) <= set(schema.names) and image_fields(schema, columns.image)):
+    if not (
+        {columns.image, columns.label} <= set(schema.names) and image_fields(schema, columns.image)
+    ):
         raise PrepError(
             f"{path}: its columns are {', '.join(schema.names)}; expected {columns.image}, with"
             f" bytes and path, and {columns.label}"
@@ -103,7 +106,7 @@ def _check_columns(path: Path, schema: Any, columns: Columns) -> None:
 def _place(path: Path, columns: Columns, spool: Path) -> Path:
     """Where the images of a parquet file go; files of the same name go to different places."""
     found = path.stat()
-    mark = stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns, *columns).hex()
+    mark = stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns, *columns[:2]).hex()
     return spool / f"{path.stem}-{mark}.images"
 
 

@@ -3,46 +3,22 @@ labels, each row once."""
 
 import json
 import sys
-import tarfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
 from small_shards import image_bytes
+from stored_samples import Stored, stored
 
 from data_prep import parquet
 
 NAMES = ["cat", "dog", "owl"]
 IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-
-
-class Stored(NamedTuple):
-    """One sample of a shard."""
-
-    data: bytes
-    label: int
-
-
-def stored(root: Path, split: str) -> dict[str, Stored]:
-    """The samples of a split by their keys, read by the standard library."""
-    members: dict[str, bytes] = {}
-    for path in root.glob(f"{split}-*.tar"):
-        with tarfile.open(path) as tar:
-            for member in tar:
-                assert member.name not in members
-                file = tar.extractfile(member)
-                assert file is not None
-                members[member.name] = file.read()
-    return {
-        name.removesuffix(".jpg"): Stored(data, int(members[name.replace(".jpg", ".cls")]))
-        for name, data in members.items()
-        if name.endswith(".jpg")
-    }
 
 
 def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n % 3) -> list[dict]:
@@ -199,7 +175,7 @@ def test_missing_files_and_empty_classes_need_partial(tmp_path, capsys):
     folder = by_datasets(tmp_path / "hub", rows(12, label=lambda n: n % 2), test=rows(2, 50))
     (folder / "data" / "train-00001-of-00003.parquet").unlink()
     assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    lines = ("1 of 3 parquet files of train are missing", "train: 1 classes without images: owl")
+    lines = ("1 of 3 parquet files of train are missing", "train: classes without images: owl")
     error = capsys.readouterr().err
     assert error.endswith(
         f"{lines[0]}\n  {lines[1]}\n  add what is missing, or take what is there: --partial\n"
@@ -256,7 +232,7 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "classes of val": (
         {"train": rows(6), "val": rows(6, label=lambda n: n)},
         (),
-        "train: 3 classes without images: 3, 4, 5",
+        "train: classes without images: 3, 4, 5",
     ),
     "a fraction beside val": (
         {"train": rows(6), "val": rows(6)},
