@@ -457,6 +457,14 @@ def _(place: Place) -> None:
     place.prepare("imagefolder", images(place), "--sha256", "0" * 64)
 
 
+@scenario("a `metadata.csv` with rows that lack a label, or name a file that is not there")
+def _(place: Place) -> None:
+    folder = images(place)
+    text = "file_name,label\ncat/1.jpg,cat\n0.jpg,\ngone.jpg,cat\n"
+    (folder / "metadata.csv").write_text(text)
+    place.prepare("imagefolder", folder)
+
+
 @scenario("an archive without images in folders")
 def _(place: Place) -> None:
     place.prepare("imagefolder", write_zip({"1.jpg": b"x"}, place.folder / "photos.zip"))

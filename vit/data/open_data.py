@@ -21,6 +21,7 @@ from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sourc
 from vit.data.split_slice import SplitSlice, parse_name
 from vit.distributed.process_group import World
 from vit.system.by_name import load
+from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
@@ -52,6 +53,11 @@ def open_split(
             is_checked,
             versions,
         )
+        if not whole.num_classes:
+            raise ShardError(
+                f"{whole.root}: its images have no labels: name data with classes, or classify"
+                f" these images: python launch/predict.py {whole.root}"
+            )
         return whole if part.start is None else SplitSlice(whole, split)
 
     def open_first() -> list[Any] | None:
