@@ -119,7 +119,9 @@ def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str 
     names = schema.names
     images = features.images or [name for name in names if image_fields(schema, name)]
     texts_or_integers = [
-        name for name in names if re.match("u?int|(large_)?string", str(schema.field(name).type))
+        name
+        for name in names
+        if re.match("u?int|(large_)?string|dictionary", str(schema.field(name).type))
     ]
     labels = list(features.class_names) or texts_or_integers
     label = choose_column(path, "--label-column", label, labels, names)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,34 +35,34 @@ def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
     Raises PrepError for a README.md that cannot be read.
     """
     recorded = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
-    kinds = recorded.get("info", {}).get("features", {})
+    kinds: dict[str, Any] = {
+        name: "image" if kind["_type"] == "Image" else {"class_label": kind}
+        for name, kind in recorded.get("info", {}).get("features", {}).items()
+        if isinstance(kind, dict) and kind.get("_type") in ("Image", "ClassLabel")
+    }
     for readme in readmes:
         kinds = kinds or _kinds_in_readme(readme, schema.names)
     features = Features()
     for name, kind in kinds.items():
-        if kind == "image" or kind.get("_type") == "Image":
+        if kind == "image":
             features.images.append(name)
-        elif names := kind.get("names") or kind.get("class_label", {}).get("names"):
-            in_order = names
-            if isinstance(names, dict):  # number, as text -> name
-                in_order = [names[number] for number in sorted(names, key=int)]
-            features.class_names[name] = [str(name) for name in in_order]
+        elif "class_label" in kind:
+            names = kind["class_label"].get("names") or []
+            if isinstance(names, dict):  # in README.md: number, as text -> name
+                names = [names[number] for number in sorted(names, key=int)]
+            features.class_names[name] = [str(name) for name in names]
     return features
 
 
-def _kinds_in_readme(path: Path, columns: Sequence[str]) -> Mapping[str, Any]:
+def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
     """The kind of each column, by the configuration in `dataset_info` that has these columns."""
     with readable(path, (UnicodeError, yaml.YAMLError), "its YAML cannot be read"):
         head = re.match(r"---\n(.*?)\n---", path.read_text("utf-8-sig"), re.DOTALL)
         infos = (yaml.safe_load(head[1]) or {}).get("dataset_info") or [] if head else []
     for info in infos if isinstance(infos, list) else [infos]:
-        listed = {column["name"]: column["dtype"] for column in info.get("features") or []}
-        if listed.keys() == set(columns):
-            return {
-                name: kind
-                for name, kind in listed.items()
-                if kind == "image" or "class_label" in kind
-            }
+        kinds = {column["name"]: column.get("dtype", "") for column in info.get("features") or []}
+        if kinds.keys() == set(columns):
+            return kinds
     return {}
 
 

@@ -146,6 +146,21 @@ def test_without_names_the_labels_are_the_names(tmp_path, values, names):
     assert_rows(tmp_path / "out", "train", listed, labels)
 
 
+def test_other_kinds_of_columns_beside_them(tmp_path):
+    """Boxes, as data sets of objects have them, and texts as pandas stores a category."""
+    listed = [{**row, "objects": [{"names": "x", "box": [1, 2]}]} for row in rows(6)]
+    whole = datasets.Dataset.from_list(listed).cast_column("image", datasets.Image())
+    whole.to_parquet(tmp_path / "train.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "train.parquet")
+    texts = pyarrow.array(["b", "a"] * 3).dictionary_encode()
+    table = table.set_column(table.schema.get_field_index("label"), "kind", texts)
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    info = prepared(tmp_path / "train.parquet", tmp_path / "out", "--val-fraction", "0")
+    assert info["class_names"] == ["a", "b"]
+    expected = [{**row, "label": "ba"[n % 2]} for n, row in enumerate(rows(6))]
+    assert_rows(tmp_path / "out", "train", expected, {"a": 0, "b": 1})
+
+
 def test_named_columns_and_bytes_without_a_path(tmp_path):
     listed = [
         {"front": row["image"]["bytes"], "back": b"x", "coarse": n % 2, "fine": row["label"]}
