@@ -30,6 +30,7 @@ COMMANDS = (
     "mnist",
     "cifar",
     "imagefolder",
+    "parquet",
     "digits",
     "index",
     "verify",

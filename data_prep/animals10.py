@@ -26,19 +26,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
-
-import numpy as np
 
 from data_prep.command import Parser, add_arguments, run, write_or_plan
 from data_prep.errors import PrepError, some
-from data_prep.read.archives import read_zip_member, walk_zip
+from data_prep.read.class_tree import Tree, open_tree
 from data_prep.read.download import download_archive
-from data_prep.read.image_tree import images_below, read, unique_keys
+from data_prep.read.image_tree import unique_keys
 from data_prep.write.catalogue import Source
 from data_prep.write.catalogue_builder import Builder
 from data_prep.write.samples import stable_hash
-from vit.data.decode.image_files import EXTENSIONS
 
 ENGLISH = {
     "cane": "dog",
@@ -74,37 +70,7 @@ FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
 
 
-class Images(NamedTuple):
-    """Images of a source: their paths, and for a zip where their bytes are."""
-
-    paths: list[str]
-    offsets: np.ndarray
-    sizes: np.ndarray
-
-
 # ---- the images ----------------------------------------------------------------------------------
-
-
-def _list(source: Path) -> Images:
-    """All visible images of a zip or a folder, sorted by path."""
-    if source.is_dir():
-        paths = sorted(images_below(source))
-        return Images(paths, np.zeros(len(paths), np.int64), np.zeros(len(paths), np.int64))
-    found = sorted(
-        member
-        for members in walk_zip(source)
-        for member in zip(*members, strict=True)
-        if _is_image(member[0])
-    )
-    paths, offsets, sizes = ([member[column] for member in found] for column in range(3))
-    return Images(paths, np.array(offsets, np.int64), np.array(sizes, np.int64))
-
-
-def _is_image(path: str) -> bool:
-    parts = PurePosixPath(path).parts
-    return path.lower().endswith(EXTENSIONS) and not any(
-        part.startswith((".", "__MACOSX")) for part in parts
-    )
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
@@ -186,37 +152,30 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
             " and 1 that sum to 1"
         )
     options = {"fractions": list(fractions), "split_seed": split_seed}
-    fill = partial(_fill, path, fractions, split_seed)
-    if path.is_dir():
-        return Source("animals10", options, fill, read)
-    return Source("animals10", options, fill, read_zip_member, [path])
+    tree = open_tree(path)
+    fill = partial(_fill, tree, fractions, split_seed)
+    return Source("animals10", options, fill, tree.read, tree.inputs)
 
 
-def _fill(source: Path, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
-    images = _list(source)
-    by_class, outside = _by_class(source, images.paths)
+def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
+    source = tree.file
+    images = sorted(tree.images(""))
+    by_class, outside = _by_class(source, images)
     builder.classes(CLASS_NAMES)
     file = builder.file(source)
     for label, name in enumerate(CLASS_NAMES):
         numbers = by_class[name]
-        folder = _class_folder(images.paths[numbers[0]])
+        folder = _class_folder(images[numbers[0]])
         assert folder is not None
         keys = unique_keys(
-            [f"{name}/{'/'.join(_below(images.paths[number], folder))}" for number in numbers]
+            [f"{name}/{'/'.join(_below(images[number], folder))}" for number in numbers]
         )
         for split, chosen in zip(SPLITS, _split(keys, fractions, split_seed), strict=False):
             rows = [numbers[place] for place in chosen]
             if rows:
-                names = [images.paths[row] for row in rows]
-                builder.add(
-                    split,
-                    file,
-                    names,
-                    label,
-                    images.offsets[rows],
-                    images.sizes[rows],
-                    [keys[place] for place in chosen],
-                )
+                names, offsets, sizes = tree.places([images[row] for row in rows])
+                chosen_keys = [keys[place] for place in chosen]
+                builder.add(split, file, names, label, offsets, sizes, chosen_keys)
     _note_differences(source, {name: len(by_class[name]) for name in CLASS_NAMES}, outside, builder)
 
 
@@ -257,8 +216,7 @@ def _note_differences(
             f" out: {some(sorted(outside))}"
         )
     for note in notes:
-        print(note, flush=True)
-        builder.note(note)
+        builder.report(note)
 
 
 # ---- the command ---------------------------------------------------------------------------------

@@ -28,6 +28,9 @@ from vit.system.files import ShardError
 from vit.system.host import num_cores
 from vit.system.meter import duration
 
+VAL_FRACTION = 0.1
+"""Of each class, where a source has no validation split."""
+
 
 class Parser(command_line.Parser):
     """The project's parser; a mistake ends the process."""
@@ -53,6 +56,19 @@ def fraction(text: str) -> float:
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
     return value
+
+
+def add_val_fraction_argument(parser: argparse.ArgumentParser) -> None:
+    """Add `--val-fraction`."""
+    parser.add_argument(
+        "--val-fraction",
+        type=fraction,
+        metavar="F",
+        help=(
+            "fraction of each class that becomes val, if SOURCE has no val of its own (default:"
+            f" {VAL_FRACTION})"
+        ),
+    )
 
 
 def add_workers_argument(parser: argparse._ActionsContainer) -> None:

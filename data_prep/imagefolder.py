@@ -6,7 +6,9 @@
 SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...`
 alone, of which each class gives a tenth to `val`. Images may be in subfolders of their class. A
 label is the position of the class among the sorted names of train's classes; a key is the path
-below the split, without extension, in safe characters. What is not taken is counted and reported
+below the split, without extension, in safe characters. A metadata.csv or metadata.jsonl in
+Hugging Face's form (file_name and a label in each row) takes the place of class folders, and
+--no-classes takes all images, without labels. What is not taken is counted and reported
 (data_prep/read/image_tree.py); images of kinds that are not read are an error if they are many, by
 --max-unreadable.
 
@@ -25,13 +27,21 @@ import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.command import Parser, add_arguments, fraction, run, write_or_plan
+from data_prep.command import (
+    VAL_FRACTION,
+    Parser,
+    add_arguments,
+    add_val_fraction_argument,
+    run,
+    write_or_plan,
+)
 from data_prep.errors import PrepError, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import FolderTree, Tree, open_archive
+from data_prep.read.class_tree import FolderTree, Tree, open_archive, open_tree
 from data_prep.read.download import add_archive_arguments, fetched
 from data_prep.read.image_tree import Ignored, unique_keys
 from data_prep.write.catalogue import Source
@@ -39,9 +49,9 @@ from data_prep.write.catalogue_builder import Builder
 from data_prep.write.plan import Settings, allowed_unreadable
 from data_prep.write.samples import safe_key, stable_hash
 from vit.data.decode.image_files import EXTENSIONS
+from vit.data.shards.members import NO_LABEL
 
 VAL_FOLDERS = ("val", "validation", "test")
-VAL_FRACTION = 0.1
 CLASS_ORDERS = ("text", "number")
 
 
@@ -56,6 +66,10 @@ class Asked:
     """In [0, 1), of each class; only without a val folder, by default 0.1."""
     class_order: str | None = None
     """One of CLASS_ORDERS; only needed for classes whose names are numbers."""
+    label_column: str | None = None
+    """Of metadata.csv, where it is unclear."""
+    no_classes: bool = False
+    """Take all images, without labels."""
     max_unreadable: float = Settings().max_unreadable
     """Fraction of all images that may be of kinds that are not read."""
 
@@ -71,14 +85,14 @@ class Layout(NamedTuple):
 
 
 def source(path: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
-    """The images of class folders, in a folder or an archive.
+    """The images of class folders, in a folder or an archive, or of a folder without classes.
 
     Raises PrepError if it is missing, no archive, or has a val folder without train; when it is
     listed, for no images, a single class, a class without images, classes of val that train lacks,
     an unclear order of classes, and too many images that are not read.
     """
     asked = asked or Asked()
-    layout = _layout(_open(path))
+    layout = _layout(_open(path, asked))
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: is among the images of {path}; give --out another folder")
@@ -90,20 +104,23 @@ def source(path: Path, asked: Asked | None = None, out: Path | None = None) -> S
     options: dict[str, Any] = {}
     val_fraction = 0.0
     if val is None:
-        val_fraction = VAL_FRACTION if asked.val_fraction is None else asked.val_fraction
+        default = 0.0 if asked.no_classes else VAL_FRACTION
+        val_fraction = default if asked.val_fraction is None else asked.val_fraction
         options["val_fraction"] = val_fraction
     if asked.class_order == "number":  # not recorded for text, the order of earlier data sets
         options["class_order"] = "number"
-    fill = partial(_fill, layout, val_fraction, asked)
+    if asked.no_classes:
+        options["label"] = NO_LABEL
+    fill = partial(_fill_unlabelled if asked.no_classes else _fill, layout, val_fraction, asked)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _open(path: Path) -> Tree:
+def _open(path: Path, asked: Asked) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
             print(f"{path}: inflated, as nothing can be read in the middle of a compressed tar")
-        tree = open_archive(path)
+        tree = open_tree(path) if asked.no_classes else open_archive(path)
         print(f"{path}: read in place, without unpacking; images of {tree}", flush=True)
         return tree
     if not path.is_dir():
@@ -111,7 +128,7 @@ def _open(path: Path) -> Tree:
             f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
             " with one subfolder of images for each class, or a zip or tar of one"
         )
-    return FolderTree(path)
+    return FolderTree(path) if asked.no_classes else open_tree(path, asked.label_column)
 
 
 def _layout(root: Tree) -> Layout:
@@ -132,7 +149,7 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
         # recorded in _info.json: other words are other bytes
-        _note(builder, f"folders beside {train} that are not used: {', '.join(unused)}")
+        builder.report(f"folders beside {train} that are not used: {', '.join(unused)}")
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored()
@@ -150,7 +167,7 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
         if ignored.stray and train is root:
             raise PrepError(
                 f"{train}: {len(ignored.stray):,} images lie in this folder itself: name its"
-                f" parent, {train.file.resolve().parent}; expected <class>/<image>"
+                f" parent, {train.file.resolve().parent}; expected <class>/<image>, or --no-classes"
             )
         raise PrepError(
             f"{train}: no images ({', '.join(EXTENSIONS)}) in its {len(names)} subfolders{also};"
@@ -167,6 +184,18 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
         )
     if val is not None:
         _fill_val(val, labels, ignored, builder)
+    _check_ignored(ignored, asked, builder)
+
+
+def _fill_unlabelled(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -> None:
+    """Add all images below the folders, as those of a class without a name and a number."""
+    ignored = Ignored()
+    for split, tree in (("train", layout.train), ("val", layout.val)):
+        if tree is not None:
+            _add_split(builder, split, tree, {"": -1}, val_fraction, ignored)
+            if not builder.count(split).any():
+                also = f" ({ignored.images_summary()})" if ignored.images else ""
+                raise PrepError(f"{tree}: no images ({', '.join(EXTENSIONS)}) below it{also}")
     _check_ignored(ignored, asked, builder)
 
 
@@ -201,7 +230,7 @@ def _check_ignored(ignored: Ignored, asked: Asked, builder: Builder) -> None:
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
     for line in ignored.summary():
-        _note(builder, line)
+        builder.report(line)
 
 
 def _normalized(name: str) -> str:
@@ -259,12 +288,6 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     )
 
 
-def _note(builder: Builder, text: str) -> None:
-    """Print a line, and record it for the card."""
-    builder.note(text)
-    print(text, flush=True)
-
-
 def _add_split(
     builder: Builder,
     split: str,
@@ -275,22 +298,23 @@ def _add_split(
 ) -> None:
     """Add the images of these classes to `split`, a fraction of each class to val."""
     file = builder.file(tree.file)
-    tree.count_stray(ignored)
+    if "" not in labels:
+        tree.count_stray(ignored)
     for classes in _classes_with_common_keys(labels):
-        paths = [f"{name}/{path}" for name in classes for path in tree.images(name, ignored)]
+        of_class = {
+            name: [f"{name}/{path}".lstrip("/") for path in tree.images(name, ignored)]
+            for name in classes
+        }
+        paths = list(chain(*of_class.values()))
         keys = dict(zip(paths, unique_keys(paths), strict=True))
-        for name in classes:
-            of_class = {path: keys[path] for path in paths if path.startswith(f"{name}/")}
-            held = held_out(list(of_class.values()), val_fraction)
+        for name, inside in of_class.items():
+            held = held_out([keys[path] for path in inside], val_fraction)
             for into, held_there in ((split, False), ("val", True)):
-                chosen = {
-                    path: key for path, key in of_class.items() if (key in held) == held_there
-                }
+                chosen = [path for path in inside if (keys[path] in held) == held_there]
                 if chosen:
-                    names, offsets, sizes = tree.places(list(chosen))
-                    builder.add(
-                        into, file, names, labels[name], offsets, sizes, list(chosen.values())
-                    )
+                    names, offsets, sizes = tree.places(chosen)
+                    chosen_keys = [keys[path] for path in chosen]
+                    builder.add(into, file, names, labels[name], offsets, sizes, chosen_keys)
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
@@ -329,15 +353,7 @@ def main(argv: list[str] | None = None) -> int:
         metavar="SOURCE",
         help="folder, zip or tar with train/ and val/, or with the classes",
     )
-    parser.add_argument(
-        "--val-fraction",
-        type=fraction,
-        metavar="F",
-        help=(
-            "fraction of each class that becomes val, if SOURCE has no val folder (default:"
-            f" {VAL_FRACTION})"
-        ),
-    )
+    add_val_fraction_argument(parser)
     parser.add_argument(
         "--class-order",
         choices=CLASS_ORDERS,
@@ -346,11 +362,27 @@ def main(argv: list[str] | None = None) -> int:
             " (number)"
         ),
     )
+    parser.add_argument(
+        "--label-column",
+        metavar="NAME",
+        help="of metadata.csv: where classes are, if it is unclear",
+    )
+    parser.add_argument(
+        "--no-classes",
+        action="store_true",
+        help="take all images in SOURCE, without labels: for prediction, not for training",
+    )
     add_archive_arguments(parser)
     add_arguments(parser, apply_exif=True)
 
     def command(args: argparse.Namespace) -> None:
-        asked = Asked(args.val_fraction, args.class_order, args.max_unreadable)
+        asked = Asked(
+            val_fraction=args.val_fraction,
+            class_order=args.class_order,
+            label_column=args.label_column,
+            no_classes=args.no_classes,
+            max_unreadable=args.max_unreadable,
+        )
         write_or_plan(source(fetched(args), asked, Path(args.out).resolve()), args)
 
     return run(command, parser.parse_args(argv))

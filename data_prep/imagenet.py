@@ -247,8 +247,7 @@ def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
             f" weights, which know {NUM_CLASSES:,}"
         )
     for line in partial_only:
-        print(f"partial: {line}", flush=True)
-        builder.note(f"partial: {line}")
+        builder.report(f"partial: {line}")
 
 
 # ---- reading -------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ and an error if they are many, by --max-unreadable.
 
 A sample is a run of members with the same name up to the first dot, as in webdataset; its image is
 the member jpg, jpeg, png or webp, its label the integer in the member cls. --image and --label name
-other members, or a field of a JSON member; --keys-with-dots takes names up to their last dot. These
-flags are recorded in `_info.json` and the sidecars, and an index that is made again uses them.
+other members, or a field of a JSON member; `--label none` takes samples without labels.
+--keys-with-dots takes names up to their last dot. These flags are recorded in `_info.json` and the
+sidecars, and an index that is made again uses them.
 
 Shards at a URL are fetched one at a time into the folder for temporary files (TMPDIR) and removed
 again. ROOT is any folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds),
@@ -146,7 +147,10 @@ def index(
     _print_notes(output, splits, invalid, found, num_classes)
     is_local = output is source and output.local
     check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
-    print(f"train on it with {_settings(output, list(splits))}{check if is_local else ''}")
+    use = f"train on it with {_settings(output, list(splits))}"
+    if not num_classes:
+        use = f"classify its images with: python launch/predict.py {quote(str(output))}"
+    print(f"{use}{check if is_local else ''}")
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
@@ -267,7 +271,10 @@ def main(argv: list[str] | None = None) -> int:
     members.add_argument(
         "--label",
         metavar="SUFFIX",
-        help="the label's: a text member, as label.cls, or a JSON field, as json:label",
+        help=(
+            "the label's: a text member, as label.cls, or a JSON field, as json:label; none: there"
+            " are no labels"
+        ),
     )
     members.add_argument(
         "--keys-with-dots",

@@ -263,7 +263,7 @@ def check_labels(data: DataSet) -> Iterator[Found]:
             "_info.json",
             f"num_classes is {info['num_classes']}, class_names are {len(data.class_names)}",
         )
-    if data.num_classes is None:
+    if not data.num_classes:  # unknown, or there are no labels
         return
     for part in data.parts:
         labels = part.labels()

@@ -7,19 +7,26 @@ gives places for the catalogue, and the function that reads what lies there.
 
 from __future__ import annotations
 
+import csv
+import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from data_prep.errors import PrepError
+from data_prep.errors import PrepError, readable, some
 from data_prep.read import image_tree
 from data_prep.read.archives import walk_archive
+from data_prep.read.hub_features import USUAL_NAMES, choose_column
 from data_prep.read.image_tree import Ignored, images_below, listed
 from data_prep.write.samples import Sample
 from vit.data.decode.image_files import EXTENSIONS
+
+METADATA = ("metadata.csv", "metadata.jsonl")
+FILE_NAME = "file_name"
+"""Their column of paths, relative to the folder they are in."""
 
 
 class Places(NamedTuple):
@@ -65,8 +72,9 @@ class Tree(Protocol):
 class FolderTree:
     """A folder of the disk."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
+        self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
         self.inputs: Sequence[Path] | None = None
@@ -75,7 +83,7 @@ class FolderTree:
         return str(self.file)
 
     def below(self, name: str) -> FolderTree:
-        return FolderTree(self.file / name)
+        return open_folder(self.file / name, self.label_column)
 
     def is_there(self) -> bool:
         return self.file.is_dir()
@@ -93,6 +101,86 @@ class FolderTree:
         # files are read completely: no offset, and no need to ask for the size
         nothing = np.zeros(len(paths), np.int64)
         return Places(list(paths), nothing, nothing)
+
+
+class TableTree(FolderTree):
+    """A folder in which a table gives the class of each image, in place of class folders."""
+
+    def __init__(self, path: Path, label_column: str | None, by_class: dict[str, list[str]]):
+        super().__init__(path, label_column)
+        self._by_class = by_class
+        self._paths = {f"{name}/{path}": path for name, paths in by_class.items() for path in paths}
+
+    def below(self, name: str) -> FolderTree:
+        start = f"{name}/"
+        inside = {
+            label: below
+            for label, paths in self._by_class.items()
+            if (below := [path.removeprefix(start) for path in paths if path.startswith(start)])
+        }
+        if inside:
+            return TableTree(self.file / name, self.label_column, inside)
+        return super().below(name)
+
+    def folders(self) -> list[str]:
+        return sorted(self._by_class)
+
+    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+        for path in self._by_class[folder]:
+            if image_tree.is_image(path):
+                yield path
+            elif ignored is not None:
+                ignored.count(path)
+
+    def count_stray(self, ignored: Ignored) -> None:
+        of_a_class = set(self._paths.values())
+        stray = (path for path in images_below(self.file) if path not in of_a_class)
+        ignored.stray += [f"{self.file}/{path}" for path in stray]
+
+    def places(self, paths: Sequence[str]) -> Places:
+        return super().places([self._paths[path] for path in paths])
+
+
+def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
+    """A folder, with the classes of Hugging Face's metadata.csv or metadata.jsonl if it has one.
+
+    Beside class folders only a column with a usual name is taken for the classes. Raises PrepError
+    for a table that cannot be read, is unclear, or names files that do not exist.
+    """
+    table = next((path / name for name in METADATA if (path / name).is_file()), None)
+    if table is None:
+        return FolderTree(path, label_column)
+    rows = _rows_of(table)
+    columns = list(rows[0]) if rows else []
+    labels = [name for name in columns if name.lower() in USUAL_NAMES]
+    if not labels and not listed(path)[0]:
+        labels = [name for name in columns if name != FILE_NAME]
+    if FILE_NAME not in columns or not (labels or label_column):
+        return FolderTree(path, label_column)
+    label = choose_column(table, "--label-column", label_column, labels, columns)
+    by_class: dict[str, list[str]] = {}
+    wrong = []
+    for row in rows:
+        name = os.path.normpath(row[FILE_NAME] or "")
+        value = "" if row[label] is None else str(row[label]).strip()
+        if not value or name.startswith(("..", "/")) or not (path / name).is_file():
+            wrong.append(f"{row[FILE_NAME]} ({value or 'no label'})")
+        else:
+            by_class.setdefault(value, []).append(name)
+    if wrong:
+        raise PrepError(
+            f"{table}: {len(wrong):,} of {len(rows):,} rows have no label, or name a file that is"
+            f" not in the folder: {some(wrong)}; add what is missing, or remove these rows"
+        )
+    return TableTree(path, label_column, by_class)
+
+
+def _rows_of(table: Path) -> list[dict[str, Any]]:
+    damage = (UnicodeError, csv.Error, ValueError)
+    with readable(table, damage, "not a table"), open(table, encoding="utf-8-sig") as file:
+        if table.suffix == ".csv":
+            return list(csv.DictReader(file))
+        return [json.loads(line) for line in file if line.strip()]
 
 
 class _Members:
@@ -175,6 +263,11 @@ class ArchiveTree:
         found = [self._members.at[self._inside(path)] for path in paths]
         offsets = np.array([offset for _, offset, _ in found], np.int64)
         return Places([row[0] for row in found], offsets, np.array([row[2] for row in found]))
+
+
+def open_tree(path: Path, label_column: str | None = None) -> Tree:
+    """A folder, or all that is in a zip or tar. Raises PrepError as `walk_archive` does."""
+    return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Members(path))
 
 
 def open_archive(path: Path) -> ArchiveTree:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,8 +101,10 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
     return folders, [name for name, is_folder in visible if not is_folder]
 
 
-def images_below(folder: Path, ignored: Ignored | None = None) -> Iterator[str]:
-    """Paths of the images below `folder`, relative to it.
+def images_below(
+    folder: Path, ignored: Ignored | None = None, takes: Callable[[str], bool] = is_image
+) -> Iterator[str]:
+    """Paths of the images below `folder`, or of what `takes` says, relative to it.
 
     Hidden files and folders are left out. ignored: counts all other files. Raises PrepError for a
     folder that cannot be listed, and for a link back to a folder above it.
@@ -118,7 +120,7 @@ def images_below(folder: Path, ignored: Ignored | None = None) -> Iterator[str]:
         waiting += [(f"{prefix}{name}/", above | {place}) for name in folders]
         for name in files:
             path = os.path.join(here, name)
-            if is_image(path):
+            if takes(path):
                 yield prefix + name
             elif ignored is not None:
                 ignored.count(path)

@@ -233,8 +233,8 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
     for rows in parquet.spool(files, builder):
         matches = [IMAGE.fullmatch(os.path.basename(name)) for name in rows.names]
         wnids = [(match[3] or match[2] or "") if match else "" for match in matches]
-        for name, label, wnid in zip(rows.names, rows.labels.tolist(), wnids, strict=True):
-            if not wnid or wnid_of.setdefault(label, wnid) != wnid:
+        for name, label, wnid in zip(rows.names, rows.labels, wnids, strict=True):
+            if not wnid or label is None or wnid_of.setdefault(label, wnid) != wnid:
                 raise PrepError(
                     f"{rows.parquet}: image {name!r} has label {label}; expected a name that ends"
                     " in its WordNet id"
@@ -255,12 +255,6 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
 
 
 def parquet_layout(split: str, files: Sequence[Path]) -> Layout:
-    totals = {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)", file.name))}
-    missing = max(totals, default=len(files)) - len(files)
-    lacking = (
-        f"{missing} of {max(totals)} parquet files of {split} are missing" if missing > 0 else ""
-    )
-
     def wnids(builder: Builder) -> set[str]:
         return {wnid for images in _parquet_images(files, builder) for wnid in images.wnids or ()}
 
@@ -272,5 +266,5 @@ def parquet_layout(split: str, files: Sequence[Path]) -> Layout:
         partial(_parquet_images, files),
         wnids,
         tuple(files),
-        lacking=lacking,
+        lacking=parquet.missing_files(split, files),
     )

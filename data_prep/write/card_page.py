@@ -132,7 +132,7 @@ def contact_sheet(card: Card) -> Image.Image:
     cells: list[tuple[int, int | None]] = []  # (label, row); None: an empty cell
     for number in range(num_shown):
         label = labels[number * len(labels) // num_shown]
-        rows = np.flatnonzero(card.indexes[split]["label"] == label)
+        rows = np.flatnonzero(card.labels(split) == label)
         chosen = [int(rows[place]) for place in spread(len(rows), copies, label)]
         cells += [(label, row) for row in [*chosen, *[None] * (copies - len(chosen))]]
     columns = min(COLUMNS - COLUMNS % copies, len(cells))

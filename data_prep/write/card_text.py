@@ -61,7 +61,11 @@ class Card:
     @property
     def num_classes(self) -> int:
         known = len(self.info.get("class_names") or []) or self.info.get("num_classes")
-        return known or 1 + max(int(index["label"].max()) for index in self.indexes.values())
+        return known or 1 + max(int(self.labels(split).max()) for split in self.indexes)
+
+    def labels(self, split: str) -> np.ndarray:
+        """The label of each image; 0 for all where there are none."""
+        return np.maximum(self.indexes[split]["label"], 0)
 
     @property
     def num_images(self) -> int:
@@ -69,11 +73,13 @@ class Card:
 
     def class_name(self, label: int) -> str:
         names = self.info.get("class_names") or []
+        if self.info.get("num_classes") == 0:
+            return "no label"
         return str(names[label]) if label < len(names) else f"class {label}"
 
     def images_per_class(self, split: str) -> np.ndarray:
         """(num_classes,) images of each class."""
-        return np.bincount(self.indexes[split]["label"], minlength=self.num_classes)
+        return np.bincount(self.labels(split), minlength=self.num_classes)
 
     def image(self, split: str, row: int) -> Image.Image:
         """Sample `row` of a split in RGB; safe to call from several threads."""
@@ -129,10 +135,12 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
 
 def card_text(card: Card) -> str:
     """The card in Markdown."""
+    has_labels = card.info.get("num_classes") != 0
+    classes = f"of {card.num_classes:,} classes" if has_labels else "without labels"
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
     paragraphs = [
         f"# {card.name}",
-        f"{card.num_images:,} images of {card.num_classes:,} classes: {counts}.",
+        f"{card.num_images:,} images {classes}: {counts}.",
         "![Images by class](contact_sheet.png)",
         "## Splits",
         _splits(card),

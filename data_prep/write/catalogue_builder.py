@@ -58,7 +58,7 @@ class Builder:
         return self._spool
 
     def classes(self, names: Sequence[str]) -> None:
-        """Set the name of each label."""
+        """Set the name of each label. Without classes the label of all images is -1."""
         self.class_names = list(names)
 
     def file(self, path: Path | str) -> int:
@@ -69,6 +69,11 @@ class Builder:
     def note(self, text: str) -> None:
         """Record a line about the source, for `_info.json` and the data set's card."""
         self.notes.append(text)
+
+    def report(self, text: str) -> None:
+        """Print a line about the source, and record it."""
+        self.note(text)
+        print(text, flush=True)
 
     def add(
         self,
@@ -125,17 +130,20 @@ class Builder:
 
     def _count(self, split: str, labels: np.ndarray) -> None:
         num_classes = len(self.class_names)
-        outside = labels[(labels < 0) | (labels >= num_classes)]
+        outside = labels[(labels < -(num_classes == 0)) | (labels >= num_classes)]
         if len(outside):
             raise PrepError(
                 f"split {split!r}: {len(outside)} labels are outside [0, {num_classes}), the first"
                 f" is {outside[0]}"
             )
-        self._counts[split] = self.count(split) + np.bincount(labels, minlength=num_classes)
+        self._counts[split] = self.count(split) + self._per_class(labels)
+
+    def _per_class(self, labels: np.ndarray) -> np.ndarray:
+        return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
 
     def count(self, split: str) -> np.ndarray:
-        """(num_classes,) int64: samples of each class so far."""
-        return self._counts.get(split, np.zeros(len(self.class_names), np.int64))
+        """(num_classes,) int64: samples of each class so far; (1,) without classes."""
+        return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
         """Move a fraction of each class of `split`, those with the smallest hashes, to a new split.
@@ -172,7 +180,7 @@ class Builder:
                     moved.write(chunk[chosen].tobytes())
             os.replace(self.folder / "kept", there)
         shutil.copyfile(self.folder / f"{split}.text.bin", self.folder / f"{into}.text.bin")
-        counted = np.bincount(table.rows["label"][held], minlength=len(self.class_names))
+        counted = self._per_class(table.rows["label"][held])
         self._counts[split] = self._counts[split] - counted
         self._counts[into] = counted
 

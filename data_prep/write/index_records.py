@@ -56,8 +56,11 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
             " can be read by itself: unpack them first (gunzip, bunzip2, unxz, unzstd)"
         )
     if not names:
+        folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
+        inside = f" but in its folders {some(folders)}: move or link them into it" * bool(folders)
         raise PrepError(
-            f"{root}: no .tar files; expected <split>-00000.tar or <anything>-<split>-00000.tar"
+            f"{root}: no .tar files{inside}; expected <split>-00000.tar or"
+            " <anything>-<split>-00000.tar"
         )
     found = {name: split_of(name) for name in sorted(names)}
     if split is None and (unclear := [name for name in found if found[name] is None]):

@@ -271,13 +271,13 @@ def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
 def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> ScannedSample:
     """Append the members of one sample."""
     image = stream.add(f"{sample.key}.jpg", prepared.data)
-    members = [image, stream.add(f"{sample.key}.cls", b"%d" % sample.label)]
+    members = [image]
+    described: dict[str, Any] = {"name": sample.name}
+    if sample.label >= 0:
+        members.append(stream.add(f"{sample.key}.cls", b"%d" % sample.label))
+        described["label"] = sample.label
+        described["class"] = work.catalogue.class_names[sample.label]
     if work.with_json:
-        described = {
-            "name": sample.name,
-            "label": sample.label,
-            "class": work.catalogue.class_names[sample.label],
-        }
         members.append(
             stream.add(
                 f"{sample.key}.json",

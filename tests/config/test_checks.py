@@ -223,6 +223,9 @@ def test_members_of_streamed_samples(load, problems):
     assert text != BASE
     given = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
     assert load(text, *given).config.data.stream_label == "json:meta.label"
+    assert "data.stream_label=none: expected a member, as a model learns from labels" in str(
+        problems(text, "data.stream_label=none")
+    )
     assert [line.split(": ", 1)[1] for line in problems(BASE, *given)] == [
         "data.stream_image has no effect with data.reader=index: set data.reader=webdataset, or"
         " remove data.stream_image",

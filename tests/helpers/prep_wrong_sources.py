@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from error_rows import WITHOUT_PRIVILEGES
 from fake_imagenet import (
@@ -382,6 +384,17 @@ def _(place: Place) -> None:
         place.prepare("imagenet", folder)
 
 
+@scenario("parquet files of which two columns may be the label")
+def _(place: Place) -> None:
+    columns = {
+        "image": [jpeg(np.zeros((20, 20, 3), np.uint8))] * 4,
+        "coarse_label": [0, 0, 1, 1],
+        "fine_label": [0, 1, 2, 3],
+    }
+    pyarrow.parquet.write_table(pyarrow.table(columns), place.folder / "train.parquet")
+    place.prepare("parquet", place.folder / "train.parquet")
+
+
 @scenario("a parquet file that is cut off")
 def _(place: Place) -> None:
     path = (
@@ -442,6 +455,14 @@ for row, served, flags in (
 @scenario("`--sha256` without `--download`")
 def _(place: Place) -> None:
     place.prepare("imagefolder", images(place), "--sha256", "0" * 64)
+
+
+@scenario("a `metadata.csv` with rows that lack a label, or name a file that is not there")
+def _(place: Place) -> None:
+    folder = images(place)
+    text = "file_name,label\ncat/1.jpg,cat\n0.jpg,\ngone.jpg,cat\n"
+    (folder / "metadata.csv").write_text(text)
+    place.prepare("imagefolder", folder)
 
 
 @scenario("an archive without images in folders")

@@ -213,6 +213,7 @@ def test_photos_of_a_folder_that_are_not_read_come_with_what_converts_them(tmp_p
     for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
         (tmp_path / name).touch()
     assert find_inputs([str(tmp_path)]).summary() == (
-        "3 other files left out: 1 .HEIC, 1 .NEF, 1 .txt; convert them to JPEG, with ImageMagick,"
-        " say, in their folder: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
+        "3 other files left out: 1 .HEIC, 1 .NEF, 1 .txt; pip install pillow-heif, which reads"
+        " them, or convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
+        " '*.heic' -exec magick mogrify -format jpg {} +"
     )

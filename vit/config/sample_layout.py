@@ -12,6 +12,10 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
 """Suffixes of images, if a layout names none."""
 
 
+NO_LABEL = "none"
+"""In place of a label's suffix: the samples have no labels, and the index has -1."""
+
+
 class Names(NamedTuple):
     """How a user gives a layout: the text in front of each value."""
 
@@ -46,6 +50,8 @@ def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: 
         for name, text, rule in values
         if not re.fullmatch(rule, text)
     ]
+    if names is SETTINGS and label == NO_LABEL:
+        found.append(f"{names.label}{label}: expected a member, as a model learns from labels")
     if image is not None and label in images:
         found.append(f"{names.image}{image} and {names.label}{label}: two members")
     return found

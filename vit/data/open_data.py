@@ -20,6 +20,7 @@ from vit.data.shards.split import Split
 from vit.data.sources import Sources, TrainSet, train_set_of, train_set_of_sources
 from vit.distributed.process_group import World
 from vit.system.by_name import load
+from vit.system.files import ShardError
 from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
@@ -38,7 +39,7 @@ def open_split(
     """
 
     def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
-        return data_set.open_split(
+        opened = data_set.open_split(
             resolve(root or data.root),
             split,
             data.cache_dir,
@@ -47,6 +48,12 @@ def open_split(
             is_checked,
             versions,
         )
+        if not opened.num_classes:
+            raise ShardError(
+                f"{opened.root}: its images have no labels: name data with classes, or classify"
+                f" these images: python launch/predict.py {opened.root}"
+            )
+        return opened
 
     if world is None:
         return open_it()

@@ -175,9 +175,10 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
                 raise
             inputs.places.append(Place(here, problem=f"cannot be read ({error.strerror})"))
             continue
+        has_shards = ("_info.json", False) in visible  # and a picture of what is in them
         below = [os.path.join(here, name) for name, is_folder in visible if is_folder]
         for path in (os.path.join(here, name) for name, is_folder in visible if not is_folder):
-            if is_image(path):
+            if is_image(path) and not has_shards:
                 inputs.places.append(Place(path))
             elif path.lower().endswith(".tar"):
                 _add(path, inputs, is_named=False)

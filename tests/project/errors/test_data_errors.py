@@ -17,7 +17,9 @@ from remote_shards import claim_encoding
 from safetensors import safe_open
 from safetensors.torch import save_file
 from servers import WebServer
+from small_shards import add
 
+from data_prep import imagefolder
 from vit.data.shards.data_set import open_split
 
 scenario = Scenarios()
@@ -27,6 +29,16 @@ scenario = Scenarios()
 def _(place):
     (place.folder / "photos" / "cats").mkdir(parents=True)
     place.train(f"data.root={place.folder / 'photos'}")
+
+
+@scenario("images without labels")
+def _(place):
+    for name in ("a.jpg", "b.jpg"):
+        add(place.folder / "photos" / name)
+    flags = ("--no-classes", "--workers", "1")
+    out = place.folder / "unlabelled"
+    assert imagefolder.main([f"{place.folder / 'photos'}", "--out", f"{out}", *flags]) == 0
+    place.train(f"data.root={out}", "data.val_split=train")
 
 
 @scenario("labels to evaluate with that are of other images")

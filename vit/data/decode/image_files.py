@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+from importlib.util import find_spec
 
 MAX_IMAGE_BYTES = 1 << 28
 """An encoded image of more than 256 MiB is refused: it is a bomb, or no image."""
+HEIF = (".heic", ".heif", ".hif")
+"""Suffixes of phones' photos, which the package pillow-heif reads."""
+READS_HEIF = find_spec("pillow_heif") is not None
 EXTENSIONS = (
+    *(HEIF if READS_HEIF else ()),
     *(
         ".jpg",
         ".jpeg",
@@ -30,20 +35,8 @@ EXTENSIONS = (
 )
 """Suffixes of what `vit.data.decode.images` reads."""
 NOT_READ = (
-    *(
-        ".heic",
-        ".heif",
-        ".hif",
-        ".jxl",
-        ".jpf",
-        ".jpx",
-        ".psd",
-        ".svg",
-        ".eps",
-        ".tga",
-        ".ico",
-        ".qoi",
-    ),
+    *(() if READS_HEIF else HEIF),
+    *(".jxl", ".jpf", ".jpx", ".psd", ".svg", ".eps", ".tga", ".ico", ".qoi"),
     *(
         ".exr",
         ".hdr",
@@ -72,10 +65,15 @@ HEIC_MAGIC = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 
 def how_to_convert(suffix: str) -> str:
     """Return the remedy for images with a suffix of NOT_READ."""
+    package = "pip install pillow-heif, which reads them, or " * (suffix in HEIF)
     return (
-        "convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
+        f"{package}convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
         f" '*{suffix}' -exec magick mogrify -format jpg {{}} +"
     )
+
+
+def _starts_as_image(head: bytes) -> bool:
+    return bool(READ_MAGIC.match(head) or (READS_HEIF and HEIC_MAGIC.match(head)))
 
 
 def is_image(path: str) -> bool:
@@ -85,7 +83,7 @@ def is_image(path: str) -> bool:
         return suffix in EXTENSIONS
     try:
         with open(path, "rb") as file:
-            return READ_MAGIC.match(file.read(16)) is not None
+            return _starts_as_image(file.read(16))
     except OSError:
         return False
 

@@ -32,14 +32,14 @@ from numpy.typing import NDArray
 from PIL import Image, TiffImagePlugin
 
 import vit.data.decode.native as native
-from vit.data.decode.image_files import HEIC_MAGIC, how_to_convert
+from vit.data.decode.image_files import HEIC_MAGIC, READS_HEIF, how_to_convert
 from vit.data.decode.jpeg_cut import Cut, Window, cut_window
 from vit.data.decode.jpeg_header import MAX_PIXELS, JpegHeader, read_header
 from vit.system.tar_walk import TAR_BLOCK, describe_content
 
 Pixels = NDArray[np.uint8]
 """(H, W, channels)."""
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000")
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF")
 """Formats that Pillow may try, by its names. JPEG includes MPO, a JPEG followed by others."""
 MAX_JPEG_SIDE = 65_500
 """libjpeg's limit of width and height."""
@@ -116,8 +116,12 @@ def open_image(data: bytes) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """The FORMATS that this Pillow has."""
+    """The FORMATS that this Pillow has, and HEIC where pillow-heif is installed."""
     Image.init()
+    if READS_HEIF:
+        import pillow_heif
+
+        pillow_heif.register_heif_opener()
     return tuple(name for name in FORMATS if name in Image.OPEN)
 
 
@@ -133,7 +137,7 @@ def _why_not(data: bytes, error: Exception) -> str:
     if isinstance(error, Image.UnidentifiedImageError):
         if kind := describe_content(data[:TAR_BLOCK]):
             return f"no image but {kind}"
-        if HEIC_MAGIC.match(data):
+        if HEIC_MAGIC.match(data) and not READS_HEIF:
             return f"HEIC photos are not read; {how_to_convert('.heic')}"
         return (
             f"no image; expected one of {', '.join(_formats())}, and it begins with {data[:16]!r}"

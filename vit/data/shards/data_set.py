@@ -41,7 +41,7 @@ from vit.data.shards.index_file import (
 )
 from vit.data.shards.info_file import SplitInfo, check_info, describe_split, read_info
 from vit.data.shards.local_tars import LocalTars
-from vit.data.shards.members import SampleLayout, recorded_layout
+from vit.data.shards.members import NO_LABEL, SampleLayout, recorded_layout
 from vit.data.shards.split import Split
 from vit.data.shards.split_slice import SplitSlice, parse_name
 from vit.data.shards.stores import (
@@ -131,7 +131,7 @@ def _open_whole(
     # 3. The labels.
     class_names = list(info.get("class_names") or [])
     num_classes = len(class_names) or info.get("num_classes") or 0
-    if not (is_checked and num_classes):
+    if layout.label != NO_LABEL and not (is_checked and num_classes):
         num_classes = _check_labels(index, num_classes, shown, split, described)
 
     return Split(

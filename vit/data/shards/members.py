@@ -17,7 +17,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vit.config.sample_layout import IMAGE_EXTENSIONS, Names, image_suffixes, layout_problems
+from vit.config.sample_layout import (
+    IMAGE_EXTENSIONS,
+    NO_LABEL,
+    Names,
+    image_suffixes,
+    layout_problems,
+)
 from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
@@ -51,7 +57,7 @@ class SampleLayout:
     image: suffix of the image, or several joined by `;` of which each sample has one; None: one of
         IMAGE_EXTENSIONS.
     label: suffix of a text member, or `<suffix>:<field>` of a JSON member, with dots for nested
-        fields.
+        fields, or NO_LABEL.
     keys_with_dots: a key ends at the last dot of the name instead of the first.
     class_names: for labels that are names, in the order of labels.
     """
@@ -106,7 +112,7 @@ class SampleLayout:
         Raises InvalidSample, also if the label is missing.
         """
         images = [suffix for suffix in suffixes if suffix in self.image_suffixes]
-        has_label = self.label_suffix in suffixes
+        has_label = self.label == NO_LABEL or self.label_suffix in suffixes
         is_unique = len(set(suffixes)) == len(suffixes)
         if len(images) == 1 and has_label and is_unique:
             return images[0]
@@ -145,10 +151,10 @@ class SampleLayout:
 def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
     """Return where image and label of a sample are, as `data_prep.index` has recorded it.
 
-    It records the layout in its own `_info.json`; next to another program's `_info.json`, which it
-    does not change, in the sidecar of `first_tar`.
+    It and the writers record the layout in their own `_info.json`; it does so in the sidecar of
+    `first_tar` next to another program's `_info.json`, which it does not change.
     """
-    options = info.get("options") if info.get("source") == "index" else None
+    options = info.get("options") if "source" in info else None
     if options is None and first_tar is not None and "source" not in info:
         path = first_tar.with_suffix(".json")
         try:
@@ -184,6 +190,8 @@ def remedy(members: Mapping[str, bytes], asked: SampleLayout, names: Names) -> s
     texts = {label for label, value in values.items() if isinstance(value, str) and value.strip()}
     named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
     labels = named & (known | texts) or known
+    if len(images) == len(members) == 1 and names is FLAGS:
+        return f"; if no sample has a label, try {names.label}{NO_LABEL}"
     if len(images) == len(labels) == 1:
         [image] = images
         [label] = labels

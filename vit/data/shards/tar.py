@@ -24,6 +24,7 @@ from vit.data.shards.members import (
     FLAGS,
     MAX_LABEL_BYTES,
     META,
+    NO_LABEL,
     InvalidSample,
     SampleLayout,
     remedy,
@@ -136,8 +137,10 @@ def scan_sample(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
     image = by_ext[layout.find([*(member.ext for member in members), *links])]
-    in_label = by_ext[layout.label_suffix]
-    label = layout.label_of(read(in_label.size, in_label.offset))
+    label = -1
+    if layout.label != NO_LABEL:
+        in_label = by_ext[layout.label_suffix]
+        label = layout.label_of(read(in_label.size, in_label.offset))
     if not image.size:
         raise InvalidSample(f"has an image of 0 bytes, {image.name!r}")
     width, height = _size_in_pixels(read, image)

@@ -1,0 +1,275 @@
+"""Shards from images in parquet files, as Hugging Face's hub and `datasets` write them.
+
+    python -m data_prep.parquet SOURCE --out ROOT [--val-fraction F] [--partial]
+    python -m data_prep.parquet SOURCE --out ROOT --image-column img --label-column fine_label
+
+SOURCE is a folder with `train-00000-of-00003.parquet` and the like, or such a file; splits are read
+from the names of files, or of their folders (`train/0000.parquet`). `validation`, `val` or `dev`
+becomes val. Without it `test` does, and without both each class gives a tenth of train. A split
+other than train whose images all lack their label (null, or -1) is left out.
+
+The columns of image and label, and the names of classes, are those that the schema of the files or
+`dataset_info` in README.md describes; else the image is the column of bytes, and labels are
+numbers, or texts, in their order. Keys are the number of a row in its split and the image's name.
+Images are copied once to ROOT/_spool: parquet has no random access.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from data_prep.command import (
+    VAL_FRACTION,
+    Parser,
+    add_arguments,
+    add_val_fraction_argument,
+    run,
+    write_or_plan,
+)
+from data_prep.errors import NEXT_LINE, PrepError, some
+from data_prep.read.hub_features import choose_column, recorded_features
+from data_prep.read.image_tree import Ignored, images_below
+from data_prep.read.parquet import (
+    Columns,
+    count_labels,
+    image_fields,
+    missing_files,
+    open_parquet,
+    spool,
+)
+from data_prep.write.catalogue import Source
+from data_prep.write.catalogue_builder import Builder
+from data_prep.write.samples import read_range
+
+SPLIT_WORDS = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""Words in the names of files and folders -> the split."""
+NO_LABEL = (None, -1)
+"""Hugging Face's data sets have -1 where labels are kept secret."""
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+def find_files(source: Path) -> dict[str, list[Path]]:
+    """The parquet files of each split, train first. Raises PrepError."""
+    if not source.exists():
+        raise PrepError(f"{source}: no such file or folder; expected parquet files")
+    others = Ignored()
+    paths = [source]
+    if source.is_dir():
+        found = images_below(source, others, lambda path: path.lower().endswith(".parquet"))
+        paths = sorted(source / name for name in found)
+    if not paths:
+        kinds = f" ({'; '.join(others.summary())})" if others.others or others.images else ""
+        raise PrepError(
+            f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, which `datasets`"
+            " writes by Dataset.to_parquet"
+        )
+    splits = defaultdict[str, list[Path]](list)
+    for path in paths:
+        splits[_split_of(path, source) or "train" * (len(paths) == 1)].append(path)
+    problems = [
+        f"files of {split} are in several folders ({some(folders)}), of several data sets: give one"
+        " of them"
+        for split, files in splits.items()
+        if len(folders := sorted({str(path.parent) for path in files})) > 1
+    ]
+    if unclear := [path.name for path in splits.pop("", [])]:
+        problems.append(
+            f"no split in the name of {some(unclear)}: name them train-*, validation-* or test-*,"
+            " or move them away"
+        )
+    if "train" not in splits:
+        problems.append("no files of train: add train-*.parquet")
+    if problems:
+        raise PrepError(f"{source}: {NEXT_LINE.join(problems)}")
+    return {split: splits[split] for split in ("train", "val", "test") if split in splits}
+
+
+def _split_of(path: Path, source: Path) -> str | None:
+    for part in (path.stem, *reversed(path.relative_to(source).parts[:-1])):
+        for word in re.split("[^a-z]+", part.lower()):
+            if word in SPLIT_WORDS:
+                return SPLIT_WORDS[word]
+    return None
+
+
+# ---- columns and classes -------------------------------------------------------------------------
+
+
+def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str | None) -> Columns:
+    """Choose the columns by the schema of a file. image, label: their names, if the user gave them.
+
+    Raises PrepError.
+    """
+    with open_parquet(path) as file:
+        schema = file.schema_arrow
+    features = recorded_features(schema, readmes)
+    names = schema.names
+    images = features.images or [name for name in names if image_fields(schema, name)]
+    texts_or_integers = [
+        name
+        for name in names
+        if re.match("u?int|(large_)?string|dictionary", str(schema.field(name).type))
+    ]
+    labels = list(features.class_names) or texts_or_integers
+    label = choose_column(path, "--label-column", label, labels, names)
+    image = choose_column(path, "--image-column", image, images, names)
+    return Columns(image, label, tuple(features.class_names.get(label, ())))
+
+
+def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
+    """The name of each value of the column of labels, in the order of labels."""
+    values = set[Any]().union(*counts.values()).difference(NO_LABEL)
+    if names := columns.class_names:
+        are_names = all(isinstance(value, str) for value in values)
+        return dict(zip(names if are_names else range(len(names)), names, strict=True))
+    are_numbers = all(str(value).isdecimal() for value in values)
+    return {value: str(value) for value in sorted(values, key=int if are_numbers else str)}
+
+
+def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) -> list[str]:
+    """What is wrong with the labels, a line each."""
+    problems = []
+    for split, values in counts.items():
+        if lacking := sum(values[value] for value in NO_LABEL):
+            problems.append(
+                f"{split}: {lacking:,} of {values.total():,} images have no label (null or -1):"
+                " remove these rows"
+            )
+        unknown = sorted(map(str, values.keys() - classes.keys() - set(NO_LABEL)))
+        if unknown:
+            problems.append(
+                f"{split}: labels that are none of the {len(classes):,} classes:"
+                f" {some(unknown)}: correct them"
+            )
+    if len(classes) < 2:
+        problems.append(
+            f"train: only one class ({', '.join(classes.values())}): give two at least, or another"
+            " --label-column"
+        )
+    return problems
+
+
+# ---- the source ----------------------------------------------------------------------------------
+
+
+def source(
+    path: Path,
+    image: str | None = None,
+    label: str | None = None,
+    val_fraction: float | None = None,
+    allow_partial: bool = False,
+) -> Source:
+    """The images of parquet files.
+
+    image, label: columns, where they are unclear. val_fraction: of each class, only without a val.
+    allow_partial: accept missing files, and classes without images. Raises PrepError for missing
+    files and unclear columns; when it is listed, for labels that are missing or unknown.
+    """
+    files = find_files(path)
+    if "val" in files and val_fraction is not None:
+        raise PrepError(
+            f"--val-fraction {val_fraction} was given, but {files['val'][0]} is there; leave one of"
+            " them out"
+        )
+    first = files["train"][0]
+    readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
+    readmes = [readme for readme in readmes if readme.is_file()]
+    columns = describe(first, readmes, image, label)
+    counted = ", ".join(f"{split} {len(listed)}" for split, listed in files.items())
+    print(
+        f"parquet files: {counted}; images: column {columns.image}; labels: {columns.label}",
+        flush=True,
+    )
+    options: dict[str, Any] = {"image_column": columns.image, "label_column": columns.label}
+    options |= {"val_fraction": val_fraction, "partial": allow_partial}
+    inputs = [*(each for listed in files.values() for each in listed), *readmes]
+    fill = partial(_fill, files, columns, val_fraction, allow_partial)
+    return Source("parquet", options, fill, read_range, inputs)
+
+
+def _fill(
+    files: Mapping[str, Sequence[Path]],
+    columns: Columns,
+    val_fraction: float | None,
+    allow_partial: bool,
+    builder: Builder,
+) -> None:
+    counts = {}
+    for split, listed in files.items():
+        counts[split] = sum((count_labels(path, columns) for path in listed), Counter[Any]())
+        if split != "train" and set(counts[split]) <= set(NO_LABEL):
+            builder.report(f"{split}: its images have no labels, and are left out")
+            del counts[split]
+    classes = _classes(columns, counts)
+    incomplete = [line for split in counts if (line := missing_files(split, files[split]))]
+    if empty := [name for value, name in classes.items() if not counts["train"][value]]:
+        incomplete.append(f"train: classes without images: {some(empty)}")
+    problems = _problems(counts, classes)
+    if incomplete and not allow_partial:
+        problems += [*incomplete, "add what is missing, or take what is there: --partial"]
+    if problems:
+        raise PrepError(f"{files['train'][0].parent}: {NEXT_LINE.join(problems)}")
+    for line in incomplete:
+        builder.report(f"partial: {line}")
+    builder.classes(list(classes.values()))
+    labels = {value: label for label, value in enumerate(classes)}
+    test_is_val = "val" not in counts and val_fraction is None
+    for split in counts:
+        first = 0
+        for rows in spool(files[split], builder, columns):
+            stems = [os.path.splitext(os.path.basename(name))[0] for name in rows.names]
+            builder.add(
+                "val" if split == "test" and test_is_val else split,
+                builder.file(rows.file),
+                [name or f"row {first + row}" for row, name in enumerate(rows.names)],
+                [labels[label] for label in rows.labels],
+                rows.offsets,
+                rows.sizes,
+                [f"{first + row:08d}_{stem}".rstrip("_") for row, stem in enumerate(stems)],
+            )
+            first += len(stems)
+    if not builder.count("val").any():
+        builder.hold_out("train", "val", VAL_FRACTION if val_fraction is None else val_fraction)
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    parser = Parser("python -m data_prep.parquet", __doc__)
+    parser.add_argument(
+        "source", type=Path, metavar="SOURCE", help="folder of parquet files, or one of them"
+    )
+    parser.add_argument("--image-column", metavar="NAME", help="where images are, if it is unclear")
+    parser.add_argument("--label-column", metavar="NAME", help="where labels are, if it is unclear")
+    add_val_fraction_argument(parser)
+    parser.add_argument(
+        "--partial",
+        action="store_true",
+        help="accept missing files, and classes without images; reports what is missing",
+    )
+    add_arguments(parser)
+
+    def command(args: argparse.Namespace) -> None:
+        flags = (args.image_column, args.label_column, args.val_fraction, args.partial)
+        write_or_plan(source(args.source, *flags), args)
+
+    return run(command, parser.parse_args(argv))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

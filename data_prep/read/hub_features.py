@@ -1,0 +1,85 @@
+"""Columns of Hugging Face's data sets: which hold images or classes, and the names of classes.
+
+The schema of each parquet file records it as JSON, or the data set's README.md as YAML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data_prep.errors import PrepError, readable
+from vit.system.spelling import did_you_mean
+
+USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "category")
+
+
+@dataclass
+class Features:
+    """Columns of a data set; both empty if nothing is recorded."""
+
+    images: list[str] = field(default_factory=list)
+    class_names: dict[str, list[str]] = field(default_factory=dict)
+    """Column of class labels -> name of each label."""
+
+
+def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
+    """The features in the schema of a parquet file, else in the first README.md that has them.
+
+    Raises PrepError for a README.md that cannot be read.
+    """
+    recorded = json.loads((schema.metadata or {}).get(b"huggingface", b"{}"))
+    kinds: dict[str, Any] = {
+        name: "image" if kind["_type"] == "Image" else {"class_label": kind}
+        for name, kind in recorded.get("info", {}).get("features", {}).items()
+        if isinstance(kind, dict) and kind.get("_type") in ("Image", "ClassLabel")
+    }
+    for readme in readmes:
+        kinds = kinds or _kinds_in_readme(readme, schema.names)
+    features = Features()
+    for name, kind in kinds.items():
+        if kind == "image":
+            features.images.append(name)
+        elif "class_label" in kind:
+            names = kind["class_label"].get("names") or []
+            if isinstance(names, dict):  # in README.md: number, as text -> name
+                names = [names[number] for number in sorted(names, key=int)]
+            features.class_names[name] = [str(name) for name in names]
+    return features
+
+
+def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
+    """The kind of each column, by the configuration in `dataset_info` that has these columns."""
+    with readable(path, (UnicodeError, yaml.YAMLError), "its YAML cannot be read"):
+        head = re.match(r"---\n(.*?)\n---", path.read_text("utf-8-sig"), re.DOTALL)
+        infos = (yaml.safe_load(head[1]) or {}).get("dataset_info") or [] if head else []
+    for info in infos if isinstance(infos, list) else [infos]:
+        kinds = {column["name"]: column.get("dtype", "") for column in info.get("features") or []}
+        if kinds.keys() == set(columns):
+            return kinds
+    return {}
+
+
+def choose_column(
+    place: object, flag: str, asked: str | None, candidates: Sequence[str], columns: Sequence[str]
+) -> str:
+    """The column that `flag` names, else the only candidate, or the only one with a usual name.
+
+    Raises PrepError.
+    """
+    usual = [name for name in candidates if name.lower() in USUAL_NAMES]
+    chosen = usual if len(usual) == 1 else candidates
+    if asked in columns or (asked is None and len(chosen) == 1):
+        return asked or chosen[0]
+    listed = ", ".join(columns)
+    if asked is not None:
+        hint = did_you_mean(asked, columns)
+        raise PrepError(f"{flag} {asked}: {place} has no such column{hint}; it has {listed}")
+    which = f"one of {', '.join(chosen)}" if chosen else "none that is known as it"
+    raise PrepError(f"{place}: its columns are {listed}, and {which} is meant; say which: {flag}")

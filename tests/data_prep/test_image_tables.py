@@ -1,0 +1,127 @@
+"""Image folders with metadata.csv or metadata.jsonl, as `datasets` reads them."""
+
+import csv
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+from small_shards import add, image_bytes
+from stored_samples import Stored, stored
+
+from data_prep.imagefolder import main
+
+CLASSES = {f"{n}.jpg": ("a", "a/b", "c")[n % 3] for n in range(30)}
+
+
+def write_images(folder: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(image_bytes(number))
+
+
+def write_csv(path: Path, rows: list[dict]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def rows(classes: dict[str, str], **more: str) -> list[dict]:
+    return [{"file_name": name, "label": label, **more} for name, label in classes.items()]
+
+
+def prepared(folder: Path, out: Path, *flags: str) -> dict:
+    command = [str(folder), "--out", str(out), "--workers", "1", *flags]
+    assert main([*command, "--no-apply-exif"]) == 0
+    return json.loads((out / "_info.json").read_text())
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_each_row_is_an_image_of_its_class(tmp_path, kind):
+    """`datasets` is the oracle for names and labels."""
+    folder = tmp_path / "photos"
+    classes = {f"{'old/' if n % 4 else ''}{name}": CLASSES[name] for n, name in enumerate(CLASSES)}
+    write_images(folder, list(classes))
+    listed = rows(classes, caption='a "photo", in\ntwo lines')
+    if kind == "csv":
+        write_csv(folder / "metadata.csv", listed)
+    else:
+        (folder / "metadata.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in listed))
+    info = prepared(folder, tmp_path / "out", "--val-fraction", "0.2")
+    assert info["class_names"] == ["a", "a/b", "c"]
+    found = {**stored(tmp_path / "out", "train"), **stored(tmp_path / "out", "val")}
+    theirs = datasets.load_dataset("imagefolder", data_dir=str(folder), split="train")
+    theirs = theirs.cast_column("image", datasets.Image(decode=False))
+    expected = [
+        Stored(Path(row["image"]["path"]).read_bytes(), info["class_names"].index(row["label"]))
+        for row in theirs
+    ]
+    assert sorted(found.values()) == sorted(expected)
+    assert len(expected) == 30
+
+
+@pytest.mark.parametrize("at", ["root", "splits"])
+def test_splits_with_one_table_or_two(tmp_path, at):
+    splits = {"train": dict(list(CLASSES.items())[:18]), "test": dict(list(CLASSES.items())[18:])}
+    everything = {}
+    for split, classes in splits.items():
+        write_images(tmp_path / "in" / split, list(classes))
+        everything |= {f"{split}/{name}": label for name, label in classes.items()}
+        if at == "splits":
+            write_csv(tmp_path / "in" / split / "metadata.csv", rows(classes))
+    if at == "root":
+        write_csv(tmp_path / "in" / "metadata.csv", rows(everything))
+    info = prepared(tmp_path / "in", tmp_path / "out")
+    assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
+        "train": 18,
+        "val": 12,
+    }
+
+
+def test_images_without_a_row_are_reported(tmp_path, capsys):
+    write_images(tmp_path / "in", [*CLASSES, "more/x.jpg"])
+    write_csv(tmp_path / "in" / "metadata.csv", rows(CLASSES))
+    info = prepared(tmp_path / "in", tmp_path / "out")
+    line = f"1 image beside the class folders, of no class: {tmp_path}/in/more/x.jpg; not used"
+    assert line in info["origin"]
+    assert info["listed"] == {"train": 27, "val": 3}
+
+
+def test_a_table_of_captions_beside_class_folders_is_not_one_of_classes(tmp_path):
+    for name in ("cat/1.jpg", "cat/2.jpg", "dog/1.jpg", "dog/2.jpg"):
+        add(tmp_path / "in" / name)
+    captions = [{"file_name": f"cat/{n}.jpg", "text": f"number {n}"} for n in (1, 2)]
+    write_csv(tmp_path / "in" / "metadata.csv", captions)
+    assert prepared(tmp_path / "in", tmp_path / "out")["class_names"] == ["cat", "dog"]
+
+
+def test_rows_that_cannot_be_used_are_named_together(tmp_path, capsys):
+    write_images(tmp_path / "in", ["0.jpg", "1.jpg"])
+    wrong = {"0.jpg": "", "gone.jpg": "cat", "../out.jpg": "dog"}
+    write_csv(tmp_path / "in" / "metadata.csv", rows({"1.jpg": "cat", **wrong}))
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        "metadata.csv: 3 of 4 rows have no label, or name a file that is not in the folder: 0.jpg"
+        " (no label), gone.jpg (cat), ../out.jpg (dog); add what is missing, or remove these rows"
+    ) in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_column_is_named_where_it_is_unclear(tmp_path, capsys):
+    write_images(tmp_path / "in", list(CLASSES))
+    listed = [{"file_name": name, "breed": kind, "age": "1"} for name, kind in CLASSES.items()]
+    write_csv(tmp_path / "in" / "metadata.csv", listed)
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert "one of breed, age is meant; say which: --label-column" in capsys.readouterr().err
+    info = prepared(tmp_path / "in", tmp_path / "out", "--label-column", "breed")
+    assert info["class_names"] == ["a", "a/b", "c"]
+
+
+def test_a_table_that_is_none(tmp_path, capsys):
+    write_images(tmp_path / "in", ["0.jpg"])
+    (tmp_path / "in" / "metadata.jsonl").write_text("<html>\n")
+    assert main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert "metadata.jsonl: not a table (" in capsys.readouterr().err

@@ -1,0 +1,306 @@
+"""Parquet files of images, written by `datasets` and by pyarrow: shards with the same bytes and
+labels, each row once."""
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from small_shards import image_bytes
+from stored_samples import Stored, stored
+
+from data_prep import parquet
+
+NAMES = ["cat", "dog", "owl"]
+IMAGE = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+
+
+def rows(count: int, start: int = 0, label: Callable[[int], Any] = lambda n: n % 3) -> list[dict]:
+    """Every third image has no name."""
+    return [
+        {
+            "image": {"bytes": image_bytes(start + n), "path": f"{n}.jpg" if n % 3 else None},
+            "label": label(n),
+        }
+        for n in range(count)
+    ]
+
+
+def by_datasets(folder: Path, train: list[dict], num_files: int = 3, **others: list[dict]) -> Path:
+    """As `push_to_hub` lays them out."""
+    kinds = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=NAMES)}
+    )
+    (folder / "data").mkdir(parents=True)
+    for split, listed in {"train": train, **others}.items():
+        whole = datasets.Dataset.from_list(listed, features=kinds)
+        count = num_files if split == "train" else 1
+        for part in range(count):
+            name = f"{split}-{part:05d}-of-{count:05d}.parquet"
+            whole.shard(count, part).to_parquet(folder / "data" / name)
+    return folder
+
+
+def by_pyarrow(path: Path, listed: list[dict], schema: pyarrow.Schema | None = None) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(listed, schema), path)
+    return path
+
+
+def prepared(source: Path, out: Path, *flags: str) -> dict[str, Any]:
+    assert parquet.main([str(source), "--out", str(out), "--workers", "1", *flags]) == 0
+    return json.loads((out / "_info.json").read_text())
+
+
+def assert_rows(root: Path, split: str, listed: list[dict], labels: dict[Any, int]) -> None:
+    """The shards have these rows, each once, under the number of the row."""
+    found = stored(root, split)
+    assert len(found) == len(listed)
+    by_row = {int(key.partition("_")[0]): sample for key, sample in found.items()}
+    assert [by_row[n] for n in range(len(listed))] == [
+        Stored(row["image"]["bytes"], labels[row["label"]]) for row in listed
+    ]
+
+
+def test_what_datasets_wrote_is_stored_as_it_is(tmp_path):
+    train, test = rows(20), rows(7, 100)
+    folder = by_datasets(tmp_path / "hub", train, test=test)
+    info = prepared(folder, tmp_path / "out")
+    assert info["class_names"] == NAMES
+    assert_rows(tmp_path / "out", "train", train, {0: 0, 1: 1, 2: 2})
+    assert_rows(tmp_path / "out", "val", test, {0: 0, 1: 1, 2: 2})
+    assert {"00000000", "00000001_1"} <= stored(tmp_path / "out", "train").keys()
+    assert not (tmp_path / "out" / "_spool").exists()
+
+
+def test_validation_and_test_are_two_splits(tmp_path):
+    train, val, test = rows(9), rows(4, 50), rows(5, 100)
+    folder = by_datasets(tmp_path / "hub", train, 1, validation=val, test=test)
+    assert list(prepared(folder, tmp_path / "out")["splits"]) == ["train", "val", "test"]
+    for split, listed in (("train", train), ("val", val), ("test", test)):
+        assert_rows(tmp_path / "out", split, listed, {0: 0, 1: 1, 2: 2})
+
+
+def test_train_alone_gives_a_fraction_of_each_class_to_val(tmp_path):
+    train = rows(60)
+    folder = by_datasets(tmp_path / "hub", train)
+    prepared(folder, tmp_path / "out", "--val-fraction", "0.25")
+    parts = {split: stored(tmp_path / "out", split) for split in ("train", "val")}
+    assert Counter(sample.label for sample in parts["val"].values()) == {0: 5, 1: 5, 2: 5}
+    both = parts["train"] | parts["val"]
+    assert len(parts["train"]) == 45
+    assert {int(key[:8]): sample for key, sample in both.items()} == {
+        n: Stored(row["image"]["bytes"], row["label"]) for n, row in enumerate(train)
+    }
+
+
+def test_a_test_split_whose_labels_are_secret_is_left_out(tmp_path, capsys):
+    folder = by_datasets(tmp_path / "hub", rows(30), test=rows(5, 100, label=lambda _: -1))
+    info = prepared(folder, tmp_path / "out")
+    assert {split: found["num_samples"] for split, found in info["splits"].items()} == {
+        "train": 27,
+        "val": 3,
+    }
+    line = "test: its images have no labels, and are left out"
+    assert line in capsys.readouterr().out
+    assert line in info["origin"]
+
+
+def test_class_names_of_the_readme(tmp_path):
+    """The hub's own conversion has a folder for each split, and no schema of `datasets`."""
+    listed = rows(12)
+    by_pyarrow(tmp_path / "hub" / "default" / "train" / "0000.parquet", listed)
+    by_pyarrow(tmp_path / "hub" / "default" / "test" / "0000.parquet", rows(3, 50))
+    (tmp_path / "hub" / "default" / "README.md").write_text(
+        "---\nlicense: mit\ndataset_info:\n- config_name: other\n  features:\n  - name: text\n"
+        "    dtype: string\n- config_name: default\n  features:\n"
+        "  - name: image\n    dtype: image\n"
+        "  - name: label\n    dtype:\n      class_label:\n        names:\n"
+        "          '0': no\n          '1': 'yes'\n          '2': maybe\n---\n# Data\n"
+    )
+    info = prepared(tmp_path / "hub", tmp_path / "out")
+    assert info["class_names"] == ["False", "yes", "maybe"]  # an unquoted no is YAML's false
+    assert_rows(tmp_path / "out", "train", listed, {0: 0, 1: 1, 2: 2})
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["b", "a", "c"], ["a", "b", "c"]),
+        ([7, 30, 9], ["7", "9", "30"]),
+        (["7", "30", "9"], ["7", "9", "30"]),
+    ],
+)
+def test_without_names_the_labels_are_the_names(tmp_path, values, names):
+    listed = rows(12, label=lambda n: values[n % 3])
+    path = by_pyarrow(tmp_path / "mine.parquet", listed)
+    info = prepared(path, tmp_path / "out", "--val-fraction", "0")
+    assert info["class_names"] == names
+    labels = {value: names.index(str(value)) for value in values}
+    assert_rows(tmp_path / "out", "train", listed, labels)
+
+
+def test_other_kinds_of_columns_beside_them(tmp_path):
+    """Boxes, as data sets of objects have them, and texts as pandas stores a category."""
+    listed = [{**row, "objects": [{"names": "x", "box": [1, 2]}]} for row in rows(6)]
+    whole = datasets.Dataset.from_list(listed).cast_column("image", datasets.Image())
+    whole.to_parquet(tmp_path / "train.parquet")
+    table = pyarrow.parquet.read_table(tmp_path / "train.parquet")
+    texts = pyarrow.array(["b", "a"] * 3).dictionary_encode()
+    table = table.set_column(table.schema.get_field_index("label"), "kind", texts)
+    pyarrow.parquet.write_table(table, tmp_path / "train.parquet")
+    info = prepared(tmp_path / "train.parquet", tmp_path / "out", "--val-fraction", "0")
+    assert info["class_names"] == ["a", "b"]
+    expected = [{**row, "label": "ba"[n % 2]} for n, row in enumerate(rows(6))]
+    assert_rows(tmp_path / "out", "train", expected, {"a": 0, "b": 1})
+
+
+def test_named_columns_and_bytes_without_a_path(tmp_path):
+    listed = [
+        {"front": row["image"]["bytes"], "back": b"x", "coarse": n % 2, "fine": row["label"]}
+        for n, row in enumerate(rows(12))
+    ]
+    path = by_pyarrow(tmp_path / "train.parquet", listed)
+    flags = ("--image-column", "front", "--label-column", "fine", "--val-fraction", "0")
+    info = prepared(path, tmp_path / "out", *flags)
+    assert info["options"]["label_column"] == "fine"
+    assert_rows(tmp_path / "out", "train", rows(12), {0: 0, 1: 1, 2: 2})
+
+
+def test_an_image_that_is_null_is_listed(tmp_path):
+    listed = rows(12)
+    listed[4]["image"] = None
+    listed[6]["image"]["bytes"] = None
+    schema = pyarrow.schema([("image", IMAGE), ("label", pyarrow.int64())])
+    prepared(by_pyarrow(tmp_path / "train.parquet", listed, schema), tmp_path / "out")
+    lines = (tmp_path / "out" / "quarantine.jsonl").read_text().splitlines()
+    assert sorted((line["key"], line["reason"]) for line in map(json.loads, lines)) == [
+        ("00000004", "0 bytes"),
+        ("00000006", "0 bytes"),
+    ]
+
+
+def test_missing_files_and_empty_classes_need_partial(tmp_path, capsys):
+    folder = by_datasets(tmp_path / "hub", rows(12, label=lambda n: n % 2), test=rows(2, 50))
+    (folder / "data" / "train-00001-of-00003.parquet").unlink()
+    assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    lines = ("1 of 3 parquet files of train are missing", "train: classes without images: owl")
+    error = capsys.readouterr().err
+    assert error.endswith(
+        f"{lines[0]}\n  {lines[1]}\n  add what is missing, or take what is there: --partial\n"
+    )
+    info = prepared(folder, tmp_path / "out", "--partial")
+    assert info["class_names"] == NAMES
+    assert info["origin"] == [f"partial: {line}" for line in lines]
+
+
+def _without(*columns: str) -> list[dict]:
+    return [{key: row[key] for key in row.keys() - set(columns)} for row in rows(6)]
+
+
+WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
+    "no label": (
+        {"train": _without("label")},
+        (),
+        "its columns are image, and none that is known as it is meant; say which: --label-column",
+    ),
+    "no image": ({"train": _without("image")}, (), "say which: --image-column"),
+    "two labels": (
+        {"train": [{**row, "label": 1, "class": 2} for row in rows(6)]},
+        (),
+        "one of label, class is meant; say which: --label-column",
+    ),
+    "another column": ({"train": rows(6)}, ("--label-column", "lable"), "--label-column lable: "),
+    "a column that is no image": (
+        {"train": rows(6)},
+        ("--image-column", "label"),
+        "expected label, with bytes and path, and label",
+    ),
+    "other columns in another file": (
+        {"train": rows(6), "test": _without("label")},
+        (),
+        "test.parquet: its columns are image; expected image, with bytes and path, and label",
+    ),
+    "no train": ({"test": rows(6)}, (), "no files of train: add train-*.parquet"),
+    "an unclear split": (
+        {"train": rows(6), "more": rows(3)},
+        (),
+        "no split in the name of more.parquet: name them train-*, validation-* or test-*",
+    ),
+    "two data sets": (
+        {"fine/train": rows(6), "coarse/train": rows(3)},
+        (),
+        "files of train are in several folders",
+    ),
+    "one class": ({"train": rows(6, label=lambda _: 5)}, (), "only one class (5): give two"),
+    "labels that are missing": (
+        {"train": rows(8, label=lambda n: None if n == 7 else n % 3)},
+        (),
+        "train: 1 of 8 images have no label (null or -1): remove these rows",
+    ),
+    "classes of val": (
+        {"train": rows(6), "val": rows(6, label=lambda n: n)},
+        (),
+        "train: classes without images: 3, 4, 5",
+    ),
+    "a fraction beside val": (
+        {"train": rows(6), "val": rows(6)},
+        ("--val-fraction", "0.2"),
+        "--val-fraction 0.2 was given, but ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_mistakes_leave_nothing_behind(tmp_path, name, capsys):
+    files, flags, message = WRONG[name]
+    for stem, listed in files.items():
+        by_pyarrow(tmp_path / "in" / f"{stem}.parquet", listed)
+    assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_label_that_is_no_class(tmp_path, capsys):
+    folder = by_datasets(tmp_path / "hub", rows(6), 1)
+    path = folder / "data" / "train-00000-of-00001.parquet"
+    table = pyarrow.parquet.read_table(path)
+    labels = pyarrow.array([0, 1, 2, 0, 1, 9])
+    pyarrow.parquet.write_table(table.set_column(1, table.schema.field(1), labels), path)
+    assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "labels that are none of the 3 classes: 9: correct them" in capsys.readouterr().err
+
+
+def test_what_is_there_instead_of_parquet_files_is_counted(tmp_path, capsys):
+    datasets.Dataset.from_list(rows(3)).save_to_disk(tmp_path / "in")
+    assert parquet.main([str(tmp_path / "in"), "--out", str(tmp_path / "out")]) == 2
+    assert "no .parquet files (3 other files, no images: 2 .json, 1 .arrow)" in (
+        capsys.readouterr().err
+    )
+    assert parquet.main([str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert "no such file or folder; expected parquet files" in capsys.readouterr().err
+
+
+def test_without_pyarrow_one_line_has_the_command(tmp_path, monkeypatch, capsys):
+    folder = by_datasets(tmp_path / "hub", rows(6))
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    capsys.readouterr()
+    assert parquet.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err == (
+        "error: reading parquet files needs pyarrow: pip install pyarrow\n"
+    )
+
+
+def test_a_dry_run_copies_nothing(tmp_path, capsys):
+    folder = by_datasets(tmp_path / "hub", rows(20))
+    assert parquet.main([str(folder), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    assert "train: 17 images in 8 shards" in capsys.readouterr().out
+    assert not (tmp_path / "out").exists()
