@@ -2,7 +2,8 @@
 
     import vit
 
-    trained = vit.load("runs/demo")         # a run folder, a file of weights, or a model folder
+    trained = vit.load("runs/demo")         # a run folder, a file of weights, or a model folder;
+                                            # also timm/NAME or hf-hub:OWNER/REPO, fetched
     trained.classify("photo.jpg")           # [("seven", 0.93), ("one", 0.04), ...]
 
 `vit.load` is `vit.inference.predictor.load`. Nothing is imported before it is asked for, torch
