@@ -12,13 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 import transformers
 import warm_python
 from error_rows import Row, pattern_of, rows
-from hub_server import NAME, HubServer, contents, small_repository
 from PIL import Image
 from processes import TINY, call, environment, metrics, run
+from servers import HubServer
+from timm.models import save_for_hf
 
 from vit.checkpoint.checkpoint import newest_checkpoint
 
@@ -26,6 +28,24 @@ ROWS = rows("Names of the Hugging Face hub")
 PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
+NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
+"""The repository that configs/photos.yaml starts from; here it is a small one."""
+SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+"""Its model's arguments in timm: those of `TINY`."""
+
+
+def small_repository(folder: Path) -> dict[str, bytes]:
+    """Return the files that timm's own export writes for the hub, pickled weights among them."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_small_patch16_224", num_classes=3, **SIZES).eval()
+    torch.nn.init.normal_(model.head.weight)
+    save_for_hf(model, folder, model_args=SIZES, safe_serialization="both")
+    return contents(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files in `folder` by name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 @pytest.fixture(scope="module")
