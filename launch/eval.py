@@ -204,8 +204,9 @@ def _create_parser() -> Parser:
         metavar="RUN_OR_FILE",
         help=(
             "run folder (its last weights, averaged if there are such), checkpoint folder, or"
-            " weights file, also from timm (default: the newest run); --checkpoint itself may be"
-            " omitted; of several each is compared with the first, image by image"
+            " weights file, also from timm, or a name of the Hugging Face hub, as timm/NAME"
+            " (default: the newest run); --checkpoint itself may be omitted; of several each is"
+            " compared with the first, image by image"
         ),
     )
     parser.add_argument(

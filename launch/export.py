@@ -4,6 +4,7 @@
     python launch/export.py runs/vit_b16 --to huggingface    ViTForImageClassification
     python launch/export.py runs/vit_b16/weights/best.safetensors --to onnx --out FOLDER
     python launch/export.py vit_b_16-c867db91.pth --to npz --out FOLDER
+    python launch/export.py timm/vit_small_patch16_224.augreg_in1k --to onnx --out FOLDER
 
 The folder has the weights under the program's names, its config with preprocessing and class
 names, and a model card, README.md, with the accuracy and the code that opens it. `--to timm` is
@@ -73,8 +74,9 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Orig
     starts = [line for line in lines if line["kind"] == "start"]
     evaluations = [line for line in lines if line["kind"] == "eval" and line["step"] == loaded.step]
     file = loaded.path / "model.safetensors" if loaded.path.is_dir() else loaded.path
+    name = loaded.source["repository"] if loaded.source else loaded.path.absolute().name
     return Origin(
-        name=run_dir.absolute().name if run_dir else loaded.path.absolute().name,
+        name=run_dir.absolute().name if run_dir else name,
         export_command=shown(" ".join(["python launch/export.py", *sys.argv[1:]])),
         sha256=sha256_of(file),
         step=loaded.step,
@@ -82,6 +84,7 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Orig
         start=starts[-1] if starts else None,
         evaluation=evaluations[-1] if evaluations else None,
         published=published,
+        source=loaded.source,
     )
 
 

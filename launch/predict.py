@@ -174,7 +174,10 @@ def _create_parser() -> Parser:
     parser.add_argument(
         "--checkpoint",
         metavar="RUN_OR_FILE",
-        help="run folder, checkpoint folder or file of weights (default: the newest run)",
+        help=(
+            "run folder, checkpoint folder, file of weights, or a name of the Hugging Face hub, as"
+            " timm/NAME (default: the newest run)"
+        ),
     )
     parser.add_argument("--model", metavar="NAME", help="timm's name of weights from elsewhere")
     parser.add_argument(

@@ -4,7 +4,8 @@
 
     config = vit.load_config("configs/demo.yaml", ["train.steps=100"])
     vit.fit(config)                         # what launch/train.py does
-    trained = vit.load("runs/demo")         # a run folder, a file of weights, or a model folder
+    trained = vit.load("runs/demo")         # a run, a file of weights, a model folder, or a name of
+                                            # the Hugging Face hub (timm/NAME, hf-hub:OWNER/REPO)
     trained.classify("photo.jpg")           # [("seven", 0.93), ("one", 0.04), ...]
 
 A loop of one's own needs `create_model`, `open_split`, `create_loader` and `evaluate_model`

@@ -94,8 +94,8 @@ def _build(
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
     model.to(world.device)
-    if newest is None and (sha256 := parts.load_weights(model, config, data, world)):
-        facts["init_sha256"] = sha256
+    if newest is None:
+        facts |= parts.load_weights(model, config, data, world)
 
     # 4. The training step and the evaluators.
     train_step = create_train_step(

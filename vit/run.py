@@ -186,14 +186,14 @@ class Run:
                 self.signals.restore()
 
 
-def no_weights(model: nn.Module, config: Config, data: RunData, world: World) -> str:
-    """Leave the weights of `model` as they were drawn, and return "".
+def no_weights(model: nn.Module, config: Config, data: RunData, world: World) -> dict[str, Any]:
+    """Leave the weights of `model` as they were drawn, and return no facts.
 
     Raises ValueError for a config that starts from a file, which `vit.extras.compose` reads.
     """
     if config.init.checkpoint is not None:
         raise ValueError("init.checkpoint: build the run by vit.extras.compose.build_run")
-    return ""
+    return {}
 
 
 @dataclass(frozen=True)
@@ -205,5 +205,5 @@ class Parts:
     open_place: Callable[[Config, World], Place] = open_folder
     create_objective: Callable[..., Objective] = supervised
     create_reduce: Callable[..., Reduce] = data_parallel
-    load_weights: Callable[[nn.Module, Config, RunData, World], str] = no_weights
-    """Fills a new model from a file, and returns the fingerprint of its weights."""
+    load_weights: Callable[[nn.Module, Config, RunData, World], dict[str, Any]] = no_weights
+    """Fills a new model from a file, and returns facts about its weights."""

@@ -50,6 +50,9 @@ READ_EARLY = (
     "KMP_",
     "LD_",
     "MPL",
+    "HF_ENDPOINT",
+    "HF_HOME",
+    "HF_HUB_",
 )
 NOT_EARLY = (
     "VIT_TEST_ID",

@@ -501,8 +501,8 @@ class InitConfig(Section):
     """Weights to start from."""
 
     checkpoint: str | None = None
-    """Run folder, checkpoint folder or weights file; positions are resampled to
-    `model.image_size`."""
+    """Run folder, checkpoint folder, weights file, or a name of the Hugging Face hub that is
+    fetched: `timm/NAME`, `hf-hub:OWNER/REPO`. Positions are resampled to `model.image_size`."""
     reset_head: Annotated[bool, OnlyWith("checkpoint")] = False
     """Start with a zero head in place of the checkpoint's, for other classes."""
     select_classes: Annotated[bool, OnlyWith("checkpoint")] = False

@@ -89,6 +89,7 @@ def start_record(
         shuffle=None if shuffle is None else asdict(shuffle),
         chosen=data.train_set.identity or None,
         class_weights=data.class_weights,
+        **{key: state.facts[key] for key in ("init_source",) if key in state.facts},
         **{key: value for part in notes for key, value in part.record.items()},
         **trained_on,
         **({} if peak is None else asdict(peak)),

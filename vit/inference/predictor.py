@@ -145,7 +145,8 @@ def load(
 
     Args:
         path: a run folder (its last weights, averaged if there are such), a checkpoint folder, a
-            file of weights, or a folder of Hugging Face's with `config.json`.
+            file of weights, a folder of Hugging Face's with `config.json`, or a name of its hub
+            that is fetched, as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
         name: timm's name of weights that were trained elsewhere, if path and folder do not say it.
         settings: that override those of the run, as in `{"model.image_size": 384}`: positions are
             resampled to another size; `{"train.precision": "fp32"}`.

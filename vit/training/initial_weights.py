@@ -77,24 +77,29 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def load_initial_weights(model: nn.Module, config: Config, data: RunData, world: World) -> str:
-    """Load `init.checkpoint` into `model` on all ranks, and return its fingerprint.
+def load_initial_weights(
+    model: nn.Module, config: Config, data: RunData, world: World
+) -> dict[str, Any]:
+    """Load `init.checkpoint` into `model` on all ranks, and return facts about it.
 
+    Facts: `init_sha256`, its fingerprint, and `init_source` of weights of the Hugging Face hub.
     Rank 0 reads it and prints how it fitted. Raises ValueError there if it does not fit, and
     AlreadyReported on the others.
     """
     init = config.init
 
-    def read() -> str:
+    def read() -> dict[str, Any]:
         assert init.checkpoint is not None, "the caller checks"
         loaded = read_weights(init.checkpoint)
         for line in _load(model, loaded, init, config.model, data.class_names, data.num_classes):
             print(f"{loaded.path}: {line}", file=sys.stderr)
-        return fingerprint(loaded.weights)  # of the file, not of the classes that were selected
+        # Of the file, not of the classes that were selected.
+        facts: dict[str, Any] = {"init_sha256": fingerprint(loaded.weights)}
+        return facts | ({"init_source": loaded.source} if loaded.source else {})
 
-    sha256 = world.broadcast_from_main(read)
+    facts = world.broadcast_from_main(read)
     world.broadcast_(model.state_dict().values())
-    return sha256
+    return facts
 
 
 def _load(

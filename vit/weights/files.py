@@ -1,6 +1,7 @@
 """Weights in: read anybody's file, and fit it to a model. `vit.weights.save` writes them.
 
-1. A run's folder, a checkpoint or a file leads to the file that is read      find_weights
+1. A run's folder, a checkpoint or a file leads to the file that is read; a
+   name of the Hugging Face hub is fetched first (vit/weights/hub.py)         find_weights
 2. The file is opened without running any code in it (vit/weights/formats.py),
    and its names become ours (vit/weights/layouts.py)                         read_weights
 3. Positions are resampled to the model's grid, the head is dropped on demand load_weights
@@ -39,6 +40,7 @@ from vit.run_folder import (
 from vit.system.files import WeightsError
 from vit.system.spelling import few
 from vit.weights.formats import PARTS_FILES, read_content, readable
+from vit.weights.hub import fetch, in_words, is_hub_name
 from vit.weights.layouts import family_of, layout_of, to_ours
 from vit.weights.positions import fit_posemb, fold_prefix_positions
 from vit.weights.save import HUB_FILES
@@ -182,6 +184,8 @@ class LoadedWeights:
     """The model's name that another program keeps beside its weights, or ""."""
     notes: tuple[str, ...] = ()
     """A sentence for each thing that was chosen or left away in reading."""
+    source: dict[str, str] | None = None
+    """Repository, commit and licence of weights of the Hugging Face hub (vit/weights/hub.py)."""
 
     def which(self) -> str:
         """Return "step 1,200, averaged weights" for people, or "" where no run says it."""
@@ -258,9 +262,20 @@ def _step_of(path: Path) -> int:
 def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
     """Read what `find_weights` finds: weights for use, the averaged ones if there are any.
 
+    A name of the Hugging Face hub is fetched first, unless a path has it (vit/weights/hub.py).
+
     Raises WeightsError for anything else, with what was expected, and for weights that are not
     finite.
     """
+    if not is_hub_name(path):
+        return _read_path(path)
+    copy = fetch(str(path))
+    loaded = _read_path(copy.folder)
+    notes = (f"from {in_words(copy.source)}", *loaded.notes)
+    return replace(loaded, source=copy.source, notes=notes)
+
+
+def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
     while True:
         found = find_weights(path)
         try:

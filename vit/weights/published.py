@@ -339,6 +339,8 @@ def with_published_config(
             " --model NAME if it is another model"
         )
     num_classes = head.shape[0]
+    if loaded.source is not None and known.top1 is None:
+        known = replace(known, name=loaded.source["repository"])  # not its folder in the cache
     settings = loaded.path.parent / "config.json"
     names = class_names_in(settings, num_classes) if name is None else []
     if num_classes != 1000 and known.top1 is not None:

@@ -17,6 +17,7 @@ from vit.config.schema import Config
 from vit.system.redact import shown
 from vit.training.metrics import format_top5, interval95
 from vit.training.model_summary import count_parameters
+from vit.weights.hub import in_words
 from vit.weights.programs import Subject
 
 LIBRARIES = {
@@ -54,6 +55,13 @@ class Origin:
     """The line of the evaluation at `step`."""
     published: str = ""
     """What is known about weights that were trained elsewhere."""
+    source: dict[str, str] | None = None
+    """Repository, commit and licence of exported weights of the Hugging Face hub."""
+
+    def begun_from(self) -> dict[str, str] | None:
+        """Return the same of the weights that the exported ones are, or were trained from."""
+        recorded: dict[str, str] | None = (self.start or {}).get("init_source")
+        return self.source or recorded
 
 
 def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
@@ -71,6 +79,9 @@ def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[s
         "sha256 of the file it was made of": f"`{origin.sha256}`",
         "Exported by": f"`{origin.export_command}`",
     }
+    source = origin.begun_from()
+    if source is not None:
+        rows["From" if origin.source else "Started from"] = in_words(source)
     if origin.start is not None:
         made = origin.start
         rows["Trained by"] = (
@@ -95,7 +106,7 @@ library_name: {LIBRARIES[program]}
 pipeline_tag: image-classification
 tags:
 - image-classification
----
+{_listed(origin)}---
 # {origin.name}
 
 A Vision Transformer for the classification of images.
@@ -115,6 +126,15 @@ A Vision Transformer for the classification of images.
 ```python
 {opening_code(program, subject)}```
 {recipe}"""
+
+
+def _listed(origin: Origin) -> str:
+    """Return lines of the front matter about weights of the hub; the licence is theirs alone."""
+    source = origin.begun_from()
+    if source is None:
+        return ""
+    licence = f"license: {source['licence']}\n" if origin.source and "licence" in source else ""
+    return f"base_model: {source['repository']}\n{licence}"
 
 
 def _cell(text: str) -> str:
