@@ -32,7 +32,7 @@ from vit.train import train
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "slurm" / "README.md",
     ROOT / "CONTRIBUTING.md",
 ]
@@ -330,6 +330,18 @@ def test_a_decision_has_one_heading_and_at_most_120_words():
     for decision in decisions:
         heading, _, text = decision.partition("\n## ")[0].partition("\n")
         assert len(text.split()) <= 120, heading
+
+
+def test_each_page_of_experiments_is_in_the_index_and_each_entry_has_a_date():
+    folder = ROOT / "docs" / "experiments"
+    index = (folder / "README.md").read_text()
+    pages = [page for page in folder.glob("*.md") if page.name != "README.md"]
+    assert len(pages) > 10
+    for page in pages:
+        assert f"]({page.name})" in index, page.name
+        headings = re.findall(r"^## (.*)$", page.read_text(), re.M)
+        assert headings, page.name
+        assert all(re.match(r"20\d\d-\d\d-\d\d ", heading) for heading in headings), page.name
 
 
 def test_the_map_names_every_folder():
