@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"
 SETTINGS = (
     *("model.embed_dim=64", "model.depth=3", "model.num_heads=2", "model.drop_path_rate=0.1"),
-    "model.weight_init=timm",  # another start is ten points after six epochs (docs/experiments.md)
+    "model.weight_init=timm",  # another start is ten points after six epochs (docs/experiments/)
     # At magnitude 9 timm may posterize to 0 bits, which newer Pillows refuse.
     *("augment.randaugment_layers=1", "augment.randaugment_magnitude=7"),
     *("augment.mixup_alpha=0.2", "augment.mix_group_size=64", "optim.lr=2e-3"),

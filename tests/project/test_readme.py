@@ -32,7 +32,7 @@ from vit.train import train
 ROOT = Path(__file__).parents[2]
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "slurm" / "README.md",
     ROOT / "CONTRIBUTING.md",
 ]
@@ -324,12 +324,50 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
-def test_a_decision_has_one_heading_and_at_most_120_words():
-    decisions = re.split(r"^### ", (ROOT / "docs" / "design.md").read_text(), flags=re.M)[1:]
-    assert len(decisions) > 40
-    for decision in decisions:
-        heading, _, text = decision.partition("\n## ")[0].partition("\n")
+def sections(name: str) -> dict[str, str]:
+    """Return the text below each heading of the third level in a page of docs/, by heading."""
+    parts = re.split(r"^### ", (ROOT / "docs" / name).read_text(), flags=re.M)[1:]
+    cut = [part.partition("\n## ")[0].partition("\n") for part in parts]
+    texts = {heading: text for heading, _, text in cut}
+    assert len(texts) == len(parts), "a heading appears twice"
+    return texts
+
+
+def test_the_design_page_takes_fifteen_minutes():
+    text = (ROOT / "docs" / "design.md").read_text()
+    assert len(text.splitlines()) <= 250
+    assert len(text.split()) <= 2800
+
+
+def test_a_decision_of_the_design_says_when_why_what_it_costs_and_what_would_change_it():
+    decisions = sections("design.md")
+    assert len(decisions) >= 12
+    for heading, text in decisions.items():
         assert len(text.split()) <= 120, heading
+        assert re.match(r"\s*20\d\d-\d\d-\d\d", text), heading
+        assert "in force" in text or "replaced" in text, heading
+        for mark in ("**Why:** ", "**Cost:** ", "**Would change it:** "):
+            assert text.count(mark) == 1, f"{heading}: {mark}"
+
+
+def test_a_smaller_decision_has_one_heading_and_at_most_60_words():
+    decisions = sections("decisions.md")
+    assert len(decisions) > 40
+    for heading, text in decisions.items():
+        assert 10 <= len(text.split()) <= 60, heading
+    assert len((ROOT / "docs" / "decisions.md").read_text().split()) <= 3500
+
+
+def test_each_page_of_experiments_is_in_the_index_and_each_entry_has_a_date():
+    folder = ROOT / "docs" / "experiments"
+    index = (folder / "README.md").read_text()
+    pages = [page for page in folder.glob("*.md") if page.name != "README.md"]
+    assert len(pages) > 10
+    for page in pages:
+        assert f"]({page.name})" in index, page.name
+        headings = re.findall(r"^## (.*)$", page.read_text(), re.M)
+        assert headings, page.name
+        assert all(re.match(r"20\d\d-\d\d-\d\d ", heading) for heading in headings), page.name
 
 
 def test_the_map_names_every_folder():

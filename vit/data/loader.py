@@ -11,7 +11,7 @@ comes soon. The content of a batch depends neither on their number nor on which 
     batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
 
 Processes and not threads, because threads that decode make a training step wait for the
-interpreter's lock (docs/experiments.md).
+interpreter's lock (docs/experiments/).
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from vit.system.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
 """Rows that a worker makes at a time. Order and draws cost 2 ms a part and 0.01 ms a row, decoding
-1 ms a row (docs/experiments.md)."""
+1 ms a row (docs/experiments/)."""
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
 """With the default prefetch: more would not smooth the supply further."""

@@ -32,7 +32,7 @@ from vit.training.plan import Plan
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
 """Memory of a loader worker: Python's objects, libraries' data, images; on other systems also the
-libraries, because it is not forked from training. Measured at 110 MiB (docs/experiments.md); what
+libraries, because it is not forked from training. Measured at 110 MiB (docs/experiments/); what
 workers really have is in the record (`loader_worker_mib`)."""
 OTHER_FILES = 256  # open files of a process besides shards: pipes, libraries, sockets
 NCCL_SHM_GIB = 1

@@ -104,7 +104,7 @@ def test_an_oblong_center_view_is_timms(original):
 
 
 def test_pillows_and_torchs_resize_differ_by_little():
-    """What `eval.resizer` is about, in numbers: docs/experiments.md."""
+    """What `eval.resizer` is about, in numbers: docs/experiments/."""
     for data in photographs():
         for interpolation in ("bilinear", "bicubic"):
             torchs, pillows = (

@@ -27,7 +27,7 @@ from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
 """Values of images that are changed at once. On a CPU what an operation writes is still in the
-cache when it is read: one image of 224 pixels (docs/experiments.md). On a GPU as many as its memory
+cache when it is read: one image of 224 pixels (docs/experiments/). On a GPU as many as its memory
 has room for, beside a model: 891 images."""
 
 
