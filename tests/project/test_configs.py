@@ -174,14 +174,14 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
     assert f"8 H200: {hours} h at 20 to 40 % of their peak (launch/plan.py)" in header
     assert f"about {forecast.memory.total / 2**30:.0f} GiB (launch/plan.py)" in text
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "plans.md").read_text()
     assert f"| `{path.stem}` | H200 | {forecast.memory.total / 2**30:.1f} |" in page
     assert f"| {forecast.largest_micro_batch_size} | {hours} |" in page
 
 
 def test_the_page_of_plans_has_what_every_header_says():
     """The headers are compared with the forecasts themselves."""
-    page = (ROOT / "docs" / "planning.md").read_text()
+    page = (ROOT / "docs" / "plans.md").read_text()
     stated = []
     for path in RECIPES:
         text = path.read_text()

@@ -1,4 +1,4 @@
-"""Each row of the table of faults in docs/resume.md and each promise of docs/security.md names
+"""Each row of the table of faults in docs/faults.md and each promise of docs/security.md names
 tests that exist."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FAULTS = (ROOT / "docs" / "resume.md").read_text()
+FAULTS = (ROOT / "docs" / "faults.md").read_text()
 PROMISES = (ROOT / "docs" / "security.md").read_text()
 NAMED = r"<br>`(tests/[\w/]+\.py)::(\w+)`"
 
