@@ -38,14 +38,14 @@ class HostDevices:
     """GPUs that torch can use."""
     nvidia_gpus: int
     """GPUs of the host, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
-    reason: str
+    said: str
     """torch's reason why it can use no GPU, or ""."""
     has_cuda_build: bool = True
     """Whether torch is built for GPUs."""
 
     def __str__(self) -> str:
         if not self.gpus:
-            return f"torch sees no GPU ({self.reason})"
+            return f"torch sees no GPU ({self.said})"
         return f"{self.gpus} GPU(s) for {self.ranks} rank(s)"
 
 
@@ -67,7 +67,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
         ranks=ranks,
         gpus=gpus,
         nvidia_gpus=built_in,
-        reason=reason,
+        said=reason,
         has_cuda_build=has_cuda_build,
     )
 
