@@ -169,7 +169,7 @@ class _Computation:
         if not operands:
             raise self._refuse(right, "expected values in brackets behind `in`, as label in (1, 2)")
         columns = [part for part in (left, *operands) if not isinstance(part, ast.Constant)]
-        # `label` on the left, or as the only column: `label in ('a', width)`, `'a' in (label, 'b')`.
+        # `label` on the left or as the only column: `label in ('a', width)`, `'a' in (label, 'b')`.
         has_label = ast.unparse(left) == "label" or list(map(ast.unparse, columns)) == ["label"]
         value, *values = self._values(
             [left, *operands], False, has_label and not isinstance(op, _ORDERED)
