@@ -56,7 +56,9 @@ def build(
         # with a mistake leaves no folder.
         check_same_settings(config_io.to_dict(config), world)
         world.main_first(lambda: place.lock(lock) if world.is_main else None)
-        run = _build(config, world, set(allow_change), parts, place, lock, signals)
+        run = _build(
+            config, world, set(allow_change), parts=parts, place=place, lock=lock, signals=signals
+        )
         # From now on a signal raises no error: the loop reads it and stops after the step.
         signals.remember_only()
     except BaseException as error:
@@ -103,12 +105,12 @@ def _build(
     # 4. The training step and the evaluators.
     train_step = create_train_step(
         _config_of_step(config, newest, data.plan),
-        data.plan,
-        data.num_classes,
-        model,
-        world,
-        objective,
-        parts.create_reduce,
+        plan=data.plan,
+        num_classes=data.num_classes,
+        model=model,
+        world=world,
+        objective=objective,
+        create_reduce=parts.create_reduce,
         is_filled_later=newest is not None,
     )
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
@@ -129,10 +131,15 @@ def _build(
     )
     with world.fail_together():
         place.push()  # if the run has a URL, the URL has the run from now on
-    beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
-    keep_last = config.checkpoint.keep_last
-    saved_as = config_io.to_dict(config)
-    saver = Saver(place, train_step, saved_as, data.class_names, keep_last, record, beside)
+    saver = Saver(
+        place,
+        train_step,
+        config_io.to_dict(config),
+        data.class_names,
+        keep_last=config.checkpoint.keep_last,
+        record=record,
+        beside=[hook.saved for hook in parts.hooks if hook.saved is not None],
+    )
     times.end("record")
     return Run(
         config=config,

@@ -204,8 +204,8 @@ class Saver:
             self._snapshot.tensors,
             state,
             self._config,
-            self._world.size,
-            self._keep_last,
+            world_size=self._world.size,
+            keep_last=self._keep_last,
         )
         values = {
             "folder": folder.name,

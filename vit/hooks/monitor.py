@@ -292,9 +292,9 @@ class Monitor:
                     wait_share,
                     waiting,
                     loaders,
-                    loader_images_per_s,
-                    self.loader.num_workers,
-                    self.world,
+                    images_per_s=loader_images_per_s,
+                    num_workers=self.loader.num_workers,
+                    world=self.world,
                 )
             )
         self.record.write(

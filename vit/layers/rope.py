@@ -75,8 +75,17 @@ class RotaryEmbedding(nn.Module):
 
     def at(self, grid_size: tuple[int, int]) -> RotaryEmbedding:
         """Return the embedding for images with this grid, by the rule of `rope_type`."""
-        sources = (self.temperature, self.reg_temperature, self.ref_feat_shape, self.rope_type)
-        return RotaryEmbedding(*sources, grid_size, self.table.shape[-1], *self.prefix)
+        class_tokens, reg_tokens = self.prefix
+        return RotaryEmbedding(
+            self.temperature,
+            self.reg_temperature,
+            self.ref_feat_shape,
+            self.rope_type,
+            grid_size=grid_size,
+            head_dim=self.table.shape[-1],
+            class_tokens=class_tokens,
+            reg_tokens=reg_tokens,
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -271,12 +271,12 @@ class Record:
         if mode != "off":
             self._wandb = wandb_view.WandbProcess(
                 self._run_dir,
-                self._config.wandb_project,
-                mode,
-                run_config,
-                shown_values(sys.argv),
-                rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
-                self.say,
+                project=self._config.wandb_project,
+                mode=mode,
+                config=run_config,
+                argv=shown_values(sys.argv),
+                shown=rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
+                say=self.say,
             )
 
     def start_tensorboard(self) -> None:

@@ -53,12 +53,12 @@ class ToWandb:
         config = _config_of(self._run_dir, self._lines)
         view = WandbProcess(
             self._run_dir,
-            config.get("log", {}).get("wandb_project", "vit"),
-            self._mode,
-            config,
-            shown_values(sys.argv),
-            self._shown,
-            say,
+            project=config.get("log", {}).get("wandb_project", "vit"),
+            mode=self._mode,
+            config=config,
+            argv=shown_values(sys.argv),
+            shown=self._shown,
+            say=say,
         )
         if pictures:
             paths = {f"report/{name}": str(path) for name, path in pictures.items()}

@@ -186,7 +186,16 @@ class AccuracyCounter:
         confidences = sums[5 + 2 * ECE_BINS :]
         gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
         ece = float("nan") if not_finite else sum(gaps) * share
-        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean, ece, self.num_classes)
+        return Accuracy(
+            num_images=images,
+            correct_top1=top1,
+            correct_top5=top5,
+            top1=top1 * share,
+            top5=top5 * share,
+            loss=mean,
+            ece=ece,
+            num_classes=self.num_classes,
+        )
 
 
 def _fixed_point(values: Tensor, is_valid: Tensor) -> Tensor:
@@ -231,5 +240,10 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     middle = (b - c) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
     return PairedDifference(
-        count, only_first, only_second, points, 100.0 * (middle - half), 100.0 * (middle + half)
+        num_images=count,
+        only_first=only_first,
+        only_second=only_second,
+        points=points,
+        low=100.0 * (middle - half),
+        high=100.0 * (middle + half),
     )

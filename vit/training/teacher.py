@@ -238,12 +238,12 @@ def load_teacher(
         except WeightsError as error:
             raise WeightsError(f"distill.teacher: {loaded.path}: {error}") from None
     identity = Identity(
-        str(loaded.path),
-        own.model.name,
-        own.model.height_width(),
-        loaded.step,
-        sha256,
-        (*loaded.notes, *notes),
+        path=str(loaded.path),
+        model=own.model.name,
+        image_size=own.model.height_width(),
+        step=loaded.step,
+        sha256=sha256,
+        notes=(*loaded.notes, *notes),
     )
     return Teacher(model.to(world.device), own, config, identity)
 
