@@ -107,8 +107,8 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
             f"{'' if name == 'model' else name + ' '}{result.accuracy}"
             for name, result in results[scored.name].items()
         ]
-        prefix = "" if scored.name == VAL else f"{scored.name}: "
-        run.record.say(f"step {step}: {prefix}{'; '.join(parts)} on {scored.where()}")
+        set_text = "" if scored.name == VAL else f"{scored.name}: "
+        run.record.say(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
         if scored.name == VAL:
             for line in lines:
                 run.record.say(line)
