@@ -8,9 +8,9 @@
                                             # the Hugging Face hub (timm/NAME, hf-hub:OWNER/REPO)
     trained.classify("photo.jpg")           # [("seven", 0.93), ("one", 0.04), ...]
 
-A loop of one's own needs `create_model`, `open_split`, `create_loader` and `evaluate_model`
+Your own training loop needs `create_model`, `open_split`, `create_loader` and `evaluate_model`
 (docs/own_loop.md). These names and their arguments are stable. A name is imported when it is first
-used: preparation of data works without torch, and starts in a tenth of the time.
+used, so data preparation works without torch, and starts in a tenth of the time.
 """
 
 from __future__ import annotations

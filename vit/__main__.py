@@ -1,12 +1,12 @@
-"""The commands of launch/ and data_prep/ where the package is installed: `vitline COMMAND ...`.
+"""Run a command of launch/ or data_prep/ from an installed package: `vitline COMMAND ...`.
 
     vitline train --config vit_b16 data.root=/data/imagenet
     torchrun --nproc_per_node=8 -m vit train --config vit_b16 data.root=/data/imagenet
     vitline prep imagefolder PHOTOS --out /data/photos
 
-A command is the file of that name in launch/, run as `python launch/NAME.py` runs it: in a checkout
-from there, in an installed package from its copy inside `vit`. `prep` takes a module of data_prep.
-Recipes go by name: `--config vit_b16` is configs/vit_b16.yaml unless there is such a file.
+A command runs the file of that name in launch/, as `python launch/NAME.py` does. An installed
+package has a copy of launch/ inside `vit`. `prep` runs a module of data_prep. A recipe can be given
+by name: `--config vit_b16` is configs/vit_b16.yaml unless a file `vit_b16` exists.
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ def main() -> None:
     if name in COMMANDS:
         script = LAUNCH / f"{name}.py"
         sys.argv = [str(script), *sys.argv[2:]]
-        sys.path.insert(
-            0, str(LAUNCH)
-        )  # as `python launch/NAME.py` has it: scripts import check_versions
+        # `python launch/NAME.py` puts this folder first: the scripts import check_versions from it.
+        sys.path.insert(0, str(LAUNCH))
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":
         from data_prep import COMMANDS as PREP_COMMANDS
@@ -68,7 +67,7 @@ def refuse(command: str, hint: str, listing: str) -> NoReturn:
 
 
 def usage() -> str:
-    """The commands, each with the first line of its docstring."""
+    """Return the list of commands, each with the first line of its docstring."""
     lines = [f"  {name:10} {_first_line(LAUNCH / f'{name}.py')}" for name in COMMANDS]
     lines.append(
         f"  {'prep':10} Write, index, verify and describe shards: `prep` alone lists its commands."

@@ -1,8 +1,9 @@
-"""`build` makes a `Run` from a config: everything that `vit.train.train` works with.
+"""`build` makes a `Run` from a config: everything that `vit.train.train` needs.
 
-Data are opened and checked, and the plan derives every number from them. Model, optimizer and step
-are created, and filled from the newest checkpoint if the run folder has one. The record is opened
-last, once everything else has succeeded. What a config adds to a plain run comes as `Parts`.
+It opens and checks the data, and derives all numbers of the plan from them. It creates model,
+optimizer and step, and fills them from the newest checkpoint if the run folder has one. It opens
+the record last, when everything else has succeeded. `Parts` has the hooks and functions that the
+config adds to a plain run.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def build(
 ) -> Run:
     """Build the run of `config`, from its newest checkpoint if its folder has one.
 
-    allow_change: settings that may differ from the checkpoint's. parts: as
-    `vit.extras.compose.parts_of` chooses them for `config`. Raises ValueError for mistakes, and
-    `vit.distributed.exit.Interrupted` if SIGTERM, SIGHUP or SIGINT comes, also in a wait for other
-    ranks.
+    allow_change: settings that may differ from the checkpoint's. parts: the result of
+    `vit.extras.compose.parts_of` for `config`. Raises ValueError for mistakes, and
+    `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, also while it waits for
+    other ranks.
     """
     parts = parts or Parts()
     place = parts.open_place(config, world)
@@ -51,11 +52,14 @@ def build(
     lock = RunLock(place.folder)
     signals = StopSignals()
     try:
-        # 1. Lock the folder. One that does not exist yet is created and locked in part 6.
+        # 1. Lock the folder. Part 6 creates and locks it if it does not exist yet, so that a config
+        # with a mistake leaves no folder.
         check_same_settings(config_io.to_dict(config), world)
         world.main_first(lambda: place.lock(lock) if world.is_main else None)
-        run = _build(config, world, set(allow_change), parts, place, lock, signals)
-        # From here on a signal is remembered, and the loop acts on it at the next step.
+        run = _build(
+            config, world, set(allow_change), parts=parts, place=place, lock=lock, signals=signals
+        )
+        # From now on a signal raises no error: the loop reads it and stops after the step.
         signals.remember_only()
     except BaseException as error:
         signals.restore()
@@ -78,7 +82,7 @@ def _build(
     times = StartTimes(world.joined_s)
     settings = config_io.to_dict(config)
 
-    # 2. Data and plan. The cheap checks come first: a mistake should show within a second.
+    # 2. Data and plan. The cheap checks come first, so that a mistake is reported within a second.
     data = open_data(config, world)
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
@@ -89,7 +93,8 @@ def _build(
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks draw the same weights from the seed, or get those of a file.
+    # 3. The model. All ranks draw the same weights from the seed, or load the same file. A
+    # checkpoint will replace the weights, so drawing them would only cost time.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
@@ -100,18 +105,18 @@ def _build(
     # 4. The training step and the evaluators.
     train_step = create_train_step(
         _config_of_step(config, newest, data.plan),
-        data.plan,
-        data.num_classes,
-        model,
-        world,
-        objective,
-        parts.create_reduce,
+        plan=data.plan,
+        num_classes=data.num_classes,
+        model=model,
+        world=world,
+        objective=objective,
+        create_reduce=parts.create_reduce,
         is_filled_later=newest is not None,
     )
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
     times.end("model")
 
-    # 5. Copy the checkpoint into the existing tensors, which DDP and the average refer to.
+    # 5. Copy the checkpoint into the existing tensors, because DDP and the average refer to them.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
         folder, info = newest
@@ -120,16 +125,21 @@ def _build(
         checkpoints.load_checkpoint(folder, train_step)
         times.end("checkpoint")
 
-    # 6. The record: rank 0 first, since it creates the folder.
+    # 6. The record. Rank 0 goes first, because it creates the folder.
     record = world.main_first(
         lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
     )
     with world.fail_together():
-        place.push()  # from here on the run is at its URL, if it has one
-    beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
-    keep_last = config.checkpoint.keep_last
-    saved_as = config_io.to_dict(config)
-    saver = Saver(place, train_step, saved_as, data.class_names, keep_last, record, beside)
+        place.push()  # if the run has a URL, the URL has the run from now on
+    saver = Saver(
+        place,
+        train_step,
+        config_io.to_dict(config),
+        data.class_names,
+        keep_last=config.checkpoint.keep_last,
+        record=record,
+        beside=[hook.saved for hook in parts.hooks if hook.saved is not None],
+    )
     times.end("record")
     return Run(
         config=config,
@@ -151,7 +161,7 @@ def _build(
 def _config_of_step(
     config: Config, newest: tuple[Path, dict[str, Any]] | None, plan: Plan
 ) -> Config:
-    """Return `config`, without compilation if nothing is left to do: the run then ends at once."""
+    """Return `config`, without compilation if the run is over: no step would use it."""
     if newest is None or not checkpoints.state_of(newest[1]).is_over(plan):
         return config
     return config_io.with_settings(config, {"train.compile": False})

@@ -1,4 +1,4 @@
-"""Create the training step of a config: what compiles, wraps and updates a model."""
+"""Create the training step of a config: compile and wrap the model, make the optimizer."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def create_train_step(
     is_filled_later: a checkpoint will replace all values on each rank.
     """
     model.to(world.device)
-    # The order matters. The moving average copies the model before anything is compiled into it.
-    # The optimizer takes the parameters that the wrapped model has. DDP keeps the parameters; with
-    # `fully_shard`, which replaces them, the average would have to be made after `wrap`, too.
+    # The order matters. The moving average copies the model, so it comes before compilation. The
+    # optimizer refers to the parameters, so it comes after the wrapping. DDP keeps the parameters.
+    # `fully_shard` would replace them, and then the average would have to come after it as well.
     ema = create_average(model, config.train, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
-    # The average, too: it is evaluated as often as the model.
+    # The average is compiled because it is evaluated as often as the model.
     averages = [] if ema is None else [ema.module]
     why_eager = compile_models(config.train, [model, *averages, *objective.models], world)
     reduce = create_reduce(model, config, plan, world, is_filled_later)

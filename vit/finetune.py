@@ -1,7 +1,7 @@
-"""Fine-tune weights and report what it gained, image by image.
+"""Fine-tune weights and report the gain, image by image.
 
-The weights are evaluated on the images of the fine-tuning, at the size they were trained at and at
-the new one; then training runs, or continues; then its result is evaluated on the same images.
+The weights are evaluated before and after training, on the same validation images. The evaluation
+before it runs at the size that they were trained at, and at the new size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vit.training.metrics import paired_difference
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
 VIEW_KEYS = ("crop_pct", "resize_px", "crop_mode", "resizer")
-"""Settings in `eval` that go with the image size."""
+"""Settings in `eval` that depend on the image size."""
 
 
 def finetune(
@@ -47,12 +47,12 @@ def finetune(
 ) -> None:
     """Fine-tune `loaded` by `tuned`, and print the accuracy before and after to `out`.
 
-    base: the config of `loaded`; None, with the reason in `problem`, if they cannot be evaluated as
-    they are. build_run: builds the run of `tuned` (`vit.extras.compose.build_run`). as_json: also
-    print one object on stdout, as `launch/eval.py` describes it. Raises ValueError if the run
-    folder was fine-tuned from other weights.
+    base: the config of `loaded`; None, with the reason in `problem`, if they cannot be evaluated
+    before. build_run: builds the run of `tuned` (`vit.extras.compose.build_run`). as_json: also
+    print one object on stdout, as `launch/eval.py` describes it. Raises ValueError if the run in
+    the folder began with different weights.
     """
-    assert tuned.run.dir is not None, "load_config names it"
+    assert tuned.run.dir is not None, "load_config names the run folder"
     with world.fail_together():
         if world.is_main:
             is_away = is_url(tuned.run.dir)
@@ -85,7 +85,7 @@ def finetune(
                 print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
 
-    world.barrier()  # the main rank writes the weights, and may still be drawing its report
+    world.barrier()  # rank 0 writes the weights, and may still be drawing the report
     trained = read_once(lambda: read_weights(local_folder(tuned.run)), world)
     after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
@@ -107,20 +107,20 @@ def finetune(
         for name, difference in differences.items():
             print(f"  against the {against[name]}: {difference}", file=out)
     if as_json:
-        found = after.as_json | {name: result.as_json for name, result in before.items()}
-        found["difference"] = {name: asdict(value) for name, value in differences.items()}
-        print(json.dumps(found))
+        summary = after.as_json | {name: result.as_json for name, result in before.items()}
+        summary["difference"] = {name: asdict(value) for name, value in differences.items()}
+        print(json.dumps(summary))
 
 
 def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
-    """Raise ValueError if `run_dir` has a checkpoint that began with other weights.
+    """Raise ValueError if the run in `run_dir` began with different weights.
 
-    place: what to call it.
+    place: the folder or URL to name in the message.
     """
-    found = newest_checkpoint(run_dir)
-    if found is None:
+    checkpoint = newest_checkpoint(run_dir)
+    if checkpoint is None:
         return
-    _, info = found
+    _, info = checkpoint
     if info["facts"].get("init_sha256") not in (None, fingerprint(loaded.weights)):
         raise ValueError(
             f"{shown(place)} was fine-tuned from other weights than {loaded.path} holds now: use"
@@ -131,13 +131,13 @@ def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
 def _evaluate_before(
     loaded: LoadedWeights, base: Config, tuned: Config, world: World, out: TextIO
 ) -> dict[str, Result]:
-    """Evaluate `loaded` on the images of `tuned`, at its own size and at that of `tuned`."""
+    """Evaluate `loaded` on the images of `tuned`, at the size of `base` and at that of `tuned`."""
     settings = {
         "data.root": tuned.data.root,
         "data.val_split": tuned.data.val_split,
         "data.num_workers": tuned.data.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
-        # Those of the base, on its own classes, are no part of this comparison.
+        # The sets of `base` are on its own classes, so their results could not be compared.
         "eval.sets": {},
         "eval.best_by": VAL,
     }

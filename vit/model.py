@@ -11,10 +11,10 @@ registers), N = P + h*w tokens and D = `embed_dim`:
 5. Head       (B, D) -> (B, num_classes)     linear, optional tanh layer     pre_logits, head
 
 The equations are those of Dosovitskiy et al. 2021 (arXiv 2010.11929), quoted at the lines that
-compute them. What later recipes add, such as rotary positions, is off by default; each is an
-argument here and a module of `vit.layers`. Arguments and state-dict keys are timm's
-(huggingface/pytorch-image-models:timm/models/vision_transformer.py), so that weights travel both
-ways without a mapping. `timm/<name>` makes one of timm's own models.
+compute them. Additions of later recipes, such as rotary positions, are off by default; each has an
+argument of `VisionTransformer` and a module in `vit.layers`. Arguments and state-dict keys are
+timm's (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so that either program
+loads the other's weights without a mapping. `timm/<name>` makes one of timm's own models.
 
     python -m vit.model vit_b16 --image-size 224     shapes at each stage, parameters, GFLOP
 """
@@ -64,13 +64,13 @@ def create_model(
         image_size: pixels, one number or (height, width); 224 by default.
         num_classes: outputs of the head; 1,000 by default.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
-            `timm/<name>`. What is given here wins over the name and the `ModelConfig`.
+            `timm/<name>`. They override the name and the `ModelConfig`.
 
     Raises:
         ValueError: an unknown name, with the nearest that exists; values that do not fit together.
     """
-    given = {"image_size": image_size, "num_classes": num_classes}
-    fields |= {key: value for key, value in given.items() if value is not None}
+    named_fields = {"image_size": image_size, "num_classes": num_classes}
+    fields |= {key: value for key, value in named_fields.items() if value is not None}
     if isinstance(name, ModelConfig):
         fields = name.model_dump(exclude={"name"}, exclude_none=True) | fields
         name = name.name
@@ -79,9 +79,9 @@ def create_model(
         return create_timm_model(name.removeprefix("timm/"), **fields)
     match = re.fullmatch(rf"vit_({'|'.join(PRESETS)})([1-9]\d*)", name)
     if match is None:
-        known = [f"vit_{size}{patch}" for patch in (16, 14, 32, 8) for size in PRESETS]
+        usual_names = [f"vit_{size}{patch}" for patch in (16, 14, 32, 8) for size in PRESETS]
         raise ValueError(
-            f"unknown model {name!r}{did_you_mean(name, known)}: expected"
+            f"unknown model {name!r}{did_you_mean(name, usual_names)}: expected"
             f" vit_{{{','.join(PRESETS)}}}{{patch}}, such as vit_b16, or timm/<name>"
         )
     return VisionTransformer(**{**PRESETS[match[1]], "patch_size": int(match[2]), **fields})
@@ -90,7 +90,8 @@ def create_model(
 class Attention(nn.Module):
     """Multi-head self-attention (appendix A): (B, N, D) -> (B, N, D).
 
-    qk_norm: queries and keys of a head have a norm. rope_type: how they turn, if they do.
+    qk_norm: whether queries and keys of a head have a norm. rope_type: how rotary positions turn
+    them; None for no rotary positions.
     """
 
     def __init__(
@@ -134,8 +135,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x, rope)
         # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel. The N x N attention
-        # matrix is never in memory, so vit/report computes it again for its attention maps. The
-        # function does not know `self.training`: dropout must be set to 0 here in evaluation.
+        # matrix is never in memory, so the report computes it again for its attention maps. The
+        # function does not know `self.training`, so this line sets dropout to 0 in evaluation.
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         # [SA_1; ...; SA_heads] U_msa (equation 8)
@@ -161,9 +162,8 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
 
-    Both residual branches may have LayerScale (`init_values`) and stochastic depth: `drop_path`, or
-    in its other form `rows`, those samples of each branch that compute it
-    (vit/layers/drop_path.py).
+    Both residual branches may have LayerScale (`init_values`) and stochastic depth. It is either a
+    mask (`drop_paths`), or `rows`: the samples that compute a branch (vit/layers/drop_path.py).
     """
 
     def __init__(
@@ -188,9 +188,9 @@ class Block(nn.Module):
     def forward(self, x: Tensor, rope: Tensor | None = None, *rows: Tensor) -> Tensor:
         if rows:
             attn_rows, mlp_rows = rows
-            x = add_branch(x, lambda kept: self._attn_branch(kept, rope), attn_rows)
+            x = add_branch(x, lambda tokens: self._attn_branch(tokens, rope), attn_rows)
             return add_branch(x, self._mlp_branch, mlp_rows)
-        # The residual path itself has no norm: what the last block returns needs one more.
+        # The residual path has no norm, so the model normalises the last block's output.
         # z' = MSA(LN(z)) + z (equation 2)
         x = x + self.drop_path1(self._attn_branch(x, rope))
         # z = MLP(LN(z')) + z' (equation 3)
@@ -212,7 +212,7 @@ class VisionTransformer(nn.Module):
     Args: those of `ModelConfig` in vit/config/model_section.py: a sentence and the source of each.
 
     Raises:
-        ValueError: everything that does not fit together, with what would.
+        ValueError: values that do not fit together, with values that do.
     """
 
     pos_embed: Tensor | None
@@ -300,17 +300,17 @@ class VisionTransformer(nn.Module):
         self.init_weights()
 
     def _create_tokens(self, class_token: bool, dist_token: bool, regs: int, pos: str) -> None:
-        """Create what is added to the patches, and in front of them."""
+        """Create the positions, which are added to the patches, and the tokens before them."""
         dim = self.embed_dim
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
-        # The class token has a position, too, which a learned token could do without (DeiT III's:
-        # `no_embed_class`). timm's weights have it, and each token in front shifts all others.
+        # The class token gets a position because timm's weights have it, and without it all later
+        # positions would shift by one. DeiT III has none (`no_embed_class`): the token is learned.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
         if pos == "sincos2d":
-            # Persistent though it could be computed again: a state dict then always has positions
-            # to resample for a different image size.
+            # Saved although it could be computed again, so that every state dict has positions to
+            # resample for a different image size.
             self.register_buffer("pos_embed", positions)
         else:
             self.pos_embed = nn.Parameter(positions) if pos == "learn" else None
@@ -319,7 +319,7 @@ class VisionTransformer(nn.Module):
     def _create_head(
         self, norm: NormOf, num_heads: int, mlp_ratio: float, representation_size: int | None
     ) -> None:
-        """Create what makes logits of the last block's tokens."""
+        """Create norm, pooling and head, which make logits of the last block's tokens."""
         dim = self.embed_dim
         # With "avg" timm normalises after pooling, not before, and calls that norm `fc_norm`.
         pools_patches = self.global_pool == "avg"
@@ -342,8 +342,9 @@ class VisionTransformer(nn.Module):
     def forward_features(self, images: Tensor) -> Tensor:
         """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first, then registers.
 
-        With `global_pool="avg"` they are not normalised yet: that follows the pooling. Raises
-        ValueError if C, H or W differ from the model's, and `take_sizes` has not told of them.
+        With `global_pool="avg"` they are not normalised yet, because the norm follows the pooling.
+        Raises ValueError if C, H or W differ from the model's, and `take_sizes` has not added that
+        size.
         """
         other = self.other_sizes.find(images)
         if other is None:
@@ -365,7 +366,7 @@ class VisionTransformer(nn.Module):
             with without_autocast(x.device):
                 positions = other.positions(positions)
         if positions is None:
-            # The residual path has the weights' number format, also under autocast.
+            # The residual path keeps the number format of the weights, also under autocast.
             x = x.to(self.patch_embed.proj.weight.dtype)
         elif self.no_embed_class:
             x = x + positions
@@ -394,27 +395,28 @@ class VisionTransformer(nn.Module):
             logits = self.head(self.pre_logits(x))
             if self.head_dist is None:
                 return logits
-            learnt = self.head_dist(tokens[:, 1].to(logits.dtype))
-            # In training with a teacher the second head learns from it; later both count.
+            distilled_logits = self.head_dist(tokens[:, 1].to(logits.dtype))
+            # In training the second head learns from the teacher. In evaluation both heads count.
             if self.training and self.distilled_training:
-                return logits, learnt
-            return (logits + learnt) / 2
+                return logits, distilled_logits
+            return (logits + distilled_logits) / 2
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights, also those of a model made on the meta device and moved by `to_empty`.
+        """Draw all weights, also after `to_empty` has moved a model from the meta device.
 
         - Linear layers, learned positions, registers (DINOv3, ViT-5), distillation token (DeiT):
           normal, std 0.02; class token: normal, std 1e-6; biases 0 (`init_weights_vit_timm`).
         - Patches: LeCun's (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
-        - What is no linear map has drawn or filled its own, by `reset_parameters`.
-        - With `weight_init`, what timm or JAX draw otherwise (`vit.layers.init`).
+        - Norms and other modules: their own `reset_parameters`.
+        - With `weight_init`: the draws of timm or JAX where they differ (`vit.layers.init`).
         """
-        # The order of the draws is part of a run's reproducibility: do not rearrange.
+        # Do not reorder the draws: a seed would give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # torch cuts at -2 and 2, whatever the deviation: nothing at 0.02, as in timm.
+                # torch truncates at -2 and 2, not at two deviations, so nothing is cut at 0.02, as
+                # in timm.
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif not isinstance(module, nn.Conv2d):
                 getattr(module, "reset_parameters", lambda: None)()
@@ -441,7 +443,7 @@ class VisionTransformer(nn.Module):
         """Return the parameters with several dimensions that are not weights of a linear map.
 
         timm's convention; `vit.optim` reads it. Biases, norms and scales have one dimension. Add
-        each new token or embedding here: what is missing is decayed.
+        each new token or embedding to this set: otherwise it gets weight decay.
         """
         return {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
 

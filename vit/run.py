@@ -1,21 +1,22 @@
-"""A run, and the moments at which its hooks act: the seam `Hook` of `vit.train`.
+"""A run, and its hooks: `vit.train` calls a method of each `Hook` at each moment of a run.
 
-`vit.build.build` makes the run, with a list of hooks from the config alone: all ranks have the same
-ones in the same order. A hook overrides the moments that it needs:
+The config alone decides which hooks a run has, so all ranks have the same hooks in the same order.
+A hook overrides the methods that it needs:
 
-    opened      data and plan are there, the model is not: refuse what cannot work
-    begin       training begins, or begins again after it went back to a checkpoint
+    opened      after data and plan, before the model: refuse what cannot work
+    begin       when training begins, or begins again after it went back to a checkpoint
     limits      before a step
-    queued      behind a step, while the device computes
-    read        one step late, when the step's numbers are on the host
+    queued      after a step was queued, while the device computes it
+    read        one step later, when the step's numbers are on the host
     skipped     in place of a step that is not trained on
-    verify      before anything is evaluated or saved, at an epoch's end and at a stop
-    evaluated   behind an evaluation
-    failed      an error ends the run
-    ended       the run has ended, on rank 0
+    verify      before evaluating and saving, at the end of an epoch and at a stop
+    evaluated   after an evaluation
+    failed      when an error ends the run
+    ended       when the run has ended, on rank 0
 
-A hook never reads the device: `read` gets what the step has brought to the host. Collectives are
-allowed in `opened`, `begin`, `read` and `verify`, which all ranks call at the same step.
+A hook must not read the device, because training would wait for it: `read` gets the numbers that
+are already on the host. Collectives are allowed in `opened`, `begin`, `read` and `verify`, which
+all ranks call at the same step.
 """
 
 from __future__ import annotations
@@ -48,52 +49,52 @@ from vit.training.step_result import Limits, StepValues
 
 
 class GoBack(Exception):
-    """The run goes back to its newest checkpoint; raised on all ranks behind the same step."""
+    """The run goes back to its newest checkpoint; raised on all ranks after the same step."""
 
     def apply(self, run: Run) -> None:
-        """Bring `run` to the state from which training begins again."""
+        """Load the state from which `run` continues."""
         raise NotImplementedError
 
 
 class Hook:
-    """Does nothing at any moment."""
+    """A hook that does nothing; the base of all others."""
 
     saves_start = False
     """Whether the state before the first step is saved."""
     saved: SavedBeside | None = None
-    """What each save writes beside the state, from `opened` on."""
+    """A file that each save writes beside the state; set by `opened` at the latest."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """Return what the start of the run gets. Raises ValueError, together on all ranks."""
+        """Return notes and facts for the start of the run. Raises ValueError on all ranks."""
         return Notes()
 
     def begin(self, run: Run) -> None:
-        """Take the run, whose state is that of the next step."""
+        """Prepare for the step in `run.state`, the first one that will be trained."""
 
     def limits(self, step: int) -> Limits | None:
         """Return the limits above which the update at `step` is skipped; the same on all ranks."""
         return None
 
     def queued(self, batch: Batch) -> None:
-        """Take the batch of the step that was queued."""
+        """Use the batch of the step that was just queued."""
 
     def read(self, step: int, values: StepValues) -> Exception | None:
-        """Return what ends the training behind `step`, or a `GoBack`: the same on all ranks."""
+        """Return an error that ends training after `step`, or a `GoBack`; the same on all ranks."""
         return None
 
     def skipped(self, step: int) -> None:
-        """Take a step that is not trained on."""
+        """Count a step that is not trained on."""
 
     def verify(self, is_end: bool) -> None:
-        """Raise an error if nothing may be evaluated or saved.
+        """Raise an error if the run must not be evaluated or saved.
 
-        is_end: of an epoch or an attempt, which gets a line of the record.
+        is_end: whether an epoch or an attempt ends, which adds a line to the record.
         """
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return values to add to the line of the record, and a line for people or "".
+        """Return values to add to the line of the record, and a line for the log or "".
 
-        values: the results in that line.
+        values: the results in the line of the record.
         """
         return {}, ""
 
@@ -124,9 +125,9 @@ class Run:
     signals: StopSignals
     start_times: StartTimes
     is_prepared: bool = False
-    """Whether this process has done what comes before its first step."""
+    """Whether this process has called `TrainStep.prepare`."""
     watch: Watch = field(init=False)
-    """Ends all ranks once one keeps the others waiting; begins with the training."""
+    """Ends all ranks if one of them hangs; begins with the training."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.world, self.config.run.hang_timeout_s, self._end_hung)
@@ -142,7 +143,7 @@ class Run:
         return {"model": self.train_step.model} | ({} if ema is None else {"ema": ema.module})
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits of the first hook that has limits for the update at `step`."""
+        """Return the limits for the update at `step`, from the first hook that has any."""
         of_hooks = (hook.limits(step) for hook in self.hooks)
         return next((limits for limits in of_hooks if limits is not None), None)
 
@@ -152,7 +153,7 @@ class Run:
             hook.verify(is_end)
 
     def _end_hung(self, verdict: Verdict) -> None:
-        """Record why the run ends, and end it, from the thread of the watch."""
+        """Record why the run hangs, and end the process; called by the watch in its thread."""
         self._record_error(verdict.message)
         leave_hung(verdict)
 
@@ -166,10 +167,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """End writing, close the record, and give back the terminal, the folder and the signals."""
+        """Wait for the last write, close the record, and release the folder and the signals."""
         self.watch.close()
         try:
-            # A second Ctrl-C: what the thread waits for may never come.
+            # A second Ctrl-C must end the process, but the writing thread may wait forever.
             self.saver.close(at_once=isinstance(error, KeyboardInterrupt))
             if isinstance(error, Exception):
                 self._record_error(problem_of(error))
@@ -180,8 +181,8 @@ class Run:
                 evaluator.close()
             self.place.leave(error)
             self.record.close()
-            # Each of several ranks waits for the others, as for rank 0, which draws the report; a
-            # signal to a finished run must not end it by one of those that wait.
+            # Keep the handlers while other ranks run: rank 0 may still draw the report, and a
+            # signal must not kill a rank that waits for it.
             if error is not None or self.world.size == 1:
                 self.signals.restore()
 
@@ -198,7 +199,7 @@ def no_weights(model: nn.Module, config: Config, data: RunData, world: World) ->
 
 @dataclass(frozen=True)
 class Parts:
-    """What a run consists of beside the core; by default that of a plain run."""
+    """The parts of a run that depend on the config; the defaults make a plain run."""
 
     hooks: tuple[Hook, ...] = ()
     """The same on all ranks, in the order in which they are called."""

@@ -1,5 +1,5 @@
-"""Where a run is (`Place`), every name in its folder, the lock that one process holds on it, the
-mark of a stopped run, and `checkpoint.json`.
+"""The folder of a run: its place (`Place`), the names of its files, the lock of the process that
+trains, the mark of a stopped run, and `checkpoint.json`.
 
     runs/<name>/
       config.yaml            the resolved config; command, commit and versions in its header
@@ -14,9 +14,9 @@ mark of a stopped run, and `checkpoint.json`.
       stopped_early          only while the run was asked to stop and is not finished
       .lock                  held by the process that trains
 
-`checkpoint.json` has size and sha256 of each file beside it, and a hash of itself, so that no
-flipped bit becomes another step, another config or other weights. This module does not import
-torch: programs that copy runs and batch scripts use it.
+`checkpoint.json` has size and sha256 of each file beside it, and a hash of itself, so that a
+flipped bit cannot change the step, the config or the weights unnoticed. This module does not import
+torch, because programs that copy runs and batch scripts use it.
 """
 
 from __future__ import annotations
@@ -59,17 +59,20 @@ TIMM_CONFIG_FILE = "config.json"
 REPORT_FOLDER = "report"
 STOPPED_FILE = "stopped_early"
 LOCK_FILE = ".lock"
-MOUNTED_BUCKETS = tuple(
-    f"fuse.{name}"
-    for name in (
-        *("blobfuse", "blobfuse2", "gcsfuse", "geesefs", "goofys", "mountpoint-s3", "rclone"),
-        "s3fs",
-    )
+MOUNTED_BUCKETS = (
+    "fuse.blobfuse",
+    "fuse.blobfuse2",
+    "fuse.gcsfuse",
+    "fuse.geesefs",
+    "fuse.goofys",
+    "fuse.mountpoint-s3",
+    "fuse.rclone",
+    "fuse.s3fs",
 )
-"""What the kernel calls file systems that are an object store underneath."""
+"""The kernel's names of file systems that are an object store underneath."""
 LOCK_WAIT_S = 15.0
-"""How long to wait for the previous process of a run to end: about what saving a large checkpoint
-takes."""
+"""Time that a new process waits for the lock: about the time that saving a large checkpoint takes,
+because the previous process may still be saving."""
 
 
 def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
@@ -83,23 +86,23 @@ def complete_checkpoints(run_dir: Path) -> list[Path]:
     while True:
         folders = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
         complete = [folder for folder in folders if (folder / INFO_FILE).is_file()]
-        # A run that goes on may have removed all that were listed, for newer ones.
+        # A live run may have replaced all listed checkpoints with newer ones: list again.
         if complete or folders == before:
             return complete
         before = folders
 
 
 def newest_run(argument: str, *names: str) -> Path:
-    """Return the folder in runs/ with the most recently changed of the files `names`, and say so.
+    """Return the folder in runs/ with the most recently changed of the files `names`; print it.
 
-    argument: what was not given instead, for messages. Raises ValueError if there is none.
+    argument: the missing argument, for messages. Raises ValueError if no folder has such a file.
     """
-    found = [path for name in names for path in Path("runs").glob(f"*/{name}")]
-    if not found:
+    paths = [path for name in names for path in Path("runs").glob(f"*/{name}")]
+    if not paths:
         raise ValueError(
             f"no {argument} given and none under runs/: train one first, or name a run folder"
         )
-    newest = max(found, key=lambda path: path.stat().st_mtime)
+    newest = max(paths, key=lambda path: path.stat().st_mtime)
     run_dir = Path(*newest.parts[:2])
     if is_main_process():
         print(f"{argument} not given: taking the newest run, {run_dir}", file=sys.stderr)
@@ -107,7 +110,7 @@ def newest_run(argument: str, *names: str) -> Path:
 
 
 def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
-    """Record that the run was asked to stop at `step` and is not finished; Slurm's script reads
+    """Write the file that marks a run as stopped at `step` but not finished; Slurm's script reads
     it."""
     text = json.dumps({"step": step, "signal": signal_name})
     with replacing(run_dir / STOPPED_FILE) as file:
@@ -115,8 +118,8 @@ def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what killed processes left unfinished in a run folder; for the one that may write
-    there. Raises OSError."""
+    """Remove the unfinished files of killed processes from a run folder, whose lock the caller
+    holds. Raises OSError."""
     for checkpoint in (run_dir / CHECKPOINTS).glob(".tmp_*"):
         shutil.rmtree(checkpoint)
     for name in (".", "weights", SAMPLES_FOLDER, REPORT_FOLDER):
@@ -144,7 +147,7 @@ class RunLock:
         """Take the lock, unless it is held already.
 
         Waits up to `LOCK_WAIT_S` for the process that holds it: after the launcher was killed, the
-        ranks of the previous attempt may still be saving. Raises ValueError if it goes on.
+        ranks of the previous attempt may still be saving. Raises ValueError if it still runs.
         """
         if self._file is not None:
             return
@@ -162,8 +165,8 @@ class RunLock:
             file.close()
             raise
         file.truncate(0)
-        # Unbuffered: what a full disk refuses must not be tried again when the file is closed. The
-        # lock is held without it.
+        # Unbuffered: a write that a full disk refuses must not be repeated when the file is closed.
+        # The text only names the process in messages, so the lock works without it.
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -212,7 +215,7 @@ class RunLock:
     def check_in_place(self) -> None:
         """Raise ValueError if the folder was removed, moved or replaced since it was locked.
 
-        Whoever uses its path then sees no lock: a second run may be writing there already.
+        Other processes then see no lock at its path: a second run may already be writing there.
         """
         if not self.is_in_place():
             raise ValueError(
@@ -229,9 +232,9 @@ class RunLock:
 
 
 def _check_renames(run_dir: Path) -> None:
-    """Raise ValueError where folders cannot be renamed: no checkpoint could be complete or absent.
+    """Raise ValueError if folders cannot be renamed, because a checkpoint is completed by a rename.
 
-    A bucket that is mounted as a folder is such a place.
+    That is the case in a bucket that is mounted as a folder.
     """
     probe = temporary_beside(run_dir / "renamed")
     renamed = temporary_beside(run_dir / "renamed")
@@ -250,8 +253,7 @@ def _check_renames(run_dir: Path) -> None:
 
 
 def _mount_hint(run_dir: Path, root: Path = Path("/")) -> str:
-    """Return what to do where `run_dir` is on a mounted store, else "". root: the folder of
-    `proc`."""
+    """Return a remedy if `run_dir` is on a mounted store, else "". root: the folder of `proc`."""
     kind = file_system(run_dir, root)
     if not kind.startswith("fuse"):
         return ""
@@ -262,7 +264,7 @@ def _mount_hint(run_dir: Path, root: Path = Path("/")) -> str:
 
 
 def mount_note(run_dir: Path, root: Path = Path("/")) -> str:
-    """Return a note for people where `run_dir` is in a mounted bucket, else ""."""
+    """Return a note for the user if `run_dir` is in a mounted bucket, else ""."""
     if file_system(run_dir, root) not in MOUNTED_BUCKETS:
         return ""
     return (
@@ -272,7 +274,7 @@ def mount_note(run_dir: Path, root: Path = Path("/")) -> str:
 
 
 def is_in_use(run_dir: Path) -> bool | None:
-    """Return whether another process is training in `run_dir`; None if that is not visible here."""
+    """Return whether another process is training in `run_dir`; None if the lock is unreadable."""
     try:
         with (run_dir / LOCK_FILE).open("rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -290,16 +292,16 @@ SEAL = "sha256_of_the_rest"
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing or not as it was written; one line for people."""
+    """A file of a checkpoint is missing or has changed; the message is one line."""
 
 
 class UnreadableCheckpoint(DamagedCheckpoint):
-    """The system refuses to read a checkpoint, which may be whole; one line for people."""
+    """The system refuses to read a checkpoint, which may be intact; the message is one line."""
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn what the system says about the files in `folder` into an error of this module."""
+    """Turn an OSError about the files in `folder` into an error of this module."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -313,14 +315,14 @@ def reading(folder: Path) -> Iterator[None]:
 
 def sealed(info: dict[str, Any]) -> dict[str, Any]:
     """Return `info` with the hash of its values."""
-    plain = json.loads(json.dumps(info))  # as it will be read
+    plain = json.loads(json.dumps(info))  # tuples become lists, as a reader will see them
     return {**plain, SEAL: _digest(plain)}
 
 
 def read_info_file(folder: Path) -> dict[str, Any]:
     """Return the content of `checkpoint.json`.
 
-    Raises DamagedCheckpoint if it is not as it was written, or is another program's, and
+    Raises DamagedCheckpoint if it has changed, or another program wrote it, and
     UnreadableCheckpoint.
     """
     try:
@@ -328,7 +330,8 @@ def read_info_file(folder: Path) -> dict[str, Any]:
             content = (folder / INFO_FILE).read_bytes()
         info = json.loads(content)
         info["format_version"] = int(info["format_version"])
-        info["step"], info["config"], info["facts"], dict(info["files"])  # what readers rely on
+        # Readers rely on these values: a missing one is an error here, not later.
+        info["step"], info["config"], info["facts"], dict(info["files"])
     except UnreadableCheckpoint:
         raise
     except (ValueError, KeyError, TypeError):
@@ -344,16 +347,16 @@ def read_info_file(folder: Path) -> dict[str, Any]:
 
 
 def checked_info(folder: Path) -> dict[str, Any]:
-    """Return the content of `checkpoint.json` after a look at the files that it names; raises what
-    `read_info_file` and `check_files` raise."""
+    """Return the content of `checkpoint.json` after checking the files that it names. Raises the
+    errors of `read_info_file` and `check_files`."""
     info = read_info_file(folder)
     check_files(folder, info)
     return info
 
 
 def check_files(folder: Path, info: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint if a file that `info` names has another size or hash, and
-    UnreadableCheckpoint if it cannot be read."""
+    """Raise DamagedCheckpoint if size or hash of a file differ from those in `info`, and
+    UnreadableCheckpoint if a file cannot be read."""
     for name, expected in info["files"].items():
         path = folder / name
         with reading(folder):
@@ -364,8 +367,8 @@ def check_files(folder: Path, info: dict[str, Any]) -> None:
                 " truncated or missing"
             )
         with reading(folder), Meter(f"checking {path}", size >> 20, "MiB") as meter:
-            found = _sha256(path, meter)
-        if found != expected["sha256"]:
+            sha256 = _sha256(path, meter)
+        if sha256 != expected["sha256"]:
             raise DamagedCheckpoint(
                 f"{path}: its content does not match the sha256 in {INFO_FILE}: it is damaged"
             )
@@ -387,7 +390,7 @@ def _sha256(path: Path, meter: Meter) -> str:
 
 
 class Place:
-    """A folder; rank 0 alone calls the methods."""
+    """A folder that holds a run; only rank 0 calls the methods."""
 
     is_lost = False
     """Whether another job has taken the run over."""
@@ -404,7 +407,7 @@ class Place:
             self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
-        """Remove what killed processes have left in the folder."""
+        """Remove the unfinished files of killed processes."""
         with suppress(OSError):  # the next write reports why it fails
             remove_unfinished(self.folder)
 
@@ -412,15 +415,15 @@ class Place:
         """Raise ValueError if another job has taken the run over."""
 
     def push(self) -> float | None:
-        """Upload what is new; return the seconds it took, None where nothing is uploaded."""
+        """Upload new files; return the seconds it took, or None if the run has no URL."""
         return None
 
     def address(self) -> str:
-        """Return the URL that is kept equal to the folder, "" without one."""
+        """Return the URL to which the folder is copied, or "" if there is none."""
         return ""
 
     def leave(self, error: BaseException | None) -> None:
-        """Let another job take the run over. error: what ended the run."""
+        """Let another job take the run over. error: the error that ended the run, if any."""
 
 
 def open_folder(config: Config, world: World) -> Place:
@@ -432,7 +435,7 @@ def open_folder(config: Config, world: World) -> Place:
 
 
 def local_folder(run: RunConfig) -> Path:
-    """Return the folder in which the run is worked on: `run.dir`, or the copy of a URL.
+    """Return the folder that the run writes to: `run.dir`, or the local copy of a URL.
 
     Raises ValueError if no disk of this machine is known for a copy.
     """
@@ -443,9 +446,9 @@ def local_folder(run: RunConfig) -> Path:
 
 
 def cache_of(url: str, kind: str) -> Path:
-    """Return the folder for a copy of `url` on a disk of this machine, named as the run is.
+    """Return the folder for a copy of `url` on a disk of this machine; it has the run's name.
 
-    kind: "runs", or "fetched" for what is only read. Raises ValueError as `local_folder`.
+    kind: "runs", or "fetched" for a copy that is only read. Raises ValueError as `local_folder`.
     """
     name = bare(url).rstrip("/")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -462,7 +465,7 @@ def cache_of(url: str, kind: str) -> Path:
 
 
 def local_copy(run: object, only_weights: bool = False) -> Path:
-    """Return `run` if it is a path, else a folder with what was fetched of the run at that URL.
+    """Return `run` if it is a path; else fetch the run at that URL, and return the copy's folder.
 
     only_weights: fetch only weights and record. Raises as `vit.extras.remote_runs.reading`.
     """

@@ -1,10 +1,10 @@
-"""Train a run to its end: step, evaluate, save, until it is done or asked to stop.
+"""Train a run: step, evaluate and save, until the last step or a signal.
 
-`vit.build.build` makes the `Run`; here is the loop. There is one clock: `step` is the number of
-global batches attempted, and order, learning rate and all seeds are functions of it. So a run that
-resumes from a checkpoint continues bit for bit as if it had never stopped. What a step did is read
-while the next one is already queued: the device never waits for Python. Everything else that a run
-does is a hook (`vit.run`).
+`vit.build.build` makes the `Run`, and this module has the loop. There is one clock: `step` is the
+number of global batches attempted, and order, learning rate and all seeds are functions of it. So a
+run that resumes from a checkpoint continues bit for bit as if it had never stopped. The host reads
+the result of a step when the next step is already queued, so the device never waits for Python.
+Everything else that a run does is a hook (`vit.run`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from vit.run_folder import STOPPED_FILE, mark_stopped
 
 
 def train(run: Run) -> Outcome:
-    """Train to the end or to a signal; return "finished" or "stopped".
+    """Train to the last step or to a signal; return "finished" or "stopped".
 
-    Saves on every exit it controls. Raises ValueError if training diverges or a disk is full.
+    Both save a checkpoint. Raises ValueError if training diverges or a disk is full.
     """
     with run, collect_garbage_at_log_lines():
         try:
@@ -30,7 +30,9 @@ def train(run: Run) -> Outcome:
                 try:
                     return _train_from_state(run)
                 except GoBack as event:
-                    run.watch.close()  # what follows waits through the store; `begin` restarts it
+                    # The ranks now wait for each other through the store, without marks for the
+                    # watch. `_train_from_state` starts it again.
+                    run.watch.close()
                     run.saver.finish()
                     event.apply(run)
         except Exception as error:
@@ -40,7 +42,7 @@ def train(run: Run) -> Outcome:
 
 
 def _train_from_state(run: Run) -> Outcome:
-    """Train from where `run.state` stands; raises `GoBack` if a hook returns it."""
+    """Train from the step in `run.state`. Raises `GoBack` if a hook returns it."""
     state = run.state
     first_step = state.step
     with _open_loader(run) as loader:
@@ -48,7 +50,7 @@ def _train_from_state(run: Run) -> Outcome:
         for hook in run.hooks:
             hook.begin(run)
         if run.world.is_main:
-            # a signal in this attempt writes it again
+            # The file is left from the previous attempt. A signal in this one writes it again.
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
         run.train_step.model.train()
         run.watch.start()
@@ -65,7 +67,7 @@ def _train_from_state(run: Run) -> Outcome:
 
 
 def _open_loader(run: Run) -> Loader:
-    """Open the loader of the batches from `run.state` on."""
+    """Open a loader that begins with the batch of the step in `run.state`."""
     data = run.config.data
     return Loader(
         run.batches,
@@ -81,30 +83,32 @@ def _open_loader(run: Run) -> Loader:
 
 
 def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
-    """Do what is due between two steps; sets `monitor.stop` if a signal has come.
+    """Evaluate and save if either is due before this step; set `monitor.stop` after a signal.
 
-    first_step: where this attempt began.
+    first_step: the first step of this attempt.
     """
     step = run.state.step
     is_last = step == run.plan.total_steps
-    # At the first step of an attempt it is due only if a signal interrupted it in the previous
-    # attempt.
+    # At the first step of an attempt an evaluation is due only if a signal interrupted it in the
+    # previous attempt.
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
-        # Nothing else is new since the checkpoint, but for a start to which a hook may go back.
+        # The checkpoint already has this step. A new run has no checkpoint, and saves its start
+        # only for a hook that may go back to it.
         is_start = step == 0 and any(hook.saves_start for hook in run.hooks)
         save_due = evaluation_due or is_start
 
-    # Nothing should be evaluated or saved after batches that differ from the planned order.
+    # Before evaluating and saving: batches that differ from the planned order raise an error, and
+    # must not get into a checkpoint.
     is_epoch_end = step % run.plan.steps_per_epoch == 0 or is_last
     if is_epoch_end or save_due:
         run.verify(is_epoch_end)
-    # Reading the previous step waits for the device to finish it, and may set `monitor.stop`. So it
-    # is done only where training pauses anyway.
+    # `pause` waits until the device has finished the previous step, and may set `monitor.stop`. So
+    # it is called only when training pauses anyway.
     if evaluation_due or save_due or monitor.stop:
         monitor.pause()
-    weights = set[str]()  # the files in `weights/` that this step is saved under
+    weights = set[str]()  # names of the files in `weights/` to write
     if evaluation_due and not monitor.stop:
         weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
     if monitor.stop:
@@ -114,36 +118,36 @@ def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
 
 
 def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
-    """Queue a step, and read the one before it."""
+    """Queue a step, and read the result of the previous one."""
     step = run.state.step
     run.watch.mark(step, "waiting for its data")
     batch = next(loader)
     run.watch.mark(step, "in the step")
     if not run.is_prepared:
         run.is_prepared = True
-        # In every process: a resumed run needs the layout of DDP's buckets that the first one had.
-        # Waiting for the first batch counts as start-up, not as training.
+        # In every process, also when it resumes: DDP must get the same buckets as in the first
+        # attempt, because sums depend on them. The time counts as start-up, not as training.
         with run.watch.away(step, "compiling"):
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
         run.start_times.tell(run.record, step)
     if not monitor.is_started:
         monitor.start_clock()
-    # Forward, backward, update: vit/step.py. The stop flag travels with the sums that the ranks
-    # exchange anyway, so all ranks stop at the same step.
+    # Forward, backward, update: vit/step.py. The stop flag is part of the sums that the ranks
+    # exchange in each step, so all ranks stop at the same step.
     stop = bool(run.signals.received) or run.saver.has_failed
     result = run.train_step(batch, step, stop, monitor.rank_report(step), run.limits(step))
-    monitor.queue(step, result, batch.bad_keys)  # reads the step before this one
+    monitor.queue(step, result, batch.bad_keys)  # reads the previous step
     for hook in run.hooks:
         hook.queued(batch)
     run.saver.report()
 
 
 def _save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -> None:
-    """Copy the state, which a thread then writes: a checkpoint, and `weights/<name>.safetensors`.
+    """Copy the state; a thread then writes a checkpoint, and `weights/<name>.safetensors`.
 
-    The files of weights repeat the state, so they are written where users look for them: after an
-    evaluation, at a stop and at the end.
+    The weights are in the checkpoint as well. They get files of their own after an evaluation, at a
+    stop and at the end, because that is when users need them.
     """
     state = run.state
     run.record.progress(state.step, f"step {state.step}: saving")
@@ -155,11 +159,11 @@ def _save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) 
 
 
 def _finish(run: Run, monitor: Monitor) -> Outcome:
-    """Wait for the last save; report how the run ended, in its folder, the record and to people."""
+    """Wait for the last save; report the outcome in the run folder, the record and the log."""
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # rank 0 alone does what follows
+    run.watch.close()  # only rank 0 has work from now on, and the other ranks make no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome

@@ -1,10 +1,10 @@
-"""Full state for resuming: complete, or not there.
+"""Write and read the full state of a run; a checkpoint is either complete or absent.
 
 `TrainStep` holds everything that an update changes. Its tensors get flat names and go into one
 safetensors file; `RunState` and the config go into `checkpoint.json`. Both are written into a
-hidden folder and flushed to disk, then the folder is renamed: one that has its final name is
-complete. Only then is `latest` updated and are older checkpoints removed. `vit.checkpoint.saver`
-decides what is written when, and from which thread.
+hidden folder and flushed to disk. Then the folder is renamed, so a folder with its final name is
+complete. After that `latest` is updated, and older checkpoints are removed. `vit.checkpoint.saver`
+decides when to write, and in which thread.
 
     runs/<name>/checkpoints/
       step_00012500/
@@ -60,11 +60,11 @@ STATE_FILE = "state.safetensors"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; one line for people."""
+    """A checkpoint that cannot be read or written; the message is one line."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that the system refuses to read, and that may be whole."""
+    """A checkpoint that the system refuses to read, and that may be intact."""
 
 
 class NewerFormatError(CheckpointError):
@@ -72,9 +72,9 @@ class NewerFormatError(CheckpointError):
 
 
 def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
-    """Return all tensors of the state by their names in the file: the live ones, not copies.
+    """Return all tensors of the state by their names in the file: the live tensors, not copies.
 
-    Rank 0 has them all under DDP; of sharded parameters (FSDP2) all ranks would have to gather.
+    With DDP rank 0 has all of them. With sharded parameters (FSDP2) the ranks would have to gather.
     """
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
@@ -95,7 +95,7 @@ def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
 def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
     """Raise CheckpointError unless `needed_bytes` are free for a save at `step`.
 
-    What killed processes left unfinished is removed first.
+    Before it looks, it removes the unfinished files of killed processes.
     """
     folder = checkpoint_folder(run_dir, step)
     try:
@@ -120,8 +120,8 @@ def write_checkpoint(
     world_size: int,
     keep_last: int,
 ) -> tuple[Path, str]:
-    """Write `step_<n>`, remove all but the newest `keep_last`; return the folder, and the sha256 of
-    its tensors.
+    """Write `step_<n>`, and remove all but the newest `keep_last`; return the folder, and the
+    sha256 of its tensors.
 
     tensors: by the names in the file. state: the fields of `RunState`. Raises CheckpointError if
     the folder cannot be written; the previous checkpoint then stays as it was.
@@ -145,9 +145,9 @@ def write_checkpoint(
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, which is complete or not there at every moment."""
-    # A kill amid the removal leaves a name that the next save clears away. Half a folder under its
-    # own name would stay for ever, with gigabytes, or look complete.
+    """Remove a checkpoint, so that it is complete or absent at every moment."""
+    # If the process is killed now, the next save removes the hidden folder. Half a checkpoint under
+    # its final name would look complete, or keep gigabytes that no save removes.
     hidden = _hidden(folder)
     folder.rename(hidden)
     shutil.rmtree(hidden)
@@ -166,9 +166,9 @@ def _unwritable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Bring the info of a checkpoint up to date at the same step, whose tensors are the same.
+    """Replace the state in the info of a checkpoint of the same step; its tensors are the same.
 
-    That happens when a resumed run makes up for an evaluation.
+    Needed when a resumed run repeats an interrupted evaluation.
     """
     info = read_info(folder, verify=False)
     _write_info(folder, info | state)
@@ -212,12 +212,12 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def _hidden(folder: Path) -> Path:
-    """Return where `folder` is until it is complete."""
+    """Return the name of `folder` until it is complete."""
     return folder.with_name(f".tmp_{folder.name}")
 
 
 def _set_aside(folder: Path) -> Path:
-    """Rename a damaged checkpoint, so that its number is free and a person can still look at it."""
+    """Rename a damaged checkpoint, so that its step can be saved and a user can inspect it."""
     aside = folder.with_name(f"damaged_{folder.name}_{time.time_ns()}")
     folder.rename(aside)
     return aside
@@ -227,7 +227,7 @@ def _set_aside(folder: Path) -> Path:
 
 
 def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
-    """Return the content of `checkpoint.json`; with `verify`, compare its files with it first.
+    """Return the content of `checkpoint.json`; with `verify`, check sizes and hashes of the files.
 
     Raises CheckpointError if it is damaged or was not written by this project.
     """
@@ -250,11 +250,12 @@ def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
 def newest_checkpoint(
     run_dir: Path, verify: bool = False, say: Callable[[str], None] = print
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Return the newest checkpoint of a run and its info, None for a run without one.
+    """Return the newest checkpoint of a run and its info, or None if the run has none.
 
     verify: compare sizes and hashes, rename damaged checkpoints, report them to `say` and try the
-    next older one; one rank does that. Raises CheckpointError if all checkpoints are damaged, and
-    again until a person decides: whoever starts jobs by itself must not begin a run anew.
+    next older one; only one rank may do that. Raises CheckpointError if all checkpoints are
+    damaged. It does so at each start until a user acts, because an automatic restart must not start
+    the run over.
     """
     try:
         candidates, has_one = _listed(run_dir)
@@ -264,9 +265,9 @@ def newest_checkpoint(
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
-            if not folder.exists():  # the run goes on, and has removed it: there is a newer one
+            if not folder.exists():  # a live run has replaced it with a newer one
                 return newest_checkpoint(run_dir, verify, say)
-            # These are no damage: nothing to set aside.
+            # Not damaged, so keep the folder under its name.
             if not verify or isinstance(error, (NewerFormatError, UnreadableError)):
                 raise
             say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
@@ -284,7 +285,7 @@ def _listed(run_dir: Path) -> tuple[list[Path], bool]:
     Raises UnreadableCheckpoint.
     """
     with reading(run_dir / CHECKPOINTS):
-        # `glob` takes a folder that may not be read for an empty one.
+        # `listdir` raises for a folder without permission, which `glob` would take for empty.
         names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
         return complete_checkpoints(run_dir), Path(LATEST_FILE).name in names
 
@@ -304,9 +305,9 @@ def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
 
 def state_of(info: dict[str, Any]) -> RunState:
     """Return the state in the content of `checkpoint.json`."""
-    # Fields that are newer than the checkpoint have their defaults.
-    known = {field.name for field in fields(RunState)} & info.keys()
-    return RunState(**{name: info[name] for name in known})
+    # A field that is newer than the checkpoint gets its default.
+    names = {field.name for field in fields(RunState)} & info.keys()
+    return RunState(**{name: info[name] for name in names})
 
 
 def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
@@ -327,9 +328,9 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
     wrong = [f"lacks {name}" for name in sorted(targets.keys() - shapes)]
     wrong += [f"has {name}, unknown here" for name in sorted(shapes.keys() - targets)]
     for name in sorted(shapes.keys() & targets):
-        here = list(targets[name].shape)
-        if list(shapes[name]) != here:
-            wrong.append(f"has {name} as {list(shapes[name])}, here {here}")
+        target_shape = list(targets[name].shape)
+        if list(shapes[name]) != target_shape:
+            wrong.append(f"has {name} as {list(shapes[name])}, here {target_shape}")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
@@ -338,12 +339,12 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
 
 
 def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
-    """If this process owns the folder, mark the run as stopped, so that it is queued again."""
-    # Slurm's script decides by the mark whether to queue the job again, also for a run that has no
-    # folder yet and was preempted (SIGTERM). Ctrl-C on such a run leaves no mark, also if the
-    # record's start has created the folder and locked it.
-    is_ours = number == signal.SIGTERM if is_new else lock.is_held
-    if not is_ours:
+    """Mark the run as stopped if this process owns the folder, so that Slurm's script queues the
+    job again."""
+    # A new run that is preempted (SIGTERM) gets a mark although it may have no folder yet. A new
+    # run that a user ends by Ctrl-C gets none, although it may already hold the lock.
+    owns_folder = number == signal.SIGTERM if is_new else lock.is_held
+    if not owns_folder:
         return
     with suppress(OSError, CheckpointError):  # the signal is what to report
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""Which checkpoint a run continues from, and whether it belongs to this run.
+"""Find the checkpoint that a run continues from, and check that it belongs to the run.
 
-The main rank takes the newest checkpoint that is not damaged, compares the settings and the data
-that made it with those of now, and hands the answer to the other ranks. `vit.build` then fills what
-it has created: the main rank reads the files, the others get the values from it.
+Rank 0 takes the newest checkpoint that is not damaged, compares its settings and data with those of
+this attempt, and broadcasts the result. `vit.build` then loads it: rank 0 reads the files, and the
+other ranks get the values from rank 0.
 """
 
 from __future__ import annotations
@@ -27,41 +27,52 @@ from vit.system.urls import bare
 from vit.training.plan import Plan
 
 BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
-"""How the code behaved before a setting existed, where that is not its default now."""
+"""Values that the code used before a setting existed, if they are not the setting's default."""
 
 
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
-"""Facts that decide the bits of `train.exact_over_ranks`, and what a message calls them."""
+"""Facts that decide the bits of `train.exact_over_ranks`, each with its words in a message."""
 
 
 OF_A_HOST = {
-    *(f"data.{name}" for name in ("root", "sources", "cache_dir", "cache_gib", "patience_s")),
-    *(f"data.{name}" for name in ("num_workers", "prefetch_gib", "stall_timeout_s")),
-    *(f"run.{name}" for name in ("dir", "local_dir", "lease_s")),
-    *("distill.teacher", "eval.reference", "eval.sets", "init.checkpoint"),
+    "data.root",
+    "data.sources",
+    "data.cache_dir",
+    "data.cache_gib",
+    "data.patience_s",
+    "data.num_workers",
+    "data.prefetch_gib",
+    "data.stall_timeout_s",
+    "run.dir",
+    "run.local_dir",
+    "run.lease_s",
+    "distill.teacher",
+    "eval.reference",
+    "eval.sets",
+    "init.checkpoint",
 }
-"""Settings that may differ between ranks: places on a host, and how fast it is. `vit.build`
-compares the training data that are there."""
+"""Settings that may differ between ranks, because hosts have different paths and speeds.
+`vit.build` compares the training data of the ranks."""
 
 
 def find_checkpoint(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str], world: World
 ) -> tuple[Path, dict] | None:
-    """Return the checkpoint to continue from and its info, None in a new folder.
+    """Return the checkpoint to continue from and its info, or None in a new folder.
 
-    Every rank calls it. settings: as `config_io.to_dict` gives them; facts: what must be the same
-    in addition; allowed: settings that may differ. Raises ValueError if the checkpoint belongs to
-    another run.
+    Every rank calls it. settings: the result of `config_io.to_dict`; facts: further values that
+    must be the same; allowed: settings that may differ. Raises ValueError if the checkpoint belongs
+    to another run.
     """
 
-    def look() -> tuple[str, dict] | None:
-        found = _newest_of_this_run(folder, settings, facts, allowed)
-        return None if found is None else (found[0].name, found[1])
+    def read_newest() -> tuple[str, dict] | None:
+        newest = _newest_of_this_run(folder, settings, facts, allowed)
+        return None if newest is None else (newest[0].name, newest[1])
 
-    found = world.broadcast_from_main(look)
-    if found is None:
+    newest = world.broadcast_from_main(read_newest)
+    if newest is None:
         return None
-    name, info = found
+    name, info = newest
     return folder / CHECKPOINTS / name, info
 
 
@@ -85,7 +96,7 @@ def fit_state(
 
 
 def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Let the facts of a checkpoint say what decides the bits from here on, in place: a resume may
+    """Replace the facts in `stored` that decide the bits by those in `facts`, because a resume may
     have switched `train.exact_over_ranks` on or off."""
     for key in _NOT_DATA:
         stored.pop(key, None)
@@ -93,17 +104,17 @@ def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def restart_best(folder: Path, state: RunState, world: World) -> None:
-    """Let the next evaluation count as the best if the best weights are not those of `state`.
+    """Reset the best result if the file of the best weights does not belong to `state`.
 
-    Weights are written before the checkpoint that tells of them. If training was killed in between,
-    or its newest checkpoint is damaged, they are of a step that this run has yet to reach, and may
-    reach with another result: on another number of ranks, or with settings that may change. Every
-    rank calls it.
+    Weights are written before the checkpoint that refers to them. If training was killed in
+    between, or the newest checkpoint is damaged, the file is from a step that this run has yet to
+    reach. It may reach that step with a different result, on a different number of ranks or with
+    settings that may change. Every rank calls it.
     """
     if state.best_top1 < 0:
         return
 
-    def look() -> str:
+    def check_best_file() -> str:
         path = weights_file(folder, "best")
         try:
             with safe_open(path, framework="pt") as file:
@@ -112,7 +123,7 @@ def restart_best(folder: Path, state: RunState, world: World) -> None:
             return f"{path} is gone or damaged"
         return f"{path} is of step {step}, which the run has left" if step > state.step else ""
 
-    if reason := world.broadcast_from_main(look):
+    if reason := world.broadcast_from_main(check_best_file):
         state.best_top1 = -1.0
         state.best_loss = None
         if world.is_main:
@@ -130,7 +141,7 @@ def may_change(key: str) -> bool:
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that all ranks must have alike: all but those of `OF_A_HOST`."""
+    """Return the settings that must be equal on all ranks: all but those in `OF_A_HOST`."""
     return {
         f"{section}.{name}": value
         for section, values in settings.items()
@@ -140,14 +151,14 @@ def _shared(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_sha256(settings: dict[str, Any]) -> str:
-    """Return a short hash of the settings that all ranks must have alike."""
+    """Return a short hash of the settings that must be equal on all ranks."""
     return hashlib.sha256(json.dumps(_shared(settings), sort_keys=True).encode()).hexdigest()[:12]
 
 
 def check_same_settings(settings: dict[str, Any], world: World) -> None:
-    """Raise ValueError, on rank 0, if another rank has other settings, and AlreadyReported there.
+    """Raise ValueError on rank 0, and AlreadyReported on the others, if settings of ranks differ.
 
-    Each rank would train a model of its own, or wait for what the others never do.
+    Otherwise the ranks would train different models, or wait for each other forever.
     """
     own = int(settings_sha256(settings), 16)
     ends = torch.tensor([own, -own], device=world.device)
@@ -157,10 +168,10 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
     if not world.is_main:
         world.gather("settings", _shared(settings))
 
-    def tell() -> None:
-        found = world.gather("settings", _shared(settings))
-        rank = next(rank for rank, values in enumerate(found) if values != found[0])
-        differing = config_io.differences(found[0], found[rank]).items()
+    def report() -> None:
+        by_rank = world.gather("settings", _shared(settings))
+        rank = next(rank for rank, values in enumerate(by_rank) if values != by_rank[0])
+        differing = config_io.differences(by_rank[0], by_rank[rank]).items()
         listed = "\n".join(
             f"  {key}: {old} on rank 0, {new} on rank {rank}" for key, (old, new) in differing
         )
@@ -169,19 +180,21 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
             f"{listed}\nStart all with the same command and the same config file"
         )
 
-    world.broadcast_from_main(tell)
+    world.broadcast_from_main(report)
 
 
 def _newest_of_this_run(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str]
 ) -> tuple[Path, dict] | None:
-    """Return the newest checkpoint that is not damaged; ValueError if it is of another run."""
-    found = checkpoints.newest_checkpoint(
+    """Return the newest checkpoint that is not damaged. Raises ValueError if it belongs to another
+    run."""
+    newest = checkpoints.newest_checkpoint(
         folder, verify=True, say=lambda text: print(text, file=sys.stderr)
     )
-    if found is not None:
-        check_belongs(*found, settings, facts, allowed)
-    return found
+    if newest is not None:
+        path, info = newest
+        check_belongs(path, info, settings, facts, allowed)
+    return newest
 
 
 def check_belongs(
@@ -191,7 +204,7 @@ def check_belongs(
     facts: dict[str, Any],
     allowed: set[str],
 ) -> None:
-    """Raise ValueError if the checkpoint `path` is of another run; arguments: `find_checkpoint`.
+    """Raise ValueError if `path` belongs to another run; arguments as in `find_checkpoint`.
 
     info: the content of its `checkpoint.json`.
     """
@@ -216,8 +229,8 @@ def check_belongs(
 def _changed_settings(
     stored: dict[str, Any], source: str, settings: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the settings that must not change and did: dotted key -> (old, new)."""
-    # Settings that are newer than the checkpoint get their defaults here.
+    """Return the settings that changed although they must not: dotted key -> (old, new)."""
+    # `from_dict` gives settings that are newer than the checkpoint their defaults.
     old_values = config_io.to_dict(config_io.from_dict(stored, source))
     for (section, key), value in BEFORE_IT_EXISTED.items():
         if key not in stored.get(section, {}) and settings["train"]["ema_decay"] is not None:
@@ -230,35 +243,37 @@ def _changed_settings(
     }
 
 
-def _changes_bits(key: str, there: dict[str, Any], here: dict[str, Any]) -> bool:
-    """Return whether a fact of `_NOT_DATA` is another one here, and not new: switched on by this
-    resume, which is a change of a setting."""
-    return key in there and key in here and there[key] != here[key]
+def _changes_bits(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Return whether both have the fact `key` of `_NOT_DATA`, with different values.
+
+    If only one has it, this resume switches `train.exact_over_ranks`: a change of a setting.
+    """
+    return key in old and key in new and old[key] != new[key]
 
 
 def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
-    """Return a line for each fact about the data that is not as stored."""
-    there = {"chosen": "all samples", **stored}
-    here = {"chosen": "all samples", **facts}
-    old_names = there.pop("class_names", [])
-    new_names = here.pop("class_names", [])
+    """Return a line for each fact about the data that differs from the stored one."""
+    old = {"chosen": "all samples", **stored}
+    new = {"chosen": "all samples", **facts}
+    old_names = old.pop("class_names", [])
+    new_names = new.pop("class_names", [])
     lines = []
-    if there.get("teacher_sha256") != here.get("teacher_sha256"):
+    if old.get("teacher_sha256") != new.get("teacher_sha256"):
         teachers = [
             f"weights {facts['teacher_sha256'][:12]}" if "teacher_sha256" in facts else "none"
-            for facts in (there, here)
+            for facts in (old, new)
         ]
         lines.append(f"  teacher: {teachers[0]} there, {teachers[1]} here")
     lines += [
-        f"  {_NOT_DATA.get(key, f'data: {key}')} {there.get(key, 'none')} there, {value} here"
-        for key, value in here.items()
+        f"  {_NOT_DATA.get(key, f'data: {key}')} {old.get(key, 'none')} there, {value} here"
+        for key, value in new.items()
         if key != "teacher_sha256"
-        and there.get(key) != value
-        and (key not in _NOT_DATA or _changes_bits(key, there, here))
+        and old.get(key) != value
+        and (key not in _NOT_DATA or _changes_bits(key, old, new))
     ]
-    # If the classes of one have no names, there is nothing to compare.
+    # Not strict: data without class names have an empty list.
     pairs = zip(old_names, new_names, strict=False)
-    renamed = [label for label, (old, new) in enumerate(pairs) if old != new]
+    renamed = [label for label, (before, after) in enumerate(pairs) if before != after]
     if renamed:
         label = renamed[0]
         lines.append(

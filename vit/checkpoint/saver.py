@@ -1,15 +1,15 @@
-"""Saves without a stop: training waits for a copy in memory, and a thread of rank 0 writes it.
+"""Save while training continues: training waits for a copy in memory, and a thread writes it.
 
     training   ... step | save: wait for the thread, test the disk's room, copy | step | step ...
     thread                                                \\- losses, weights, state,
                                                              checkpoint.json, rename, `latest`,
                                                              remove older ones
 
-The thread then uploads what is new, if the run's place has a URL (`vit.run_folder.Place`). One save
-is written at a time, in the order in which they were asked for, and each in this order: weights
-first. So a complete checkpoint never tells of a best accuracy, or of the end of the run, whose
-weights are not there. After an error of the thread all ranks stop at the next step, by the flag
-that a signal also sets (`has_failed`), and meet where rank 0 raises it.
+If the run's place has a URL, the thread then uploads the new files (`vit.run_folder.Place`). Saves
+are written one at a time, in the order of the calls. Each writes the weights first, so a complete
+checkpoint never refers to missing weights. After an error of the thread all ranks stop at the next
+step, by the flag that a signal also sets (`has_failed`). Rank 0 then raises the error while the
+other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ from vit.weights.save import HUB_FILES, cannot_write, save_weights
 
 
 class SavedBeside(Protocol):
-    """Something that each save writes before its checkpoint, such as losses of images."""
+    """Data that each save writes before its checkpoint, such as losses of images."""
 
     def collect(self) -> Any:
-        """Return what all ranks have gathered since the last call; every rank calls it."""
+        """Return the data of all ranks since the last call; every rank calls it."""
 
     def new_bytes(self, collected: Any) -> int:
         """Return by how much the run folder grows when `collected` is written."""
 
     def write(self, collected: Any) -> None:
-        """Write it, on rank 0, in the saver's thread. Raises OSError, which names the file."""
+        """Write `collected` on rank 0, in the saver's thread. Raises OSError with the file."""
 
 
 class Saver:
     """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
 
-    config: as `config_io.to_dict` gives it. class_names: of the training data. record: gets a line
-    for each checkpoint that is complete. beside: what else each save writes.
+    config: the result of `config_io.to_dict`. class_names: those of the training data. record: gets
+    a line for each complete checkpoint. beside: further data that each save writes.
     """
 
     def __init__(
@@ -82,30 +82,30 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._complete: deque[tuple[int, dict[str, Any]]] = deque()
-        """Step and values of lines that the record has yet to get."""
+        """Step and values of the lines that are not yet in the record."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread has met an error, or another job has the run, which the next call of
-        `save` or `finish` raises."""
+        """Whether the thread has failed, or another job has taken the run over. The next call of
+        `save` or `finish` raises the error."""
         return self._error is not None or self._place.is_lost
 
     def prepare(self) -> None:
-        """Begin to get memory for the copy, once, so that the first save does not wait for it."""
+        """Start to allocate memory for the copy, so that the first save does not wait for it."""
         if self._world.is_main and self._snapshot is None:
             self._snapshot = Snapshot(named_tensors(self._train_step), self._world.device)
             self._start(self._snapshot.prepare)
 
     def save(self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...] = ()) -> None:
-        """Begin to write a checkpoint, and the files `weights` (last, best) in `weights/`.
+        """Start to write a checkpoint, and the files `weights` (last, best) in `weights/`.
 
-        Waits for the save before. Raises CheckpointError if that one failed, or if the disk has no
-        room for this one, and ValueError if the folder is not there any more; on all ranks, as
-        `World.fail_together` says.
+        Waits for the previous save. Raises CheckpointError if that save failed or the disk has no
+        room for this one, and ValueError if the folder was removed or replaced; on all ranks, as
+        described at `World.fail_together`.
         """
         began = time.perf_counter()
         collected = [each.collect() for each in self._beside]
-        self.prepare()  # a save before the first step
+        self.prepare()  # not called yet at a save before the first step
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
@@ -127,9 +127,11 @@ class Saver:
         )
 
     def report(self) -> None:
-        """Write a line for each checkpoint that has become complete since the last call; called
-        behind each step."""
-        self.prepare()  # not before a step: gigabytes of new pages would slow a resumed run's first
+        """Write a line for each checkpoint that was completed since the last call; called after
+        each step."""
+        # Only after the first step: allocating gigabytes would slow down the first step of a
+        # resumed run.
+        self.prepare()
         self._tell_complete()
 
     def _tell_complete(self) -> None:
@@ -138,15 +140,15 @@ class Saver:
             self._record.write("checkpoint", step, **values)
 
     def finish(self) -> None:
-        """Wait until all is written, on all ranks; raises what `save` raises."""
+        """Wait on all ranks until everything is written. Raises the errors of `save`."""
         with self._world.fail_together():
             self._wait()
 
     def close(self, at_once: bool = False) -> None:
-        """Let the thread complete what it has begun, and give the memory back; raises nothing of
-        what the thread meets: something else ended the run.
+        """Wait for the thread, and free the memory. Errors of the thread are ignored, because
+        another error has already ended the run.
 
-        at_once: leave the thread, and what it has not completed, to the end of the process.
+        at_once: do not wait; the end of the process ends the thread and its unfinished save.
         """
         if self._thread is not None and not at_once:
             self._thread.join()
@@ -158,18 +160,18 @@ class Saver:
             self._snapshot = None
 
     def _start(self, work: Callable[[], None]) -> None:
-        # A daemon: a process that is to end at once does not wait for it.
+        # A daemon thread, so that a process that must end at once does not wait for it.
         self._thread = threading.Thread(target=self._run, args=(work,), name="saver", daemon=True)
         self._thread.start()
 
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except BaseException as error:  # raised again where training waits
+        except BaseException as error:  # `_wait` raises it in the main thread
             self._error = error
 
     def _wait(self) -> None:
-        """Wait for the thread; raise its error, if it has one."""
+        """Wait for the thread; raise its error, if there is one."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -185,8 +187,8 @@ class Saver:
         collected: list[Any],
         blocked_s: float,
     ) -> None:
-        """Write the copy; in the thread."""
-        assert self._snapshot is not None, "it was taken"
+        """Write the copy; runs in the thread."""
+        assert self._snapshot is not None, "save has taken it"
         began = time.perf_counter()
         self._write_lines(collected)
         self._snapshot.wait()
@@ -202,8 +204,8 @@ class Saver:
             self._snapshot.tensors,
             state,
             self._config,
-            self._world.size,
-            self._keep_last,
+            world_size=self._world.size,
+            keep_last=self._keep_last,
         )
         values = {
             "folder": folder.name,
@@ -217,8 +219,8 @@ class Saver:
         self._complete.append((state["step"], values))
 
     def _describe_weights(self, num_classes: int) -> None:
-        """Make `weights/` a folder that timm and transformers open: the model's config, and the
-        name that they look for as a link to the last weights, averaged if there are such."""
+        """Make `weights/` a folder that timm and transformers open, with the model's config, and a
+        link of the name that they look for to the last weights (averaged if there are any)."""
         config = config_io.from_dict(self._config, "the run's config")
         model = self._train_step.model
         content = timm_config(Subject(model, config, num_classes, self._class_names))
@@ -231,12 +233,13 @@ class Saver:
             write_json(path, content)
         except OSError as error:
             raise cannot_write(path, error) from error
-        # A link costs no second copy. It is there before the file that it leads to.
-        with suppress(OSError):  # a file system without links: timm then takes another file
+        # A link needs no second copy, and may point to a file that is written later. On a file
+        # system without links timm takes another file.
+        with suppress(OSError):
             link_to(last.name, last.with_name(HUB_FILES[0]))
 
     def _write_lines(self, collected: list[Any]) -> None:
-        """Bring to the disk what a checkpoint counts on, such as the lines of the record."""
+        """Write everything to disk that the checkpoint refers to, such as lines of the record."""
         try:
             for each, values in zip(self._beside, collected, strict=True):
                 each.write(values)
@@ -245,7 +248,7 @@ class Saver:
             raise cannot_write(Path(error.filename or self._run_dir), error) from None
 
     def _files(self, names: tuple[str, ...]) -> Iterator[tuple[Path, bool, dict[str, Tensor]]]:
-        """Yield path, whether it is averaged, and tensors of each file of weights."""
+        """Yield path, `averaged` and tensors of each file of weights."""
         assert self._snapshot is not None, "the main rank has one"
         for prefix, averaged in (("model.", False), ("ema.", True)):
             tensors = {
@@ -257,8 +260,8 @@ class Saver:
                 yield weights_file(self._run_dir, name, averaged), averaged, tensors
 
     def _metadata(self, state: dict[str, Any], averaged: bool) -> dict[str, str]:
-        """Return what describes model, data and step, so that a file of weights can be used without
-        the run folder."""
+        """Return the description of model, data and step that makes a file of weights usable
+        without the run folder."""
         return {
             "format": "pt",
             "config": json.dumps(self._config),
@@ -272,13 +275,14 @@ class Saver:
     def _needed_bytes(
         self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...]
     ) -> int:
-        """Return by how much the run folder will grow at most while this is written."""
+        """Return the most by which the run folder grows during this save."""
         assert self._snapshot is not None, "the main rank has one"
         grown = replaced = 0
         for path, _, tensors in self._files(weights):
             size = sum(tensor.nbytes for tensor in tensors.values())
             old = path.stat().st_size if path.exists() else 0
             grown += max(size - old, 0)
-            replaced = max(replaced, min(size, old))  # the old file goes when the new one is there
+            # The old file is removed when the new one is complete, so both exist for a while.
+            replaced = max(replaced, min(size, old))
         is_new = with_checkpoint and not checkpoint_folder(self._run_dir, state.step).exists()
         return grown + max(self._snapshot.num_bytes if is_new else 0, replaced)

@@ -1,4 +1,4 @@
-"""Where a run stands: the part of a checkpoint that is not tensors."""
+"""The state of a run: the part of a checkpoint that is not tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vit.training.plan import Plan
 
 
 def rank(top1: float, loss: float | None) -> tuple[float, float]:
-    """Return what is larger for the better of two results, by accuracy and then by loss."""
+    """Return a key that is larger for the better of two results, by accuracy and then by loss."""
     return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
@@ -22,21 +22,21 @@ class RunState:
     step: int = 0
     """Global batches attempted, which is also the position in the data."""
     updates_skipped: int = 0
-    """Updates that were left out, over the complete run."""
+    """Number of skipped updates in the complete run."""
     updates_skipped_in_a_row: int = 0
-    """The same, since the last good one."""
+    """Number of skipped updates since the last good update."""
     rewinds: int = 0
-    """How often the run went back to a checkpoint (`vit.hooks.guard`)."""
+    """Number of times that the run went back to a checkpoint (`vit.hooks.guard`)."""
     passed_over: list[list[int]] = field(default_factory=list)
-    """First step and the one behind the last, of each row of batches that are not trained on."""
+    """Ranges of batches that are not trained on: first step, and the step after the last."""
     recent: list[list[float]] = field(default_factory=list)
-    """Step, loss and gradient norm of the newest steps, where spikes are looked for."""
+    """Step, loss and gradient norm of the newest steps, from which spike limits are computed."""
     interval_losses: list[float] = field(default_factory=list)
-    """Losses of the steps since the last line of metrics, whose mean the next line has."""
+    """Losses of the steps since the last line of metrics; the next line has their mean."""
     checked_step: int = 0
-    """First batch that no line about checked samples covers yet."""
+    """First batch whose checksum is not yet in the record."""
     sample_checksum: int = 0
-    """Of the samples from there on (`vit.hooks.order_check`)."""
+    """Checksum of the samples from `checked_step` on (`vit.hooks.order_check`)."""
     bad_images: int = 0
     """Training images that could not be decoded and were ignored."""
     evaluated_step: int = -1
@@ -44,15 +44,15 @@ class RunState:
     best_top1: float = -1.0
     """Best top-1 accuracy so far, in percent."""
     best_loss: float | None = None
-    """The loss with it; None where it was not finite, or before this was recorded."""
+    """The loss of that evaluation; None if it was not finite, or in old checkpoints."""
     best_set: str = VAL
-    """The set that it was reached on: `eval.best_by`."""
+    """The set of that evaluation: `eval.best_by`."""
     restarts: int = 0
-    """How often the run was resumed."""
+    """Number of times that the run was resumed."""
     elapsed_s: float = 0.0
-    """Time spent on the run over all restarts, evaluation and saving included."""
+    """Time spent on the run in all attempts, including evaluation and saving."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What must be the same after a resume: the data's fingerprint, the model's classes."""
+    """Values that must be the same after a resume: the data's fingerprint, the model's classes."""
 
     def is_passed_over(self, step: int) -> bool:
         """Return whether the batch of `step` is not trained on."""
@@ -72,14 +72,14 @@ class RunState:
         return self.step == plan.total_steps and not self.is_evaluation_due(plan)
 
     def is_over(self, plan: Plan) -> bool:
-        """Return whether nothing is left, or the run is to end before where it has come to."""
+        """Return whether nothing is left to do, also if `step` is past the plan's end."""
         return self.step > plan.total_steps or self.is_finished(plan)
 
     def take_best(self, best_set: str, *results: tuple[float, float]) -> bool:
         """Keep the best of `results`, pairs of top-1 and loss; return whether it is a new best.
 
-        Of equal accuracies the smaller loss is better: few images give few different accuracies.
-        What was best on another set than `best_set` is not comparable, and does not count.
+        If accuracies are equal the smaller loss is better, because few images give few different
+        accuracies. A best result on a different set is not comparable, and is dropped.
         """
         if best_set != self.best_set:
             self.best_set = best_set

@@ -1,4 +1,4 @@
-"""The base of all sections of the config, kinds of values, and the settings that select training
+"""The base of all sections of the config, types of values, and the settings that select training
 samples, which are part of `data` and of each item of `data.sources`.
 """
 
@@ -22,11 +22,11 @@ without `--allow-change`: the batches and the recipe stay the same."""
 
 
 class OnlyWith:
-    """Annotates a setting that has no effect unless one of `conditions` holds: it is refused.
+    """Annotates a setting that has no effect unless one of `conditions` holds, and is then refused.
 
-    A condition names another setting, of the same section or in dotted keys: `erasing_prob`, which
-    has to be other than null, 0, false, none and empty; `name=wsd|linear`, which has to be one of
-    these; or `freeze!=backbone`, which has to be another.
+    A condition is about another setting, of the same section or in dotted keys. `erasing_prob`: it
+    is not null, 0, false, none or empty. `name=wsd|linear`: it is one of these. `freeze!=backbone`:
+    it is not this.
     """
 
     def __init__(self, *conditions: str):
@@ -59,7 +59,7 @@ class Selection(Section):
     """
 
     exclude: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
-    """File of samples to leave out: a key, `label=NUMBER` or `class=NAME` per line, or the lines
+    """File of samples to exclude: a key, `label=NUMBER` or `class=NAME` per line, or the lines
     of a `quarantine.jsonl`."""
     filter: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
     """Expression over columns of the index that is true for the samples to use, such as

@@ -1,7 +1,7 @@
-"""What cannot be together in a `Config`, found across its sections, each with its remedy.
+"""Find contradictions between the settings of a `Config`; each message has a remedy.
 
-`vit.config.schema` says what each setting may be by itself. A `Config` calls `find_problems` when
-it is made, so that none exists that contradicts itself. A rule is its message and whether it holds.
+`vit.config.schema` has the allowed values of each single setting. A `Config` calls `find_problems`
+when it is made, so no contradictory `Config` exists. A rule is a message, and whether it applies.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ EXCLUSIVE = (
     ("schedule", "decay_epochs", "decay_steps"),
     ("eval", "every_epochs", "every_steps"),
 )
-"""Sections with two settings of which one at most is given."""
+"""Section, and two of its settings of which at most one may be given."""
 _LARGEST_MAGNITUDE = {"timm": 10, "timm_inc0": 10, "torchvision": 30, "big_vision": 20}
 Rules = dict[str, bool]
-"""What is wrong, in dotted keys and with a remedy -> whether it is."""
+"""Message about a problem, with dotted keys and a remedy -> whether the problem exists."""
 
 
 def find_problems(config: Config) -> list[str]:
-    """All contradictions in `config`, one line each, in dotted keys."""
+    """Return all contradictions in `config`, one line each, with dotted keys."""
     names = type(config).model_fields
     rules = (
         *(_effect_rules(config, getattr(config, name), f"{name}.") for name in names),
@@ -65,22 +65,22 @@ def find_problems(config: Config) -> list[str]:
 
 
 def _is_given(section: Section, key: str) -> bool:
-    """Whether a setting differs from its default."""
+    """Return whether a setting differs from its default."""
     return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def _effect_rules(config: Config, section: Section, prefix: str) -> Rules:
-    """Settings of `section`, whose names begin with `prefix`, that need others (`OnlyWith`)."""
+    """Check the settings of `section` that need others (`OnlyWith`). prefix: of their names."""
     rules: Rules = {}
     for key, field in type(section).model_fields.items():
         for needed in field.metadata if _is_given(section, key) else ():
             if not isinstance(needed, OnlyWith):
                 continue
-            fits, given, remedies = zip(
+            fits, values, remedies = zip(
                 *(_judge(config, section, prefix, each) for each in needed.conditions), strict=True
             )
             problem = (
-                f"{prefix}{key} has no effect with {' and '.join(given)}: set"
+                f"{prefix}{key} has no effect with {' and '.join(values)}: set"
                 f" {' or '.join(remedies)}, or remove {prefix}{key}"
             )
             rules[problem] = not any(fits)
@@ -88,18 +88,18 @@ def _effect_rules(config: Config, section: Section, prefix: str) -> Rules:
 
 
 def _judge(config: Config, section: Section, prefix: str, condition: str) -> tuple[bool, str, str]:
-    """Return whether a condition of `OnlyWith` holds, what is given, and what to set."""
+    """Return whether a condition of `OnlyWith` holds, the current value, and a remedy."""
     name, relation, allowed = re.split("(!?=|$)", condition, maxsplit=1)
     owner, _, key = name.rpartition(".")
     name = name if owner else prefix + key
     value: Any = getattr(getattr(config, owner) if owner else section, key)
     text = value if isinstance(value, str) else json.dumps(value)
-    given = f"{name}={text}"
+    current = f"{name}={text}"
     if relation == "=":
-        return text in allowed.split("|"), given, f"{name}={allowed.replace('|', ' or ')}"
+        return text in allowed.split("|"), current, f"{name}={allowed.replace('|', ' or ')}"
     if relation:
-        return text != allowed, given, f"another {name}"
-    return value not in (None, 0, "none", ()), given, name
+        return text != allowed, current, f"another {name}"
+    return value not in (None, 0, "none", ()), current, name
 
 
 def _training_rules(config: Config) -> Rules:
@@ -124,7 +124,7 @@ def _training_rules(config: Config) -> Rules:
 
 def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules:
     weights = loss.class_weights
-    # Smoothing gives each class at least this much.
+    # The target that smoothing gives to each class.
     least = loss.label_smoothing / (num_classes or 1000)
     threshold = loss.bce_target_thresh
     return {
@@ -207,7 +207,7 @@ def _channel_rules(data: DataConfig, in_chans: int) -> Rules:
 
 
 def _reader_rules(data: DataConfig) -> Rules:
-    """What a stream needs and lacks."""
+    """Check the settings that a stream needs."""
     if data.reader == "index":
         return {}
     layout = (data.stream_image, data.stream_label, data.stream_keys_with_dots)
@@ -222,7 +222,7 @@ def _reader_rules(data: DataConfig) -> Rules:
 
 
 def _selection_rules(selection: Selection, prefix: str) -> Rules:
-    """About the settings that select samples, whose names begin with `prefix`."""
+    """Check the settings that select samples. prefix: of their names."""
     rules = {
         f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them": (
             selection.fraction is not None and selection.samples_per_class is not None
@@ -293,7 +293,7 @@ def _mixing_rules(augment: AugmentConfig, epochs: float | None) -> Rules:
 
 
 def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
-    """Operations on colours that grey images do not have."""
+    """Check that grey images get no operations on colours."""
     is_grey = in_chans == 1
     needs_colour = "needs colour images (model.in_chans=3)"
     *_, saturation, hue = augment.color_jitter
@@ -314,11 +314,11 @@ def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://.")
 _SLIP = re.compile(r"\s*(?:[a-z][a-z0-9+.-]+:/|(?:s3a?|gs|gcs):|(?:s3a?|gs|gcs)//)", re.IGNORECASE)
-"""`s3:/bucket`, `S3://bucket`, `s3://`, `s3:bucket`, `s3//bucket`."""
+"""Matches misspelt URLs: `s3:/bucket`, `S3://bucket`, `s3://`, `s3:bucket`, `s3//bucket`."""
 
 
 def run_rules(run: RunConfig) -> dict[str, bool]:
-    """What may be wrong in `run`, in dotted keys and with a remedy -> whether it is."""
+    """Check the section `run`; return `Rules`."""
     place = run.dir or ""
     is_url = _URL.match(place) is not None
     return {
@@ -332,7 +332,7 @@ def run_rules(run: RunConfig) -> dict[str, bool]:
 
 
 def image_size_rules(config: Config) -> dict[str, bool]:
-    """Return what is wrong, in dotted keys and with a remedy -> whether it is."""
+    """Check `schedule.image_sizes`; return `Rules`."""
     stages = config.schedule.image_sizes
     model = config.model
     epochs = config.train.epochs
@@ -371,7 +371,7 @@ def image_size_rules(config: Config) -> dict[str, bool]:
 
 
 def _multiple(size: tuple[int, int], patch: tuple[int, int], more: int) -> tuple[int, int]:
-    """Return the largest size of whole patches within `size`; with more=1 the smallest around."""
+    """Return `size` rounded down to whole patches; with more=1 rounded up."""
     height, width = (
         (side + more * (of_patch - 1)) // of_patch * of_patch
         for side, of_patch in zip(size, patch, strict=True)

@@ -1,4 +1,4 @@
-"""The arguments of a training, for the commands that start one: config, overrides, changes."""
+"""The arguments of commands that start a training: config, overrides, allowed changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pydantic's findings about a config as lines: where, what was given, what is allowed."""
+"""Turn Pydantic's errors about a config into lines: place, value, and allowed values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REQUIRED_HINTS = {
 
 
 def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
-    """One line per finding; `origins` says where each key was given, `source` which file it is."""
+    """Return one line per error. origins: key -> place where it was given. source: the file."""
     lines: list[str] = []
     wrong_values = set[str]()
     for item in error.errors(include_url=False):
@@ -34,35 +34,35 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         path, rest = _split(item["loc"], origins)
         if kind == "union_tag_invalid":
             path = (path[0], "name")
-        where = _origin(path, origins, source)
-        if kind == "value_error":  # of vit.config.checks, in dotted keys
+        origin = _origin(path, origins, source)
+        if kind == "value_error":  # of vit.config.checks, with dotted keys
             for line in str(item["ctx"]["error"]).splitlines():
                 keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
                 given_at = list(filter(None, (_origin(key, origins, "") for key in keys)))
-                lines.append(f"{(given_at or [where])[0]}: {line}")
+                lines.append(f"{(given_at or [origin])[0]}: {line}")
         elif kind == "extra_forbidden":
-            lines.append(f"{where}: {_unknown_key(path, rest)}")
+            lines.append(f"{origin}: {_unknown_key(path, rest)}")
         elif kind == "missing" and not rest:
             dotted = ".".join(path)
             lines.append(f"{source}: {dotted} is required{_REQUIRED_HINTS.get(dotted, '')}")
         elif kind == "missing" and ".".join(path) in LISTS:
-            lines.append(f"{where}: {_place(path, rest, '')} is required")
+            lines.append(f"{origin}: {_place(path, rest, '')} is required")
         else:
             place = _place(path, rest, kind)
-            if place in wrong_values:  # the other type of a union, for the same value
+            if place in wrong_values:  # a second type of a union, for the same value
                 lines[-1] += f" or {_expected(item)}"
                 continue
             wrong_values.add(place)
-            given = item["ctx"]["tag"] if kind == "union_tag_invalid" else item["input"]
-            shown = json.dumps(given, default=str)
-            lines.append(f"{where}: {place} is {shown}, expected {_expected(item)}")
+            value = item["ctx"]["tag"] if kind == "union_tag_invalid" else item["input"]
+            value_text = json.dumps(value, default=str)
+            lines.append(f"{origin}: {place} is {value_text}, expected {_expected(item)}")
     return lines
 
 
 def _split(
     location: tuple[int | str, ...], origins: Mapping[Key, str]
 ) -> tuple[Key, tuple[int | str, ...]]:
-    """A location of pydantic's as the key of a setting, and the place inside its value."""
+    """Divide a location of Pydantic's into the key of a setting, and the place in its value."""
     if location[1:2] and location[1] in union_tags(str(location[0])):
         location = (location[0], *location[2:])  # pydantic inserts the tag of a union's member
     names = tuple(map(str, location))
@@ -75,22 +75,22 @@ def _split(
 
 
 def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
-    """Where `path`, or the first key below it, was given; `source` if nowhere."""
+    """Return the place where `path`, or the first key below it, was given; else `source`."""
     if path in origins:
         return origins[path]
-    below = (where for key, where in origins.items() if path and key[: len(path)] == path)
+    below = (origin for key, origin in origins.items() if path and key[: len(path)] == path)
     return next(below, source)
 
 
 def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
     dotted = ".".join(path)
     if len(rest) > 1 and dotted in LISTS:
-        known = ", ".join(LISTS[dotted].model_fields)
-        return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; there are: {known}"
+        allowed_keys = ", ".join(LISTS[dotted].model_fields)
+        return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; there are: {allowed_keys}"
     if path[:2] == ("eval", "sets"):
-        known = ", ".join(EvalSetConfig.model_fields)
+        allowed_keys = ", ".join(EvalSetConfig.model_fields)
         name = ".".join(map(str, (*path, *rest)))
-        return f"unknown key {name!r}; a set of eval.sets has {known}"
+        return f"unknown key {name!r}; a set of eval.sets has {allowed_keys}"
     keys = all_keys()
     if dotted in keys:
         return f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
@@ -104,7 +104,7 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
 
 
 def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
-    """The key with the place of the wrong element in a list."""
+    """Return the key with the index of the wrong element in a list."""
     dotted = ".".join(path)
     if kind == "missing" or not rest:
         return dotted

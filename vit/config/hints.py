@@ -1,4 +1,4 @@
-"""Which setting is meant by a misspelt key, or by an option of another program."""
+"""Find the setting that a misspelt key, or an option of another program, stands for."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from vit.config.schema import Config
 
 
 def sections() -> dict[str, list[type[Section]]]:
-    """The classes behind each section of `Config`: one, or the members of a union."""
-    found: dict[str, list[type[Section]]] = {}
+    """Return the classes of each section of `Config`: one class, or the members of a union."""
+    classes: dict[str, list[type[Section]]] = {}
     for name, field in Config.model_fields.items():
         members = [get_args(member)[0] for member in get_args(field.annotation)]
-        found[name] = members or [cast(type[Section], field.annotation)]
-    return found
+        classes[name] = members or [cast(type[Section], field.annotation)]
+    return classes
 
 
 def union_tags(section: str) -> list[str]:
-    """The names that choose a member where `section` is a union, such as `optim`; else []."""
+    """Return the names of the members if `section` is a union, such as `optim`; else []."""
     if section not in Config.model_fields:
         return []
     members = get_args(Config.model_fields[section].annotation)
@@ -28,7 +28,7 @@ def union_tags(section: str) -> list[str]:
 
 
 def all_keys() -> list[str]:
-    """Every dotted key that a file or an override may set, in the order of `vit.config.schema`."""
+    """Return all dotted keys that a file or an override may set, in the order of the schema."""
     keys = (
         f"{section}.{key}"
         for section, classes in sections().items()
@@ -90,8 +90,8 @@ OTHER_NAMES = {
     "log.every_steps": "log_every log_freq log_interval logging_steps print_freq",
     "log.wandb": "use_wandb",
 }
-"""What other programs (timm, DeiT, torchvision's references, Hugging Face's Trainer) call a
-setting."""
+"""Setting -> its names in other programs (timm, DeiT, torchvision's references, Hugging Face's
+Trainer)."""
 _ADVICE = {
     "the same command again resumes, nothing else is needed": "auto_resume resume",
     "torchrun --nproc_per_node=N starts N ranks": "devices gpus n_gpus num_gpus nproc_per_node",
@@ -100,7 +100,7 @@ _ADVICE = {
     ),
 }
 ADVICE = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
-"""Options of other programs without a setting here, and what to do instead."""
+"""Option of another program that has no setting -> what to do instead."""
 OTHER_VALUES = (
     "data.aug_repeats",
     "augment.randaugment_layers",
@@ -118,20 +118,20 @@ _FROM_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in 
 
 
 def from_other_name(name: str) -> str:
-    """The setting that other programs call `name` ("batch-size", "lr"), or ""."""
+    """Return the setting that other programs call `name` ("batch-size", "lr"), or ""."""
     return _FROM_OTHER_NAME.get(name.lower().replace("-", "_"), "")
 
 
-def nearest(given: str, known: Sequence[str]) -> str:
-    """`; did you mean ...?` with what `given` may mean, or `; ` and what to do instead, or ""."""
-    if advice := ADVICE.get(_word(given)):
+def nearest(key: str, settings: Sequence[str]) -> str:
+    """Return `; did you mean ...?` with the settings that `key` may mean, or advice, or ""."""
+    if advice := ADVICE.get(_word(key)):
         return f"; {advice}"
-    meant = _meant(given, known, cutoff=0.65)
+    meant = _meant(key, settings, cutoff=0.65)
     return f"; did you mean {' or '.join(meant)}?" if meant else ""
 
 
 def setting_for(option: str, value: str) -> str:
-    """What to write instead of an unknown option and its value ("" for none), or "".
+    """Return a suggestion for an unknown option and its value ("" for none), or "".
 
     `--lr`, `1e-3` -> did you mean optim.lr=1e-3?
     """
@@ -139,7 +139,8 @@ def setting_for(option: str, value: str) -> str:
     if advice := ADVICE.get(_word(name)):
         return advice
     keys = all_keys()
-    # An option without a section may be a setting's last part. `name` alone says nothing.
+    # An option without a section may be a setting's last part, except `name`, which several
+    # sections have.
     named = {key.rpartition(".")[2]: key for key in reversed(keys) if not key.endswith(".name")}
     named |= _FROM_OTHER_NAME if "." not in name else {key: key for key in keys}
     similar = difflib.get_close_matches(name, named, n=1, cutoff=0.85)
@@ -153,23 +154,23 @@ def setting_for(option: str, value: str) -> str:
 
 
 def _word(key: str) -> str:
-    """The last part of a key or option as `ADVICE` has it."""
+    """Return the last part of a key or option in the spelling of `ADVICE`."""
     return key.rpartition(".")[2].lower().replace("-", "_")
 
 
-def _meant(given: str, known: Sequence[str], cutoff: float) -> list[str]:
-    """The settings of `known` that `given` may mean.
+def _meant(written: str, settings: Sequence[str], cutoff: float) -> list[str]:
+    """Return those of `settings` that the key `written` may mean.
 
-    Dotted keys are compared by their last part, in this order: what other programs call so, the
-    same word in another section, a similar word of the same section, a similar word of any.
+    Dotted keys are compared by their last part, in this order: a name of other programs, the same
+    word in a different section, a similar word in the same section, a similar word in any section.
     """
-    section, _, leaf = given.rpartition(".")
-    own = [key for key in known if key.rpartition(".")[0] == section]
-    # The `name` of another section is never meant.
-    others = [key for key in known if not (section and key.endswith(".name"))]
-    same_word = [key for key in others if key.rpartition(".")[2] == leaf]
-    matches = [key for key in (from_other_name(leaf), *same_word) if key in known]
-    for least, candidates in ((0.65, own), (0.85 if section else cutoff, others)):
+    section, _, leaf = written.rpartition(".")
+    same_section = [key for key in settings if key.rpartition(".")[0] == section]
+    # A key with a section never means the `name` of a different section.
+    any_section = [key for key in settings if not (section and key.endswith(".name"))]
+    same_word = [key for key in any_section if key.rpartition(".")[2] == leaf]
+    matches = [key for key in (from_other_name(leaf), *same_word) if key in settings]
+    for least, candidates in ((0.65, same_section), (0.85 if section else cutoff, any_section)):
         if not matches:
             leaves = {key.rpartition(".")[2]: key for key in reversed(candidates)}
             close = difflib.get_close_matches(leaf, leaves, n=1, cutoff=least)

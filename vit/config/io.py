@@ -1,9 +1,9 @@
-"""One strict YAML file and `key=value` overrides in, a checked `Config` out.
+"""Read a strict YAML file and `key=value` overrides, and return a checked `Config`.
 
-The file is parsed with the line number of every key, overrides replace its values, and pydantic
-checks the result. All problems come at once in one `ConfigError`, each as `file:line: key: what was
-given, what is allowed, the nearest key` (`vit.config.errors`). Defaults < file < command line.
-Files do not inherit from each other.
+The file is parsed with the line number of every key, overrides replace its values, and Pydantic
+checks the result. One `ConfigError` reports all problems, each as `file:line: key: value, allowed
+values, the nearest key` (`vit.config.errors`). The command line overrides the file, and the file
+overrides the defaults. Files do not inherit from each other.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from vit.system.redact import shown, shown_values
 from vit.system.urls import not_set, unset_variables
 
 RESOLVED: tuple[Key, ...] = (
-    *(("data", "root"), ("data", "stream"), ("data", "sources")),
-    *(("eval", "sets"), ("run", "dir")),
+    ("data", "root"),
+    ("data", "stream"),
+    ("data", "sources"),
+    ("eval", "sets"),
+    ("run", "dir"),
 )
-"""Settings in which `${NAME}` means an environment variable, whose value is used, not recorded."""
+"""Settings in which `${NAME}` is an environment variable; its value is used, but not recorded."""
 _ALTERNATIVE: dict[Key, Key] = {
     (section, key): (section, other)
     for section, *pair in EXCLUSIVE
@@ -38,15 +41,15 @@ _ALTERNATIVE: dict[Key, Key] = {
 
 
 MOST_FILES = 8
-"""Of more files, an error names the nearest."""
+"""Number of files up to which an error lists all of them, not only the nearest."""
 
 
 class ConfigError(ValueError):
-    """Problems of a configuration, one line each."""
+    """The problems of a configuration, one line each."""
 
 
 class LoadedConfig(NamedTuple):
-    """A checked `config`, and where each given key came from.
+    """A checked `config`, and the origin of each key that was set.
 
     `origins`: dotted key -> "file:line" or "command line (...)".
     """
@@ -68,7 +71,7 @@ _StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in resolvers if tag[len(_PREFIX) :] in _KEPT_TYPES]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_StrictLoader.yaml_constructors = {  # what JSON can say: no !!binary, !!set, !!timestamp
+_StrictLoader.yaml_constructors = {  # only types of JSON: no !!binary, !!set, !!timestamp
     tag: construct
     for tag, construct in yaml.SafeLoader.yaml_constructors.items()
     if tag is None or tag[len(_PREFIX) :] in _JSON_TYPES
@@ -95,8 +98,8 @@ def load_config(
     Args:
         path: a YAML file, or the name of a recipe such as `vit_b16`.
         overrides: values that replace those of the file, as `"train.steps=100"`.
-        used_here: False to only look at a config, whose addresses may name environment variables
-            that are not set.
+        used_here: False for a config that is only shown: its addresses may contain environment
+            variables that are not set.
 
     Raises:
         ConfigError: all problems, one line each.
@@ -107,11 +110,11 @@ def load_config(
 def load_with_origins(
     path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
 ) -> LoadedConfig:
-    """Read a config as `load_config` does, and return where each value came from as well.
+    """Read a config as `load_config` does, and return the origin of each value as well.
 
-    An override of `train.steps` removes the file's `train.epochs`, and so does each of a pair of
-    which only one may be given. Without `run.dir` the run is in `runs/<name of the file>`, for our
-    recipe `deit3/vit_b16_800ep` in `runs/deit3_vit_b16_800ep`.
+    An override of `train.steps` removes the file's `train.epochs`; so does every setting of a pair
+    in `EXCLUSIVE`. Without `run.dir` the run is in `runs/<name of the file>`; for the recipe
+    `deit3/vit_b16_800ep` it is in `runs/deit3_vit_b16_800ep`.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))
@@ -125,8 +128,8 @@ def load_with_origins(
         addresses = _addresses(_get(tree, setting))
         unset = [name for text in addresses for name in unset_variables(text)]
         if unset:
-            where = origins.get(setting, path)
-            problems.append(f"{where}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
+            origin = origins.get(setting, path)
+            problems.append(f"{origin}: {'.'.join(setting)}: {not_set(dict.fromkeys(unset))}")
     if problems:
         raise ConfigError("\n".join(problems))
     if config.run.dir is None:
@@ -134,18 +137,24 @@ def load_with_origins(
         run = RunConfig(dir=f"runs/{name.replace('/', '_')}")
         config = config.model_copy(update={"run": run})
         origins["run", "dir"] = "name of the config file"
-    values = {key: where for key, where in origins.items() if not isinstance(_get(tree, key), dict)}
-    return LoadedConfig(config, {".".join(key): where for key, where in values.items()})
+    return LoadedConfig(
+        config,
+        {
+            ".".join(key): origin
+            for key, origin in origins.items()
+            if not isinstance(_get(tree, key), dict)
+        },
+    )
 
 
 def recipes_folder() -> Path:
-    """The folder of our recipes: next to `vit` in a checkout, inside it where it is installed."""
+    """Return the folder of recipes: next to `vit` in a checkout, inside it in a package."""
     installed = Path(__file__).parents[1] / "configs"
     return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
 
 
 def recipe_name(path: Path) -> str | None:
-    """Return the name of our recipe at `path`, as `deit3/vit_b16_800ep`; None for other files."""
+    """Return the name of the recipe at `path`, as `deit3/vit_b16_800ep`; None for other files."""
     path = path.resolve()
     folder = recipes_folder().resolve()
     if not path.is_relative_to(folder):
@@ -154,7 +163,7 @@ def recipe_name(path: Path) -> str | None:
 
 
 def _find_config(path: Path) -> Path:
-    """Return `path`, or our recipe that it names: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
+    """Return `path`, or the recipe that it names: `vit_b16`, `configs/deit3/vit_b16_800ep.yaml`."""
     if path.exists() or path.is_absolute() or path.suffix not in ("", ".yaml"):
         return path
     name = path.with_suffix("").as_posix().removeprefix("configs/")
@@ -210,25 +219,26 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
         if root is None:
             return {}, lines
         if not isinstance(root, yaml.MappingNode):
-            found = repr(root.value) if isinstance(root, yaml.ScalarNode) else "a list"
+            content = repr(root.value) if isinstance(root, yaml.ScalarNode) else "a list"
             raise ConfigError(
-                f"{source}:1: expected sections such as 'data:' with keys below them, found {found}"
+                f"{source}:1: expected sections such as 'data:' with keys below them, found"
+                f" {content}"
             )
         tree = build(root, ())
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{source}:{mark.line + 1}" if mark else source
+        place = f"{source}:{mark.line + 1}" if mark else source
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise ConfigError(f"{where}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
     if problems:
         raise ConfigError("\n".join(problems))
     return tree, lines
 
 
 def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) -> list[str]:
-    """Put `key=value` overrides into `tree` and `origins`; returns what is wrong with them."""
+    """Put `key=value` overrides into `tree` and `origins`; return a message for each wrong one."""
     problems = []
-    given = {override.partition("=")[0] for override in overrides}
+    overridden = {override.partition("=")[0] for override in overrides}
     for override in overrides:
         dotted, equals, text = override.partition("=")
         if not equals or "." not in dotted:
@@ -237,19 +247,19 @@ def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) 
                 f"command line: {override!r} is not of the form section.key=value{hint}"
             )
             continue
-        where = f"command line ({shown(override)})"
+        origin = f"command line ({shown(override)})"
         try:
             value = _StrictLoader(text).get_single_data()
         except yaml.YAMLError:
-            problems.append(f"{where}: {text!r} is not a YAML value; quote it if it is text")
+            problems.append(f"{origin}: {text!r} is not a YAML value; quote it if it is text")
             continue
         key = tuple(dotted.split("."))
         if isinstance(value, dict) and key in RESOLVED and not text.startswith("{"):
-            value = text  # a command with a header, which looks like `key: value`
+            value = text  # a command with a header, which YAML reads as `key: value`
         _set(tree, key, value)
-        origins[key] = where
+        origins[key] = origin
         other = _ALTERNATIVE.get(key)
-        if other and value is not None and ".".join(other) not in given:
+        if other and value is not None and ".".join(other) not in overridden:
             tree[key[0]].pop(other[1], None)
             origins.pop(other, None)
     return problems
@@ -272,7 +282,7 @@ def _flatten(tree: Mapping[str, Any], path: Key = ()) -> Iterator[tuple[Key, Any
 
 
 def _addresses(value: Any) -> Iterator[str]:
-    """The addresses in `value`: itself, or the `root` of each source or set."""
+    """Yield the addresses in `value`: itself, or the `root` of each source or set."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict):
@@ -291,12 +301,12 @@ def _get(tree: Any, path: Key) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """`config` as nested plain values for records, without the logins in URLs and commands."""
+    """Return `config` as nested plain values for records, without logins in URLs and commands."""
     return shown_values(config.model_dump(mode="json"))
 
 
 def from_dict(values: Mapping[str, Any], source: str) -> Config:
-    """The config of such values. Raises ConfigError naming `source`."""
+    """Return the config of the result of `to_dict`. Raises ConfigError that names `source`."""
     try:
         return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -304,7 +314,7 @@ def from_dict(values: Mapping[str, Any], source: str) -> Config:
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
-    """`config` with other values for some keys: `settings`, dotted key -> value."""
+    """Return `config` with changed values. settings: dotted key -> value."""
     values = config.model_dump(mode="json")
     for key, value in settings.items():
         _set(values, tuple(key.split(".")), value)
@@ -312,7 +322,7 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
 
 
 def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
-    """`key=value` words as settings for `with_settings`. Raises ConfigError."""
+    """Parse `key=value` words into settings for `with_settings`. Raises ConfigError."""
     tree: dict[str, Any] = {}
     origins: dict[Key, str] = {}
     if problems := _apply(list(overrides), tree, origins):
@@ -321,7 +331,7 @@ def read_overrides(overrides: Iterable[str]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Dotted keys whose values differ between two `to_dict` results: key -> (old, new)."""
+    """Return the differences of two results of `to_dict`: dotted key -> (old, new)."""
     before, after = dict(_flatten(old)), dict(_flatten(new))
     keys = dict.fromkeys([*before, *after])
     return {
@@ -332,22 +342,22 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
 
 
 def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
-    """Nested values as YAML text that `load_config` reads back.
+    """Return nested values as YAML text that `load_config` reads back.
 
-    `comments` (dotted key -> text) go to the ends of the lines.
+    `comments` (dotted key -> text) are appended to the lines.
     """
     lines = []
     for section, group in values.items():
         lines.append(f"{section}:")
         for key, value in group.items():
             line = f"  {key}: {_scalar(value)}"
-            # In one line, whatever a value was given with: what follows the line would be YAML.
+            # A comment must stay on one line, because further lines would be YAML.
             comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())
             lines.append(f"{line:<44}  # {comment}" if comment else line)
     return "\n".join(lines) + "\n"
 
 
 def _scalar(value: Any) -> str:
-    """`value` as JSON, which is YAML; text needs no quotes if it is read back the same."""
+    """Return `value` as JSON, which is YAML; text without quotes if it is read back the same."""
     is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value)
     return value if is_word and yaml.load(value, _StrictLoader) == value else json.dumps(value)

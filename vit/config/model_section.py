@@ -1,4 +1,4 @@
-"""The section `model` of the config: what `vit.model.create_model` makes.
+"""The section `model` of the config: the arguments of `vit.model.create_model`.
 
 Each setting but `name` is an argument of `vit.model.VisionTransformer`, which has the defaults.
 """
@@ -54,14 +54,14 @@ class ModelConfig(Section):
     class_token: bool | None = None
     """Prepend a learned token; needed by `global_pool: token`."""
     dist_token: bool | None = None
-    """A second learned token, with a head of its own for what a teacher says (`distill`); both
-    heads' mean is the answer (timm's name; DeiT's distilled models, arXiv 2012.12877)."""
+    """Add a second learned token, with a second head that learns from the teacher (`distill`); the
+    output is the mean of both heads (timm's name; DeiT's distilled models, arXiv 2012.12877)."""
     reg_tokens: Annotated[int, Field(ge=0)] | None = None
     """Registers: learned tokens behind the class token that nothing reads (Darcet et al. 2023,
     arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""
     global_pool: Literal["token", "avg", "map"] | None = None
-    """What the head reads: the class token; the mean of the patch tokens; or `map`, what a learned
-    query finds in them (big_vision, arXiv 2106.04560; SO400M, g and G)."""
+    """Input of the head: the class token; the mean of the patch tokens; or `map`, attention of a
+    learned query to them (big_vision, arXiv 2106.04560; SO400M, g and G)."""
     pos_embed: Literal["learn", "sincos2d", "none"] | None = None
     """Learned positions, fixed 2-D sine-cosine ones, or none beside rotary ones (DINOv3)."""
     no_embed_class: Annotated[bool | None, OnlyWith("pos_embed!=none")] = None
@@ -69,15 +69,16 @@ class ModelConfig(Section):
     big_vision, ViT-5)."""
     rope_type: Literal["axial", "dinov3"] | None = None
     """Rotary positions in each block, at angles of the row and column (`axial`: EVA-02, timm's SBB
-    ViTs, ViT-5) or of the place between -1 and 1 (`dinov3`); `None`: no such positions. What each
-    does at another image size: vit/layers/rope.py."""
+    ViTs, ViT-5) or of the place between -1 and 1 (`dinov3`); `None`: no such positions. For other
+    image sizes see vit/layers/rope.py."""
     rope_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = None
     """Ratio of the highest to nearly the lowest frequency; `None`: 10,000 for `axial`, 100 for
     `dinov3`, as their sources have it."""
     rope_reg_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = (
         None
     )
-    """Registers turn, too, as the places of a square, at this temperature (ViT-5: 100)."""
+    """Temperature at which registers turn like the places of a square (ViT-5: 100); `None`: they do
+    not turn."""
     ref_feat_shape: Annotated[Size | None, OnlyWith("rope_type=axial")] = None
     """Side of the grid in patches, or `[height, width]`, that `axial` spreads each image over,
     usually that of pre-training (timm's name; EVA-02); `None`: places count on (ViT-5)."""
@@ -87,27 +88,26 @@ class ModelConfig(Section):
     pos_drop_rate: Rate | None = None
     """Dropout after the positions are added."""
     patch_drop_rate: Rate | None = None
-    """Part of its patches that each training image leaves out (PatchDropout, arXiv 2208.07220);
-    a step takes less by more than that part."""
+    """Fraction of the patches that each training image drops (PatchDropout, arXiv 2208.07220); the
+    time of a step falls by more than that fraction."""
     proj_drop_rate: Rate | None = None
     """Dropout after the dense layers of a block, except the query-key-value projection."""
     mlp_drop_rate: Rate | None = None
-    """That of the MLP by itself; `None`: `proj_drop_rate` (explainingai-code/VIT-Pytorch has one
-    for attention and one for the MLP)."""
+    """Dropout of the MLP; `None`: `proj_drop_rate` (explainingai-code/VIT-Pytorch has one rate for
+    attention and one for the MLP)."""
     attn_drop_rate: Rate | None = None
     """Dropout of the attention weights."""
     drop_path_rate: Rate | None = None
-    """Stochastic depth: the probability that a sample leaves out a residual branch of the last
-    block."""
+    """Stochastic depth: the probability that a sample skips a residual branch of the last block."""
     drop_path_schedule: Annotated[
         Literal["linear", "constant"] | None, OnlyWith("drop_path_rate")
     ] = None
     """Drop path of the other blocks: `linear`, the default, from 0 at the first block; `constant`,
     the same for all (DeiT III, DINOv2)."""
     drop_path_form: Annotated[Literal["mask", "subset"] | None, OnlyWith("drop_path_rate")] = None
-    """`mask`, the default: each sample by itself, by a factor of 0; `subset`: a fixed number of a
-    micro-batch's samples, of which alone the branch is computed (DINOv2): faster by almost the
-    rate."""
+    """`mask`, the default: each sample skips independently, by a factor of 0; `subset`: a fixed
+    number of samples of a micro-batch skip, and their branch is not computed (DINOv2): faster by
+    almost the rate."""
     init_values: Annotated[float, Field(gt=0)] | None = None
     """Initial LayerScale; `None`: no LayerScale."""
     representation_size: Positive | None = None

@@ -16,22 +16,22 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class OptimizerConfig(Section):
-    """What all optimizers have."""
+    """The settings of all optimizers."""
 
     name: str
     """The optimizer."""
     lr: PositiveFloat = 1e-3
     """Peak learning rate; nothing scales it."""
     weight_decay: NotNegative = 0.05
-    """Decay of weight matrices; `no_weight_decay` says what has none."""
+    """Decay of weight matrices; `no_weight_decay` selects the parameters without decay."""
     no_weight_decay: Annotated[
         Literal["timm", "not_kernels", "norms", "embeddings", "nothing"],
         OnlyWith("weight_decay", "schedule.final_weight_decay"),
     ] = "timm"
-    """What is not decayed. `timm`: biases, norms, scales, positions and tokens (timm, DeiT, MAE);
-    `not_kernels`: all but weights of linear maps and convolutions (big_vision); `norms`: norms only
-    (torchvision's --norm-weight-decay 0); `embeddings`: positions and tokens only (MMPretrain's
-    ViTs); `nothing`: all is decayed (torchvision, AlgoPerf)."""
+    """Parameters without decay. `timm`: biases, norms, scales, positions and tokens (timm, DeiT,
+    MAE); `not_kernels`: all but weights of linear maps and convolutions (big_vision); `norms`:
+    norms only (torchvision's --norm-weight-decay 0); `embeddings`: positions and tokens only
+    (MMPretrain's ViTs); `nothing`: all is decayed (torchvision, AlgoPerf)."""
     layer_decay: Annotated[
         Annotated[float, Field(gt=0, lt=1)] | None, OnlyWith("init.freeze!=backbone")
     ] = None
@@ -39,8 +39,8 @@ class OptimizerConfig(Section):
     each layer below it this factor of the one above; patch embedding, tokens and positions are
     below the first block. `None`: the same rate for all."""
     layer_decay_form: Annotated[Literal["beit", "timm"], OnlyWith("layer_decay")] = "beit"
-    """Where the norm behind the last block belongs: to the head (BEiT, MAE), or to that block
-    (timm). Models of timm without `blocks` know `timm` only."""
+    """Layer of the norm after the last block: that of the head (BEiT, MAE), or of that block
+    (timm). Models of timm without `blocks` support only `timm`."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest global norm of the gradient; `None`: no clipping."""
 
@@ -64,7 +64,7 @@ class SgdConfig(OptimizerConfig):
     lr: PositiveFloat = 1e-2
     """Peak learning rate; nothing scales it."""
     weight_decay: NotNegative = 0.0
-    """L2 decay of weight matrices; `no_weight_decay` says what has none."""
+    """L2 decay of weight matrices; `no_weight_decay` selects the parameters without decay."""
     momentum: Rate = 0.9
     """Decay rate of the momentum."""
     nesterov: Annotated[bool, OnlyWith("momentum")] = False
@@ -77,7 +77,7 @@ class LambConfig(OptimizerConfig):
     name: Literal["lamb"]
     """The optimizer."""
     lr: PositiveFloat = 3e-3
-    """Peak learning rate; nothing scales it. What is not decayed takes it without a trust ratio."""
+    """Peak learning rate; nothing scales it. Parameters without decay have no trust ratio."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-6
@@ -102,14 +102,15 @@ class MuonConfig(OptimizerConfig):
     name: Literal["muon"]
     """The optimizer."""
     matrices: Literal["blocks", "timm"] = "blocks"
-    """What is a matrix: the linear maps of the blocks, as Jordan et al. have it; or, as in timm,
-    patch embedding and head as well."""
+    """Parameters that count as matrices: the linear maps of the blocks (Jordan et al.); or also
+    patch embedding and head (timm)."""
     algo: Literal["muon", "adamuon"] = "muon"
     """`adamuon` scales each element of the orthogonal update by its second moment."""
     momentum: Rate = 0.95
     """Decay rate of the matrices' momentum."""
     nesterov: bool = False
-    """Use Nesterov momentum, for the others, too (timm's nmuon and nadamuon)."""
+    """Use Nesterov momentum, also for parameters that are not matrices (timm's nmuon and
+    nadamuon)."""
     ns_steps: Positive = 5
     """Newton-Schulz iterations."""
     ns_coefficients: Literal["original", "quintic", "polar_express", "polar_express_safer"] = (
@@ -121,9 +122,10 @@ class MuonConfig(OptimizerConfig):
     """Learning rate of an (out, in) matrix: 0.2 sqrt(max(out, in)) times `lr`, so that AdamW's
     rates fit (arXiv 2502.16982); sqrt(max(1, out/in)), Jordan's; or sqrt(out/in)."""
     fallback_lr_scale: PositiveFloat = 1.0
-    """Learning rate of what is no matrix, as a multiple of `lr`."""
+    """Learning rate of parameters that are not matrices, as a multiple of `lr`."""
     betas: tuple[Rate, Rate] = (0.9, 0.95)
-    """Decay rates of the moments of what is no matrix; the second is AdaMuon's, too."""
+    """Decay rates of the moments of parameters that are not matrices; AdaMuon also uses the
+    second."""
     eps: PositiveFloat = 1e-7
     """Added to denominators, and the least norm of an update."""
 
@@ -139,7 +141,7 @@ class AdafactorConfig(OptimizerConfig):
     decay_rate: Annotated[float, Field(gt=0, le=1)] = 0.8
     """The second moment's decay rate is 1 - t^-`decay_rate` at step t, a schedule."""
     beta2_cap: Rate = 0.999
-    """Largest such rate."""
+    """Largest value of that decay rate."""
     momentum: Rate = 0.9
     """Decay rate of the momentum."""
     momentum_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -149,7 +151,7 @@ class AdafactorConfig(OptimizerConfig):
 
 
 def optimizer_name(value: Any) -> str:
-    """Which optimizer the section `optim` is about: given as a dictionary or as a section."""
+    """Return the name of the optimizer in the section `optim`, a dictionary or a section."""
     name = value.get("name") if isinstance(value, dict) else getattr(value, "name", None)
     return name if isinstance(name, str) else "adamw"
 

@@ -1,8 +1,8 @@
-"""Expressions over the columns of an index that choose samples.
+"""Select samples by an expression over the columns of an index.
 
-Such as `min(width, height) >= 64 and size < 5_000_000`. Python's own parser makes a tree of the
-text. A tree with anything but columns, numbers, comparisons, `and`, `or`, `not`, `+ - * /`, `min`
-and `max` is refused, with its position; the rest is computed on columns of many rows at a time.
+An example is `min(width, height) >= 64 and size < 5_000_000`. Python's parser turns the text into a
+tree. A tree with anything but columns, numbers, comparisons, `and`, `or`, `not`, `+ - * /`, `min`
+and `max` is refused, with the position in the text. Other trees are computed on whole columns.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COLUMNS = {
     "label": "number of the class",
 }
 MAX_CHARACTERS = 2000
-"""Length of an expression, so that no parser runs out of stack."""
+"""Largest length of an expression, so that no parser runs out of stack."""
 MAX_DEPTH = 100
-"""Nesting, for the same reason: `width + 1 + 1` is three deep."""
+"""Largest nesting, for the same reason: `width + 1 + 1` is three deep."""
 MAX_INTEGER = 2**53
-"""Up to here float64, in which everything is computed, represents every integer."""
+"""Largest integer up to which float64, the type of all values, represents every integer."""
 ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -46,7 +46,7 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: operator.eq,
     ast.NotIn: operator.ne,
 }
-"""With each of the values on the right, of which `in` has several."""
+"""Comparison with one value; `in` has several values on its right."""
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
@@ -56,10 +56,10 @@ EXPECTED = "expected a comparison such as 'width >= 64 and size < 5_000_000'"
 
 
 class RowFilter:
-    """A parsed expression: rows of an index -> which of them it chooses."""
+    """A parsed expression: rows of an index -> whether each is selected."""
 
     def __init__(self, text: str):
-        """Raises ValueError with the position of what is not allowed."""
+        """Raises ValueError with the position of a part that is not allowed."""
         self.text = text.strip()
         if len(text) > MAX_CHARACTERS:
             raise ValueError(f"{len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
@@ -74,15 +74,15 @@ class RowFilter:
             raise ValueError(
                 f"{text[:60]!r}... is nested more than {MAX_DEPTH} deep: write it shorter"
             )
-        # Computed once for nothing: whatever is not allowed is found before the data are opened.
+        # Evaluate one dummy row, so that an invalid expression fails before the data are opened.
         self(np.zeros(1, [(name, np.int64) for name in COLUMNS]), None)
 
     def __call__(self, rows: np.ndarray, class_names: Sequence[str] | None) -> NDArray[np.bool_]:
-        """Return whether each row is chosen, (n,). Raises ValueError for an unknown class.
+        """Return whether each row is selected, (n,). Raises ValueError for an unknown class.
 
-        class_names: None if they are not known yet, and any name is a class.
+        class_names: None if they are not known yet; then every name is accepted.
         """
-        # A division by 0 gives infinity, which compares as such.
+        # A division by 0 gives infinity, which comparisons handle.
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             chosen = _Computation(self.text, rows, class_names).value(self._tree)
         if chosen.dtype != np.bool_:
@@ -92,9 +92,9 @@ class RowFilter:
 
 @dataclass
 class _Computation:
-    """Computes parts of an expression for some rows. All raise ValueError for what is not allowed.
+    """Computes parts of an expression for some rows; raises ValueError for parts not allowed.
 
-    A value is an array or scalar of numpy: of bool if the part is true or false, else of float64.
+    A value is an array or scalar of numpy: bool for a condition, float64 for a number.
     """
 
     text: str
@@ -113,8 +113,8 @@ class _Computation:
                 return -self._values([operand], is_truth=False)[0]
             case ast.BinOp(left=left, op=op, right=right) if type(op) in ARITHMETIC:
                 return ARITHMETIC[type(op)](*self._values([left, right], is_truth=False))
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                pairs = zip([left, *others], ops, others, strict=False)
+            case ast.Compare(left=left, ops=ops, comparators=operands):
+                pairs = zip([left, *operands], ops, operands, strict=False)
                 return reduce(np.logical_and, [self._compare(node, *pair) for pair in pairs])
             case ast.Call(func=ast.Name(id=name), args=parts, keywords=[]) if (
                 name in FUNCTIONS and len(parts) > 1
@@ -139,9 +139,9 @@ class _Computation:
         )
 
     def _values(self, parts: Sequence[ast.expr], is_truth: bool, has_label: bool = False) -> list:
-        """Return the values of parts that are all true or false, or all numbers.
+        """Return the values of parts that are all conditions, or all numbers.
 
-        has_label: whether texts may be among them, which are names of classes.
+        has_label: whether parts may be texts, which are names of classes.
         """
         values = []
         for part in parts:
@@ -162,20 +162,20 @@ class _Computation:
     def _compare(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
         if type(op) not in COMPARISONS:
             raise self._refuse(node, "not allowed; < <= > >= == != and in are")
-        others = [right]
+        operands = [right]
         if isinstance(op, (ast.In, ast.NotIn)) and not isinstance(right, ast.Constant):
-            # Brackets around a single value, a Constant, make no tuple in Python.
-            others = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
-        if not others:
+            # A Constant is not excluded: in Python `(1)` is not a tuple.
+            operands = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
+        if not operands:
             raise self._refuse(right, "expected values in brackets behind `in`, as label in (1, 2)")
-        columns = [part for part in (left, *others) if not isinstance(part, ast.Constant)]
-        # `label in ('a', width)`, or label in any place as the only column: `'a' in (label, 'b')`.
+        columns = [part for part in (left, *operands) if not isinstance(part, ast.Constant)]
+        # `label` on the left or as the only column: `label in ('a', width)`, `'a' in (label, 'b')`.
         has_label = ast.unparse(left) == "label" or list(map(ast.unparse, columns)) == ["label"]
         value, *values = self._values(
-            [left, *others], False, has_label and not isinstance(op, _ORDERED)
+            [left, *operands], False, has_label and not isinstance(op, _ORDERED)
         )
-        found = [COMPARISONS[type(op)](value, other) for other in values]
-        return reduce(np.logical_or if isinstance(op, ast.In) else np.logical_and, found)
+        results = [COMPARISONS[type(op)](value, operand) for operand in values]
+        return reduce(np.logical_or if isinstance(op, ast.In) else np.logical_and, results)
 
     def _label(self, node: ast.expr, name: str) -> int:
         if self.class_names is None:
@@ -190,10 +190,10 @@ class _Computation:
             hint = f", did you mean {near[0]!r}?"
         raise self._refuse(node, f"no class{hint}")
 
-    def _refuse(self, node: ast.expr, what: str) -> ValueError:
+    def _refuse(self, node: ast.expr, reason: str) -> ValueError:
         segment = ast.get_source_segment(self.text, node) or self.text
         return ValueError(
-            f"{segment!r} at character {node.col_offset + 1} of {self.text!r}: {what}"
+            f"{segment!r} at character {node.col_offset + 1} of {self.text!r}: {reason}"
         )
 
 

@@ -1,6 +1,6 @@
-"""Which members of a tar are image and label, as a user says it: its names and its mistakes.
+"""The user's settings for the image and label members of a tar: their names, and their mistakes.
 
-`vit.data.shards.members` applies it.
+`vit.data.shards.members` applies them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ NO_LABEL = "none"
 
 
 class Names(NamedTuple):
-    """How a user gives a layout: the text in front of each value."""
+    """The text that a user writes before each value of a layout."""
 
     image: str
     label: str
@@ -39,12 +39,12 @@ def image_suffixes(image: str | None) -> tuple[str, ...]:
 
 
 def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: Names) -> list[str]:
-    """Return what is wrong with the values of a `SampleLayout`, under the names of the user."""
+    """Return a message for each wrong value of a `SampleLayout`. names: those of the user."""
     images = image_suffixes(image)
     suffix = "[^./:]+" if keys_with_dots else "[^./:][^/:]*"
     values = [(names.image, text, suffix) for text in images]
     values.append((names.label, label, f"{suffix}(:.+)?"))
-    found = [
+    problems = [
         f"{name}{text}: expected what follows the key's"
         f" {'last ' if keys_with_dots else ''}dot, as jpg or json:label"
         for name, text, rule in values
@@ -53,5 +53,5 @@ def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: 
     if names is SETTINGS and label == NO_LABEL:
         found.append(f"{names.label}{label}: expected a member, as a model learns from labels")
     if image is not None and label in images:
-        found.append(f"{names.image}{image} and {names.label}{label}: two members")
-    return found
+        problems.append(f"{names.image}{image} and {names.label}{label}: two members")
+    return problems

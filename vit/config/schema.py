@@ -1,9 +1,9 @@
 """Every setting of a run: its type, default, unit and one sentence.
 
-`vit.config.io` makes a `Config` of one YAML file and the command line's `key=value` overrides. A
-`Config` is frozen, complete and checked (`vit.config.checks`); other modules take the section they
-need. Defaults are written here and nowhere else. `None` means "derived": from the data, the model's
-preset or the number of ranks.
+`vit.config.io` makes a `Config` from a YAML file and the command line's `key=value` overrides. A
+`Config` is frozen, complete and checked (`vit.config.checks`); other modules get the section they
+need. Defaults are only in this module. `None` means "derived": from the data, the model's preset or
+the number of ranks.
 
 Images and patches are in pixels. A *step* is one global batch attempted. Durations carry their unit
 in the key.
@@ -46,7 +46,7 @@ class EvalSetConfig(Section):
     labels: str | None = None
     """JSON file with the right classes of each image, as ImageNet-ReaL's `real.json`: a list of
     lists in the order of the images' keys, or a list for each key. Any of them counts as right;
-    images with none are left out, and counted. `None`: the labels of the shards."""
+    images without any are skipped, and counted. `None`: the labels of the shards."""
     classes: Literal["own", "all"] = "own"
     """Classes are found in the model by name. `own`: only the logits of the set's classes compete,
     as on the 200 of ImageNet-A and -R; `all`: those of all classes of the model."""
@@ -74,8 +74,8 @@ class EvalConfig(Section):
     """Library that resizes: `torch`, or `pillow`, which is slower and with which most numbers
     were published; one pixel in 200 differs by one level of 255."""
     apply_exif: bool | None = None
-    """Turn images upright as their EXIF orientation says, in evaluation, in prediction and in
-    what exports tell other programs. `None`: as the images of `data.root` were prepared."""
+    """Turn images upright by their EXIF orientation, in evaluation, in prediction and in the
+    settings of exported models. `None`: as the images of `data.root` were prepared."""
     sets: dict[SetName, EvalSetConfig] = Field(default={})
     """Further sets to evaluate on, by name, each exact, as
     `{v2: {root: data/v2, split: train}, real: {labels: real.json}}` (docs/evaluation.md)."""
@@ -89,23 +89,23 @@ class EvalConfig(Section):
     form (docs/evaluation.md); `None`: no curve."""
 
     def further_places(self, root: str, split: str) -> list[tuple[str, str]]:
-        """Root and split of what `sets` name besides `split` of `root`, `data.val_split`."""
+        """Return root and split of each of `sets`, except `split` of `root`, `data.val_split`."""
         places = [(each.root or root, each.split or split) for each in self.sets.values()]
         return [place for place in dict.fromkeys(places) if place != (root, split)]
 
 
 class ImageSizeStage(Section):
-    """Epochs whose training images have another size than `model.image_size`."""
+    """A stage of training with images of its own size."""
 
     until_epoch: Positive
-    """Epochs of the run after which it ends."""
+    """Number of epochs of the run after which the stage ends."""
     image_size: Size
     """Side of the square training image, or `[height, width]`: multiples of the patch."""
 
 
 class ScheduleConfig(Section):
-    """What changes over the run: learning rate (linear warm-up, a shape, and a cool-down), weight
-    decay, and the size of training images."""
+    """Values that change over the run: learning rate (linear warm-up, a shape, and a cool-down),
+    weight decay, and the size of training images."""
 
     name: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Shape after the warm-up. `wsd`: constant, then a decay at the end (warm-up, stable, decay:
@@ -157,39 +157,38 @@ Action = Literal["skip", "stop", "rewind"]
 
 
 class GuardConfig(Section):
-    """What is done about a gradient that is not finite, and about a jump of loss or gradient
+    """Reaction to a gradient that is not finite, and to a jump of loss or gradient
     (docs/training.md)."""
 
     on_nonfinite: Action = "skip"
-    """For a gradient that is not finite, which never reaches the weights: only leave out the
-    update; stop the run; or go back to the newest checkpoint and pass over the batches around this
-    one. What fp16's loss scale overflows is always only left out."""
+    """For a gradient that is not finite, which never reaches the weights: only skip the update;
+    stop the run; or go back to the newest checkpoint, and skip the batches around this one. An
+    overflow of fp16's loss scale always only skips the update."""
     on_spike: Literal["none"] | Action = "none"
-    """The same for an update whose loss or gradient norm is a spike; `none`: it is made."""
+    """The same for an update whose loss or gradient norm is a spike; `none`: make the update."""
     spike_of: Annotated[
         Literal["loss", "grad_norm", "either"], OnlyWith("on_spike=skip|stop|rewind")
     ] = "loss"
-    """What has to be above its limit; norms of gradients vary more."""
+    """The value that must be above its limit; norms of gradients vary more."""
     spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop|rewind")] = 10.0
-    """The limit: the median of the last `window_steps` steps, and so many of their standard
-    deviations (1.4826 times the median distance from the median)."""
+    """The limit is the median of the last `window_steps` steps plus this many standard deviations
+    (1.4826 times the median distance from the median)."""
     window_steps: Annotated[int, Field(ge=8), OnlyWith("on_spike=skip|stop|rewind")] = 128
-    """Steps whose losses and gradient norms are compared with; before so many there is no
-    limit."""
+    """Number of steps from which the limit is computed; with fewer steps there is none."""
     rewind_skip_steps: Annotated[
         int, Field(ge=0), OnlyWith("on_nonfinite=rewind", "on_spike=rewind")
     ] = 100
-    """Batches passed over before and after the one in question; 0: this one alone."""
+    """Batches to skip before and after the bad one; 0: skip only the bad one."""
     max_rewinds: Annotated[Positive, OnlyWith("on_nonfinite=rewind", "on_spike=rewind")] = 10
-    """A further one stops the run."""
+    """Number of rewinds; a further one stops the run."""
 
     def rewinds(self) -> bool:
-        """Whether a run may go back."""
+        """Return whether a run may go back."""
         return "rewind" in (self.on_nonfinite, self.on_spike)
 
 
 class LossConfig(Section):
-    """What training makes small, of soft targets; evaluation always reports cross-entropy."""
+    """The training loss, with soft targets; evaluation always reports cross-entropy."""
 
     name: Annotated[Literal["cross_entropy", "bce"], OnlyWith("distill.task_loss_weight")] = (
         "cross_entropy"
@@ -216,18 +215,18 @@ class LossConfig(Section):
 
 
 class DistillConfig(Section):
-    """What a trained model, the teacher, says of each training image is a second target.
+    """Distillation: the output of a trained model, the teacher, is a second target of each image.
 
     A model with `model.dist_token` learns it with its second head (DeiT, arXiv 2012.12877), any
-    other one with its only head.
+    other model with its only head.
     """
 
     teacher: Annotated[str | None, MAY_CHANGE] = None
-    """Weights of the teacher: run folder, checkpoint folder, exported folder or file, ours or of
-    another program, of any model of timm too. A resumed run compares the weights, not the path.
-    `None`: no teacher."""
+    """Weights of the teacher: run folder, checkpoint folder, exported folder or file, also of other
+    programs, and of any model of timm. A resumed run compares the weights, not the path. `None`: no
+    teacher."""
     teacher_model: Annotated[str | None, OnlyWith("teacher")] = None
-    """timm's name of a teacher that was trained elsewhere, if neither file nor folder says it."""
+    """timm's name of a teacher of another program, if neither file nor folder has it."""
     distill_type: Annotated[Literal["hard", "soft"], OnlyWith("teacher")] = "hard"
     """`hard`: cross-entropy with the class that the teacher finds likeliest (DeiT's best); `soft`:
     the Kullback-Leibler divergence from all of its probabilities (timm's `logit`)."""
@@ -246,7 +245,7 @@ class DistillConfig(Section):
 
 
 class DataConfig(Selection):
-    """Where samples come from and how they are dealt into batches."""
+    """The source of samples, and how they are divided into batches."""
 
     root: Annotated[str, MAY_CHANGE]
     """Folder of shards with its `_info.json`, or its URL (see docs/data.md)."""
@@ -256,9 +255,8 @@ class DataConfig(Selection):
     """Split to evaluate on."""
     sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE, OnlyWith("reader=index")] = ()
     """Several data sets to train on, in place of `train_split` of `root`, which still provides the
-    evaluation split and the class names. Each has `root`, `split`, `weight` and what selects
-    samples, as
-    `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
+    evaluation split and the class names. Each has `root`, `split`, `weight` and settings that
+    select samples, as `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
     cache_dir: Annotated[str | None, MAY_CHANGE] = None
     """Folder on a local disk of each machine that caches blocks of shards. `None`: for shards at a
     URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit` in `XDG_CACHE_HOME` or `~/.cache`,
@@ -297,9 +295,9 @@ class DataConfig(Selection):
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
     the batches."""
     prefetch_gib: Annotated[float | None, Field(gt=0), MAY_CHANGE] = None
-    """GiB per rank for training batches that are being made, ready or in use. `None`: what keeps
-    the workers busy, and up to 16 batches ahead where 1 GiB holds them; evaluation always does so.
-    No effect with `num_workers: 0`."""
+    """GiB per rank for training batches that are being made, ready or in use. `None`: enough to
+    keep the workers busy, and up to 16 batches ahead if they fit into 1 GiB; evaluation always does
+    so. No effect with `num_workers: 0`."""
     stall_timeout_s: Annotated[float | None, Field(gt=0), MAY_CHANGE] = 240.0
     """A loader worker that makes no progress for this many seconds is killed, and another makes
     its part of the batch again, once. Waiting for a store that answers now and then is progress.
@@ -363,7 +361,7 @@ class AugmentConfig(Section):
     randaugment_ops: Annotated[
         Literal["timm", "timm_inc0", "torchvision", "big_vision"], OnlyWith("randaugment_layers")
     ] = "timm"
-    """Whose operations: timm's, increasing (`inc1`) or not, each applied with probability 0.5;
+    """Set of operations: timm's, increasing (`inc1`) or not, each applied with probability 0.5;
     torchvision's 14 or big_vision's 16, always applied."""
     randaugment_magnitude: Annotated[float, Field(ge=0, le=30), OnlyWith("randaugment_layers")] = (
         9.0
@@ -425,8 +423,8 @@ class AugmentConfig(Section):
     mixup_mode: Annotated[
         Literal["batch", "pair", "elem"], OnlyWith("mixup_alpha", "cutmix_alpha")
     ] = "batch"
-    """What shares lambda and box, as in timm: the group; two images, which mix with each other;
-    or nothing, so that each image has its own."""
+    """Images that share lambda and box, as in timm: those of a group; two images, which mix with
+    each other; or none, so that each image has its own."""
     mix_group_size: Annotated[int, Field(ge=2), OnlyWith("mixup_alpha", "cutmix_alpha")] = 4
     """Images that mix with each other; divides the micro-batch, so that batches do not depend on
     the number of ranks."""
@@ -442,16 +440,16 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of initial weights, order, augmentation, mixing, dropout and stochastic depth."""
     device: Annotated[Literal["auto", "cpu", "cuda"], MAY_CHANGE] = "auto"
-    """`auto`: GPUs where every host has one per rank, else the CPU."""
+    """`auto`: GPUs if every host has one per rank, else the CPU."""
     precision: Literal["fp32", "bf16", "fp16"] = "bf16"
     """Format of activations and matrix products; weights, sums and the optimizer stay in fp32. fp16
     scales the loss."""
     compile: Annotated[bool, MAY_CHANGE] = False
-    """`torch.compile` the blocks of the model and of its average. Where nothing can be compiled, a
-    note says why, and training is as without."""
+    """`torch.compile` the blocks of the model and of its average. If compilation fails, a note has
+    the reason, and training continues uncompiled."""
     deterministic: Annotated[bool, MAY_CHANGE] = False
     """Use only kernels that add in one order, so that a resumed run equals the uninterrupted one
-    bit for bit on GPUs, too, where it is slower; CPUs do so by themselves (docs/resume.md)."""
+    bit for bit also on GPUs, where it is slower; CPUs always do so (docs/resume.md)."""
     exact_over_ranks: bool = False
     """Add gradients along a tree over the micro-batches of the global batch, and draw dropout and
     drop path by sample: the same weights, bit for bit, on any number of ranks (docs/exactness.md).
@@ -461,9 +459,9 @@ class TrainConfig(Section):
         MAY_CHANGE,
         OnlyWith("init.freeze!=backbone"),
     ] = "none"
-    """`block`: each block keeps only its input for the backward pass and computes the rest again: a
-    third more work for a fraction of the memory, the same numbers. 2 or more: one of so many blocks
-    does."""
+    """`block`: each block keeps only its input for the backward pass, and computes the rest again:
+    a third more work for a fraction of the memory, the same numbers. A number n of 2 or more: every
+    n-th block does."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
     """Decay per update of the exponential moving average (EMA) of the weights; `None`: no
     average."""
@@ -484,12 +482,12 @@ class TrainConfig(Section):
     """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
     update_after_step); `None`: it begins with the run."""
     max_skipped_steps: Annotated[Positive, MAY_CHANGE] = 10
-    """Stop after this many consecutive updates that were left out, because a gradient was not
-    finite or by `guard.on_spike`."""
+    """Stop after this many consecutive updates that were skipped, because a gradient was not finite
+    or by `guard.on_spike`."""
 
 
 class CheckpointConfig(Section):
-    """Full state for resuming; the last step of a run is saved too, also when a signal stops it."""
+    """Full state for resuming; the last step of a run is also saved, even after a signal."""
 
     every_steps: Positive = 1000
     """Steps between checkpoints."""
@@ -506,13 +504,13 @@ class InitConfig(Section):
     reset_head: Annotated[bool, OnlyWith("checkpoint")] = False
     """Start with a zero head in place of the checkpoint's, for other classes."""
     select_classes: Annotated[bool, OnlyWith("checkpoint")] = False
-    """Of the checkpoint's head keep the rows of the data's classes, found by name, in the data's
-    order: 200 of 1,000 classes, or the same ones in another order."""
+    """Keep only those rows of the checkpoint's head that belong to the data's classes, matched by
+    name, in the data's order: 200 of 1,000 classes, or the same classes in a different order."""
     freeze: Annotated[
         Literal["none", "backbone"] | Annotated[int, Field(ge=0)], OnlyWith("checkpoint")
     ] = "none"
-    """What training leaves as it is in the checkpoint: `backbone`, all but the head (a feature
-    extractor); or a number k, the patch embedding, tokens, positions and the first k blocks."""
+    """Parameters that training does not change: `backbone`, all but the head (a feature extractor);
+    or a number k, the patch embedding, tokens, positions and the first k blocks."""
 
 
 class RunConfig(Section):
@@ -522,15 +520,15 @@ class RunConfig(Section):
     """Folder of checkpoints, weights and record, or its URL, as `s3://bucket/runs/name`
     (docs/resume.md); the same command resumes it. `None`: `runs/<name of the config file>`."""
     local_dir: str | None = None
-    """Folder of this machine in which a run at a URL is worked on. `None`: one in `SLURM_TMPDIR` or
+    """Folder of this machine for the local copy of a run at a URL. `None`: one in `SLURM_TMPDIR` or
     `TMPDIR`, else in `vit` in `XDG_CACHE_HOME` or `~/.cache`."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
-    """Seconds after which another job may go on with a run at a URL whose job has died. No effect
-    on a run in a folder, which is locked."""
+    """Seconds after which another job may continue a run at a URL whose job has died. No effect on
+    a run in a folder, which is locked."""
     hang_timeout_s: Annotated[float | None, Field(ge=1)] = 600.0
-    """Seconds that a rank may stand still, or be silent, while the others wait for it; then all end
-    with its name (docs/resume.md). `None`: only gloo and NCCL have a limit, of ten minutes, and
-    name nobody."""
+    """Seconds that a rank may make no progress, or be silent, while the others wait for it; then
+    all ranks end with an error that names it (docs/resume.md). `None`: only gloo and NCCL have a
+    limit, of ten minutes, and do not name the rank."""
 
 
 class LogConfig(Section):
@@ -549,7 +547,7 @@ class LogConfig(Section):
     """Project of the run on Weights & Biases."""
     tensorboard: bool = False
     """Event files for TensorBoard in `tensorboard/` of the run's folder. Needs `pip install
-    tensorboard`; without it one line says so, and the record is complete."""
+    tensorboard`; without it a line reports that, and the record is complete."""
     report: bool = True
     """Write `report/index.html` and its pictures when the run is finished."""
     sample_losses: Annotated[int, Field(ge=0)] = 1

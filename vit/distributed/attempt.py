@@ -1,12 +1,12 @@
-"""A part of torchrun's store that no earlier attempt has written to.
+"""Find a part of torchrun's store that no earlier attempt has written to.
 
 torchrun has one store for all attempts of a job (torch 2.15), and hosts may count attempts
-differently: the same keys would be read again, such as why the attempt before has ended, or where
-its processes listened. So with `--max-restarts` rank 0 draws a name for each attempt, and whoever
-reads one that is of an earlier attempt waits for its own:
+differently. So a rank could read keys of an earlier attempt, such as why that attempt ended, or
+where its processes listened. With `--max-restarts` rank 0 therefore draws a name for each attempt.
+A rank that reads the name of an earlier attempt waits until it is replaced:
 
-    rank 0    round = <name>          collects the words of all, and writes them down as one list
-    rank n    <name> n = <a word>     has met this rank 0 once its own word is in that list
+    rank 0    round = <name>          collects the tokens of all ranks, and writes them as one list
+    rank n    <name> n = <token>      has met this rank 0 when its token is in that list
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vit.distributed.world import POLL_S, RankLost
 
 
 def may_restart() -> bool:
-    """Whether torchrun starts the ranks again after a failure."""
+    """Return whether torchrun starts the ranks again after a failure."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS") or "0") > 0
 
 
@@ -32,9 +32,9 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
 
     Raises RankLost if a rank does not come within `limit`.
     """
-    word = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     deadline = time.monotonic() + limit.total_seconds()
-    name = word
+    name = token
     if rank == 0:
         store.set("round", name)
         keys = [f"{name} {other}" for other in range(1, size)]
@@ -43,16 +43,16 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
                 late = [key.split()[1] for key in keys if not store.check([key])]
                 raise RankLost(f"rank {', '.join(late)} did not come within {limit}")
             time.sleep(POLL_S / 5)
-        words = [text.decode() for text in store.multi_get(keys)]
-        store.set(f"{name} all", json.dumps(words))
+        tokens = [text.decode() for text in store.multi_get(keys)]
+        store.set(f"{name} all", json.dumps(tokens))
         return dist.PrefixStore(name, store)
-    told = ""
+    answered_name = ""
     while True:
         name = store.get("round").decode() if store.check(["round"]) else ""
-        if name and name != told:
-            store.set(f"{name} {rank}", word)
-            told = name
-        if name and store.check([f"{name} all"]) and word in json.loads(store.get(f"{name} all")):
+        if name and name != answered_name:
+            store.set(f"{name} {rank}", token)
+            answered_name = name
+        if name and store.check([f"{name} all"]) and token in json.loads(store.get(f"{name} all")):
             return dist.PrefixStore(name, store)
         if time.monotonic() > deadline:
             raise RankLost(f"rank 0 did not come within {limit}")

@@ -1,10 +1,10 @@
-"""How a process ends: its last message, its exit status, and its report to torchrun.
+"""End a process with a message, an exit status, and a report to torchrun.
 
-`run_command` turns whatever ends a command into one line and an exit status. Of several ranks one
-reports a mistake. Under torchrun a failing rank writes its message to the file that torchrun names
-(TORCHELASTIC_ERROR_FILE), and torchrun's report ends with it. A rank without a message of its own
-waits for that of another rank of its host and exits with status 0, so that torchrun reports one
-failure: the one that matters. `StopSignals` is how a run is asked to end.
+`run_command` turns each end of a command into one line and an exit status. A mistake that all ranks
+make is reported by one of them. Under torchrun a failing rank writes its message to the file in
+TORCHELASTIC_ERROR_FILE, and torchrun's report ends with that message. A rank without a message of
+its own waits until another rank of its host has one, and exits with status 0, so that torchrun
+reports only the failure that matters. `StopSignals` receives the signals that ask a run to stop.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ from vit.system.files import FULL
 from vit.system.redact import guard_console, printed, shown
 
 SILENT_S = 20.0
-"""Longest wait of a rank without a message for one that has one: torchrun ends all at the first
-failure. On a loaded machine ranks come to the same mistake many seconds apart, and a shorter wait
-would report it twice; only a mistake of one rank, or a host without a report, waits so long."""
+"""Longest time that a rank without a message waits for a rank that has one, because torchrun ends
+all ranks at the first failure. On a loaded machine ranks find the same mistake many seconds apart,
+and with a shorter wait it would be reported twice. The full wait occurs only if a single rank has a
+mistake, or no rank of the host reports."""
 REPORTED_S = 0.3
-"""Wait of a rank that has reported: the others look four times as often, and exit first."""
+"""Time that a rank waits after its report. The other ranks check four times as often, so they exit
+first."""
 LOST = "lost the connection to another rank"
 _LOWER = (
     "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller"
@@ -57,7 +59,7 @@ _LOWER = (
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM, SIGHUP or SIGINT came before there was a step to save."""
+    """SIGTERM, SIGHUP or SIGINT came before the first step, so there is nothing to save."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -65,12 +67,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Remembers that this process was asked to end; all ranks act at the next step.
+    """Remembers signals that ask this process to end; all ranks stop at the next step.
 
-    Until `remember_only` is called there is nothing to save: SIGTERM, SIGHUP and SIGINT end the
-    process at once, also while it waits for another rank. SIGUSR1, which batch scripts send ahead
-    of a time limit, is always remembered: the first step is done and saved. SIGHUP comes of a
-    terminal or connection that is closed; where it is ignored, as after nohup, it stays so.
+    Until `remember_only` is called there is nothing to save, so SIGTERM, SIGHUP and SIGINT end the
+    process at once, also while it waits for another rank. SIGUSR1, which batch scripts send before
+    a time limit, is always remembered, so that the first step is done and saved. SIGHUP is sent
+    when a terminal or connection is closed; if the process ignores it, as after nohup, it still
+    does.
     """
 
     def __init__(self) -> None:
@@ -83,7 +86,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
-        # Also where it raises: what ignores errors, as a `__del__` does, would lose the signal.
+        # Set before raising, because code that ignores errors, such as `__del__`, would lose the
+        # signal.
         self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
@@ -91,11 +95,11 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def remember_only(self) -> None:
-        """From now on signals only set `received`: there are steps, which look at it."""
+        """Let signals only set `received`, which each step checks."""
         self._ends_at_once = False
 
     def release_interrupt(self) -> None:
-        """Let Ctrl-C interrupt again: no further step checks `received`."""
+        """Let Ctrl-C interrupt again, because no further step checks `received`."""
         signal.signal(signal.SIGINT, self._before[signal.SIGINT])
 
     def restore(self) -> None:
@@ -107,9 +111,9 @@ class StopSignals:
 def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world it joined, and end the process.
 
-    Exit status 0: it returned. 2: a mistake that the user can fix, one message without a stack.
-    1: anything else, with its stack. 129, 130, 143: interrupted. A mistake is a ValueError raised
-    by our own code; one from inside a library is a bug and keeps its stack.
+    Exit status 0: the command returned. 2: a mistake that the user can fix, one message without a
+    stack. 1: any other error, with its stack. 129, 130, 143: interrupted. A mistake is a ValueError
+    raised by code of this project; a ValueError from a library is a bug, and keeps its stack.
     """
     guard_console()
     try:
@@ -122,7 +126,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except ValueError as error:
         if not _is_ours(error):
             _leave_with_stack()
-        # Until they meet, all ranks of a host find the same mistake: one of them reports it.
+        # Before the ranks have met, all ranks of a host find the same mistake: one reports it.
         if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
@@ -140,12 +144,12 @@ def run_command(command: Callable[[], World | None]) -> None:
 
 
 def leave_world(world: World) -> None:
-    """End this process with status 0 once every rank is here; return only from a world of one."""
+    """Wait for all ranks, and end this process with status 0; return only in a world of one."""
     if world.size == 1:
         return
     # gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a
-    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). It
-    # takes all three to end that: a barrier, no DDP objects left, and no finalisation.
+    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). Three
+    # measures together prevent that: a barrier, no DDP objects left, and no finalisation.
     world.barrier()
     gc.collect()
     dist.destroy_process_group()
@@ -155,13 +159,13 @@ def leave_world(world: World) -> None:
 def leave(status: int) -> NoReturn:
     """End this process at once, without waiting for other ranks; they notice closed connections."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk, which has been told
+        with suppress(OSError):  # a full disk, which has already been reported
             stream.flush()
     os._exit(status)
 
 
 def _leave_with_message(message: str, status: int) -> NoReturn:
-    """Print `message`, hand it to the other ranks and to torchrun, and end."""
+    """Print `message`, report it to the other ranks and to torchrun, and end."""
     message = printed(f"{_rank_prefix()}{message}")
     print(message, file=sys.stderr, flush=True)
     if status == 2:
@@ -180,7 +184,7 @@ def _leave_with_stack() -> NoReturn:
 
 
 def _leave_because_of_others(message: str, status: int) -> NoReturn:
-    """End for a cause outside this process: with `message`, unless the host has reported one."""
+    """End for a cause outside this process; print `message` unless a rank of the host reported."""
     if _host_has_reported():
         leave(0)
     print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
@@ -189,11 +193,11 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
 
 
 def leave_hung(verdict: Verdict) -> NoReturn:
-    """End because `verdict` says that a rank keeps all others waiting; called on any thread.
+    """End because a rank hangs (`verdict`); may be called on any thread.
 
-    The lowest rank that is not to blame prints it; of a host that is cut off, its first. One that
-    may be to blame and can still speak shows where it stands. Nothing here waits for the store: the
-    main thread may hold its connection.
+    The lowest rank that does not hang prints the message; on a host that is cut off, its first
+    rank. A rank that may hang prints the stack of its main thread. This function never waits for
+    the store, because the main thread may hold its connection.
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
@@ -202,9 +206,9 @@ def leave_hung(verdict: Verdict) -> NoReturn:
         stack = "".join(traceback.format_stack(frame))
         print(f"rank {rank} stands here:\n{stack}", end="", file=sys.stderr, flush=True)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    speaker = min(set(range(world_size())) - {*verdict.ranks}, default=0)
-    speaks = is_first if verdict.is_cut_off else rank == speaker
-    if speaks:
+    reporter = min(set(range(world_size())) - {*verdict.ranks}, default=0)
+    is_reporter = is_first if verdict.is_cut_off else rank == reporter
+    if is_reporter:
         print(message, file=sys.stderr, flush=True)
     elif local_world_size() > 1 and not is_first:
         deadline = time.monotonic() + SILENT_S
@@ -221,8 +225,8 @@ def leave_hung(verdict: Verdict) -> NoReturn:
 def _leave_silently(message: str, status: int) -> NoReturn:
     """End for a cause that another rank reports.
 
-    With status 0 once a rank of this host has reported it to torchrun, or torchrun sends SIGTERM
-    because of it; after SILENT_S with `status`, and `message` for torchrun.
+    The status is 0 if a rank of this host reports the cause to torchrun, or torchrun sends SIGTERM
+    because of it. After SILENT_S without either it is `status`, and torchrun gets `message`.
     """
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     deadline = time.monotonic() + SILENT_S
@@ -235,13 +239,14 @@ def _leave_silently(message: str, status: int) -> NoReturn:
 
 
 def _error_file() -> Path | None:
-    """Where torchrun reads this rank's message: <attempt>/<local rank>/<name>; None without it."""
+    """Return the file of this rank's message for torchrun, <attempt>/<local rank>/<name>, or None
+    without torchrun."""
     named = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return Path(named) if named else None
 
 
 def _host_has_reported() -> bool:
-    """Whether a rank of this host has written its message for torchrun."""
+    """Return whether a rank of this host has written its message for torchrun."""
     file = _error_file()
     return file is not None and any(file.parent.parent.glob(f"*/{file.name}"))
 
@@ -262,7 +267,7 @@ def _report_to_torchrun(message: str) -> None:
         hidden.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         os.replace(hidden, file)
     except OSError:
-        return  # a full disk, perhaps the very cause; the message was printed
+        return  # a full disk, which may be the cause of the end; the message was printed
     if local_world_size() > 1:
         time.sleep(REPORTED_S)
 
@@ -276,15 +281,15 @@ def _rank_prefix() -> str:
 
 
 def _is_ours(error: ValueError) -> bool:
-    """Whether `error` was raised by our own code, so that its message is meant for the user."""
+    """Return whether code of this project raised `error`, with a message for the user."""
     raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
-    # All of vit/, where this file must stay, and the script itself.
+    # All of vit/ (this file must stay two folders below it), and the script itself.
     ours = (Path(__file__).resolve().parents[1], Path(sys.argv[0]).resolve())
     return any(raised_in.is_relative_to(place) for place in ours)
 
 
 def _lost_connection(error: Exception) -> str:
-    """Message if `error` is what gloo or NCCL raise when another rank is gone, else ""."""
+    """Return a message if `error` is that of gloo or NCCL for a rank that is gone, else ""."""
     signs = (
         "onnection closed by peer",
         "onnection reset by peer",
@@ -296,7 +301,7 @@ def _lost_connection(error: Exception) -> str:
 
 
 def _whose_remedy_is_known(error: Exception) -> str:
-    """Message for an error of another library that the user can remedy; "" for any other."""
+    """Return a message for an error of a library that the user can remedy; "" for any other."""
     return (
         out_of_memory(error)
         or _disk_full(error)
@@ -307,27 +312,27 @@ def _whose_remedy_is_known(error: Exception) -> str:
 
 
 def problem_of(error: Exception) -> str:
-    """What to tell people of `error` where nothing ends because of it."""
+    """Return the message for an `error` that does not end the process."""
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
-    known = _whose_remedy_is_known(error) or _lost_connection(error)
-    return shown(known or f"{type(error).__name__}: {first_line}".rstrip(": "))
+    message = _whose_remedy_is_known(error) or _lost_connection(error)
+    return shown(message or f"{type(error).__name__}: {first_line}".rstrip(": "))
 
 
 def out_of_memory(error: Exception) -> str:
-    """Which memory ran out and which setting to lower; "" if `error` is about something else.
+    """Return which memory ran out, and which setting to lower; "" for a different error.
 
-    Only the GPU's has a class of its own; errors of the CPU's allocator, and of loader workers, are
-    recognised by their text.
+    Only the GPU's error has a class of its own. Errors of the CPU's allocator, and of loader
+    workers, are recognised by their text.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
         reason = text.split(". ")[0]
-    elif found := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text):
-        reason = f"out of memory, {int(found[1]) / 2**30:.2f} GiB more were requested"
-    elif found := re.search(r"Unable to allocate ([\d.]+ \w+)", text):
-        reason = f"out of memory, {found[1]} more were requested"
+    elif request := re.search(r"DefaultCPUAllocator: .*?(\d+) bytes", text):
+        reason = f"out of memory, {int(request[1]) / 2**30:.2f} GiB more were requested"
+    elif request := re.search(r"Unable to allocate ([\d.]+ \w+)", text):
+        reason = f"out of memory, {request[1]} more were requested"
     elif (
         isinstance(error, MemoryError)
         or getattr(error, "errno", None) == errno.ENOMEM
@@ -343,31 +348,31 @@ def out_of_memory(error: Exception) -> str:
             f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or"
             " data.global_batch_size (eval.batch_size)"
         )
-    # A note, if who computed has left one, knows the sizes.
+    # A note that the failing code attached has advice with its sizes.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]
     advice = notes[0] if notes else _LOWER
     return f"{reason}. {advice}"
 
 
 def _has_no_order(error: Exception) -> str:
-    """Message for an operation that train.deterministic refuses; "" for anything else."""
-    found = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
-    if found is None:
+    """Return a message for an operation that train.deterministic refuses; "" for other errors."""
+    match = re.search(r"(\S+)( with .*)? does not have a deterministic implementation", str(error))
+    if match is None:
         return ""
     return (
-        f"{found[1]} cannot add in one order, which train.deterministic asks for: set"
+        f"{match[1]} cannot add in one order, which train.deterministic asks for: set"
         " train.deterministic=false, or choose a model without it"
     )
 
 
 def _failed_to_compile(error: Exception) -> str:
-    """Message for what torch.compile raises about a model; "" for anything else.
+    """Return a message for an error of torch.compile about a model; "" for other errors.
 
-    `vit.training.compiling.why_not_compiled` has tried whether the host can compile, but not the
-    model.
+    `vit.training.compiling.why_not_compiled` has checked that the host can compile, but not that
+    the model can be compiled.
     """
     verbose = "TORCHDYNAMO_VERBOSE"  # torch's own variable
-    dynamo = sys.modules.get("torch._dynamo.exc")  # there once something was compiled
+    dynamo = sys.modules.get("torch._dynamo.exc")  # imported when a model is compiled
     if dynamo is None or not isinstance(error, dynamo.TorchDynamoException):
         return ""
     if os.environ.get(verbose) == "1":
@@ -381,7 +386,7 @@ def _failed_to_compile(error: Exception) -> str:
 
 
 def _too_many_open(error: Exception) -> str:
-    """Message where this process, or the host, may open no more files; "" for anything else."""
+    """Return a message if this process, or the host, may open no more files; else ""."""
     if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     if error.errno == errno.ENFILE:
@@ -394,7 +399,7 @@ def _too_many_open(error: Exception) -> str:
 
 
 def _disk_full(error: Exception) -> str:
-    """Message for a full disk or an exhausted quota; "" if `error` is about something else."""
+    """Return a message for a full disk or an exhausted quota; "" for other errors."""
     if not isinstance(error, OSError) or error.errno not in FULL:
         return ""
     place = f"{error.filename}: " if error.filename else ""

@@ -2,7 +2,7 @@
 
 torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. `join_world` reads them once, agrees with the other
 ranks on the kind of device, and returns the `World` (vit/distributed/world.py) that other modules
-get. CPUs use gloo, GPUs NCCL; nothing else differs.
+get. CPUs use gloo and GPUs use NCCL; all else is the same.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _joined: World | None = None
 
 
 def announce_end(message: str) -> None:
-    """`World.announce_end` of this process's world, for the end of a process that may have none."""
+    """Call `World.announce_end`, if this process has joined a world."""
     if _joined is not None:
         _joined.announce_end(message)
 
@@ -69,15 +69,15 @@ def join_world(
     collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
     limit: timedelta | None = None,
 ) -> World:
-    """Join the process group that torchrun describes, or be a world of one.
+    """Join the process group of torchrun's variables; without them return a world of one.
 
     Args:
         device: "cpu"; "cuda"; or "auto", which is a GPU if every host has one per rank, else the
             CPU.
-        setting: how messages name the setting or flag of `device`.
-        found: devices of this host; None: what `find_devices` finds.
+        setting: name of the setting or flag of `device` in messages.
+        found: devices of this host; None: the result of `find_devices`.
         deterministic: whether GPUs add in one order only.
-        collective_timeout: after which gloo and NCCL end a run whose ranks do not come together.
+        collective_timeout: time after which gloo and NCCL end a collective that ranks do not join.
         limit: how long rank 0 waits for the others; None: COLLECTIVE_TIMEOUT.
 
     Raises:
@@ -105,9 +105,9 @@ def join_world(
     world = _agree_on_device(world, device, setting, found or find_devices(), limit)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
-        # Before the first CUDA call: else every rank opens a context on GPU 0.
+        # Before the first CUDA call: otherwise every rank would open a context on GPU 0.
         torch.cuda.set_device(world.device)
-        # Before threads of NCCL and loader workers: they inherit the cores.
+        # Before NCCL's threads and loader workers start, because they inherit the cores.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
     if store is not None:
         try:
@@ -127,10 +127,10 @@ def join_world(
 def _agree_on_device(
     world: World, device: str, setting: str, found: HostDevices, limit: timedelta | None = None
 ) -> World:
-    """`world` with this rank's device, and the hosts and processes of all ranks.
+    """Return `world` with this rank's device, and the hosts and processes of all ranks.
 
-    Rank 0 decides for all before NCCL or gloo is chosen: a host that chose the other one would wait
-    for the rest, and the rest for it. Raises as `choose_device` does.
+    Rank 0 decides for all ranks before NCCL or gloo is chosen, because ranks with different
+    choices would wait for each other. Raises as `choose_device`.
     """
     space = _pid_space()
     own = {"pid": (space, os.getpid()), "found": asdict(found)}
@@ -138,13 +138,13 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
-        # Gathered here, so that the others get to know if a rank does not come.
+        # In this function, so that the others get the error if a rank does not come.
         gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        # Each rank gets this: a name for each host, and not for each rank.
+        # The result goes to each rank, so it has one name for each host, not for each rank.
         rows = groupby(each.host for each in devices)
         return kind, [(host, len(list(row))) for host, row in rows]
 
@@ -157,15 +157,17 @@ def _agree_on_device(
     beside = [rank for rank, host in enumerate(hosts) if host == hosts[world.rank]]
     pids = [each["pid"] for each in world.gathered("rank", beside)]
     host_pids = {
-        rank: pid for rank, (its, pid) in zip(beside, pids, strict=True) if space and its == space
+        rank: pid
+        for rank, (pid_space, pid) in zip(beside, pids, strict=True)
+        if space and pid_space == space
     }
     return replace(world, device=chosen, hosts=hosts, _host_pids=host_pids)
 
 
 def _pid_space() -> str:
-    """Identifies where a process id means the same process: the running kernel and the container.
+    """Return an identifier of the running kernel and the container, or "" if it is unknown.
 
-    Empty where the system does not say.
+    A process id means the same process only for ranks with the same identifier.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -175,31 +177,33 @@ def _pid_space() -> str:
 
 
 def _set_backends() -> None:
-    """Fix what torch would decide by itself, or by variables that differ from host to host."""
-    # fp32 means fp32. TF32, cuDNN's default, is 8 times as fast with 10 bits of fraction; bf16 is
-    # the setting for speed.
+    """Fix settings that torch would choose, or that depend on variables of the host."""
+    # fp32 must mean fp32. TF32, cuDNN's default, is 8 times as fast but has only 10 bits of
+    # fraction. Users who want speed set bf16.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # Its timings would choose a different kernel after a resume, and so different bits.
+    # Its timings could choose a different kernel after a resume, which would change the bits.
     torch.backends.cudnn.benchmark = False
-    # Augmentation allocates hundreds of sizes per step: without growing segments they fragment the
-    # GPU's memory. The user's own settings win.
+    # Augmentation allocates hundreds of sizes in each step, which would fragment the GPU's memory
+    # without expandable segments. Settings of the user win.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first tensor comes to a GPU
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def make_deterministic() -> None:
-    """Let every operation add in the same order in each run, and refuse those that cannot.
+    """Make every operation add in the same order in each run, and refuse those that cannot.
 
-    Before CUDA starts, as libraries read their variables then. CPUs compute as they do without it.
+    Call it before CUDA starts, because libraries read their variables then. It has no effect on
+    CPUs.
     """
-    # Flash attention's backward pass and cuBLAS obey it, and the compiler does not choose kernels
-    # by timing them.
+    # Flash attention's backward pass and cuBLAS obey this setting, and the compiler then does not
+    # choose kernels by timing them.
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
-    # It would fill all new memory as well; what reads memory before writing it is a bug anywhere.
+    # By default this mode also fills all new memory, which costs time. It would only hide bugs:
+    # code that reads memory before writing it.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # The two that cuBLAS knows; torch refuses matrix products with any other one.
+    # With any other value torch refuses matrix products in this mode.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     # Sums within NVSwitch have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
@@ -207,7 +211,7 @@ def make_deterministic() -> None:
 
 
 def _why_not_met(reason: str) -> str:
-    """Message for ranks that could not meet."""
+    """Return a message for ranks that could not meet."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
@@ -223,10 +227,11 @@ def _why_not_met(reason: str) -> str:
 
 
 def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
-    """`model` under DDP, or itself in a world of one.
+    """Return `model` under DDP, or `model` itself in a world of one.
 
-    Rank 0's weights go to all ranks, unless a checkpoint's will (sync=False); and before each
-    forward pass its buffers if it has batch norms, whose buffers change in training.
+    DDP copies rank 0's weights to all ranks, unless sync is False because a checkpoint will be
+    loaded. Before each forward pass it also copies the buffers if the model has batch norms, whose
+    buffers change in training.
     """
     if world.size == 1:
         return model
@@ -234,26 +239,27 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        # Other buffers, such as fixed positions, are equal on all ranks: save the broadcast.
-        known = inspect.signature(DistributedDataParallel).parameters
-        renamed = "forward_sync_buffers" in known  # in torch 2.15
+        # Other buffers, such as fixed positions, are equal on all ranks, so the broadcast would
+        # only cost time.
+        parameters = inspect.signature(DistributedDataParallel).parameters
+        renamed = "forward_sync_buffers" in parameters  # in torch 2.15
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
     return DistributedDataParallel(model, **options)
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which gradients of a wrapped `model` accumulate without a reduction.
+    """Return a context in which gradients of a wrapped `model` accumulate without a reduction.
 
-    The forward pass belongs inside, too.
+    The forward pass must be inside the context as well.
     """
-    # `wrap` knows only DDP. A module under FSDP2 has `set_requires_gradient_sync` instead; without
-    # it the gradients would be right, but reduced after each micro-batch.
+    # `wrap` only uses DDP. A module under FSDP2 has `set_requires_gradient_sync` instead; without
+    # that call its gradients would be right, but reduced after each micro-batch.
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Peak memory in GiB of the GPU, or of this process on the CPU."""
+    """Return the peak memory in GiB of the GPU, or of this process on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
-    per_gib = 2**30 if sys.platform == "darwin" else 2**20  # bytes there, KiB on Linux
+    per_gib = 2**30 if sys.platform == "darwin" else 2**20  # bytes on macOS, KiB on Linux
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / per_gib

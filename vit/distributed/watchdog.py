@@ -1,21 +1,21 @@
-"""Notices a rank that has stopped, hangs or is gone with its host, and ends all with its name.
+"""Detect a rank that stopped, hung or lost its host, and end the run with an error that names it.
 
-    main thread   mark("waiting for data"), mark("in the step"), ...   counts what it has done
-    thread        beat -> store -> rank 0 compares the counts of all -> verdict -> store -> the end
+    main thread   mark("waiting for data"), mark("in the step"), ...   counts its marks
+    thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> the end
 
-In a collective all ranks stand still and none knows for whom; all it could say after a time-out is
-that it has waited. But all ranks make the same marks in the same order, so the one for which the
-others wait has made the fewest. The words go through torchrun's store, on a connection of their
-own: they pass also while the main thread is within a collective or holds the other connection.
+In a collective all ranks wait, and a time-out does not show for which rank. But all ranks make the
+same marks in the same order, so the rank for which the others wait has made the fewest. Beats go
+through torchrun's store, on a connection of their own, so they also pass while the main thread is
+in a collective or uses its connection.
 
-    thread        the store has not answered for the limit, and this rank has not moved -> the end
+    thread        no answer of the store for the limit, and no new mark of this rank -> the end
 
-A cable that was pulled ends no connection: what asks the store then waits for ever. So a second
-thread looks at the clock alone, and a host that is cut off ends by itself, with what it has lost.
+If a network cable is pulled, connections stay open, and a request to the store waits forever. So a
+second thread only checks the clock, and ends a host that is cut off, with a message that says so.
 
-Beats are one small message of each rank, which then looks for a verdict and for rank 0's beat;
-rank 0 reads all of them with one request: at 4,096 ranks and the default limit 700 requests a
-second to the store, and 0.2 MB every 30 s on rank 0 (tests/scale counts them).
+A beat is one small message of each rank, which then looks for a verdict and for rank 0's beat.
+Rank 0 reads all beats with one request. At 4,096 ranks and the default limit these are 700 requests
+a second to the store, and 0.2 MB every 30 s on rank 0 (tests/scale counts them).
 """
 
 from __future__ import annotations
@@ -34,61 +34,60 @@ import torch.distributed as dist
 from vit.distributed.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, StoreLost, World
 
 BEATS_PER_LIMIT = 20
-"""A verdict comes at most a tenth later than the limit."""
+"""Beats in the limit, so that a verdict comes at most a tenth later than the limit."""
 LONGEST_BEAT_S = 30.0
 ENDS_BY_ITSELF_S = 30.0
-"""Time in which a rank notices by itself that another has announced its end; one that stands in a
-collective of NCCL does not."""
+"""Time after which the watch ends a rank, if another rank has announced its end. A rank in a
+collective of NCCL does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
-"""For the last word to a store; one that does not answer is left alone."""
+"""Time that the last message to the store may take; a store that does not answer is ignored."""
 NAMED = 4
-"""Ranks of many that are in the same state, in what people read."""
+"""Number of ranks that a message names, if many are in the same state."""
 VERDICT = "watch verdict"
-"""Key in the store of why all ranks end, and which ranks are to blame."""
+"""Key in the store with the reason for the end, and the ranks that caused it."""
 
 
 @dataclass
 class _Seen:
-    """The last beat of a rank, as rank 0 saw it."""
+    """The last beat that was read of a rank."""
 
     number: int = -1
-    """Of the beat; -1 before the first and after the last one of a rank that compares no more."""
+    """The number of the beat; -1 before the first beat, and after `Watch.close` of that rank."""
     count: int = -1
     step: int = 0
     doing: str = ""
     is_away: bool = False
     changed_at: float = 0.0
-    """When its count of marks was last seen to grow (`time.monotonic`)."""
+    """The time at which the count of marks last grew (`time.monotonic`)."""
     heard_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks end."""
+    """The reason why all ranks end."""
 
     message: str
     ranks: tuple[int, ...]
-    """Those who are behind or silent, or the first ones if no rank is behind another: they show
-    where they stand."""
+    """Ranks that are behind or silent, or the first ranks if none is behind; they print a stack."""
     is_cut_off: bool = False
-    """This host knows nothing of the others, nor they of what it says."""
+    """Whether this host is cut off from the others."""
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
-    """Return when a collective ends by itself: after the watch, which knows names."""
+    """Return the time-out of collectives: later than the watch, which can name the rank."""
     if limit_s is None:
         return COLLECTIVE_TIMEOUT
     return timedelta(seconds=1.2 * limit_s + 60)
 
 
 class Watch:
-    """Marks what this rank does, and ends all ranks once one has not moved for `limit_s`.
+    """Marks the progress of this rank, and ends all ranks if one makes no mark for `limit_s`.
 
     Does nothing in a world of one, or without a limit.
 
     Args:
-        limit_s: longest time between two marks of a rank; also how long one may be silent.
-        end: called on each rank's thread with the verdict; is to end the process.
+        limit_s: longest time between two marks of a rank, and between two beats.
+        end: called on each rank's thread with the verdict; must end the process.
     """
 
     def __init__(self, world: World, limit_s: float | None, end: Callable[[Verdict], None]):
@@ -106,34 +105,37 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to compare, which each rank must do; again after `close`, too."""
+        """Start the threads; each rank must call it, and may call it again after `close`."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
         try:
             with self._world.asking_store():
                 store = self._world.store.clone()
         except StoreLost:
-            return  # as in `_compare`
+            return  # torchrun has ended; the ranks may still save, as in `_compare`
         self._closed = threading.Event()
         self._answered_at = time.monotonic()
         beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
-        for work, its in (
+        for work, arguments in (
             (self._compare, (store, self._limit_s, beat_s, self._closed)),
             (self._look_at_clock, (self._limit_s, beat_s, self._closed)),
         ):
-            thread = threading.Thread(target=work, args=its, name="watch", daemon=True)
+            thread = threading.Thread(target=work, args=arguments, name="watch", daemon=True)
             thread.start()
             self._threads.append(thread)
 
     def mark(self, step: int, doing: str) -> None:
-        """This rank has come to `doing` of `step`; as often, and in the same order, on each."""
+        """Record that this rank begins `doing` of `step`.
+
+        All ranks must make the same marks in the same order.
+        """
         self._step = step
         self._doing = doing
         self._count += 1
 
     @contextmanager
     def away(self, step: int, doing: str) -> Iterator[None]:
-        """What may take longer than the limit, up to `LONGEST_WAIT`: a disk, a compiler."""
+        """Allow the block to take up to `LONGEST_WAIT` instead of the limit: a disk, a compiler."""
         self._is_away = True
         self.mark(step, doing)
         try:
@@ -143,7 +145,7 @@ class Watch:
             self._is_away = False
 
     def close(self) -> None:
-        """Compare no longer; others may still do so, and judge nobody without this rank."""
+        """Stop the threads. Other ranks may still watch, but reach no verdict without this rank."""
         self._closed.set()
         for thread in self._threads:
             thread.join(LEAVES_WITHIN_S)
@@ -154,7 +156,7 @@ class Watch:
     def _compare(
         self, store: dist.Store, limit_s: float, beat_s: float, closed: threading.Event
     ) -> None:
-        """Beat, and look at the others' beats, until `close` or a verdict."""
+        """Beat, and read the beats of other ranks, until `close` or a verdict."""
         world = self._world
         watched = range(world.size) if world.is_main else range(1)
         seen = {rank: _Seen() for rank in watched if rank != world.rank}
@@ -170,13 +172,16 @@ class Watch:
                     verdict = self._verdict(store, seen, limit_s)
                 self._answered_at = time.monotonic()
             except StoreLost:
-                return  # the store has ended: torchrun, or the first host; ranks may save yet
+                return  # torchrun or the first host has ended; the ranks may still save
             if verdict is not None:
                 self._end(verdict)
                 return
 
     def _look_at_clock(self, limit_s: float, beat_s: float, closed: threading.Event) -> None:
-        """End this rank where the store is silent and the main thread stands still; asks nobody."""
+        """End this rank if the store is silent and the main thread makes no marks.
+
+        It never uses the store itself.
+        """
         looked_at = moved_at = time.monotonic()
         count = self._count
         while not closed.wait(beat_s):
@@ -188,7 +193,7 @@ class Watch:
             if self._count != count:
                 count = self._count
                 moved_at = now
-            # The main rank alone may have to save what the others wait for, through a dead store.
+            # Rank 0 may still be saving while the others wait for it through a store that is gone.
             is_saving = self._is_away and self._world.is_main
             limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
             silent_s = now - self._answered_at
@@ -197,7 +202,7 @@ class Watch:
                 return
 
     def _cut_off(self, silent_s: float) -> str:
-        """Say what does not answer, and where this rank stands."""
+        """Return a message with the store that does not answer, and this rank's last mark."""
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         world = self._world
         return (
@@ -210,7 +215,7 @@ class Watch:
         return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> Verdict | None:
-        """The verdict that is in the store, or this rank's own, which it puts there."""
+        """Return the verdict in the store; or reach one, and write it to the store."""
         if store.check([VERDICT]):
             message, ranks = json.loads(store.get(VERDICT))
             return Verdict(message, tuple(ranks))
@@ -224,24 +229,24 @@ class Watch:
         return verdict
 
     def _has_outlived_another(self, store: dist.Store) -> bool:
-        """Whether a rank has announced its end so long ago that this one cannot have noticed."""
+        """Return whether another rank announced its end more than ENDS_BY_ITSELF_S ago."""
         if self._ended_at is None and store.check([ENDED]):
             self._ended_at = time.monotonic()
         return self._ended_at is not None and time.monotonic() - self._ended_at > ENDS_BY_ITSELF_S
 
     def _look(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> None:
-        """Read the beats of the ranks in `seen`, and note this rank's own there."""
+        """Read the beats of the ranks into `seen`; on rank 0 also add its own beat."""
         now = time.monotonic()
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # This process itself was stopped, perhaps with all others, as Slurm's suspend does:
-            # that time says nothing about them.
+            # This process was stopped, perhaps with all others, as by Slurm's suspend. So that time
+            # must not count for the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s
                 each.changed_at += slept_s
         keys = {rank: f"beat {rank}" for rank in seen if rank != self._world.rank}
-        # A rank without a beat is still opening its loader: `multi_get` would wait for it.
+        # `multi_get` would wait for a rank without a beat, which is still opening its loader.
         if keys and store.check(list(keys.values())):
             for rank, text in zip(keys, store.multi_get(list(keys.values())), strict=True):
                 _note(seen[rank], json.loads(text), now)
@@ -266,49 +271,49 @@ def _note(seen: _Seen, beat: list, now: float) -> None:
 def judge(
     seen: dict[int, _Seen], limit_s: float, now: float, host_of: Callable[[int], str]
 ) -> Verdict | None:
-    """Return who has kept the others waiting for `limit_s`; None while nobody has.
+    """Return a verdict if ranks have kept the others waiting for `limit_s`, else None.
 
-    A silent rank is one whose thread does not beat either: its process is stopped, or its host
-    gone. Of ranks that beat, those with the fewest marks are behind; if all have as many, the
-    connection between them is what hangs.
+    A silent rank is one that sends no beats: its process is stopped, or its host is gone. Among
+    ranks with beats, those with the fewest marks are behind. If all have equally many, the network
+    between them hangs.
     """
-    known = {rank: each for rank, each in seen.items() if each.number >= 0}
-    silent = [rank for rank, each in known.items() if now - each.heard_at > limit_s]
+    watching = {rank: each for rank, each in seen.items() if each.number >= 0}
+    silent = [rank for rank, each in watching.items() if now - each.heard_at > limit_s]
     if silent:
         return Verdict(
-            _sentence(silent, known, "has not been heard of", limit_s, host_of), (*silent,)
+            _sentence(silent, watching, "has not been heard of", limit_s, host_of), (*silent,)
         )
-    if len(known) < len(seen) or len(known) == 1:
+    if len(watching) < len(seen) or len(watching) == 1:
         return None
-    fewest = min(each.count for each in known.values())
-    behind = [rank for rank, each in known.items() if each.count == fewest]
-    waited_s = now - max(known[rank].changed_at for rank in behind)
-    is_away = any(known[rank].is_away for rank in behind)
+    fewest = min(each.count for each in watching.values())
+    behind = [rank for rank, each in watching.items() if each.count == fewest]
+    waited_s = now - max(watching[rank].changed_at for rank in behind)
+    is_away = any(watching[rank].is_away for rank in behind)
     if waited_s <= (LONGEST_WAIT.total_seconds() if is_away else limit_s):
         return None
-    if len(behind) == len(known):
-        each = known[behind[0]]
+    if len(behind) == len(watching):
+        each = watching[behind[0]]
         return Verdict(
-            f"all {len(known)} ranks have stood at step {each.step}, {each.doing}, for"
+            f"all {len(watching)} ranks have stood at step {each.step}, {each.doing}, for"
             f" {waited_s:.0f} s and none is behind: the network between them hangs, or one of them"
             " there",
             (*behind[:NAMED],),
         )
-    return Verdict(_sentence(behind, known, "has not moved", waited_s, host_of), (*behind,))
+    return Verdict(_sentence(behind, watching, "has not moved", waited_s, host_of), (*behind,))
 
 
 def _sentence(
     ranks: list[int],
-    known: dict[int, _Seen],
-    what: str,
+    seen: dict[int, _Seen],
+    problem: str,
     for_s: float,
     host_of: Callable[[int], str],
 ) -> str:
-    """Say of up to `NAMED` of `ranks` where they are and what they were doing."""
-    first = known[ranks[0]]
+    """Return a sentence with up to `NAMED` of `ranks`, their hosts, and the first one's mark."""
+    first = seen[ranks[0]]
     named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:NAMED])
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     return (
-        f"rank {named}{more} {what} for {for_s:.0f} s; last at step {first.step}, {first.doing},"
-        " and the others wait for it"
+        f"rank {named}{more} {problem} for {for_s:.0f} s; last at step {first.step},"
+        f" {first.doing}, and the others wait for it"
     )

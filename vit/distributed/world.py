@@ -1,16 +1,16 @@
-"""The ranks of a run as one of them sees them: sums, and waiting for each other.
+"""The ranks of a run, seen from one of them: sums over the ranks, and waiting for each other.
 
-`vit.distributed.process_group.join_world` makes a `World`; other modules get it instead of asking
-torch. Without torchrun it has one rank and no process group, and nothing below waits.
+`vit.distributed.process_group.join_world` makes a `World`; other modules use it instead of calling
+torch. Without torchrun it has one rank and no process group, and no function waits.
 
-Collectives end a run that takes too long, and block signals meanwhile. So whatever a person, a disk
-or a network can make slow waits through torchrun's key-value store instead:
+A collective ends the run after a time-out, and blocks signals while it waits. So waits that a user,
+a disk or a network can prolong go through torchrun's key-value store instead:
 
     function              who waits for whom                              for how long
     join_world            all for rank 0, which hears from all            COLLECTIVE_TIMEOUT
     broadcast_from_main   all for the function on rank 0                  as long as it takes
     main_first            the same, then all call the function            as long as it takes
-    fail_together         all for all, each may save or load meanwhile    LONGEST_WAIT
+    fail_together         all for all, while each may save or load        LONGEST_WAIT
     check_same            broadcast_from_main, then fail_together
     barrier               fail_together, then a collective
     sum_, max_, any_rank  all for all, in a collective, as DDP            COLLECTIVE_TIMEOUT
@@ -21,14 +21,14 @@ How a failure of one rank reaches the others:
 - A mistake (ValueError) inside one of the store's functions: that rank raises it, all others raise
   AlreadyReported.
 - The end of a process: `vit.distributed.exit.run_command` announces it in the store, and every rank
-  that waits there, now or later, raises AlreadyReported.
-- SIGKILL: ranks of the same host see that the process is gone and raise RankLost, announced in turn
-  to other hosts. torchrun's SIGTERM would not end them: they take it as a request to save.
-- torchrun itself killed: the store is gone with the first host's. fail_together goes on in a
-  collective, so that the ranks can save; the others raise RankLost.
-- In a collective gloo notices a dead rank at once. NCCL does not: its ranks stand still until
-  torchrun, Slurm (srun --kill-on-bad-exit) or `vit.distributed.watchdog` ends them, which also
-  finds ranks that hang.
+  that waits through the store, now or later, raises AlreadyReported.
+- SIGKILL: ranks of the same host see that the process is gone, raise RankLost, and announce it to
+  the other hosts. torchrun's SIGTERM would not end them, because it is a request to save.
+- torchrun is killed: the store ends with the torchrun of the first host. fail_together continues
+  with a collective, so that the ranks can save; the other functions raise RankLost.
+- In a collective gloo notices a dead rank at once. NCCL does not: its ranks wait until torchrun,
+  Slurm (srun --kill-on-bad-exit) or `vit.distributed.watchdog` ends them. The watchdog also finds
+  ranks that hang.
 """
 
 from __future__ import annotations
@@ -55,34 +55,35 @@ from vit.system.host import process_state
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""For a broken cable or a hung rank (gloo's own default is 30 minutes)."""
+"""Time after which a collective fails, as with a cut cable or a hung rank (gloo's default: 30
+minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
-"""For the slowest rank to save or to load: 15 GB at 4 MB/s."""
+"""Time that the slowest rank may take to save or to load: 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
-"""Tensors are broadcast together up to about this size; a larger one goes alone."""
+"""Approximate size up to which tensors are broadcast together."""
 ENDED = "ended"
 """Key in the store under which a rank announces why it ends."""
 POLL_S = 0.25
-"""A rank that waits through the store looks there at least this often, up to 1,024 ranks."""
+"""Longest time between two looks of a waiting rank at the store, up to 1,024 ranks."""
 LOOKS_PER_S = 4096
-"""Of all ranks together while they wait: one thread answers them, in 31 microseconds a request
-(docs/clusters.md), and a look is two: a quarter of its time."""
+"""Looks of all waiting ranks together. A look is two requests of 31 microseconds
+(docs/clusters.md), so they take a quarter of the time of the store's thread."""
 FIRST_SHARE = 1 / 16
-"""Of the longest time between two looks: the shortest, where that is a millisecond or more."""
+"""The shortest time between two looks, as a share of the longest; at least a millisecond."""
 
 
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
-    """Return the leaves of a rank (`vit.distributed.exact`): as many as others have, or one
-    more."""
+    """Return the leaves of a rank (`vit.distributed.exact`); numbers of ranks differ by at most
+    one."""
     return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
 
 
 class AlreadyReported(ValueError):
-    """Raised for a mistake that another rank found and reports."""
+    """A mistake that another rank has found and reports."""
 
 
 class RankLost(RuntimeError):
-    """Another rank has ended, or does not come."""
+    """Another rank has ended, or did not come."""
 
 
 class StoreLost(RankLost):
@@ -101,38 +102,39 @@ class World:
     hosts: tuple[str, ...] = ()
     """Host name of each rank; () in a world of one."""
     joined_s: float = field(default=0.0, compare=False)
-    """How long it took until all ranks had met."""
+    """Time until all ranks had met."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """Process ids of the ranks on this host, where they can be compared."""
+    """Process ids of the ranks on this host, if they share the process ids of this process."""
     _has_lost_store: threading.Event = field(
         default_factory=threading.Event, repr=False, compare=False
     )
-    """Set for good once the store did not answer: its connection is not opened again."""
+    """Set when the store did not answer; the connection is not opened again."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    """Numbers the keys in the store: all ranks call the functions below in the same order."""
+    """Numbers for keys in the store; they agree because all ranks call the functions in the same
+    order."""
 
     @property
     def is_main(self) -> bool:
-        """True on the one rank that writes files and prints."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def is_local_main(self) -> bool:
-        """True on one rank of each host, which looks at files for the others."""
+        """Whether this is the first rank of its host, which checks files for the others."""
         return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
 
     @property
     def look_s(self) -> float:
-        """How long a rank that waits lets pass between two looks at the store, so that what all
-        ranks ask of it does not grow with their number."""
+        """The longest time between two looks of a waiting rank at the store. It grows with the
+        number of ranks, so that the number of requests a second does not."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
-        """Name of the host that `rank` runs on."""
+        """Return the name of the host that `rank` runs on."""
         return self.hosts[rank] if self.hosts else socket.gethostname()
 
     def barrier(self) -> None:
-        """Wait for all ranks, one of which may be saving or drawing its report."""
+        """Wait for all ranks; a rank may still be saving, or drawing the report."""
         if self.size > 1:
             with self.fail_together():
                 pass
@@ -151,27 +153,28 @@ class World:
         return tensor
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Give `tensors` the values that they have on rank 0, in place; on any device.
+        """Copy the values of `tensors` on rank 0 to all ranks, in place; on any device.
 
-        All ranks have tensors of the same shapes and types, in the same order.
+        All ranks must have tensors of the same shapes and types, in the same order.
         """
         if self.size == 1:
             return
-        for some in _in_pieces(tensors):
-            # One broadcast for some hundred tensors: each takes as long as a message to all ranks.
-            sizes = [tensor.numel() for tensor in some]
+        for piece in _in_pieces(tensors):
+            # One broadcast for some hundred tensors, because each broadcast takes as long as a
+            # message to all ranks.
+            sizes = [tensor.numel() for tensor in piece]
             if self.is_main:
-                flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in some])
+                flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in piece])
             else:
-                flat = torch.empty(sum(sizes), dtype=some[0].dtype, device=self.device)
+                flat = torch.empty(sum(sizes), dtype=piece[0].dtype, device=self.device)
             dist.broadcast(flat, src=0)
             if not self.is_main:
                 parts = flat.split(sizes)
-                for tensor, part in zip(some, parts, strict=True):
+                for tensor, part in zip(piece, parts, strict=True):
                     tensor.detach().copy_(part.view(tensor.shape))
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank. Waits for the device."""
+        """Return whether `flag` is true on any rank. Waits for the device."""
         return bool(self.sum_(torch.tensor(float(flag), device=self.device)).item() > 0)
 
     def broadcast_from_main(self, function: Callable[[], T]) -> T:
@@ -189,7 +192,7 @@ class World:
         return self._share(function, lambda result: None)
 
     def main_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0, then on the others: an index can take an hour to make.
+        """Call `function` on rank 0, then on the others, such as to make an index only once.
 
         An error of `function` on rank 0 becomes AlreadyReported on the other ranks.
         """
@@ -197,7 +200,7 @@ class World:
         return result if self.is_main else function()  # type: ignore[return-value]
 
     def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
-        """Call `function` on rank 0 and return its result there, on other ranks `shared` of it."""
+        """Call `function` on rank 0; return its result there, and `shared(result)` elsewhere."""
         if self.store is None:
             return function()
         key = f"broadcast {next(self._sequence)}"
@@ -215,26 +218,28 @@ class World:
             raise AlreadyReported(answer["problem"])
         return answer["result"]
 
-    def check_same(self, look: Callable[[], str], what: str) -> str:
-        """Return what `look` gives on rank 0, after comparing it with one rank of each host.
+    def check_same(self, look: Callable[[], str], subject: str) -> str:
+        """Return the result of `look` on rank 0, after comparing it with one rank of each host.
 
-        Raises ValueError on a host that sees another `what`, and AlreadyReported elsewhere.
+        Raises ValueError, which names the `subject`, on a host with a different result, and
+        AlreadyReported elsewhere.
         """
         expected = self.broadcast_from_main(look)
         with self.fail_together():
             if self.is_local_main and not self.is_main and (seen := look()) != expected:
                 raise ValueError(
-                    f"{socket.gethostname()} sees other {what} than rank 0 ({seen}, not"
+                    f"{socket.gethostname()} sees other {subject} than rank 0 ({seen}, not"
                     f" {expected}): all hosts must see the same files"
                 )
         return expected
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """All ranks leave this block together; a ValueError on one of them ends all.
+        """Make all ranks leave the block together; a ValueError on one of them ends all.
 
-        If rank 0 has one, only rank 0 raises it; else each rank that has one. The others raise
-        AlreadyReported. Raises RankLost if a rank does not come within LONGEST_WAIT.
+        If rank 0 has a ValueError, only rank 0 raises it; otherwise each rank with a ValueError
+        does. The others raise AlreadyReported. Raises RankLost if a rank does not come within
+        LONGEST_WAIT.
         """
         if self.store is None:
             yield
@@ -250,13 +255,14 @@ class World:
             raise
         has_failed = problem is not None
         main_message = "reported by rank 0" if has_failed and self.is_main else ""
-        # Without torchrun the ranks are still alive, and have a last step to save: go on below.
+        # If torchrun has ended, the ranks still live, and must save the last step: the collective
+        # below does the rest.
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
             # The store may have ended after it answered one rank and before it answered another.
-            # The first would go on to its next collective, which does not match the second's. So
-            # all ranks agree here, in a collective. Waits for the device.
+            # The first rank would then start its next collective, which does not match that of the
+            # second. So all ranks agree in this collective. It waits for the device.
             flags = torch.tensor(
                 [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
             )
@@ -270,7 +276,7 @@ class World:
         raise AlreadyReported(main_message or "reported by another rank")
 
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
-        """Whether any rank has a problem, and rank 0's message if it has one.
+        """Return whether any rank has a problem, and rank 0's message if rank 0 has one.
 
         Raises StoreLost, and RankLost if a rank does not come.
         """
@@ -287,13 +293,13 @@ class World:
             return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
     def announce_end(self, message: str) -> None:
-        """Let the ranks that wait through the store, now or later, know that this one ends."""
+        """Announce the end of this rank to all ranks that wait through the store, now or later."""
         if self.store is not None:
             with suppress(StoreLost):
                 self._post(ENDED, message)
 
     def gather(self, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
-        """The JSON `value` of every rank, on rank 0; [] on the others, which do not wait.
+        """Return the JSON `value` of every rank on rank 0; [] on the others, which do not wait.
 
         Raises RankLost if a rank does not come within `limit`; None: COLLECTIVE_TIMEOUT.
         """
@@ -309,7 +315,7 @@ class World:
         return self.gathered(name, range(self.size))
 
     def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
-        """What `ranks` have given to `gather(name)`, on any rank; rank 0 must have got it."""
+        """Return the values that `ranks` gave to `gather(name)`, after `gather` on rank 0."""
         assert self.store is not None, "there are other ranks"
         return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
 
@@ -327,11 +333,11 @@ class World:
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
     ) -> bool:
-        """Poll until `ready`; False when `limit` has passed. Unlike the store's own wait, signals
-        are handled meanwhile.
+        """Poll until `ready`; return False after `limit`. Unlike the store's own wait, it lets
+        Python handle signals.
 
-        Raises AlreadyReported if another rank has ended, RankLost if one of this host was killed,
-        StoreLost if the store has ended.
+        Raises AlreadyReported if another rank has ended, RankLost if a rank of this host was
+        killed, StoreLost if the store has ended.
         """
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
@@ -341,7 +347,7 @@ class World:
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
-                # One more look at the store after a process is gone: it may have announced why.
+                # Raised one look later, because the process may have announced why it ended.
                 if gone:
                     raise RankLost(f"{self._names(gone)} has ended without a word, as if killed")
                 gone = self.gone()
@@ -353,8 +359,8 @@ class World:
 
     @contextmanager
     def asking_store(self) -> Iterator[None]:
-        """Raise StoreLost where the store does not answer, without asking one that is known to be
-        gone: torch prints a page of its own stack for each request to such a store."""
+        """Raise StoreLost if the store does not answer, and without a request if it is known to be
+        gone, because torch prints a page of stack for each request to such a store."""
         lost = StoreLost("lost the connection to the first host's launcher, or to rank 0")
         if self._has_lost_store.is_set() or took_store_along():
             raise lost
@@ -365,23 +371,23 @@ class World:
             raise lost from None
 
     def gone(self) -> list[int]:
-        """Ranks of this host whose processes have ended."""
+        """Return the ranks of this host whose processes have ended."""
         return [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
 
     def process_of(self, rank: int) -> str:
-        """The process of a rank of this host and its state, as "process 7, stopped"; else ""."""
+        """Return process and state of a rank of this host, as "process 7, stopped"; else ""."""
         pid = self._host_pids.get(rank)
         return "" if pid is None else f"process {pid}{process_state(pid)}"
 
     def _names(self, ranks: list[int]) -> str:
-        """`ranks` with their hosts, where those are known."""
+        """Return `ranks` with their hosts, if those are known."""
         names = f"rank {', '.join(map(str, ranks))}"
         hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
         return f"{names} on {', '.join(hosts)}" if hosts else names
 
 
 def silent_ranks(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks` that have not posted `key`: one look if all have, else by halves."""
+    """Return those of `ranks` that have not posted `key`; one request if all have, else halves."""
     if not ranks or store.check([f"{key} {rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -394,15 +400,15 @@ def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Yield lists of tensors of one type, of about BROADCAST_BYTES each."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        some = by_type.setdefault(tensor.dtype, [])
-        some.append(tensor)
-        if sum(each.nbytes for each in some) >= BROADCAST_BYTES:
+        piece = by_type.setdefault(tensor.dtype, [])
+        piece.append(tensor)
+        if sum(each.nbytes for each in piece) >= BROADCAST_BYTES:
             yield by_type.pop(tensor.dtype)
     yield from by_type.values()
 
 
 def _message(error: BaseException) -> str:
-    """What other ranks learn about the end of this one."""
+    """Return the message about the end of this rank for other ranks."""
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text
@@ -410,11 +416,11 @@ def _message(error: BaseException) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Whether there is such a process; a dead one is gone once its parent has noticed."""
+    """Return whether the process exists; a dead one exists until its parent has waited for it."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # the number was given to a process of another user
+        pass  # the process belongs to another user
     return True

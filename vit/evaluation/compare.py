@@ -1,7 +1,7 @@
 """Evaluate weights from files on all sets of a config, and compare them image by image.
 
-weights -> model -> `Evaluator` -> lines and JSON; of several also a table, with
-the paired difference of each to the first
+weights -> model -> `Evaluator` -> lines and JSON; for several weights also a table with the paired
+difference of each to the first
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class Result(NamedTuple):
     """The evaluation of weights, the same on every rank."""
 
     evaluation: Evaluation
-    """On `data.val_split`."""
+    """The result on `data.val_split`."""
     as_json: dict[str, Any]
-    """What `launch/eval.py --json` prints."""
+    """The object that `launch/eval.py --json` prints."""
     sets: dict[str, tuple[EvalSet, Evaluation]]
     """All sets by name, `data.val_split` first."""
     probed: tuple[Probed, ...] = ()
-    """What k-NN and a linear probe found on `data.val_split`."""
+    """Results of k-NN and a linear probe on `data.val_split`."""
 
 
 def evaluate_weights(
@@ -58,22 +58,22 @@ def evaluate_weights(
     world: World,
     out: TextIO,
     selected: bool = False,
-    asked: Asked | None = None,
+    probes: Asked | None = None,
 ) -> Result:
     """Evaluate `loaded` on the validation split of `config` and on `eval.sets`; print it to `out`.
 
     `config` may have a different image size than the weights were trained at: positions are
-    resampled. selected: of the head use the rows of the data's classes only, by name. asked: what
-    else to try with its features. Raises ValueError if the data have more classes than the weights,
-    or others where they are selected, and as `open_sets` and `run_probes`.
+    resampled. selected: use only the head's rows for the data's classes, matched by name. probes:
+    further classifications by the features. Raises ValueError if the data have more classes than
+    the weights, or classes that cannot be selected, and as `open_sets` and `run_probes`.
     """
     split = open_split(config.data, config.data.val_split, world)
-    # A label beyond the head has no logit. Fewer classes are fine if they are the first of the same
-    # classes; `class_mismatch` below compares the names.
+    # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
+    # of the weights' classes; `class_mismatch` below compares the names.
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
-        assert loaded.num_classes is not None, "it came with its config"
+        assert loaded.num_classes is not None, "weights with a config have it"
         if split.num_classes > loaded.num_classes:
             raise ValueError(
                 f"{split.root}: has {split.num_classes} classes, {loaded.path} knows"
@@ -86,50 +86,50 @@ def evaluate_weights(
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
-    # Not wrapped by DDP: each rank evaluates its own share, and only the counters are added up.
+    # Not wrapped by DDP, because each rank evaluates its share, and only the counts are added up.
     model.to(world.device)
     if world.is_main and (
         slow := precision_note(config.train.precision, world.device, "--precision")
     ):
         print(f"note: {slow}", file=sys.stderr)
 
-    found = _evaluate_all(model, groups, config, loaded.num_classes, world)
+    by_set = _evaluate_all(model, groups, config, loaded.num_classes, world)
     with world.fail_together():
-        _check_finite(found, loaded, config.train.precision)
+        _check_finite(by_set, loaded, config.train.precision)
 
     probed: list[Probed] = []
-    if asked is not None:
+    if probes is not None:
         augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
-        probed = run_probes(asked, model, config, split, augment, world)
+        probed = run_probes(probes, model, config, split, augment, world)
 
-    result = found[VAL][1]
+    result = by_set[VAL][1]
     as_json = _as_json(result.accuracy)
     if probed:
         as_json["probes"] = {each.name: each.to_dict() for each in probed}
     if loaded.notes or loaded.class_names is None:  # weights of another program
         notes = loaded.report(notes)
     lines = [*notes, str(result.accuracy), _calibration(result.accuracy)]
-    # Labels are compared by number. Without this an accuracy on other classes would look valid.
+    # Labels are compared by number, so an accuracy on different classes would look valid.
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
         as_json["note"] = mismatch
     lines += [each.line() for each in probed]
-    others = {name: pair for name, pair in found.items() if name != VAL}
-    for name, (scored, evaluation) in others.items():
+    further_sets = {name: pair for name, pair in by_set.items() if name != VAL}
+    for name, (scored, evaluation) in further_sets.items():
         lines.append(f"{name}: {scored.where()} of {scored.split.root}")
         lines.append(f"  {evaluation.accuracy}; {_calibration(evaluation.accuracy)}")
-    if others:
+    if further_sets:
         as_json["sets"] = {
             name: {**_as_json(evaluation.accuracy), "num_skipped": scored.num_skipped}
-            for name, (scored, evaluation) in others.items()
+            for name, (scored, evaluation) in further_sets.items()
         }
     if world.is_main:
-        which = f" ({loaded.which()})" if loaded.which() else ""
-        heading = f"{loaded.path}{which} on {split.root} {split.name!r}"
+        kind = f" ({loaded.which()})" if loaded.which() else ""
+        heading = f"{loaded.path}{kind} on {split.root} {split.name!r}"
         lines.insert(0, f"{heading}: {split.num_samples} images at {config.model.size_text()}")
         if mismatch:
             print(f"note: {mismatch}", file=out)
         print("\n  ".join(lines), file=out)
-    return Result(result, as_json, found, tuple(probed))
+    return Result(result, as_json, by_set, tuple(probed))
 
 
 def _evaluate_all(
@@ -141,7 +141,7 @@ def _evaluate_all(
 ) -> dict[str, tuple[EvalSet, Evaluation]]:
     """Return each set and its result by name, in the order of the config."""
     size = config.model.size_text()
-    found: dict[str, tuple[EvalSet, Evaluation]] = {}
+    by_set: dict[str, tuple[EvalSet, Evaluation]] = {}
     for sets in groups:
         evaluator = Evaluator(
             sets,
@@ -154,8 +154,8 @@ def _evaluate_all(
             stall_timeout_s=config.data.stall_timeout_s,
         )
         num_images = evaluator.split.num_samples
-        which = "" if sets is groups[0] else f" {', '.join(each.name for each in sets)}"
-        text = f"evaluating{which} at {size}"
+        names = "" if sets is groups[0] else f" {', '.join(each.name for each in sets)}"
+        text = f"evaluating{names} at {size}"
         with closing(evaluator), Meter(text, num_images, "images", shown=world.is_main) as meter:
 
             def on_batch(
@@ -164,15 +164,15 @@ def _evaluate_all(
                 meter.update(num_images * done // total)
 
             results = evaluator.evaluate({"model": model}, on_batch)
-        found |= {each.name: (each, results[each.name]["model"]) for each in sets}
-    return {name: found[name] for name in (VAL, *config.eval.sets)}
+        by_set |= {each.name: (each, results[each.name]["model"]) for each in sets}
+    return {name: by_set[name] for name in (VAL, *config.eval.sets)}
 
 
 def _check_finite(
-    found: dict[str, tuple[EvalSet, Evaluation]], loaded: LoadedWeights, precision: str
+    by_set: dict[str, tuple[EvalSet, Evaluation]], loaded: LoadedWeights, precision: str
 ) -> None:
-    """Raise ValueError for a set on which a logit is NaN or infinite, as its loss is NaN then."""
-    bad = [name for name, (_, each) in found.items() if not math.isfinite(each.accuracy.loss)]
+    """Raise ValueError if a loss is NaN, because a logit on that set was NaN or infinite."""
+    bad = [name for name, (_, each) in by_set.items() if not math.isfinite(each.accuracy.loss)]
     if bad:
         finer = "give --precision fp32, or " if precision != "fp32" else ""
         raise ValueError(
@@ -194,53 +194,57 @@ def _calibration(accuracy: Accuracy) -> str:
 
 
 def differences_to_first(results: Sequence[Result]) -> list[dict[str, PairedDifference]]:
-    """Return set -> paired difference to the first result, for each of the others.
+    """Return set -> paired difference to the first result, for each of the later results.
 
-    All were evaluated on the same sets.
+    All results must have the same sets.
     """
-    first, *others = results
-    found = []
-    for other in others:
+    first, *later_results = results
+    all_differences = []
+    for later in later_results:
         differences = {}
-        for name, (scored, evaluation) in first.sets.items():
-            theirs, with_it = other.sets[name]
-            is_right = [
-                each.is_right(predicted.predictions)
-                for each, predicted in ((scored, evaluation), (theirs, with_it))
-            ]
-            differences[name] = paired_difference(*is_right)
-        for mine, theirs_probed in zip(first.probed, other.probed, strict=True):
-            differences[mine.name] = paired_difference(mine.is_right, theirs_probed.is_right)
-        found.append(differences)
-    return found
+        for name, (first_set, first_evaluation) in first.sets.items():
+            later_set, later_evaluation = later.sets[name]
+            differences[name] = paired_difference(
+                first_set.is_right(first_evaluation.predictions),
+                later_set.is_right(later_evaluation.predictions),
+            )
+        for first_probed, later_probed in zip(first.probed, later.probed, strict=True):
+            differences[first_probed.name] = paired_difference(
+                first_probed.is_right, later_probed.is_right
+            )
+        all_differences.append(differences)
+    return all_differences
 
 
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
     """Print one table of all results by set, and return it for `--json`.
 
-    names: what each of the weights is called.
+    names: a name for each of the weights.
     """
     differences = differences_to_first(results)
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
     numbers = [_numbers(result) for result in results]
     has_top5 = results[0].sets[VAL][1].accuracy.num_classes >= TOP5_CLASSES
     for name in numbers[0]:
-        for number, (path, found) in enumerate(zip(names, numbers, strict=True)):
-            values = found[name]
-            difference = _short(differences[number - 1][name]) if number else ""
+        for number, (path, by_name) in enumerate(zip(names, numbers, strict=True)):
+            values = by_name[name]
             rows.append(
                 (
-                    *(name if number == 0 else "", path, f"{values['num_images']}"),
-                    *(f"{values['top1']:.2f}", f"{values['top5']:.2f}" if has_top5 else "-"),
-                    *(f"{values['loss']:.4f}" if "loss" in values else "-",),
-                    *(f"{values['ece']:.2f}" if "ece" in values else "-", difference),
+                    name if number == 0 else "",
+                    path,
+                    f"{values['num_images']}",
+                    f"{values['top1']:.2f}",
+                    f"{values['top5']:.2f}" if has_top5 else "-",
+                    f"{values['loss']:.4f}" if "loss" in values else "-",
+                    f"{values['ece']:.2f}" if "ece" in values else "-",
+                    _short(differences[number - 1][name]) if number else "",
                 )
             )
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        words = [f"{row[0]:<{widths[0]}}", f"{row[1]:<{widths[1]}}"]
-        words += [f"{text:>{width}}" for text, width in zip(row[2:7], widths[2:7], strict=True)]
-        print("  ".join([*words, row[7]]).rstrip(), file=out)
+        cells = [f"{row[0]:<{widths[0]}}", f"{row[1]:<{widths[1]}}"]
+        cells += [f"{text:>{width}}" for text, width in zip(row[2:7], widths[2:7], strict=True)]
+        print("  ".join([*cells, row[7]]).rstrip(), file=out)
     return {
         "checkpoints": [
             {"checkpoint": name, **result.as_json}
@@ -254,8 +258,8 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
 
 def _numbers(result: Result) -> dict[str, dict[str, Any]]:
     """Return the numbers of each set and of each probe by name; k-NN has neither loss nor ECE."""
-    found = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
-    return {**found, **{each.name: each.to_dict() for each in result.probed}}
+    numbers = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
+    return {**numbers, **{each.name: each.to_dict() for each in result.probed}}
 
 
 def _short(difference: PairedDifference) -> str:

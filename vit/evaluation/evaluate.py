@@ -1,12 +1,12 @@
 """Exact evaluation: every image of a split once, on any number of ranks.
 
-Training hands its models to an `Evaluator`, and so does `vit.evaluation.compare` with weights from
-files. `vit.data.eval_sets` says what is right.
+Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
+from files. `vit.data.eval_sets` defines which classes are right.
 
-All ranks go through the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows
-that only fill the last batches have weight 0. Counters add integers, and their total must equal the
-number of images in the set, or nothing is reported. The predicted class of each image is kept,
-for confusion matrices and for comparing two models image by image.
+All ranks have the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows that
+only fill the last batches have weight 0. Counters add integers, and an error is raised if their
+total is not the number of images in the set. The predicted class of each image is kept, for
+confusion matrices and for comparing two models image by image.
 """
 
 from __future__ import annotations
@@ -45,24 +45,24 @@ class Evaluation:
 
     accuracy: Accuracy
     predictions: Tensor
-    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, by
-    the set's own numbers; -1 where the logits were not numbers."""
+    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, in
+    the set's numbering of classes; -1 if a logit was NaN."""
 
 
 class _Count:
-    """What one model has got right in one set, on this rank."""
+    """The counts of one model on one set, on this rank."""
 
     def __init__(self, scored: EvalSet, device: torch.device):
         self.scored = scored
         self.columns = None if scored.columns is None else scored.columns.to(device)
         self.accepted = None if scored.accepted is None else scored.accepted.to(device)
         self.counter = AccuracyCounter(device)
-        # Each rank fills in the samples it has seen and leaves 0 elsewhere: the sum over the ranks
-        # puts the predictions together.
+        # Each rank sets its own samples, and the rest stays 0, so the sum over the ranks has all
+        # predictions.
         self.predictions = torch.zeros(scored.split.num_samples, dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, batch: Batch, ids: Tensor) -> None:
-        """Add a batch whose first rows are the samples `ids` (filled,); the others fill it up."""
+        """Add a batch whose first rows are the samples `ids` (filled,); later rows are padding."""
         if self.columns is not None:
             logits = logits[:, self.columns]
         weights = batch.weights
@@ -71,30 +71,30 @@ class _Count:
             accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
             accepted[: len(ids)] = self.accepted[ids]
             weights = weights * (accepted >= 0).any(1)
-        # Stays on the device: reading it here would wait for each batch.
+        # The counts stay on the device, because reading them would wait for each batch.
         self.counter.add(logits, batch.labels, weights, accepted)
-        # Indexed by sample and not appended, so that the order does not depend on the number of
+        # Indexed by sample instead of appended, so that the order does not depend on the number of
         # ranks or on the batch size.
         self.predictions[ids] = predicted_classes(logits.float()[: len(ids)])
 
     def result(self, world: World) -> Evaluation:
-        """Sum over the ranks."""
-        found = Evaluation(self.counter.result(world), world.sum_(self.predictions).cpu())
-        # An accuracy over most of the images would look like any other.
-        if found.accuracy.num_images != self.scored.num_scored:
+        """Return the sums over the ranks."""
+        evaluation = Evaluation(self.counter.result(world), world.sum_(self.predictions).cpu())
+        # Without this check an accuracy over only some of the images would look valid.
+        if evaluation.accuracy.num_images != self.scored.num_scored:
             raise RuntimeError(
-                f"evaluated {found.accuracy.num_images} images, {self.scored.name!r} has"
+                f"evaluated {evaluation.accuracy.num_images} images, {self.scored.name!r} has"
                 f" {self.scored.num_scored}: a bug in the loader, please report it"
             )
-        return found
+        return evaluation
 
 
 class Took(NamedTuple):
-    """Where the time of an evaluation went."""
+    """The time of an evaluation."""
 
     seconds: float
     data_wait_s: float
-    """Of the rank that waited longest for its batches."""
+    """Wait of the rank that waited longest for its batches."""
 
 
 def create_evaluators(
@@ -103,10 +103,10 @@ def create_evaluators(
     image_format: ImageFormat,
     train_step: TrainStep,
 ) -> list[Evaluator]:
-    """Create what evaluates the model of `train_step` on all images of each split."""
+    """Create an evaluator of the model of `train_step` for each split."""
     return [
         Evaluator(
-            of_split,
+            split_sets,
             image_format,
             train_step.augment,
             train_step.world,
@@ -115,20 +115,20 @@ def create_evaluators(
             num_workers=config.data.num_workers,
             stall_timeout_s=config.data.stall_timeout_s,
         )
-        for of_split in sets
+        for split_sets in sets
     ]
 
 
 @dataclass
 class Evaluator:
-    """What models are evaluated on, how, and with which workers.
+    """Evaluates models on the sets of one split.
 
-    Workers and their memory come with the first evaluation and stay, at rest, for those after it.
-    Close it, or drop it.
+    The first evaluation starts workers, which then stay idle until the next one. `close` ends them;
+    so does dropping the object.
     """
 
     sets: tuple[EvalSet, ...]
-    """All of the same split, whose images are predicted once."""
+    """Sets of the same split, whose images are predicted once."""
     image_format: ImageFormat
     augment: Augment
     """Only its `normalize` is used."""
@@ -139,27 +139,27 @@ class Evaluator:
     """Loader processes of this rank."""
     stall_timeout_s: float | None = STALL_TIMEOUT_S
     took: Took | None = field(default=None, init=False)
-    """Of the last evaluation that was complete."""
+    """The time of the last complete evaluation."""
     _loader: Loader | None = field(default=None, init=False, repr=False)
 
     @property
     def split(self) -> Split:
-        """The images."""
+        """The split of all sets."""
         return self.sets[0].split
 
     @torch.no_grad()
     def evaluate(
         self, models: dict[str, nn.Module], on_batch: Callable[[int, int], None] | None = None
     ) -> dict[str, dict[str, Evaluation]]:
-        """Evaluate all `models` in one pass over the split; return set -> model -> Evaluation.
+        """Evaluate all `models` on the split, which is read once; return set -> model -> result.
 
-        on_batch: called with (batches done, all batches) of this rank after each batch. What it
-        raises ends this evaluation; the next one begins with the first batch again.
+        on_batch: called with (batches done, all batches) of this rank after each batch. If it
+        raises an error, this evaluation ends, and the next one begins with the first batch.
         """
         began_s = time.perf_counter()
         device = self.world.device
-        # As many batches on each rank: one with fewer would leave the others alone in the
-        # collective by which `on_batch` asks all ranks whether to stop.
+        # Equally many batches on each rank: with fewer a rank would not join the collective in
+        # which `on_batch` checks for a signal, and the others would wait.
         batches = EvalBatches(
             self.split,
             self.image_format,
@@ -201,7 +201,7 @@ class Evaluator:
             self._loader = None
 
     def _from_first_batch(self, batches: EvalBatches) -> Loader:
-        """Return a loader of all `batches`, the same ones in each call."""
+        """Return a loader of all `batches`, which are the same in each call."""
         if self._loader is not None:
             self._loader.restart()
             return self._loader
@@ -223,11 +223,11 @@ class Evaluator:
         filled: int,
         counts: dict[str, list[_Count]],
     ) -> None:
-        """Queue `batch`, of which the first `filled` rows are samples, and what it adds."""
-        # The other rows only fill the batch: all ranks need batches of one shape, which a compiled
-        # model would otherwise be compiled for again.
+        """Queue the forward passes of `batch`, and add its first `filled` rows to `counts`."""
+        # Later rows only fill the batch, so that all batches have one shape: a compiled model would
+        # be compiled again for a second shape.
         ids = batch.ids[:filled].to(self.world.device, non_blocking=True)
-        # Once for all models and sets: the weights and their average see the same images.
+        # Once for all models and sets, because the weights and their average get the same images.
         inputs = self.augment.normalize(batch.images)
         for name, model in models.items():
             with autocast(self.precision, self.world.device):
@@ -255,7 +255,7 @@ def evaluate_model(
 
     Args:
         model: (B, C, H, W) float32 -> (B, num_classes) logits; the device is that of its weights.
-        split: what `vit.open_split` returns.
+        split: the result of `vit.open_split`.
         image_size: pixels, one number or (height, width).
         crop_pct: side of the centre crop over the shorter side of the resized image.
         mean, std: of each channel, for images scaled to [0, 1]; one value each reads grey images.
@@ -292,11 +292,11 @@ def evaluate_model(
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
     """Write `predictions.npz`: predictions and labels, (num_images,) int64, and `step`.
 
-    Raises ValueError if it cannot be written; the previous file is then left as it was.
+    Raises ValueError if it cannot be written; the previous file then stays.
     """
     path = run_dir / PREDICTIONS_FILE
     try:
-        # A kill within leaves the file of the evaluation before, which the report still can read.
+        # Replaced at once, so that after a kill the report can still read the previous file.
         with replacing(path) as file:
             np.savez(
                 file,

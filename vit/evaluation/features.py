@@ -1,11 +1,11 @@
-"""Features of images: what the head of a model reads of each image of a split.
+"""Extract the features of images: the input of a model's head for each image of a split.
 
     split -> batches as in evaluation, each rank its share -> model in evaluation mode
     -> input of its last linear layer, kept as fp16 -> the whole matrix on every rank
 
-It is what timm calls `forward_head(..., pre_logits=True)`: the class token, the mean of the
-patches, or what a hidden layer before the head makes of them. `vit.evaluation.knn` and
-`vit.evaluation.linear_probe` classify with it.
+They are timm's `forward_head(..., pre_logits=True)`: the class token, the mean of the patches, or
+the output of a hidden layer before the head. `vit.evaluation.knn` and
+`vit.evaluation.linear_probe` classify with them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from vit.distributed.process_group import World
 from vit.layers.precision import autocast
 
 PIECE = 2**25
-"""Values that the ranks put together at once: 64 MiB."""
+"""Values that the ranks add up at a time: 64 MiB."""
 
 
 def head_of(model: Any, wanted_by: str) -> nn.Linear:
-    """Return the layer that makes logits, ours or timm's.
+    """Return the layer that makes logits, also of a timm model.
 
-    wanted_by: the flag that needs it. Raises ValueError if it is not linear.
+    wanted_by: the flag that needs it. Raises ValueError if the layer is not linear.
     """
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) and hasattr(model, "get_classifier"):
@@ -47,7 +47,7 @@ def head_of(model: Any, wanted_by: str) -> nn.Linear:
 
 
 def feature_bytes(model: nn.Module, num_images: int, wanted_by: str) -> int:
-    """Return the bytes of the features of `num_images` on each rank."""
+    """Return the size of the features of `num_images` on each rank, in bytes."""
     return 2 * num_images * head_of(model, wanted_by).in_features
 
 
@@ -64,13 +64,13 @@ def extract_features(
 ) -> Tensor:
     """Return the features of all images of `split`: (N, D) float16 on the device of each rank.
 
-    Images are shown as in evaluation, in batches of `eval.batch_size`; `on_images` is told how many
-    are done. The rows are the same for any number of ranks. Raises ShardError for an image that
-    cannot be decoded, and ValueError for a model without a linear head, or with features that fp16
-    cannot hold.
+    Images are processed as in evaluation, in batches of `eval.batch_size`; `on_images` gets the
+    number of finished images. The rows are the same for any number of ranks. Raises ShardError for
+    an image that cannot be decoded, and ValueError for a model without a linear head, or with
+    features that are not finite in fp16.
     """
     head = head_of(model, wanted_by)
-    found = torch.zeros(
+    features = torch.zeros(
         split.num_samples, head.in_features, dtype=torch.float16, device=world.device
     )
     batches = EvalBatches(
@@ -90,31 +90,31 @@ def extract_features(
         device=world.device,
         stall_timeout_s=config.data.stall_timeout_s,
     )
-    kept: list[Tensor] = []
-    handle = head.register_forward_pre_hook(lambda _, inputs: kept.append(inputs[0]))
+    head_inputs: list[Tensor] = []
+    handle = head.register_forward_pre_hook(lambda _, inputs: head_inputs.append(inputs[0]))
     was_training = model.training
     model.eval()
     try:
-        # No collective in here: a rank that fails meets the others at its end.
+        # No collective inside this block, because a rank that fails leaves it early.
         with world.fail_together(), loader:
             for number, batch in enumerate(loader):
-                # All ranks show batches of one shape; rows without a sample are left out here.
+                # All batches have one shape; the last rows may have no sample.
                 filled = batches.num_filled(number)
                 with autocast(config.train.precision, world.device):
                     model(augment.normalize(batch.images))
                 ids = batch.ids[:filled].to(world.device, non_blocking=True)
-                found[ids] = kept.pop()[:filled].to(torch.float16)
+                features[ids] = head_inputs.pop()[:filled].to(torch.float16)
                 on_images(split.num_samples * (number + 1) // len(batches))
     finally:
         handle.remove()
         model.train(was_training)
-    # Each row is another rank's, or zeros: the sum puts them together without rounding.
-    for piece in found.view(-1).split(PIECE):
+    # Each row is zero on all ranks but one, so the sum does not round.
+    for piece in features.view(-1).split(PIECE):
         world.sum_(piece)
     with world.fail_together():
-        if not found.isfinite().all():
+        if not features.isfinite().all():
             raise ValueError(
                 f"{wanted_by}: features of {split.root} {split.name!r} are not finite in fp16, in"
                 " which they are kept: the weights have diverged, or no norm is before the head"
             )
-    return found
+    return features

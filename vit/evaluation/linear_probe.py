@@ -3,14 +3,14 @@
     features -> each with mean 0 and deviation 1 over the training images -> W, b that minimise
     mean cross-entropy + l2 / 2 |W|^2 -> logits of the validation images
 
-The problem is convex: it has one solution, without learning rate, epochs, order or seed, as CLIP
-(arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) fit it; big_vision's and MAE's
-probes by SGD with augmentation come near it, by a recipe of their own. The deviations are those of
-MAE's norm before its probe, so that one `l2` means the same for any model.
+The problem is convex, so it has one solution, which does not depend on learning rate, epochs, order
+or seed. CLIP (arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) fit it as well; the
+probes of big_vision and MAE come near it by SGD with augmentation. Features are standardised as by
+MAE's norm before its probe, so that an `l2` has the same effect for every model.
 
-Rank 0 has the optimizer (scipy's L-BFGS-B, as scikit-learn); all ranks compute loss and gradient of
-their blocks of rows, and add them up in fixed point: the sums, and with them the path of the
-optimizer, do not depend on how many ranks there are.
+Rank 0 runs the optimizer (scipy's L-BFGS-B, as scikit-learn). All ranks compute loss and gradient
+of their blocks of rows, and add them up in fixed point, so neither the sums nor the path of the
+optimizer depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from vit.distributed.process_group import World
 from vit.system.meter import Meter
 
 L2_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Tried from strong to weak, each from the solution of the one before."""
+"""Penalties to try, from strong to weak, each from the solution of the previous one."""
 WORSE = 2
-"""So many in a row that are worse than the best end the search."""
+"""Number of penalties in a row, all worse than the best, after which the search ends."""
 HELD_OUT = 10
-"""Every so many-th training image is held out to choose `l2`."""
+"""Every 10th training image is held out to choose `l2`."""
 MAX_ITERATIONS = 1000
-"""As in CLIP; the end is usually `GRADIENT_TOLERANCE`."""
+"""The limit of CLIP; usually `GRADIENT_TOLERANCE` ends a fit."""
 GRADIENT_TOLERANCE = 1e-5
-"""Largest entry of the gradient at the end; scikit-learn's default is 1e-4."""
+"""Largest entry of the gradient at which a fit ends; scikit-learn's default is 1e-4."""
 ROWS = 8192
-"""Of one block. The same on any number of ranks, so that products have one shape."""
+"""Rows of a block; the same for any number of ranks, so that products have one shape."""
 UNIT = 2.0**-28
-"""Resolution of a sum over images: 2**21 of them with losses up to 2**12 stay below 2**62."""
+"""Resolution of a sum over images: 2**21 images with losses up to 2**12 stay below 2**62."""
 
 
 class Probe(NamedTuple):
@@ -52,11 +52,11 @@ class Probe(NamedTuple):
     l2: float
     iterations: int
     is_optimal: bool
-    """False where `MAX_ITERATIONS` ended the fit."""
+    """Whether the fit ended before `MAX_ITERATIONS`."""
 
 
 class Scale(NamedTuple):
-    """What makes features have mean 0 and deviation 1: (D,) float32 each."""
+    """The mean and factor that standardise features: (D,) float32 each."""
 
     mean: Tensor
     factor: Tensor
@@ -67,7 +67,7 @@ class Scale(NamedTuple):
 
 
 def scale_of(features: Tensor) -> Scale:
-    """Return the scale of `features` (N, D); a feature that is constant becomes 0."""
+    """Return the scale of `features` (N, D); a constant feature becomes 0."""
     total = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
     squares = torch.zeros_like(total)
     for rows in features.split(ROWS):
@@ -76,7 +76,7 @@ def scale_of(features: Tensor) -> Scale:
     for rows in features.split(ROWS):
         squares += (rows.double() - mean).square().sum(0)
     deviation = (squares / len(features)).sqrt()
-    # What rounding leaves of a constant feature would become noise of deviation 1.
+    # Otherwise the rounding errors of a constant feature would be scaled to deviation 1.
     is_constant = deviation <= 1e-6 * mean.abs().clamp(min=1e-6)
     factor = torch.where(is_constant, 0.0, 1 / deviation)
     return Scale(mean.float(), factor.float())
@@ -106,7 +106,8 @@ class Objective:
     def at(self, parameters: Tensor, l2: float) -> tuple[float, Tensor]:
         """Return the objective and its gradient, (classes, D + 1) float64 on the CPU.
 
-        parameters: (classes, D + 1) float64 on the CPU, the last column is the bias. A collective.
+        parameters: (classes, D + 1) float64 on the CPU, the last column is the bias. All ranks must
+        call it.
         """
         device = self.features.device
         weight = parameters[:, :-1].float().to(device)
@@ -122,10 +123,10 @@ class Objective:
             gradient = torch.cat([slopes.T @ rows, slopes.sum(0)[:, None]], 1)
             flat = torch.cat([loss[None], gradient.double().flatten()])
             sums += flat.div(UNIT).round().long()
-        found = self.world.sum_(sums).cpu().double() * (UNIT / self.num_rows)
-        gradient = found[1:].view(self.shape)
+        means = self.world.sum_(sums).cpu().double() * (UNIT / self.num_rows)
+        gradient = means[1:].view(self.shape)
         gradient[:, :-1] += l2 * parameters[:, :-1]
-        return float(found[0] + l2 / 2 * parameters[:, :-1].square().sum()), gradient
+        return float(means[0] + l2 / 2 * parameters[:, :-1].square().sum()), gradient
 
 
 def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
@@ -136,7 +137,7 @@ def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
     world = objective.world
     shape = objective.shape
     current = torch.zeros(shape, dtype=torch.float64) if start is None else start.clone()
-    # The first entry says whether the others are to be evaluated, or are the solution.
+    # The first entry is 1 if the others are parameters to evaluate, 0 if they are the solution.
     order = torch.zeros(1 + current.numel(), dtype=torch.float64)
     outcome = torch.zeros(2, dtype=torch.float64)
     if world.is_main:
@@ -155,7 +156,7 @@ def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
             meter.update(int(outcome[0]), f"objective {latest[0]:.5f}")
 
         with meter:
-            found = minimize(
+            optimum = minimize(
                 evaluate,
                 current.numpy().ravel(),
                 method="L-BFGS-B",
@@ -168,10 +169,10 @@ def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
                     "ftol": 0.0,
                 },
             )
-        # A line search that finds nothing lower has come to the rounding of the sums.
-        outcome[1] = float(found.nit < MAX_ITERATIONS and found.nfev < 2 * MAX_ITERATIONS)
+        # A failed line search also counts as optimal: it has reached the rounding of the sums.
+        outcome[1] = float(optimum.nit < MAX_ITERATIONS and optimum.nfev < 2 * MAX_ITERATIONS)
         order[0] = 0
-        order[1:] = torch.from_numpy(found.x)
+        order[1:] = torch.from_numpy(optimum.x)
         world.broadcast_([order])
     else:
         world.broadcast_([order])
@@ -190,8 +191,8 @@ def fit_probe(
 ) -> tuple[Probe, Scale]:
     """Fit a probe to the training `features` (N, D) and `labels` (N,), equal on all ranks.
 
-    l2: None chooses the one of `L2_GRID` with most of every `HELD_OUT`-th image right after a fit
-    to the others, the largest of equal ones, and fits it to all.
+    l2: None tries `L2_GRID` with every `HELD_OUT`-th image held out, and chooses the value with
+    most of these images right, the largest in a tie. The final fit is to all images.
     """
     labels = labels.to(features.device)
     scale = scale_of(features)
@@ -203,16 +204,17 @@ def fit_probe(
     start = None
     if l2 is None:
         is_held = everything % HELD_OUT == HELD_OUT - 1
-        others = objective_of(everything[~is_held])
+        training_part = objective_of(everything[~is_held])
         fits: list[tuple[int, float, Tensor]] = []
         for value in L2_GRID:
-            # Weaker penalties take more and more iterations, and nothing better is behind them.
+            # Stop, because weaker penalties need ever more iterations, and get worse.
             if len(fits) > WORSE and max(fits[-WORSE:])[0] < max(fits)[0]:
                 break
-            probe = fit(others, value, start)
+            probe = fit(training_part, value, start)
             start = torch.cat([probe.weight, probe.bias[:, None]], 1)
             logits = logits_of(probe, scale, features[is_held])
-            # Rank 0's count: hosts with other kernels would choose, and then wait, differently.
+            # All ranks use rank 0's count: with different kernels ranks could choose different
+            # penalties, and wait for each other.
             right = (logits.argmax(1) == labels[is_held]).sum()
             world.broadcast_([right])
             fits.append((int(right), value, start))

@@ -1,16 +1,17 @@
-"""What the features of a model know: k-NN and a linear probe, of its frozen weights.
+"""Measure the features of a frozen model by k-NN and a linear probe.
 
     model, training and validation split -> `extract_features` of both
     -> `knn.classify`, `linear.fit_probe` -> `Probed`, one for each k and one for the linear probe
 
-The training images are all of `data.train_split`, whatever the run chose of them, shown as in
-evaluation. The model's own head has no part in it.
+The training images are all of `data.train_split`, even if the run was trained on some of them,
+processed as in evaluation. The model's own head is not used.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,28 +35,28 @@ LINEAR_FLAG = "--linear-probe"
 
 @dataclass(frozen=True)
 class Asked:
-    """Which probes are wanted."""
+    """The probes to run."""
 
     ks: tuple[int, ...] = ()
-    """Numbers of neighbours; none for no k-NN."""
+    """Numbers of neighbours; () for no k-NN."""
     linear: bool = False
     l2: float | None = None
-    """Of the linear probe; None: chosen on held-out training images."""
+    """Penalty of the linear probe; None: chosen on held-out training images."""
 
     @property
     def flag(self) -> str:
-        """How messages name what needs the features."""
+        """The flag that messages name as the one that needs the features."""
         return KNN_FLAG if self.ks else LINEAR_FLAG
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What one probe has found, the same on every rank."""
+    """The result of one probe, the same on every rank."""
 
     name: str
-    """`knn 20`, or `linear probe`: with a space, which no set to evaluate on has in its name."""
+    """`knn 20` or `linear probe`; the space distinguishes it from names of sets."""
     is_right: Tensor
-    """(N,) bool on the CPU: which validation images it has right."""
+    """(N,) bool on the CPU: whether each validation image is classified right."""
     correct_top5: int
     num_classes: int
     num_train: int
@@ -63,14 +64,14 @@ class Probed:
     settings: dict[str, Any]
     """`k`; or `l2`, `iterations`, `is_optimal`."""
     accuracy: Accuracy | None = None
-    """Of the linear probe, which has probabilities."""
+    """The accuracy of the linear probe; None for k-NN, which has no probabilities."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers by name."""
         total = len(self.is_right)
         right = int(self.is_right.sum())
         low, high = interval95(right, total)
-        found: dict[str, Any] = {
+        numbers: dict[str, Any] = {
             "num_images": total,
             "correct_top1": right,
             "correct_top5": self.correct_top5,
@@ -78,49 +79,54 @@ class Probed:
             "top5": 100.0 * self.correct_top5 / total,
         }
         if self.accuracy is not None:
-            found |= self.accuracy.to_dict()
-        return {**found, "top1_low": low, "top1_high": high, **self.settings} | {
+            numbers |= self.accuracy.to_dict()
+        return {**numbers, "top1_low": low, "top1_high": high, **self.settings} | {
             "num_train": self.num_train
         }
 
     def line(self) -> str:
-        """Return it in a line for people."""
+        """Return the result as a line of text."""
         values = self.to_dict()
-        where = f"over {self.num_train:,} images of {self.split!r}"
+        images = f"over {self.num_train:,} images of {self.split!r}"
         if self.accuracy is not None:
             end = "" if self.settings["is_optimal"] else ", ended before its optimum"
-            how = f"l2 {self.settings['l2']:g}, {self.settings['iterations']} iterations{end}"
-            return f"linear probe {where} ({how}): {self.accuracy}"
+            fit = f"l2 {self.settings['l2']:g}, {self.settings['iterations']} iterations{end}"
+            return f"linear probe {images} ({fit}): {self.accuracy}"
         right = values["correct_top1"]
         interval = format_interval(right, values["num_images"])
         count = f"{right} of {values['num_images']}; {interval}" if interval else f"{right}"
         return (
-            f"{self.settings['k']}-NN {where}: top-1 {values['top1']:.2f} % ({count})"
+            f"{self.settings['k']}-NN {images}: top-1 {values['top1']:.2f} % ({count})"
             f"{format_top5(values['top5'], self.correct_top5, self.num_classes)}"
         )
 
 
 def run_probes(
-    asked: Asked, model: nn.Module, config: Config, val_split: Split, augment: Augment, world: World
+    probes: Asked,
+    model: nn.Module,
+    config: Config,
+    val_split: Split,
+    augment: Augment,
+    world: World,
 ) -> list[Probed]:
     """Classify the images of `val_split` by the features of `model`.
 
     model: on the device of the rank. Raises ValueError and ShardError: no training split, fewer
-    images there than neighbours, a model without a linear head, an image that cannot be decoded.
+    training images than neighbours, a model without a linear head, an image that cannot be decoded.
     """
     with world.fail_together():
-        head_of(model, asked.flag)
+        head_of(model, probes.flag)
     train_split = open_split(config.data, config.data.train_split, world)
     with world.fail_together():
-        if asked.ks and max(asked.ks) > train_split.num_samples:
+        if probes.ks and max(probes.ks) > train_split.num_samples:
             raise ValueError(
-                f"--k {max(asked.ks)}: {train_split.root} {train_split.name!r} has"
+                f"--k {max(probes.ks)}: {train_split.root} {train_split.name!r} has"
                 f" {train_split.num_samples:,} images: give at most that many"
             )
     num_images = train_split.num_samples + val_split.num_samples
     if world.is_main:
-        size = feature_bytes(model, num_images, asked.flag) / 2**30
-        width = head_of(model, asked.flag).in_features
+        size = feature_bytes(model, num_images, probes.flag) / 2**30
+        width = head_of(model, probes.flag).in_features
         print(
             f"features: {num_images:,} x {width} in fp16, {size:.2g} GiB on each of {world.size}"
             " rank(s)",
@@ -131,28 +137,35 @@ def run_probes(
     for split in splits:
         text = f"features of {split.name!r}"
         with Meter(text, split.num_samples, "images", shown=world.is_main) as meter:
-            found = extract_features(
-                *(model, split, config, augment, world),
-                wanted_by=asked.flag,
-                on_images=meter.update,
+            split_features = extract_features(
+                model, split, config, augment, world, wanted_by=probes.flag, on_images=meter.update
             )
-        features.append(found)
+        features.append(split_features)
     train, queries = features
     labels = [torch.from_numpy(split.index["label"].astype(np.int64)) for split in splits]
     num_classes = max(split.num_classes for split in splits)
-    place = (num_classes, train_split.num_samples, train_split.name)
+    result = partial(
+        Probed, num_classes=num_classes, num_train=train_split.num_samples, split=train_split.name
+    )
     probed: list[Probed] = []
-    if asked.ks:
-        text = f"{max(asked.ks)} nearest neighbours"
+    if probes.ks:
+        text = f"{max(probes.ks)} nearest neighbours"
         with Meter(text, len(queries), "images", shown=world.is_main) as meter:
             voted = classify(
-                *(train, labels[0], queries, labels[1], asked.ks, num_classes, world), meter.update
+                train,
+                labels[0],
+                queries,
+                labels[1],
+                ks=probes.ks,
+                num_classes=num_classes,
+                world=world,
+                on_queries=meter.update,
             )
         for k, predictions, in_top5 in voted:
             right = predictions == labels[1]
-            probed.append(Probed(f"knn {k}", right, int(in_top5.sum()), *place, {"k": k}))
-    if asked.linear:
-        probe, scale = fit_probe(train, labels[0], num_classes, world, asked.l2)
+            probed.append(result(f"knn {k}", right, int(in_top5.sum()), settings={"k": k}))
+    if probes.linear:
+        probe, scale = fit_probe(train, labels[0], num_classes, world, probes.l2)
         logits = logits_of(probe, scale, queries)
         counter = AccuracyCounter(world.device)
         shares = zip(logits.split(ROWS), labels[1].to(world.device).split(ROWS), strict=True)
@@ -160,6 +173,10 @@ def run_probes(
             counter.add(rows, own, torch.ones_like(own))
         accuracy = counter.result(world)
         right = logits.argmax(1).cpu() == labels[1]
-        how = {"l2": probe.l2, "iterations": probe.iterations, "is_optimal": probe.is_optimal}
-        probed.append(Probed("linear probe", right, accuracy.correct_top5, *place, how, accuracy))
+        settings = {"l2": probe.l2, "iterations": probe.iterations, "is_optimal": probe.is_optimal}
+        probed.append(
+            result(
+                "linear probe", right, accuracy.correct_top5, settings=settings, accuracy=accuracy
+            )
+        )
     return probed

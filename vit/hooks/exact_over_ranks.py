@@ -14,7 +14,7 @@ from vit.training.run_data import Notes, RunData
 
 
 class ExactFacts(Hook):
-    """Requires of a resume what decides the bits: size of micro-batches and kernels."""
+    """Makes a resume require the facts that decide the bits: micro-batch size and kernels."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`; raises as `same_kernels`."""

@@ -1,21 +1,21 @@
-"""What keeps a bad update from the weights, and what is done about it.
+"""Detect loss spikes and gradients that are not finite, and skip the update, stop, or go back.
 
-    read       loss and gradient norm of each step, one step late (vit.hooks.monitor)
-    limits     of a step, from those up to the second before it: known when it is queued, on any
-               rank, after any restart
-    judged     on the device, before the update, from sums over the ranks (vit.step)
-    done       the update is left out; once the host reads that, with the next step queued, the run
-               goes on, stops, or goes back to its newest checkpoint
+1. `Guard.limits` computes limits of loss and gradient norm from earlier steps, up to the second one
+   before this step. These have been read when the step is queued, so all ranks, and a resumed run,
+   have the same limits.
+2. The device skips the update if a limit is exceeded. It decides by sums over the ranks (vit.step).
+3. One step later, when the next step is queued, the host reads the decision. `Guard.judge` then
+   continues, stops the run, or goes back to the newest checkpoint.
 
-A run that goes back does again what came before the bad batch, and passes over the batches around
-it: their steps count, like those of updates that were left out, so that order, rates, epochs and
-seeds stay functions of the step. `RunState.passed_over` has them; it is written into the checkpoint
-before anything is done again, so that a kill changes nothing.
+A run that goes back trains again up to the bad batch, and skips the batches around that batch.
+Skipped batches and skipped updates still count as steps, so order, rates, epochs and seeds remain
+functions of the step. `RunState.passed_over` lists the skipped batches. It is written into the
+checkpoint before training continues, so a kill changes nothing.
 
-Passing over follows PaLM (arXiv 2204.02311, 5.1: back to a checkpoint about 100 steps before the
-spike, past 200 to 500 batches); leaving out by the last 128 steps follows allenai/OLMo-core's
-SkipStepOptimizer, whose limit is 6 standard deviations above the mean. Median and median distance
-stand for them here: a spike in the window does not raise the limit for the next one.
+Skipping batches follows PaLM (arXiv 2204.02311, 5.1: back to a checkpoint about 100 steps before
+the spike, past 200 to 500 batches). Skipping updates by the last 128 steps follows
+allenai/OLMo-core's SkipStepOptimizer, whose limit is 6 standard deviations above the mean. This
+module uses median and median distance instead, because a spike in the window does not raise them.
 """
 
 from __future__ import annotations
@@ -43,54 +43,53 @@ from vit.system.files import ShardError
 from vit.training.step_result import NON_FINITE, READ_LATE, Limits, StepValues
 
 NORMAL_SIGMA = 1.4826
-"""Standard deviation of a normal distribution over its median distance from the median."""
+"""Standard deviation of a normal distribution, divided by its median distance from the median."""
 DONE = {"skip": "update skipped", "stop": "the run stops", "rewind": "the run goes back"}
-"""What is said of each action."""
+"""Text of each action in messages and in the record."""
 NAMED_SAMPLES = 8
-"""Of the largest losses in a batch, by which the record names it."""
+"""The number of samples, those with the largest losses, that the record names of a bad batch."""
 
 
 class Rewind(GoBack):
     """The run goes back to its newest checkpoint, and skips the batches around a step."""
 
-    def __init__(self, step: int, found: dict[str, Any]):
-        """step: counted from 0. found: what the record is told of it."""
-        super().__init__(f"step {step + 1}: {found['reason']}")
+    def __init__(self, step: int, details: dict[str, Any]):
+        """step: counted from 0. details: values for the line of the record, and its `reason`."""
+        super().__init__(f"step {step + 1}: {details['reason']}")
         self.step = step
-        self.found = found
+        self.details = details
 
-    def state_from(self, saved: RunState, given_up: RunState, skip_steps: int) -> RunState:
-        """Return the state to go on with: that of the checkpoint, which passes over the batches
-        around this step.
+    def state_from(self, saved: RunState, abandoned: RunState, skip_steps: int) -> RunState:
+        """Return the state to continue with: `saved`, which also skips the batches around the step.
 
-        given_up: the state of now, whose counts and facts of the whole run go on: the checkpoint's
-        may be of before `train.exact_over_ranks` was switched on.
+        saved: the checkpoint's. abandoned: the current one. Its counters and facts carry over,
+        because the checkpoint's may predate a switch of `train.exact_over_ranks`.
         """
         window = [max(self.step - skip_steps, saved.step), self.step + skip_steps + 1]
         return replace(
             saved,
             passed_over=[*saved.passed_over, window],
-            rewinds=given_up.rewinds + 1,
-            restarts=given_up.restarts,
-            facts=given_up.facts,
-            elapsed_s=given_up.elapsed_s,
+            rewinds=abandoned.rewinds + 1,
+            restarts=abandoned.restarts,
+            facts=abandoned.facts,
+            elapsed_s=abandoned.elapsed_s,
         )
 
     def apply(self, run: Run) -> None:
         """Load the newest checkpoint; every rank calls it."""
         skip_steps = run.config.guard.rewind_skip_steps
 
-        def note() -> tuple[str, dict[str, Any]]:
+        def update_checkpoint() -> tuple[str, dict[str, Any]]:
             newest = checkpoints.newest_checkpoint(run.folder, verify=True)
             assert newest is not None, "a run that may go back saves its start"
             folder, info = newest
             state = self.state_from(checkpoints.state_of(info), run.state, skip_steps)
-            # Before anything is done again: a kill from here on changes nothing.
+            # Before training continues: after a kill the resumed run skips the same batches.
             checkpoints.update_info(folder, asdict(state))
             run.place.push()
             return folder.name, asdict(state)
 
-        name, values = run.world.broadcast_from_main(note)
+        name, values = run.world.broadcast_from_main(update_checkpoint)
         run.state = RunState(**values)
         checkpoints.load_checkpoint(run.folder / CHECKPOINTS / name, run.train_step)
         restart_best(run.folder, run.state, run.world)
@@ -105,12 +104,12 @@ class Rewind(GoBack):
             first_passed_over=first + 1,
             last_passed_over=stop,
             rewinds=run.state.rewinds,
-            **self.found,
+            **self.details,
         )
 
 
 class Guard:
-    """Sets the limits of each step, and decides what follows when an update was left out."""
+    """Sets the limits of each step, and decides how to continue after a skipped update."""
 
     def __init__(
         self,
@@ -120,7 +119,7 @@ class Guard:
         record: Record,
         batches: AugmentedBatches | None = None,
     ):
-        """batches: what is trained on; its samples are named if they are known."""
+        """batches: the training batches, from which the record names the samples of a bad one."""
         self._settings = config.guard
         self._most_in_a_row = config.train.max_skipped_steps
         self._scales_loss = config.train.precision == "fp16"
@@ -131,35 +130,36 @@ class Guard:
         self._batches = batches if batches is not None and batches.exact else None
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits of `step`, None where there are none."""
+        """Return the limits of `step`, or None without limits or with too few earlier steps."""
         settings = self._settings
         if settings.on_spike == "none":
             return None
-        known = [
+        window = [
             pair
             for number, *pair in self._state.recent
-            # The loss jumps where images change their size (`schedule.image_sizes`).
+            # Only steps at the same image size, because the loss jumps when the size changes
+            # (`schedule.image_sizes`).
             if number <= step - READ_LATE and self._size(int(number)) == self._size(step)
         ]
-        known = known[-settings.window_steps :]
-        if len(known) < settings.window_steps:
+        window = window[-settings.window_steps :]
+        if len(window) < settings.window_steps:
             return None
-        losses, norms = zip(*known, strict=True)
-        of = settings.spike_of
+        losses, norms = zip(*window, strict=True)
+        sigmas = settings.spike_sigmas
         return Limits(
-            limit_of(losses, settings.spike_sigmas) if of != "grad_norm" else math.inf,
-            limit_of(norms, settings.spike_sigmas) if of != "loss" else math.inf,
+            limit_of(losses, sigmas) if settings.spike_of != "grad_norm" else math.inf,
+            limit_of(norms, sigmas) if settings.spike_of != "loss" else math.inf,
         )
 
     def _size(self, step: int) -> tuple[int, int] | None:
-        """Return (height, width) of the images of `step`, None where nothing is said of them."""
+        """Return (height, width) of the images of `step`, or None if the size never changes."""
         if self._batches is None or not self._batches.image_format.stages:
             return None
         epoch = step // self._batches.order.steps_per_epoch
         return self._batches.image_format.in_epoch(epoch).size
 
     def judge(self, step: int, values: StepValues) -> Exception | None:
-        """Count and record what became of `step`; return what ends the training, or None.
+        """Count and record a skipped update; return the error that ends the attempt, or None.
 
         Every rank calls it, for the same steps.
         """
@@ -175,18 +175,19 @@ class Guard:
         state.updates_skipped += 1
         state.updates_skipped_in_a_row += 1
         not_finite = bool(values.verdict & NON_FINITE)
-        found: dict[str, Any] = {"loss": values.loss, "grad_norm": values.grad_norm}
+        details: dict[str, Any] = {"loss": values.loss, "grad_norm": values.grad_norm}
+        # With fp16 the loss scale grows until gradients overflow: not a fault of the batch.
         if not_finite and self._scales_loss and math.isfinite(values.loss):
             reason = "fp16 overflow, update skipped"
-            self._record.write("fault", step + 1, reason=reason, action="skip", **found)
+            self._record.write("fault", step + 1, reason=reason, action="skip", **details)
             return self._too_many(step, values)
         key = "on_nonfinite" if not_finite else "on_spike"
         action = getattr(self._settings, key)
         reason = _reason(values, limits)
         if limits is not None:
-            found |= {"loss_limit": limits.loss, "grad_norm_limit": limits.grad_norm}
-        found |= {"action": action, "samples": self._largest_losses(step, values)}
-        self._record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **found)
+            details |= {"loss_limit": limits.loss, "grad_norm_limit": limits.grad_norm}
+        details |= {"action": action, "samples": self._largest_losses(step, values)}
+        self._record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
         self._record.say(
             f"step {step + 1}: {reason}, {DONE[action]} ({_numbers(values, limits)});"
             f" {self._replay(step)} shows its batch"
@@ -194,17 +195,17 @@ class Guard:
         if action == "skip":
             return self._too_many(step, values)
         if action == "rewind" and state.rewinds < self._settings.max_rewinds:
-            return Rewind(step, {"reason": reason, **found})
+            return Rewind(step, {"reason": reason, **details})
         if action == "rewind":
-            why = f"after {state.rewinds} rewinds (guard.max_rewinds)"
+            cause = f"after {state.rewinds} rewinds (guard.max_rewinds)"
             remedy = "raise guard.rewind_skip_steps"
             if not not_finite:
                 remedy += " or guard.spike_sigmas"
         else:
-            why = f"and guard.{key}=stop"
+            cause = f"and guard.{key}=stop"
             remedy = f"continue with guard.{key}=skip or rewind"
         return ValueError(
-            f"step {step + 1}: {reason} ({_numbers(values, limits)}), {why}: see its batch with"
+            f"step {step + 1}: {reason} ({_numbers(values, limits)}), {cause}: see its batch with"
             f" {self._replay(step)}; lower optim.lr, lengthen the warm-up, or {remedy}; the last"
             " checkpoint is from before"
         )
@@ -213,15 +214,15 @@ class Guard:
         count = self._state.updates_skipped_in_a_row
         if count < self._most_in_a_row:
             return None
-        what = f"{count} updates in a row were left out, this one as a spike"
+        problem = f"{count} updates in a row were skipped, this one as a spike"
         remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
         if values.verdict & NON_FINITE:
-            what = f"the gradient was not finite {count} times in a row"
+            problem = f"the gradient was not finite {count} times in a row"
             remedy = "Lower optim.lr or lengthen the warm-up"
             if self._scales_loss:
                 remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
         return ValueError(
-            f"step {step + 1}: {what} (loss {values.loss:.4g}): training has diverged. {remedy};"
+            f"step {step + 1}: {problem} (loss {values.loss:.4g}): training has diverged. {remedy};"
             " the last checkpoint is from before"
         )
 
@@ -229,29 +230,32 @@ class Guard:
         return f"python launch/replay.py {quote(str(self._run_dir))} --step {step + 1}"
 
     def _largest_losses(self, step: int, values: StepValues) -> list[tuple[str, float | None]]:
-        """Return keys and losses of the rows with the largest losses, of all ranks, not finite ones
-        first; [] where the samples are not known."""
+        """Return keys and losses of the samples with the largest losses on all ranks; losses that
+        are not finite come first. [] if the samples are not known, and on all ranks but 0."""
         if self._batches is None:
             return []
-        # Ranks may have unequal shares (`train.exact_over_ranks`).
+        # Each rank adds its rows to zeros instead of gathering: ranks may have different numbers of
+        # rows (`train.exact_over_ranks`).
         first = self._batches.first_row
         losses = torch.zeros(self._batches.order.global_batch_size, device=self._world.device)
         own = torch.from_numpy(values.losses).to(self._world.device)
         losses[first : first + len(own)] = own
-        found = self._world.sum_(losses).cpu().numpy()
+        batch_losses = self._world.sum_(losses).cpu().numpy()
         if not self._record.is_main:
             return []
-        largest = np.argsort(-np.nan_to_num(found, nan=np.inf), kind="stable")[:NAMED_SAMPLES]
-        samples = self._batches.order.rows(step, 0, len(found))[largest]
+        by_loss = np.argsort(-np.nan_to_num(batch_losses, nan=np.inf), kind="stable")
+        largest = by_loss[:NAMED_SAMPLES]
+        samples = self._batches.order.rows(step, 0, len(batch_losses))[largest]
         named = []
-        with suppress(ShardError):  # keys are in the shards, which may be away: not worth a run
-            for sample, loss in zip(samples.tolist(), found[largest].tolist(), strict=True):
+        # Keys are read from the shards. If those cannot be read now, the run continues without.
+        with suppress(ShardError):
+            for sample, loss in zip(samples.tolist(), batch_losses[largest].tolist(), strict=True):
                 named.append((self._batches.split.key(sample), _finite(loss)))
         return named
 
 
 class GuardHook(Hook):
-    """Skips updates that would harm, and stops or goes back after them (`guard`)."""
+    """Skips bad updates, and then continues, stops or goes back (`guard`)."""
 
     def __init__(self, config: Config):
         self.saves_start = config.guard.rewinds()
@@ -270,9 +274,9 @@ class GuardHook(Hook):
 
 
 def limit_of(values: tuple[float, ...], sigmas: float) -> float:
-    """Return the median of `values` and `sigmas` of their standard deviations, robustly estimated.
+    """Return the median of `values` plus `sigmas` standard deviations, robustly estimated.
 
-    Where half of them are equal nothing is known of how they vary: infinite.
+    Infinite if half of the values are equal, because the estimate would be 0.
     """
     median = statistics.median(values)
     distance = statistics.median(abs(value - median) for value in values)
@@ -287,17 +291,17 @@ def _reason(values: StepValues, limits: Limits | None) -> str:
         names.append("loss")
     if values.grad_norm > limits.grad_norm:
         names.append("gradient norm")
-    # The device compares in float32: a value at its limit may be on its other side here.
+    # The device compares in float32, so it may see a value above a limit that equals it here.
     return f"{' and '.join(names) or 'loss or gradient norm'} above the limit"
 
 
 def _numbers(values: StepValues, limits: Limits | None) -> str:
     """Return "loss 7.21, limit 3.02; gradient norm 14.2, limit 5.1"."""
-    found = {"loss": values.loss, "gradient norm": values.grad_norm}
-    most = (math.inf, math.inf) if limits is None else limits
+    numbers = {"loss": values.loss, "gradient norm": values.grad_norm}
+    maxima = (math.inf, math.inf) if limits is None else limits
     return "; ".join(
         f"{name} {value:.4g}" + (f", limit {limit:.4g}" if math.isfinite(limit) else "")
-        for (name, value), limit in zip(found.items(), most, strict=True)
+        for (name, value), limit in zip(numbers.items(), maxima, strict=True)
     )
 
 

@@ -16,7 +16,7 @@ from vit.training.run_data import Notes, RunData
 
 
 class HostCheck(Hook):
-    """Refuses a run that does not fit its hosts, and notes what costs speed (`preflight`)."""
+    """Refuses a run that does not fit its hosts, and notes settings that cost speed."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`."""
@@ -29,7 +29,7 @@ class HostCheck(Hook):
 
 
 def check_host(config: Config, world: World, data: RunData) -> tuple[Preflight, DiskNeeds]:
-    """Check this host, and compare all hosts; return also what the run will save.
+    """Check this host, and compare all hosts; return also the sizes of what the run will save.
 
     Every rank calls it. Raises ValueError as `preflight`.
     """
@@ -43,7 +43,7 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Preflight, 
             data.eval_batches,
             saved_bytes=disk.checkpoint_bytes,
         )
-    # A difference between hosts would show as a hang, or as other numbers.
+    # A difference between hosts would otherwise show up as a hang, or as diverging numbers.
     lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
     return replace(checked, lines=(*checked.lines, *lines)), disk
 

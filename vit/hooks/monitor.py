@@ -1,9 +1,9 @@
-"""Read each step one step late, count, log, call the hooks, and notice when it is time to stop.
+"""Read each step one step late, count, log, call the hooks, and notice when to stop.
 
-The loop queues a step on the device and hands over its result. Once the next step is queued, the
-numbers of the one before are read, which are the same sums on every rank. At the end of each
-interval a line of metrics goes to the record. Time spent on evaluation and saving is not training
-time.
+The loop queues a step on the device, and passes its result to the monitor. When the next step is
+queued, the monitor reads the numbers of the previous one, which are the same sums on every rank. At
+the end of each interval it writes a line of metrics to the record. Training time excludes
+evaluation and saving.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from vit.training.plan import Plan
 from vit.training.step_result import StepResult, StepValues
 
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
-"""What each rank reports of its loader with a line of metrics."""
+"""Numbers that each rank reports of its loader for a line of metrics."""
 NOTABLE_WAIT_SHARE = 0.1
-"""Share of an interval spent on waiting for data above which it is reported, and by which it must
-change to be reported again."""
+"""Share of waiting for data in an interval above which advice is given, and by which the share must
+change before advice is given again."""
 ADVICE_STEPS = 10
-"""Steps of an attempt before advice is given: during the first ones, workers still start."""
+"""Steps of an attempt before the first advice, because workers are still starting."""
 NOTABLE_STAGE_SHARE = 0.05
 """Share of the loader's work above which a stage is named."""
 REMEDIES = {
@@ -50,17 +50,17 @@ REMEDIES = {
     Stage.RESIZE: "write shards with --resize-short-side 256",
     Stage.DRAW: "draw fewer augmentations (augment.randaugment_layers)",
 }
-"""What makes each stage of the loader faster."""
+"""A remedy for each stage of the loader that is too slow."""
 UNEVEN = 1.5
-"""A rank that waited this many times as long as the average rank is named."""
+"""Advice names a rank that waited this many times as long as the average rank."""
 
 
 @contextmanager
 def collect_garbage_at_log_lines() -> Iterator[None]:
-    """Keep Python's garbage collector from running at moments of its own choice.
+    """Switch Python's automatic garbage collection off; `Monitor` collects at each line of metrics.
 
-    A full collection among the objects of torch takes 0.7 s; if one of 512 ranks has it within a
-    step, all wait. `Monitor` collects at each line of metrics instead.
+    A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects within a step,
+    all ranks wait.
     """
     was_enabled = gc.isenabled()
     frozen_by_others = gc.get_freeze_count() > 0
@@ -68,7 +68,8 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        # What a program set aside before it forked would be copied by a collection: it stays aside.
+        # Keep objects frozen that a program froze before it forked: collecting them would copy
+        # their memory.
         if not frozen_by_others:
             gc.unfreeze()
         if was_enabled:
@@ -76,18 +77,18 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
 
 
 def _collect_garbage() -> None:
-    """Collect, unless Python does that by itself."""
+    """Collect garbage, unless Python's automatic collection is on."""
     if gc.isenabled():
         return
     gc.collect()
-    # What is alive at the first line of metrics, compiled code included, stays. Later collections
-    # look only at what came since, which takes under a millisecond.
+    # Objects that are alive at the first line of metrics, such as compiled code, live on. Frozen
+    # objects are not visited, so later collections take less than a millisecond.
     if not gc.get_freeze_count():
         gc.freeze()
 
 
 class Monitor:
-    """Reads what each step did, one step late, counts and logs it, and knows when to `stop`."""
+    """Reads the result of each step one step late, counts and logs it, and knows when to `stop`."""
 
     def __init__(
         self,
@@ -102,8 +103,8 @@ class Monitor:
         utilization: Utilization | None = None,
         weight_decay_at: Callable[[int], float | None] = lambda step: None,
     ):
-        """hooks: get the numbers of each step. utilization: None on ranks that write no record.
-        lr_at, weight_decay_at: as `vit.step.TrainStep`."""
+        """hooks: read the numbers of each step. utilization: None on ranks without a record.
+        lr_at, weight_decay_at: as in `vit.step.TrainStep`."""
         self.hooks = hooks
         self.plan = plan
         self.world = world
@@ -115,7 +116,7 @@ class Monitor:
         self.image_format = image_format
         self.utilization = utilization
         self.stop = False
-        """Whether training ends at this step, on all ranks."""
+        """Whether training ends at this step; the same on all ranks."""
         self._reported_wait_share = 0.0
         self._timed_steps = 0
         """Steps since the start of this attempt."""
@@ -124,31 +125,31 @@ class Monitor:
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
         self._is_paused = False
         self.is_started = False
-        """Whether training time is counted: from the first batch on."""
+        """Whether training time is counted; that begins with the first batch."""
         self._last_step_at: float
         self._run_began = time.perf_counter() - state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
 
     def elapsed_s(self) -> float:
-        """Return the time spent on this run over all restarts, evaluation and saving included."""
+        """Return the time spent on the run in all attempts, including evaluation and saving."""
         return time.perf_counter() - self._run_began
 
     def start_clock(self) -> None:
-        """Begin to count training time, with the first batch at hand: starting up is not training.
+        """Begin to count training time; called when the first batch has arrived.
 
-        The wait for that batch does not count either.
+        Start-up and the wait for that batch do not count.
         """
         self.is_started = True
         self._wait_before_s = self.loader.stats.wait_s
         self._new_interval(time.perf_counter(), self.loader.stats)
 
     def pause(self) -> None:
-        """Read the step in flight and stop the clock: evaluation and saving are not training."""
+        """Read the step in flight and stop the clock, because evaluation and saving follow."""
         self.flush()
         self._is_paused = True
 
     def resume(self) -> None:
-        """Let the clock go on after `pause`."""
+        """Restart the clock after `pause`."""
         if not self._is_paused:
             return
         self._is_paused = False
@@ -157,10 +158,10 @@ class Monitor:
         self._last_step_at = now
 
     def rank_report(self, step: int) -> tuple[float, ...]:
-        """Return what this rank tells all others with `step`.
+        """Return the numbers that this rank reports to all others with `step`.
 
-        That is how long it waited for the batch, in seconds; and if a line of metrics follows, what
-        its loader has done since the last one (`LOADER_COUNTS`).
+        The first is how long it waited for the batch, in seconds. If a line of metrics follows, the
+        loader's counts since the last line come after it (`LOADER_COUNTS`).
         """
         waited_s = self.loader.stats.wait_s - self._wait_before_s
         self._wait_before_s = self.loader.stats.wait_s
@@ -173,9 +174,9 @@ class Monitor:
         return (waited_s, *counts, self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
 
     def queue(self, step: int, result: StepResult, bad_keys: tuple[str, ...] = ()) -> None:
-        """Read the step before this one, which the device has finished, and keep this one.
+        """Read the previous step, which the device has finished, and keep the result of this one.
 
-        bad_keys: the samples of this rank's batch that could not be decoded.
+        bad_keys: samples of this rank's batch that could not be decoded.
         """
         for key in bad_keys:
             print(
@@ -186,9 +187,9 @@ class Monitor:
         self._pending = (step, result, time.perf_counter(), self.loader.stats)
 
     def flush(self, is_next_queued: bool = False) -> None:
-        """Read the step that was kept; if no other is queued behind it, the device becomes idle.
+        """Read the result that was kept; the device becomes idle if no further step is queued.
 
-        Sets `stop` if a rank was asked to stop. Raises what a hook returns: `GoBack`, or
+        Sets `stop` if a rank got a signal. Raises the error that a hook returns: `GoBack` or
         ValueError.
         """
         if self._pending is None:
@@ -196,7 +197,7 @@ class Monitor:
         step, result, self._last_step_at, stats = self._pending
         self._pending = None
         values = result.read()
-        if not is_next_queued:  # the wait for this step is training time, too
+        if not is_next_queued:  # reading waited for the device: that is training time
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
         self.state.interval_losses.append(values.loss)
@@ -216,7 +217,7 @@ class Monitor:
                 raise problem
 
     def skip(self, step: int) -> None:
-        """Take `step`, which is not trained on."""
+        """Read the step in flight, and report to the hooks that `step` is skipped."""
         self.flush()
         for hook in self.hooks:
             hook.skipped(step)
@@ -226,13 +227,13 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """Steps of this attempt in the interval, whose losses may begin in the previous attempt."""
+        """Steps of this attempt in the interval; its losses may include the previous attempt's."""
         self._waits = Waits()
 
     def _logs_after(self, step: int) -> bool:
         """Return whether a line of metrics is written when `step` steps are done.
 
-        Also where the size of images changes, so that no rate is of two sizes.
+        That is also so when the image size changes, so that no rate mixes two sizes.
         """
         plan = self.plan
         stages = self.image_format.stages
@@ -240,7 +241,10 @@ class Monitor:
         return step % plan.log_every_steps == 0 or step == plan.total_steps or is_stage_end
 
     def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
-        """Move the live line to `step` steps done; at the end of an interval write metrics."""
+        """Update the live line; at the end of an interval write metrics.
+
+        step: number of steps done.
+        """
         plan = self.plan
         batch_size = plan.global_batch_size
         spent_s = max(self._last_step_at - self._began, 1e-9)
@@ -254,7 +258,7 @@ class Monitor:
         weight_decay = self.weight_decay_at(step - 1)
         epoch = step / plan.steps_per_epoch
         steps_left: float = plan.total_steps - step
-        if self.utilization is not None:  # those of larger images take longer
+        if self.utilization is not None:  # steps with larger images take longer
             steps_left = self.utilization.steps_like(step - 1, step, plan.total_steps)
         eta_s = steps_left * batch_size / images_per_s
         slow_rank = ""
@@ -288,9 +292,9 @@ class Monitor:
                     wait_share,
                     waiting,
                     loaders,
-                    loader_images_per_s,
-                    self.loader.num_workers,
-                    self.world,
+                    images_per_s=loader_images_per_s,
+                    num_workers=self.loader.num_workers,
+                    world=self.world,
                 )
             )
         self.record.write(
@@ -338,9 +342,10 @@ class Monitor:
         return metrics
 
     def _loader_images_per_s(self, stats: LoaderStats) -> float | None:
-        """Return what the workers of all ranks can make in a second, None if they made nothing.
+        """Return how many images a second the workers of all ranks can make; None if unknown.
 
-        Derived from the time that this rank's workers spent on what they made in the interval.
+        Derived from this rank: the images that its workers made in the interval, and the time that
+        they spent on them.
         """
         num_made = stats.num_made - self._stats_before.num_made
         busy_s = stats.busy_s - self._stats_before.busy_s
@@ -350,39 +355,39 @@ class Monitor:
 
 
 def create_monitor(run: Run, loader: Loader) -> Monitor:
-    """Create the monitor of `run`; that of rank 0 also knows the device's peak."""
+    """Create the monitor of `run`; on rank 0 it also reports the utilization of the device."""
     step = run.train_step
     utilization = None
     if run.world.is_main:
         flops = partial(train_flops_per_image, step.model, step.micro_batch_size)
-        of_stages = [
+        stage_flops = [
             (until * run.plan.steps_per_epoch, flops(size))
             for until, size in run.batches.image_format.stages
         ]
         peak = find_peak(run.world.device, step.precision)
-        utilization = Utilization(flops(), peak, tuple(of_stages))
+        utilization = Utilization(flops(), peak, tuple(stage_flops))
     return Monitor(
-        run.hooks,
-        run.plan,
-        run.world,
-        run.state,
-        run.record,
-        loader,
-        step.lr_at,
-        run.batches.image_format,
-        utilization,
-        step.weight_decay_at,
+        hooks=run.hooks,
+        plan=run.plan,
+        world=run.world,
+        state=run.state,
+        record=run.record,
+        loader=loader,
+        lr_at=step.lr_at,
+        image_format=run.batches.image_format,
+        utilization=utilization,
+        weight_decay_at=step.weight_decay_at,
     )
 
 
 # --- how long training waits for data, and what to do about it ------------------------------------
-# Ranks go on together, so each step waits for the slowest of them. The sums over an interval name
-# the rank that waited longest, and the sentence for people its host, what its loader spends its
-# time on, and a remedy.
+# All ranks step together, so each step waits for the slowest rank. The sums over an interval show
+# which rank waited longest. The advice names that rank's host, the stages on which its loader
+# spends its time, and a remedy.
 
 
 class Waiting(NamedTuple):
-    """How long ranks waited for their batches in an interval, in seconds."""
+    """The waits of the ranks for their batches in an interval, in seconds."""
 
     waited_s: float
     """Sum over the steps of the slowest rank's wait."""
@@ -391,7 +396,7 @@ class Waiting(NamedTuple):
     mean_s: float
     """Total of a rank, on average."""
     rank: int
-    """The one that waited longest."""
+    """The rank that waited longest."""
 
     @property
     def is_uneven(self) -> bool:
@@ -400,18 +405,20 @@ class Waiting(NamedTuple):
 
 
 class Waits:
-    """Adds up how long each rank waited for its batches: with each step, and not at the end of the
-    interval, for all are looked at with each step, too."""
+    """Adds up how long each rank waited for its batches.
+
+    A step waits for its slowest rank, so the longest wait of each step is added up as well.
+    """
 
     def __init__(self) -> None:
         self._waited_s = 0.0
         self._totals_s: NDArray[np.float64] = np.zeros(1)
 
     def add(self, waits_s: ArrayLike) -> None:
-        """Add (ranks,) of a step."""
-        of_ranks = np.asarray(waits_s, np.float64)
-        self._waited_s += float(of_ranks.max())
-        self._totals_s = self._totals_s + of_ranks
+        """Add the waits of a step, (ranks,)."""
+        rank_waits_s = np.asarray(waits_s, np.float64)
+        self._waited_s += float(rank_waits_s.max())
+        self._totals_s = self._totals_s + rank_waits_s
 
     def sum_up(self) -> Waiting:
         """Return the sums of the steps so far."""
@@ -428,10 +435,10 @@ def advice(
     num_workers: int,
     world: World,
 ) -> str:
-    """Return the sentence about training that spends `share` of its time on waiting for data.
+    """Return advice for training that spends `share` of its time on waiting for data.
 
-    loaders: what the loader of each rank did, [] if that is not known. images_per_s: what the
-    loaders of all ranks can make, if that is known.
+    loaders: the counts of each rank's loader, [] if unknown. images_per_s: the rate that the
+    loaders of all ranks can reach, None if unknown.
     """
     tally = loaders[waiting.rank] if loaders and waiting.is_uneven else add_up(loaders)
     shares = _shares(tally)
@@ -458,14 +465,14 @@ def advice(
 
 
 def _shares(tally: Tally) -> list[tuple[float, Stage]]:
-    """Return the share of each stage in the time of loaders, the largest first; [] for no work."""
+    """Return the share of each stage in the loaders' time, largest first; [] without work."""
     stages_s = {stage: tally[f"{stage.name.lower()}_s"] for stage in REMEDIES}
     busy_s = sum(stages_s.values())
     return sorted(((s / busy_s, stage) for stage, s in stages_s.items() if s), reverse=True)
 
 
 def _work(tally: Tally, shares: list[tuple[float, Stage]]) -> str:
-    """Return what loaders spent their time on: "; its time: decode 71%, read 20%, 3 retries"."""
+    """Return the stages that took the time: "; its time: decode 71%, read 20%, 3 retries"."""
     notable = [(share, stage) for share, stage in shares if share >= NOTABLE_STAGE_SHARE]
     parts = [f"{stage.name.lower()} {share:.0%}" for share, stage in notable]
     if tally["retries"]:

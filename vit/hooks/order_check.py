@@ -1,10 +1,10 @@
-"""The samples that the ranks have trained on must be those that the order plans.
+"""Check that the ranks have trained on the samples that the order plans.
 
-Each rank looks up which rows of a batch are to be its own, and sums a checksum of them and one of
-what its loader really delivered. Ranks divide a batch by their numbers, so if each has its own
-rows, all together have the batch. At each save and at the end of an epoch the two sums are
-compared. The sum over the ranks, which is the same on any number of them, is kept in `RunState`, so
-that it survives a kill, and goes into the record at the end of the epoch.
+Each rank looks up its planned rows of a batch, and adds up two checksums: one of the planned
+samples, and one of the samples that its loader delivered. At each save and at the end of an epoch
+it compares the two. The rows of the ranks make up the batch, so no rank needs to see the others'.
+The sum over the ranks is the same for any number of ranks. It is kept in `RunState`, so that it
+survives a kill, and goes into the record at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vit.training.plan import Plan
 
 
 class OrderCheck:
-    """Sums up what is trained on from `state.step` on, and compares it with `order`.
+    """Adds up checksums of the samples from `state.step` on, and compares them with `order`.
 
-    Streams have no order (None), and are only recorded.
+    The samples of a stream, which has no order (None), are only recorded.
     """
 
     def __init__(
@@ -42,13 +42,14 @@ class OrderCheck:
         """Add this rank's rows of the batch of `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
-            # Looked up now, while a GPU computes, and not for a complete epoch at its end.
+            # Looked up in each step, while the GPU computes: for a whole epoch at its end training
+            # would wait.
             rows = self._plan.rows_of(self._world.rank)
             planned = self._order.rows(self._state.step, rows.start, rows.stop)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
 
     def compare(self) -> None:
-        """Compare what was added since the last comparison; every rank calls it.
+        """Compare the checksums since the last comparison; every rank calls it.
 
         Raises RuntimeError on a rank whose rows were not the planned ones, and AlreadyReported on
         the others.
@@ -63,7 +64,7 @@ class OrderCheck:
                     f" {self._world.rank}: sample checksum {self._seen:016x}, planned"
                     f" {self._planned:016x}: a bug in the loader, please report it"
                 )
-        # torch sums int64; the bits are those of the unsigned sum.
+        # torch has no unsigned sum, but the sum of int64 has the same bits.
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)
         state.sample_checksum = (state.sample_checksum + int(self._world.sum_(own))) % 2**64
@@ -72,7 +73,7 @@ class OrderCheck:
         self._planned = 0
 
     def write(self) -> None:
-        """Compare, and record what was trained on since the last line; every rank calls it."""
+        """Compare, and record the checksum since the last line; every rank calls it."""
         self.compare()
         state = self._state
         first = state.checked_step
@@ -95,7 +96,7 @@ class OrderCheck:
 
 
 class OrderHook(Hook):
-    """Compares what is trained on with the order, at each save and at the end of an epoch."""
+    """Compares the samples with the order, at each save and at the end of an epoch."""
 
     def begin(self, run: Run) -> None:
         """See `Hook`."""

@@ -1,12 +1,14 @@
-"""Check before the first step that this host has what the run is going to use, and report on it.
+"""Check before the first step that this host has the resources that the run needs.
 
-Memory for the batches of all ranks, cores for their workers, open files for the shards, /dev/shm
-(needed by NCCL only), and the disk for what the run will save. What cannot work is an error with
-its remedy; what only costs speed is a note; the record has both.
+They are memory for the batches of all ranks, cores for their workers, open files for the shards,
+/dev/shm (needed by NCCL only), and disk space for the files that the run will save. A run that
+cannot work is refused with a remedy. A setting that only costs speed gets a note. The numbers go
+into the record.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,35 +33,39 @@ from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
-"""Memory of a loader worker: Python's objects, libraries' data, images; on other systems also the
-libraries, because it is not forked from training. Measured at 110 MiB (docs/experiments/); what
-workers really have is in the record (`loader_worker_mib`)."""
-OTHER_FILES = 256  # open files of a process besides shards: pipes, libraries, sockets
+"""Memory of a loader worker: Python's objects, libraries' data and images. On other systems a
+worker is not forked from training, so it also has its own libraries. Measured at 110 MiB
+(docs/experiments/); the record has the memory that workers really use (`loader_worker_mib`)."""
+OTHER_FILES = 256
+"""Open files of a process that are not shards: pipes, libraries, sockets."""
 NCCL_SHM_GIB = 1
-"""What NVIDIA recommends for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
+"""NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 TENSOR_HEADER_BYTES = 160
-"""About what a tensor's name, type, shape and offset take in the header of a safetensors file."""
+"""Approximate size of a tensor's name, type, shape and offset in the header of a safetensors
+file."""
 DISK_MARGIN_BYTES = 2**20
-"""For the record, predictions and `checkpoint.json`."""
+"""Disk space for the record, predictions and `checkpoint.json`."""
 SAVED = (
-    *("checkpoints/step_*/*", "checkpoints/.tmp_*/*", "weights/*.safetensors"),
+    "checkpoints/step_*/*",
+    "checkpoints/.tmp_*/*",
+    "weights/*.safetensors",
     f"{SAMPLES_FOLDER}/*.npy",
 )
-"""What a run has saved, and replaces or removes later."""
+"""Patterns of the files that a run has saved, and later replaces or removes."""
 MISSING_BYTES = 2**28
-"""If the cache lacks more than this of the first batches, a line explains the wait."""
+"""Bytes of the first batches that the cache may lack before a line explains the wait."""
 MIB = 2**20
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Preflight:
-    """What was found."""
+    """The results of the checks."""
 
     lines: tuple[str, ...]
-    """For people."""
+    """Lines for the log."""
     numbers: dict[str, Any]
-    """For the record."""
+    """Values for the record."""
 
 
 def preflight(
@@ -72,30 +78,38 @@ def preflight(
     *,
     saved_bytes: int = 0,
 ) -> Preflight:
-    """Check this host against the run; raise the limit of open files where that is needed.
+    """Check this host against the run; raise the limit of open files if necessary.
 
-    evals: of each split to evaluate on, first `data.val_split`. root: where `proc` and `sys` are.
-    saved_bytes: of the state, which rank 0 copies in memory to save it. Raises ValueError if the
-    run cannot work here.
+    evals: the batches of each split to evaluate on, `data.val_split` first. root: the folder of
+    `proc` and `sys`. saved_bytes: size of the state, which rank 0 copies in memory to save it.
+    Raises ValueError if the run cannot work on this host.
     """
     workers = data.num_workers
     ranks = local_world_size()
     on_gpu = world.device.type == "cuda"
     ring = plan_ring(
-        train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
+        train.layout,
+        train.row_unit,
+        plan.total_steps,
+        num_workers=workers,
+        prefetch_gib=data.prefetch_gib,
+        on_gpu=on_gpu,
     )
-    # Evaluation's workers and buffers exist next to those of training, and those of one further
-    # split next to both.
-    val, *others = evals
+    # Three loaders exist at the same time: those of training and of `data.val_split` are kept, and
+    # each further split has one while it is evaluated.
+    val, *further_evals = evals
     eval_ring = _ring(val, workers, on_gpu)
-    other_bytes = max((_ring(each, workers, on_gpu).num_bytes for each in others), default=0)
-    batch_bytes = ring.num_bytes + eval_ring.num_bytes + other_bytes
+    further_bytes = max(
+        (_ring(each, workers, on_gpu).num_bytes for each in further_evals), default=0
+    )
+    batch_bytes = ring.num_bytes + eval_ring.num_bytes + further_bytes
     free_bytes = free_memory_bytes(root)
     worker_bytes = [_worker_bytes(batches, ranks * workers) for batches in (train, val)]
-    worker_bytes += [max(_worker_bytes(each, ranks * workers) for each in others)] if others else []
+    if further_evals:
+        worker_bytes.append(max(_worker_bytes(each, ranks * workers) for each in further_evals))
     copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
     needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
-    more = ", and eval.sets once more" if others else ""
+    more = ", and eval.sets again" if further_evals else ""
     saving = f"; {copy_bytes / MIB:.1f} MiB to copy what is saved" if copy_bytes else ""
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
@@ -112,8 +126,8 @@ def preflight(
     evaluated = [each.split for each in evals]
     index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
     local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
-    # A reader leaves half of the limit to others.
-    wanted_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
+    # Twice as many, because readers of shards use at most half of the limit.
+    needed_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
         "train_shards": len(train.split.filenames),
         "val_shards": sum(len(split.filenames) for split in evaluated),
@@ -124,10 +138,10 @@ def preflight(
         "index_gib": round(index_bytes / GIB, 4),
         "free_memory_gib": None if free_bytes is None else round(free_bytes / GIB, 2),
         "cores": num_cores(root),
-        "open_files": raise_open_files(wanted_files),
+        "open_files": raise_open_files(needed_files),
         "free_shm_gib": round(shutil.disk_usage(shm).free / GIB, 2) if shm.is_dir() else None,
     }
-    numbers["notes"] = notes = list(_notes(data, world, train, numbers, wanted_files))
+    numbers["notes"] = notes = list(_notes(data, world, train, numbers, needed_files))
     memory = "" if free_bytes is None else f", {free_bytes / GIB:.1f} GiB of memory free"
     host_line = (
         f"host: {numbers['cores']} core(s) for {ranks} rank(s) with {workers} loader worker(s)"
@@ -155,16 +169,16 @@ def _notes(
     world: World,
     train: AugmentedBatches,
     numbers: dict[str, Any],
-    wanted_files: int,
+    needed_files: int,
 ) -> Iterator[str]:
-    """Yield what costs speed on a host with these `numbers`, each with its remedy."""
+    """Yield a note, with a remedy, for everything that costs speed on a host with `numbers`."""
     ranks = local_world_size()
     workers = ranks * data.num_workers
     cores = numbers["cores"]
-    if numbers["open_files"] < wanted_files:
+    if numbers["open_files"] < needed_files:
         yield (
             f"the limit of {numbers['open_files']:,} open files is low: some shards are opened"
-            f" again for each image: `ulimit -n {wanted_files}` before the start, or ask the"
+            f" again for each image: `ulimit -n {needed_files}` before the start, or ask the"
             " administrator"
         )
     yield from _cache_notes(train, ranks)
@@ -191,9 +205,16 @@ def _notes(
 
 
 def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
-    """Return the plan of the batches of an evaluation, on one rank."""
-    counts = (batches.layout, batches.row_unit, len(batches), workers, None, on_gpu)
-    return plan_ring(*counts, EVAL_READY_BATCHES)
+    """Return the ring of batches of an evaluation, on one rank."""
+    return plan_ring(
+        batches.layout,
+        batches.row_unit,
+        len(batches),
+        num_workers=workers,
+        prefetch_gib=None,
+        on_gpu=on_gpu,
+        max_ready=EVAL_READY_BATCHES,
+    )
 
 
 def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -> int:
@@ -207,15 +228,15 @@ def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """The most that a run will have in its folder."""
+    """The largest size that a run's folder will have."""
 
     checkpoint_bytes: int
-    """Of one checkpoint."""
+    """The size of one checkpoint."""
     num_checkpoints: int
     weights_bytes: int
-    """Of all files in `weights/`."""
+    """The size of all files in `weights/`."""
     samples_bytes: int
-    """Of the losses of images, one file for each epoch."""
+    """The size of all files with the losses of images."""
 
     @property
     def total_bytes(self) -> int:
@@ -223,7 +244,7 @@ class DiskNeeds:
         return checkpoints_bytes + self.weights_bytes + self.samples_bytes
 
     def in_words(self, size: Callable[[int], str]) -> str:
-        """Return the parts of the sum; size: how a number of bytes is written."""
+        """Return the parts of the sum as text. size: formats a number of bytes."""
         losses = f", losses of images {size(self.samples_bytes)}" if self.samples_bytes else ""
         return (
             f"{self.num_checkpoints} checkpoint(s) of {size(self.checkpoint_bytes)}, weights"
@@ -234,11 +255,12 @@ class DiskNeeds:
 def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
     """Compute the size of parameters, optimizer and average, without creating them."""
     with torch.device("meta"):
-        model = create_trained_model(config, num_classes)  # what is frozen has no optimizer state
+        # With frozen parameters, which have no optimizer state.
+        model = create_trained_model(config, num_classes)
     copies = 1 if config.train.ema_decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
-    num_saves = -(-plan.total_steps // config.checkpoint.every_steps)
-    # A stream does not know which samples it shows.
+    num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
+    # A stream does not know its samples by number, so no losses of images are saved.
     keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
     return DiskNeeds(
@@ -253,9 +275,9 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
 def check_disk(
     checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir"
 ) -> Preflight:
-    """Return `checked` with what the run will save in `folder`, which is that of `setting`.
+    """Check the disk of `folder`, which is that of `setting`; return `checked` with the result.
 
-    What is there already counts. Raises ValueError if there is no room for the rest.
+    Files that the run has already saved count. Raises ValueError if the rest does not fit.
     """
     saved = (path for pattern in SAVED for path in folder.glob(pattern))
     saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())
@@ -263,11 +285,11 @@ def check_disk(
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
     above = (folder.absolute(), *folder.absolute().parents)
     free_bytes = shutil.disk_usage(next(each for each in above if each.is_dir())).free
-    what = needs.in_words(size_text)
+    parts = needs.in_words(size_text)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
         present = f", {size_text(saved_bytes)} of it are there" if saved_bytes else ""
         raise ValueError(
-            f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({what}{present}),"
+            f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({parts}{present}),"
             f" its disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
             f" ({keep_last}, and one more while it is written), or choose another {setting}"
         )
@@ -276,17 +298,17 @@ def check_disk(
         "needed_disk_gib": round(more_bytes / GIB, 4),
         "free_disk_gib": round(free_bytes / GIB, 2),
     }
-    line = f"disk: {what} at most in {folder}, {size_text(free_bytes)} free"
+    line = f"disk: {parts} at most in {folder}, {size_text(free_bytes)} free"
     return Preflight((*checked.lines, line), {**checked.numbers, **numbers})
 
 
 def _file_bytes(tensors: list[int]) -> int:
-    """Return the size of a safetensors file of tensors with these numbers of bytes."""
+    """Return the size of a safetensors file. tensors: the size of each tensor."""
     return sum(tensors) + len(tensors) * TENSOR_HEADER_BYTES
 
 
 def size_text(num_bytes: int) -> str:
-    """Return bytes for people."""
+    """Return a number of bytes as text."""
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.1f} MiB"
 
 
@@ -294,7 +316,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[str]:
-    """Yield a line on what the first batches fetch, if it is much.
+    """Yield a line if the first batches have to fetch many blocks.
 
     After a resume on another host, for example, all windows of the order have to be fetched.
     """
@@ -307,28 +329,28 @@ def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[
     end_row = first_row + batches.layout.num_rows
     samples = [batches.order.rows(later, first_row, end_row) for later in range(step, last)]
     folder = None
-    wanted_bytes = missing_bytes = 0
-    for split, own in batches.split.divided(np.unique(np.concatenate(samples))):
+    needed_bytes = missing_bytes = 0
+    for split, split_samples in batches.split.divided(np.unique(np.concatenate(samples))):
         if (cached := split.tars.cached) is not None:
             folder = cached.cache.folder
-            wanted, missing = cached.wanted_bytes(own)
-            wanted_bytes += wanted
+            needed, missing = cached.wanted_bytes(split_samples)
+            needed_bytes += needed
             missing_bytes += missing
     if missing_bytes >= MISSING_BYTES:
         yield (
             f"filling the cache: the next {last - step} batches of a rank lie in"
-            f" {wanted_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are not"
+            f" {needed_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are not"
             f" in {folder} yet; `python -m vit.data.warm` fetches ahead of a job"
         )
 
 
 def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
-    """Yield a note if the cache does not hold what the order reads from at a time.
+    """Yield a note if the cache is smaller than the blocks that the order reads from at a time.
 
-    Blocks of remote shards are then fetched again and again.
+    Blocks of remote shards would then be fetched several times.
     """
     order = train.order
-    wanted_bytes = 0
+    open_bytes = 0
     cached = None
     for split in train.split.splits:
         if split.tars.cached is not None:
@@ -338,13 +360,13 @@ def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
             )
             block_samples = max(order.block_samples, cached.block_samples)
             block_bytes = block_samples * cached.stored_bytes // split.num_samples
-            wanted_bytes += min(blocks * block_bytes, cached.stored_bytes)
-    if cached is not None and cached.cache.limit_bytes < wanted_bytes:
+            open_bytes += min(blocks * block_bytes, cached.stored_bytes)
+    if cached is not None and cached.cache.limit_bytes < open_bytes:
         remedy = "lower data.num_lanes or data.window_blocks"
         if order.block_samples == 1:
             remedy = "set data.block_samples=64"
         yield (
             f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller"
-            f" than the {wanted_bytes / GIB:.1f} GiB that are read from at a time, so up to"
+            f" than the {open_bytes / GIB:.1f} GiB that are read from at a time, so up to"
             f" {cached.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
         )

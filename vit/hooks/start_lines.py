@@ -1,4 +1,4 @@
-"""Lines for people before the first step: the model, its batches, settings that may be mistakes."""
+"""Lines of the log before the first step: the model, its batches, settings that may be mistakes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 
 NOTABLE_FIRST_SHARE = 0.05
-"""Share of the first weights in the final average above which it is reported: that of 3 / (1 -
-decay) updates."""
+"""Share of the initial weights in the final average above which a note is logged. It is reached
+with fewer than 3 / (1 - decay) updates."""
 
 
 def start_lines(
@@ -28,7 +28,7 @@ def start_lines(
     shuffle: ShuffleQuality | None,
     state: RunState,
 ) -> Iterator[str]:
-    """Yield lines about model, batches, what may be set wrong, and where the run stands."""
+    """Yield lines about the model, its batches, settings that may be wrong, and the run's state."""
     world = train_step.world
     model = train_step.model
     num_passes = plan.accumulation_steps
@@ -40,10 +40,12 @@ def start_lines(
         f" {plan.global_batch_size} images{micro_steps}"
     )
     num_copies = config.data.aug_repeats
-    copies = (
-        f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an epoch,"
-        f" {num_copies} copies of each; "
-    ) * (num_copies > 1)
+    copies = ""
+    if num_copies > 1:
+        copies = (
+            f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an"
+            f" epoch, {num_copies} copies of each; "
+        )
     if batches.image_format.stages:
         yield f"training images: {batches.image_format.sizes_text()}"
     yield f"streamed, {NOT_EXACT}" if shuffle is None else f"shuffle: {copies}{shuffle}"

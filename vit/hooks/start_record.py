@@ -1,8 +1,8 @@
-"""Open the record of a run, and write what is known before its first step.
+"""Open the record of a run, and write everything that is known before the first step.
 
-Config, plan, data and host of an attempt go into one `start` line, by which the report and
-`vit.extras.report.replay` know later what was trained; `config.yaml` holds the settings; people see
-the plan. Then the views of the record begin.
+Config, plan, data and host of an attempt go into one `start` line, which the report and
+`vit.extras.report.replay` read later. The settings go into `config.yaml`, and the plan into the
+log. Then TensorBoard and Weights & Biases begin.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def start_record(
     state: RunState,
     train_step: TrainStep,
 ) -> Record:
-    """Open the record, and write on the main rank what is known before the first step.
+    """Open the record; on rank 0 write everything that is known before the first step.
 
-    notes: of the objective and the hooks. Raises ValueError if the folder cannot be written.
+    notes: those of the objective and the hooks. Raises ValueError if the folder cannot be written.
     """
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=data.plan.total_steps)
@@ -72,7 +72,7 @@ def start_record(
     if data.batches.exact:
         labels = data.batches.split.index["label"]
         shuffle = measure_shuffle(data.batches.order, labels)
-        # By which `vit.extras.report.replay` knows that it shows the same.
+        # `vit.extras.report.replay` compares both, so that it shows the batches of training.
         trained_on["content_sha256"] = content_sha256(data.batches.split)
         trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
     peak = find_peak(world.device, config.train.precision)
@@ -102,14 +102,14 @@ def start_record(
     lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
     for line in lines:
         record.say(line)
-    if not state.is_finished(data.plan):  # the same command again on a finished run adds nothing
+    if not state.is_finished(data.plan):  # a command that is repeated on a finished run adds none
         record.start_tensorboard()
         record.start_wandb({**values, "provenance": made_by})
     return record
 
 
 def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
-    """Return a note if images of a set are trained on, here or as copies; "" if not."""
+    """Return a note if images of a set, or byte-equal copies, are trained on; else ""."""
     split = evaluated.split
     count = count_equal(train_set, split)
     if not count:

@@ -1,4 +1,4 @@
-"""Evaluate within a training: on all sets, into the record, and choose the best weights."""
+"""Evaluate during training: on all sets, with a line of the record, and choose the best weights."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from vit.run import Run
 from vit.system.meter import Meter
 
 CHECK_STOP_EVERY_BATCHES = 8
-"""An evaluation checks every this many batches whether a rank was asked to stop; each check is a
-collective."""
+"""Batches between two checks whether a rank got a signal; each check is a collective."""
 
 
 class _Interrupted(Exception):
@@ -23,9 +22,9 @@ class _Interrupted(Exception):
 def evaluate(run: Run, monitor: Monitor) -> set[str]:
     """Evaluate the model and its moving average (EMA), and record the results.
 
-    Returns the names under which the weights are to be saved: last, and best if they are that. If a
-    signal interrupts it, `monitor.stop` is set and nothing is recorded: the resumed run evaluates
-    again.
+    Returns the names under which to save the weights: last, and best if they are the best so far.
+    If a signal interrupts the evaluation, it sets `monitor.stop` and records nothing, because the
+    resumed run evaluates again.
     """
     state = run.state
     run.watch.mark(state.step, "evaluating")
@@ -41,7 +40,7 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
     is_best = state.take_best(best_by, *((each.top1, each.loss) for each in choosing))
     with run.world.fail_together():
         if run.world.is_main:
-            # The averaged weights, if there are any, are the ones meant to be used.
+            # Predictions are those of the averaged weights, if any, because users use these.
             preferred = results[VAL].get("ema", results[VAL]["model"])
             save_predictions(run.folder, preferred, run.evaluators[0].split, state.step)
     return {"last", "best"} if is_best else {"last"}
@@ -71,14 +70,15 @@ def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
         try:
             results |= evaluator.evaluate(run.models(), on_batch)
         finally:
-            # The workers of the first stay, at rest; those of all sets would fill the host.
+            # The first evaluator keeps its idle workers for the next evaluation. The workers of all
+            # sets would need too much memory.
             if number:
                 evaluator.close()
     return results
 
 
 def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None:
-    """Write the results into the record, with what hooks add, and show them."""
+    """Write the results and the values of the hooks into the record, and log them."""
     step = run.state.step
     values: dict[str, Any] = {}
     for set_name, by_model in results.items():
@@ -107,8 +107,8 @@ def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None
             f"{'' if name == 'model' else name + ' '}{result.accuracy}"
             for name, result in results[scored.name].items()
         ]
-        which = "" if scored.name == VAL else f"{scored.name}: "
-        run.record.say(f"step {step}: {which}{'; '.join(parts)} on {scored.where()}")
+        set_text = "" if scored.name == VAL else f"{scored.name}: "
+        run.record.say(f"step {step}: {set_text}{'; '.join(parts)} on {scored.where()}")
         if scored.name == VAL:
             for line in lines:
                 run.record.say(line)

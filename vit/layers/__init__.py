@@ -1,1 +1,1 @@
-"""Parts of a network that the paper's ViT does not have; `vit.model` has what it has."""
+"""Parts of a network that later recipes add; `vit.model` has the parts of the paper's ViT."""

@@ -1,8 +1,8 @@
-"""Queries and keys of a model's self-attention, and the largest logit that they give.
+"""Compute queries, keys and the largest logit of a model's self-attention.
 
-The fused kernels never hold attention's logits, so they are computed again from what goes into each
-layer: the report makes attention maps of them (`vit/extras/report/attention.py`), training looks at
-the largest (`log.norms_every_steps`).
+The fused kernels never store attention's logits, so this module computes them again from the input
+of each layer. The report draws attention maps of them (`vit/extras/report/attention.py`), and
+training records the largest (`log.norms_every_steps`).
 
     model, images -> input of each `Attention` -> queries, keys -> q k^T / sqrt(head_dim)
 """
@@ -17,32 +17,33 @@ import torch
 from torch import Tensor, nn
 
 PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
-"""Modules whose class `Attention` is softmax(q k / sqrt(dim)) and nothing else: ours, and timm's,
-which has moved. Its other kinds add position biases, rotate queries and keys, or look at windows of
-the image."""
+"""Modules whose class `Attention` is plain softmax(q k / sqrt(dim)): that of `vit.model`, and two
+of timm's, which has moved it. timm's other kinds add position biases, rotate queries and keys, or
+attend within windows of the image."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the self-attention of each block; ValueError if one has another kind, or none."""
-    found = [
+    """Return the self-attention of each block. Raises ValueError if a block has a different kind,
+    or none."""
+    attentions = [
         module
         for module in model.modules()
         if type(module).__name__ == "Attention" and type(module).__module__ in PLAIN_ATTENTION
     ]
-    if not found or len(found) != len(getattr(model, "blocks", ())):
+    if not attentions or len(attentions) != len(getattr(model, "blocks", ())):
         raise ValueError(
             f"{type(model).__name__} has no plain self-attention in each of its blocks"
         )
-    return found
+    return attentions
 
 
 @contextmanager
 def catching(
     attentions: list[nn.Module], catch: Callable[[Tensor, Tensor], object]
 ) -> Iterator[None]:
-    """Call `catch(queries, keys)`, of `queries_and_keys`, whenever one of `attentions` is called.
+    """Call `catch(queries, keys)` with those of `queries_and_keys` at each call of `attentions`.
 
-    Of a model that is compiled, the calls in this context must be eager.
+    Call a compiled model eagerly inside this context.
     """
 
     def hook(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -61,9 +62,9 @@ def catching(
 def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
     """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
 
-    Of a MAP head there is one query: (1, heads, 1, head_dim).
+    A MAP head has a single query: (1, heads, 1, head_dim).
     """
-    if hasattr(attention, "project"):  # ours: with all that its forward pass does to them
+    if hasattr(attention, "project"):  # that of `vit.model`, with norms and rotation
         return [part.float() for part in attention.project(x, *args, **options)[:2]]
     if hasattr(attention, "kv"):  # timm's MAP head
         q = attention.q(attention.latent).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
@@ -72,14 +73,14 @@ def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> l
         return [attention.q_norm(q).float(), attention.k_norm(k).float()]
     qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    # timm's option; normalised queries are scaled as all others are
+    # Norms are an option of timm's.
     q = getattr(attention, "q_norm", nn.Identity())(q)
     k = getattr(attention, "k_norm", nn.Identity())(k)
     return [q, k]
 
 
 def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return what softmax is given, (B, heads, N, N) float32: q k^T / sqrt(head_dim)."""
+    """Return the input of softmax, (B, heads, N, N) float32: q k^T / sqrt(head_dim)."""
     return queries * queries.shape[-1] ** -0.5 @ keys.transpose(-2, -1)
 
 
@@ -87,9 +88,10 @@ def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
 def largest_logits(model: nn.Module, images: Tensor) -> Tensor:
     """Return the largest logit of each block for each image, (blocks, B) float32.
 
-    images: (B, C, H, W) float32, normalised. The largest over heads, queries and keys, behind
-    norms and rotation of both where the model has them, without dropout or drop path. Logits of one
-    image and one block are in memory at a time. (0, B) for blocks with another kind of attention.
+    images: (B, C, H, W) float32, normalised. The largest is over heads, queries and keys, after
+    their norms and rotation, if the model has them, and without dropout or drop path. Only the
+    logits of one image and one block are in memory at a time. (0, B) if the attention of the blocks
+    is not plain.
     """
     largest = list[Tensor]()
 

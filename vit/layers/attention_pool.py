@@ -1,4 +1,4 @@
-"""The MAP head: a learned query attends to all patches and takes the class token's place."""
+"""The MAP head: a learned query attends to all patches; its result replaces the class token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class AttentionPool(nn.Module):
     google-research/big_vision:big_vision/models/vit.py (`MAPHead`). Names of weights are those of
     timm's `AttentionPoolLatent`.
 
-    mlp: (B, D) -> (B, D), behind the attention as in a block.
+    mlp: (B, D) -> (B, D), after the attention, as in a block.
     """
 
     def __init__(self, dim: int, num_heads: int, mlp: nn.Module, norm: NormOf):
@@ -30,7 +30,7 @@ class AttentionPool(nn.Module):
         self.mlp = mlp
 
     def reset_parameters(self) -> None:
-        """Draw the query: a normal distribution of std 1 / sqrt(dim), cut at two of them (timm)."""
+        """Draw the query: normal, std 1 / sqrt(dim), truncated at two deviations (timm)."""
         std = self.latent.shape[2] ** -0.5
         nn.init.trunc_normal_(self.latent, std=std, a=-2 * std, b=2 * std)
 

@@ -1,8 +1,8 @@
-"""The encoder's blocks in their order: which samples each one computes, and what it keeps for the
-backward pass.
+"""The encoder's blocks in their order, with the samples that each block computes, and the
+activations that it keeps for the backward pass.
 
-`vit.model.Block` is one block; `vit.layers.drop_path` draws the samples; `vit.step` sets what is
-kept.
+`vit.model.Block` is one block, and `vit.layers.drop_path` draws the samples.
+`vit.training.compiling` sets which activations are kept.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Blocks(nn.Sequential):
     """
 
     checkpoint_every = 0
-    """Every so many blocks, one keeps only its input for the backward pass, which computes the rest
-    again. 0: none does."""
+    """Every `checkpoint_every`-th block keeps only its input, and the backward pass computes the
+    rest again. 0: no block does."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class Blocks(nn.Sequential):
     ):
         rates = drop_path_rates(drop_path_rate, depth, drop_path_schedule)
         has_subsets = drop_path_form == "subset"
-        # The first block gets a DropPath too, also of rate 0: blocks of one structure share one
-        # compiled graph.
+        # The first block gets a DropPath although its rate is 0, because blocks of one structure
+        # share one compiled graph.
         has_masks = drop_path_rate > 0 and not has_subsets
 
         def make_drop_path(rate: float) -> nn.Module:
@@ -47,22 +47,22 @@ class Blocks(nn.Sequential):
         self.subset_rates = rates if drop_path_rate and has_subsets else None
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
-        """rope: of `vit.layers.rope.RotaryEmbedding`, for all samples or for each."""
+        """rope: the table of `vit.layers.rope.RotaryEmbedding`, for all samples or for each."""
         rows: list[Tensor] = []
         if self.training and self.subset_rates:
-            # Drawn here, and not in the blocks: so they do not read the number of rows, which
-            # torch.compile would make a graph for each of.
+            # Drawn outside of the blocks, so that they do not read the number of rows, for each of
+            # which torch.compile would make a graph.
             both_branches = [rate for rate in self.subset_rates for _ in range(2)]
             rows = choose_rows(x.shape[0], both_branches, x.device)
         every = self.checkpoint_every if self.training and torch.is_grad_enabled() else 0
         for number, block in enumerate(self):
-            of_block = rows[2 * number : 2 * number + 2]
-            turns = rope
-            if rope is not None and of_block and rope.shape[1] > 1:
-                turns = rope.index_select(1, of_block[0])  # of those that compute attention
-            inputs = (x, turns, *of_block)
+            block_rows = rows[2 * number : 2 * number + 2]
+            block_rope = rope
+            if rope is not None and block_rows and rope.shape[1] > 1:
+                block_rope = rope.index_select(1, block_rows[0])  # samples that compute attention
+            inputs = (x, block_rope, *block_rows)
             if every and number % every == 0:
-                # A second pass draws what the first one drew: it restores the generators' states.
+                # `checkpoint` restores the generators' states, so dropout draws the same again.
                 x = checkpoint(block, *inputs, use_reentrant=False)
             else:
                 x = block(*inputs)

@@ -1,19 +1,19 @@
 """Stochastic depth (Huang et al. 2016, arXiv 1603.09382), by timm's name drop path.
 
-In training, some samples of a micro-batch leave out a residual branch. The branch of the others is
-scaled up, so that the expected output is that of evaluation, where nothing is left out. Which
-samples, and at what cost, is a matter of form (`model.drop_path_form`):
+In training, some samples of a micro-batch skip a residual branch. The branch of the other samples
+is scaled up, so that the expected output is that of evaluation, where no sample skips. There are
+two forms (`model.drop_path_form`):
 
-mask    Each sample by itself, with probability `rate`: `DropPath` multiplies the branch of all by
-        0 or 1 / (1 - rate). What is dropped has been computed.
-subset  B * (1 - rate) of B samples, rounded: `choose_rows` draws them for all branches of a model,
-        `add_branch` gathers them, computes the branch of these only and adds it back. At rate 0.45
-        nearly half of the blocks' work is not done. DINOv2's way (Oquab et al. 2023, arXiv
-        2304.07193, section 5; facebookresearch/dinov2:dinov2/layers/block.py), which truncates
-        where we round.
+mask    Each sample skips independently with probability `rate`. `DropPath` multiplies the branch of
+        all samples by 0 or 1 / (1 - rate), so skipped branches are computed as well.
+subset  B * (1 - rate) of B samples, rounded, compute a branch. `choose_rows` draws them for all
+        branches of a model. `add_branch` gathers them, computes their branch and adds it back. At
+        rate 0.45 this saves nearly half of the blocks' work. DINOv2 does it in the same way (Oquab
+        et al. 2023, arXiv 2304.07193, section 5;
+        facebookresearch/dinov2:dinov2/layers/block.py), but truncates instead of rounding.
 
-`vit.model` has the equations of the network, and calls this where a branch joins the residual path.
-`PatchDropout` drops patches of images, and not branches.
+`vit.model` uses these where a branch joins the residual path. `PatchDropout` drops patches of
+images instead of branches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
 class DropPath(nn.Module):
     """The form `mask`: zeroes a sample's branch with probability `rate` in [0, 1).
 
-    (B, ...) -> (B, ...), the kept ones scaled by 1 / (1 - rate). Does nothing in evaluation.
+    (B, ...) -> (B, ...); the other samples are scaled by 1 / (1 - rate). Does nothing in
+    evaluation.
     """
 
     keep_prob: Tensor
@@ -46,9 +47,9 @@ class DropPath(nn.Module):
     def __init__(self, rate: float):
         super().__init__()
         self.rate = rate
-        # A tensor, not a float: torch.compile specialises its graph on each Python number that a
-        # forward pass reads. Blocks may all have different rates, and after eight graphs it falls
-        # back to eager. Not persistent: the rate is a setting, and timm's state dicts lack it.
+        # A tensor, because torch.compile makes a graph for each Python number that a forward pass
+        # reads. All blocks may have different rates, and after eight graphs it falls back to eager.
+        # Not persistent, because the rate is a setting, and timm's state dicts lack it.
         self.register_buffer("keep_prob", torch.empty(()), persistent=False)
         self.reset_parameters()
 
@@ -60,23 +61,24 @@ class DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        shape = (x.shape[0], *(1,) * (x.ndim - 1))  # one draw per sample
-        # Drawn in fp32 also under autocast: bf16 has 128 values in [0.5, 1), too few for rate 0.1.
-        kept = torch.rand(shape, device=x.device) < self.keep_prob
-        return x * (kept.to(x.dtype) / self.keep_prob)
+        # One draw for each sample, in fp32 also under autocast, because bf16 has only 128 values in
+        # [0.5, 1), which is not fine enough for rate 0.1.
+        shape = (x.shape[0], *(1,) * (x.ndim - 1))
+        mask = torch.rand(shape, device=x.device) < self.keep_prob
+        return x * (mask.to(x.dtype) / self.keep_prob)
 
 
 def num_kept(batch_size: int, rate: float) -> int:
-    """Return how many of `batch_size` samples keep a branch in the form `subset`: at least one."""
+    """Return how many of `batch_size` samples compute a branch in the form `subset`, at least 1."""
     return max(round(batch_size * (1.0 - rate)), 1)
 
 
 def choose_rows(batch_size: int, rates: Sequence[float], device: torch.device) -> list[Tensor]:
-    """Draw the samples that keep their branch: (num_kept,) int64 for each of `rates`.
+    """Draw the samples that compute a branch: (num_kept,) int64 for each of `rates`.
 
-    How many they are depends on the arguments and not on the draw, so the device is not waited for.
+    Their number depends only on the arguments, not on the draw, so nothing waits for the device.
     """
-    # One sort for all branches of the model: a `randperm` each would be 64 for H.
+    # One sort for all branches of the model; a `randperm` for each would be 64 calls for H.
     orders = torch.rand(len(rates), batch_size, device=device).argsort(dim=1)
     return [order[: num_kept(batch_size, rate)] for order, rate in zip(orders, rates, strict=True)]
 
@@ -88,11 +90,11 @@ def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], rows: Tensor) -> T
 
 
 class PatchDropout(nn.Module):
-    """Leaves out patches, and their rotary positions: (B, N, D) -> (B, P + kept, D).
+    """Drops patches, and their rotary positions: (B, N, D) -> (B, P + kept, D).
 
-    Each image keeps its P prefix tokens and (1 - rate) of its patches, at least one, drawn by
-    itself; attention costs less by the square (Liu et al. 2022, arXiv 2208.07220; timm's
-    `PatchDropout`). Nothing is scaled up: tokens are attended to, not summed. Does nothing in
+    Each image keeps its P prefix tokens and (1 - rate) of its patches, at least one, drawn for each
+    image. The cost of attention falls with the square (Liu et al. 2022, arXiv 2208.07220; timm's
+    `PatchDropout`). Tokens are not scaled up, because attention averages them. Does nothing in
     evaluation.
     """
 
@@ -109,9 +111,10 @@ class PatchDropout(nn.Module):
         num_patches = num_tokens - first
         num_kept = max(int(num_patches * (1.0 - self.rate)), 1)
         order = torch.rand(batch_size, num_patches, device=x.device).argsort(dim=1)
-        # Blocks do not mind the order of tokens, so it stays as drawn; only the prefix is in place.
+        # Patches stay in the order of the draw, because blocks do not depend on it. Prefix tokens
+        # stay first, because heads read them by position.
         prefix = torch.arange(first, device=x.device).expand(batch_size, -1)
-        kept = torch.cat((prefix, order[:, :num_kept] + first), dim=1)
-        x = x.gather(1, kept.unsqueeze(2).expand(-1, -1, x.shape[2]))
+        tokens = torch.cat((prefix, order[:, :num_kept] + first), dim=1)
+        x = x.gather(1, tokens.unsqueeze(2).expand(-1, -1, x.shape[2]))
         # (2, 1, 1, N, head_dim) -> (2, B, 1, P + kept, head_dim)
-        return x, rope if rope is None else rope[:, 0, 0, kept].unsqueeze(2)
+        return x, rope if rope is None else rope[:, 0, 0, tokens].unsqueeze(2)

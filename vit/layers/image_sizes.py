@@ -1,9 +1,9 @@
-"""Images of other sizes than a model's own, for stages of training (`schedule.image_sizes`).
+"""Let a model take images of further sizes, for stages of training (`schedule.image_sizes`).
 
-A model has positions for one size of image, which its weights and evaluations have. For another one
-learned and fixed positions are resampled in each forward pass, so that their gradient reaches the
-weights, and rotary ones follow their own rule: the model then computes what one made for that size
-computes with these weights (`vit.weights.files` resamples them in the same way).
+A model stores positions for one image size: that of its checkpoints and evaluations. For a further
+size, learned and fixed positions are resampled in each forward pass, so that their gradient reaches
+the weights; rotary positions follow their own rule. The result is that of a model made for the
+further size with the same weights, because `vit.weights.files` resamples in the same way.
 
     positions of the model's grid -> `AtSize.positions` -> those of the images' grid
                                      `AtSize.rope`      -> the table of that grid
@@ -23,7 +23,7 @@ from vit.layers.rope import RotaryEmbedding
 
 
 class AtSize(nn.Module):
-    """Positions for images of another grid than the model's.
+    """The positions for images with a grid that differs from the model's.
 
     grids: (h, w) in patches. rope: that of the model.
     """
@@ -37,9 +37,9 @@ class AtSize(nn.Module):
         super().__init__()
         self.model_grid = model_grid
         self.rope = None if rope is None else rope.at(grid)
-        # As matrices, because the backward pass of torch's resize on GPUs adds in no fixed order.
-        # The filter is separable, so one for each axis is enough. Not in the state dict: they
-        # follow from the sizes.
+        # The resize is a product with matrices, because the backward pass of torch's resize on GPUs
+        # adds in no fixed order. The filter is separable, so one matrix for each axis is enough.
+        # They are not in the state dict, because they follow from the sizes.
         for name, new, old in zip(("rows", "columns"), grid, model_grid, strict=True):
             self.register_buffer(name, torch.empty(new, old), persistent=False)
         self.reset_parameters()
@@ -52,9 +52,10 @@ class AtSize(nn.Module):
             matrix.copy_(resample_posemb(torch.eye(old)[None], (old, 1), (new, 1), 0)[0])
 
     def positions(self, pos_embed: Tensor) -> Tensor:
-        """Return those of this grid: (1, P + h*w, D) -> (1, P + h'*w', D) float32.
+        """Resample positions to this grid: (1, P + h*w, D) -> (1, P + h'*w', D) float32.
 
-        As `vit.layers.posemb.resample_posemb`, to rounding; without autocast around it.
+        The result is that of `vit.layers.posemb.resample_posemb`, except for rounding. Call it
+        without autocast.
         """
         num_patches = self.rows.shape[1] * self.columns.shape[1]
         prefix = pos_embed[0, : pos_embed.shape[1] - num_patches]
@@ -65,20 +66,20 @@ class AtSize(nn.Module):
 
 
 class OtherSizes(nn.ModuleDict):
-    """An `AtSize` for each further size of image, by its "HEIGHTxWIDTH" in pixels."""
+    """An `AtSize` for each further image size, by its "HEIGHTxWIDTH" in pixels."""
 
     def find(self, images: Tensor) -> AtSize | None:
-        """Return that of `images`, (B, C, H, W); None if they have the model's own size."""
+        """Return the positions for `images`, (B, C, H, W), or None if their size was not added."""
         name = _name(images.shape[2], images.shape[3])
         return getattr(self, name, None)
 
     def add(self, image_size: tuple[int, int], at_size: AtSize) -> None:
-        """Take images of `image_size` = (height, width)."""
+        """Add the positions for images of `image_size` = (height, width)."""
         self[_name(*image_size)] = at_size
 
 
 def take_sizes(model: Any, image_sizes: Iterable[tuple[int, int]]) -> None:
-    """Let `model` take images of these (height, width), too; its weights stay as they are.
+    """Let `model` also take images of these sizes, (height, width); its weights do not change.
 
     model: a `VisionTransformer` that is not wrapped or compiled yet. Raises ValueError for a size
     that is not a multiple of the patch, and for a model of timm.

@@ -1,5 +1,5 @@
-"""Initial weights as their sources draw them, where that is not what `vit.model` does by itself;
-and none at all, for a model whose weights a checkpoint has."""
+"""Draw initial weights as timm or JAX do where they differ from `vit.model`; or skip the draws for
+a model whose weights come from a checkpoint."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DRAWS = (
     "kaiming_uniform_",
     "kaiming_normal_",
 )
-"""Functions of torch.nn.init that draw; what they call of each other is drawn once."""
+"""Functions of torch.nn.init that draw, or call each other to draw."""
 
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Leave parameters that are created meanwhile without values: they wait for a checkpoint's.
+    """Skip the draws of parameters that are created in the block; a checkpoint will fill them.
 
-    Buffers get theirs, since those outside the state dict are in no checkpoint. Of B the draws take
-    a second of a core, of H seven.
+    Buffers are drawn, because those outside the state dict are not in a checkpoint. The draws take
+    a second on one core for B, and seven for H.
     """
 
     def instead_of(draw: Any) -> Any:
@@ -49,10 +49,9 @@ def undrawn() -> Iterator[None]:
 
 
 def lecun_normal_(weight: Tensor) -> None:
-    """Draw `weight`, (out, in, ...), from a normal distribution of variance 1 / fan-in, cut at two
-    standard deviations, as Flax does (`lecun_normal`)."""
-    # Cut at two standard deviations, it has 0.8796 of its original one. Flax divides by that, torch
-    # does not.
+    """Draw `weight`, (out, in, ...), from a normal distribution of variance 1 / fan-in, truncated
+    at two standard deviations, as Flax does (`lecun_normal`)."""
+    # Truncation leaves 0.8796 of the standard deviation. Flax divides by that, torch does not.
     std = math.sqrt(1.0 / weight[0].numel()) / 0.87962566103423978
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
@@ -60,7 +59,7 @@ def lecun_normal_(weight: Tensor) -> None:
 def draw_as(
     source: str | None, model: nn.Module, patches: nn.Conv2d, heads: Iterable[nn.Linear]
 ) -> None:
-    """Draw what `source` ("timm", "jax") draws otherwise than `vit.model` does by itself (None)."""
+    """Draw the weights again that `source` ("timm", "jax"; None: none) draws in its own way."""
     if source == "timm":
         _draw_as_timm(patches, heads)
     elif source == "jax":
@@ -68,7 +67,7 @@ def draw_as(
 
 
 def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
-    """Draw what timm, DeiT and DeiT III draw in another way than `vit.model` does by itself.
+    """Draw patches and heads as timm, DeiT and DeiT III do.
 
     Patches: torch's convolution, uniform with a deviation of 1 / sqrt(3 fan-in), bias included;
     heads: normal, 0.02 (timm:timm/models/vision_transformer.py, `init_weights_vit_timm`;
@@ -80,9 +79,9 @@ def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
 
 
 def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
-    """Draw the linear maps of `model` but its `heads` as Flax does for the ViT paper's code.
+    """Draw all linear maps of `model` except `heads` as Flax does in the ViT paper's code.
 
-    Xavier's uniform rule, queries, keys and values each by itself; biases of MLPs normal, 1e-6
+    Xavier's uniform rule, separately for queries, keys and values; biases of MLPs normal, 1e-6
     (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
     """
     are_heads = set(heads)

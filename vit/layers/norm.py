@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 NormOf = Callable[[int], nn.Module]
-"""Creates a norm over so many channels."""
+"""Creates a norm over a number of channels."""
 EPS = 1e-6
-"""The paper's, which is Flax's default and not torch's (1e-5)."""
+"""The paper's epsilon, which is Flax's default; torch's is 1e-5."""
 
 
 class RMSNorm(nn.RMSNorm):
@@ -20,8 +20,8 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # In the weight's dtype, as autocast has it for LayerNorm: torch has no kernel for bf16 with
-        # weights of fp32, and warns at each call.
+        # In the weight's dtype, as autocast does for LayerNorm: torch has no kernel for bf16 with
+        # fp32 weights, and would warn at each call.
         return super().forward(x.to(self.weight.dtype))
 
 
@@ -30,7 +30,7 @@ NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}
 
 
 def create_norm(norm_layer: str, dim: int) -> nn.Module:
-    """Create the norm of that name over `dim` channels, for all models with one epsilon."""
+    """Create the norm of that name over `dim` channels; all models use the same epsilon."""
     return NORMS[norm_layer](dim, eps=EPS)
 
 

@@ -11,25 +11,25 @@ from vit.layers.norm import create_norm
 class PatchEmbed(nn.Module):
     """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
 
-    The products x_p E of equation 1.
+    These are the products x_p E of equation 1.
     """
 
     def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):
         super().__init__()
-        # Patches do not overlap, so a convolution whose stride is its kernel is that linear map.
+        # A convolution whose stride is its kernel size is a linear map of each patch.
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Row by row is the order of the positions, for `vit.layers.posemb` and for timm's weights.
+        # Row by row, which is the order of positions in `vit.layers.posemb` and timm's weights.
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class NormedPatchEmbed(nn.Module):
     """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
 
-    Dual PatchNorm (Kumar et al. 2023, arXiv 2302.01327; before it in
+    Dual PatchNorm (Kumar et al. 2023, arXiv 2302.01327; earlier in
     explainingai-code/VIT-Pytorch:model/patch_embed.py). The weights of `proj` have the shape of a
-    convolution, as those of a ViT without norms.
+    convolution, as in a ViT without norms.
     """
 
     def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):

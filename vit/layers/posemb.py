@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int) -> Tensor:
-    """Fixed 2-D sine-cosine positions: (1, P + h*w, dim) float32, 0 for prefix tokens.
+    """Return fixed 2-D sine-cosine positions: (1, P + h*w, dim) float32, 0 for prefix tokens.
 
     A quarter of the channels each is sin x, cos x, sin y, cos y. As in
-    google-research/big_vision:big_vision/models/vit.py (`posemb_sincos_2d`): the frequencies fall
-    from 1 to exactly 1/10,000. MoCo v3 (arXiv 2104.02057), where the positions come from, stops one
-    step before. Raises ValueError if `dim` is not a multiple of 4, or below 8.
+    google-research/big_vision:big_vision/models/vit.py (`posemb_sincos_2d`) the frequencies fall
+    from 1 to exactly 1/10,000. MoCo v3 (arXiv 2104.02057), the source of these positions, ends one
+    step earlier. Raises ValueError if `dim` is not a multiple of 4, or below 8.
     """
     if dim % 4 or dim < 8:
         needed = "an embed_dim of 8, 12, 16 and so on"
@@ -41,13 +41,13 @@ def resample_posemb(
 ) -> Tensor:
     """Resample positions to a different grid (section 3.2): (1, P + h*w, D) -> (1, P + h'*w', D).
 
-    The dtype is kept, and so are the first P = `num_prefix_tokens` rows, which have no place in the
+    The dtype stays, and so do the first P = `num_prefix_tokens` rows, which have no place in the
     image. `interpolation` is "bicubic" or "bilinear"; the defaults are those of timm's
     `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
-    `antialias` matters only towards a smaller grid; DeiT and MAE have none.
+    `antialias` only matters for a smaller grid; DeiT and MAE do not use it.
 
     Raises:
-        ValueError: `pos_embed` is not of `old_grid`.
+        ValueError: `pos_embed` does not have the size of `old_grid`.
     """
     length = num_prefix_tokens + math.prod(old_grid)
     if pos_embed.ndim != 3 or pos_embed.shape[:2] != (1, length):

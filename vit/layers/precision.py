@@ -1,4 +1,4 @@
-"""Number formats of training: autocast, fp16's loss scale, and which device emulates which."""
+"""Number formats of training: autocast, fp16's loss scale, and notes about emulated formats."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FP16_SCALE = 2.0**16
 FP16_GROWTH_STEPS = 2000
 """Steps without an overflow after which the scale doubles, as in torch.amp.GradScaler."""
 SLOW_PRECISION = 3.0
-"""A precision that is this many times slower than fp32 on a CPU is emulated."""
+"""Factor over the time of fp32 above which a precision counts as emulated on a CPU."""
 BF16_CAPABILITY = (8, 0)
-"""NVIDIA's first with bf16 (Ampere); attention in one kernel needs it for bf16, too, and else keeps
-its N x N matrix."""
+"""NVIDIA's first compute capability with bf16 (Ampere). Older GPUs also have no attention kernel
+for bf16 that avoids the N x N matrix."""
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[None]:
@@ -37,8 +37,8 @@ def without_autocast(device: torch.device) -> AbstractContextManager[None]:
 class LossScale:
     """Dynamic loss scale (Micikevicius et al. 2018, section 3.2); constant 1 except for fp16.
 
-    Both numbers are () float32 tensors on `device`, so that following an overflow needs no
-    host-device sync. A checkpoint holds them.
+    Both numbers are () float32 tensors on `device`, so that an overflow needs no host-device sync.
+    A checkpoint has both.
     """
 
     def __init__(self, precision: str, device: torch.device):
@@ -62,13 +62,13 @@ def precision_note(
 ) -> str | None:
     """Return a note if `device` only emulates `precision` (fp32, bf16 or fp16), else None.
 
-    Measured on a CPU, in a tenth of a second, on a matrix product as in a ViT-B's MLP: torch
-    reports which instructions a CPU has, not whether its kernels use them. `flag`: how the note
-    names the setting.
+    On a CPU it measures a matrix product of a ViT-B's MLP, in a tenth of a second, because torch
+    reports the instructions of a CPU, but not whether its kernels use them. `flag`: the setting's
+    name in the note.
     """
     separator = " " if flag.startswith("--") else "="
     if device.type == "cuda":
-        # AMD numbers its GPUs in another way.
+        # AMD's compute capabilities have a different meaning.
         if precision != "bf16" or torch.version.hip is not None:
             return None
         capability = torch.cuda.get_device_capability(device)
@@ -93,7 +93,7 @@ def precision_note(
 
 
 def _matmul_s(dtype: torch.dtype) -> float:
-    """Return the seconds of 16 tokens of ViT-B in the first layer of an MLP, the best of three."""
+    """Return the time of 16 tokens in the first layer of ViT-B's MLP, the best of three runs."""
     tokens = torch.ones(16, 768, dtype=dtype)
     weight = torch.ones(768, 3072, dtype=dtype)
     return min(timeit.repeat(lambda: tokens @ weight, repeat=3, number=1))

@@ -1,4 +1,4 @@
-"""Sizes of the ViTs that papers name, as arguments of `vit.model.VisionTransformer`."""
+"""Sizes of ViTs by their names in papers, as arguments of `vit.model.VisionTransformer`."""
 
 from __future__ import annotations
 
@@ -18,4 +18,4 @@ PRESETS: dict[str, dict[str, Any]] = {
 G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023 (2305.13035).
 """
 SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
-"""timm's words for sizes."""
+"""timm's names of sizes -> names in `PRESETS`."""

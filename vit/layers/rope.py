@@ -1,16 +1,16 @@
-"""Rotary positions (RoPE): queries and keys turn by angles that follow their row and column.
+"""Rotary positions (RoPE): queries and keys turn by angles that depend on their row and column.
 
 Su et al. 2021 (arXiv 2104.09864) for two axes: half of the pairs of a head's channels turn with the
-row, half with the column, each pair at a frequency of its own. The product of a turned query and a
-turned key depends on their distance alone. Positions have no weights, so a model takes images of
-another size without new ones; what the coordinates are then is the source's rule:
+row, half with the column, each pair at its own frequency. The product of a turned query and a
+turned key depends only on their distance. Positions have no weights, so a model can take images of
+a different size. Their coordinates then follow the rule of the source:
 
 axial   Row and column count from 0, frequencies fall from 1 to nearly 1 / 10,000, neighbouring
-        channels are a pair. A larger image goes on counting (ViT-5: wangf3014/ViT-5:rope.py), or,
-        with `ref_feat_shape`, is spread over the rows and columns of that grid (EVA-02, arXiv
-        2303.11331; timm's `RotaryEmbeddingCat`, huggingface/pytorch-image-models:
-        timm/layers/pos_embed_sincos.py).
-dinov3  The centres of patches lie in [-1, 1] whatever the size, frequencies fall from 2 pi to
+        channels are a pair. In a larger image counting continues (ViT-5: wangf3014/ViT-5:rope.py),
+        or, with `ref_feat_shape`, coordinates are spread over the rows and columns of that grid
+        (EVA-02, arXiv 2303.11331; timm's `RotaryEmbeddingCat`,
+        huggingface/pytorch-image-models:timm/layers/pos_embed_sincos.py).
+dinov3  The centres of patches lie in [-1, 1] for any size, frequencies fall from 2 pi to
         nearly 2 pi / 100, channels half a head apart are a pair (DINOv3, arXiv 2508.10104;
         facebookresearch/dinov3:dinov3/layers/rope_position_encoding.py).
 
@@ -29,16 +29,17 @@ TEMPERATURES = {"axial": 10_000.0, "dinov3": 100.0}
 
 
 class RotaryEmbedding(nn.Module):
-    """The table for one size of image, (2, 1, 1, N, head_dim) float32: cosines and sines.
+    """The table for one image size, (2, 1, 1, N, head_dim) float32: cosines and sines.
 
-    Prefix tokens do not turn, but for registers that have a temperature of their own: they turn as
-    the places of a square grid (ViT-5). The sines have the sign with which `rotate` adds them.
+    Prefix tokens do not turn, except registers with a temperature, which turn like the places of a
+    square grid (ViT-5). The sines have the sign with which `rotate` adds them.
 
     Args:
-        temperature, reg_temperature: None: the source's, and: registers do not turn.
+        temperature: None for the source's.
+        reg_temperature: None for registers that do not turn.
         ref_feat_shape, grid_size: (h, w) in patches.
         rope_type: "axial" or "dinov3".
-        class_tokens, reg_tokens: the prefix, in its order.
+        class_tokens, reg_tokens: numbers of prefix tokens, in their order.
     """
 
     table: Tensor
@@ -66,16 +67,25 @@ class RotaryEmbedding(nn.Module):
         self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
-        # A buffer for the device's sake; like timm's not in the state dict: it follows from the
-        # size of the image.
+        # A buffer, so that it moves with the model to a device. Not in the state dict, like timm's,
+        # because it follows from the image size.
         table = torch.empty(2, 1, 1, num_tokens, head_dim)
         self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
 
     def at(self, grid_size: tuple[int, int]) -> RotaryEmbedding:
-        """Return that of images of another grid, by the rule of `rope_type`."""
-        sources = (self.temperature, self.reg_temperature, self.ref_feat_shape, self.rope_type)
-        return RotaryEmbedding(*sources, grid_size, self.table.shape[-1], *self.prefix)
+        """Return the embedding for images with this grid, by the rule of `rope_type`."""
+        class_tokens, reg_tokens = self.prefix
+        return RotaryEmbedding(
+            self.temperature,
+            self.reg_temperature,
+            self.ref_feat_shape,
+            self.rope_type,
+            grid_size=grid_size,
+            head_dim=self.table.shape[-1],
+            class_tokens=class_tokens,
+            reg_tokens=reg_tokens,
+        )
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -116,7 +126,7 @@ def rotate(x: Tensor, table: Tensor, rope_type: str) -> Tensor:
 
 
 def _grid_places(grid_size: tuple[int, int], ref_feat_shape: tuple[int, int]) -> Tensor:
-    """Row and column of each patch: (h*w, 2) float64, counted on the grid `ref_feat_shape`."""
+    """Return row and column of each patch, (h*w, 2) float64, on the grid `ref_feat_shape`."""
     axes = [
         torch.arange(size, dtype=torch.float64) * reference / size
         for size, reference in zip(grid_size, ref_feat_shape, strict=True)
@@ -125,13 +135,13 @@ def _grid_places(grid_size: tuple[int, int], ref_feat_shape: tuple[int, int]) ->
 
 
 def _centres(grid_size: tuple[int, int]) -> Tensor:
-    """Row and column of the centre of each patch, in [-1, 1]: (h*w, 2) float64."""
+    """Return row and column of the centre of each patch, in [-1, 1]: (h*w, 2) float64."""
     axes = [(torch.arange(size, dtype=torch.float64) * 2 + 1) / size - 1 for size in grid_size]
     return torch.cartesian_prod(*axes)
 
 
 def _angles(places: Tensor, temperature: float, head_dim: int) -> Tensor:
-    """`places`, (n, 2), at each frequency: (n, head_dim / 2) float64, those of rows first."""
+    """Return `places`, (n, 2), times each frequency: (n, head_dim / 2) float64, rows first."""
     num = head_dim // 4
     frequencies = temperature ** (-torch.arange(num, dtype=torch.float64) / num)
     return (places.unsqueeze(2) * frequencies).flatten(1)

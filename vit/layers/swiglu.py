@@ -9,8 +9,8 @@ from torch import Tensor, nn
 class SwiGLU(nn.Module):
     """A hidden layer times its gate, per token: (B, N, D) -> (B, N, D).
 
-    EVA-02 and DINOv3's H+; timm's `SwiGLU`. At equal parameters `hidden_dim` is two thirds of an
-    MLP's.
+    Used by EVA-02 and DINOv3's H+; timm's `SwiGLU`. With equally many parameters `hidden_dim` is
+    two thirds of an MLP's.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):
@@ -27,9 +27,9 @@ class SwiGLU(nn.Module):
 
 
 class SwiGLUPacked(nn.Module):
-    """The same as one product: gate and hidden layer share `hidden_dim`, half each.
+    """SwiGLU with gate and hidden layer in one product; each has half of `hidden_dim`.
 
-    DINOv2's g and timm's `SwiGLUPacked`. `hidden_dim` is even.
+    Used by DINOv2's g; timm's `SwiGLUPacked`. `hidden_dim` is even.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):

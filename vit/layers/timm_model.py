@@ -1,8 +1,8 @@
-"""Models of timm as `timm/<name>`, without their published weights.
+"""Create models of timm as `timm/<name>`, without their published weights.
 
-timm is an optional dependency, imported only when such a model is asked for. A timm model gets
-`image_size` (height, width) and `in_chans` as attributes, as our own model has them: whoever needs
-an input for it, such as `vit.training.model_summary.flops_per_image`, reads its shape there.
+timm is an optional dependency, imported only for such a model. A timm model gets the attributes
+`image_size` (height, width) and `in_chans` of `VisionTransformer`, because callers such as
+`vit.training.model_summary.flops_per_image` read the shape of inputs from them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def create_timm_model(
 
     Raises:
         ValueError: timm is not installed, does not know the name, or cannot make the model with
-            these `fields`; those that the model does not have are named all at once.
+            these `fields`. All fields that the model lacks are named at once.
     """
     try:
         import timm
@@ -41,13 +41,12 @@ def create_timm_model(
         try:
             model = timm.create_model(name, **fields)
         except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-            # Python names one argument that a constructor does not take per attempt, timm's
-            # MetaFormer all of them.
+            # Python names only one unknown argument per attempt, timm's MetaFormer names all.
             named = str(error).partition("unexpected keyword argument")[2]
             refused = [field for field in re.findall(r"'(\w+)'", named) if field in fields]
             if not refused:
                 if {*unknown} - {"img_size"}:
-                    break  # what it lacks is said first: the rest may follow from it
+                    break  # report unknown fields first: this error may follow from them
                 raise ValueError(
                     f"timm {timm.__version__} cannot make {name!r} with {fields}: {error}"
                 ) from error

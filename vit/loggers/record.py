@@ -1,11 +1,10 @@
-"""The record of a run: `metrics.jsonl` is the truth, console, Weights & Biases
-(`vit.loggers.wandb_logger`) and TensorBoard (`vit.loggers.tensorboard`) are views of it.
+"""Write the record of a run, `metrics.jsonl`, and show it.
 
-The loop hands over numbers that were read from the device one step late; rank 0 appends each set as
-one JSON object per line, and shows it. A restarted run appends, too: a `start` line says from which
-step on later lines replace earlier ones, which `read_metrics` applies. W&B switched off, offline or
-hanging changes nothing in the file and never stops the run. `StartTimes` measures the parts of a
-start.
+`metrics.jsonl` has everything. Console, Weights & Biases (`vit.loggers.wandb_logger`) and
+TensorBoard (`vit.loggers.tensorboard`) only show it. Rank 0 appends each set of numbers as one JSON
+object per line. A restarted run appends to the same file: later lines replace earlier ones from the
+step of the `start` line on, which `read_metrics` applies. If W&B is off, offline or hangs, the file
+is the same, and the run continues. `StartTimes` measures the parts of a start.
 """
 
 from __future__ import annotations
@@ -33,39 +32,39 @@ from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
-"""A log file gets a line after this long without one: steps may take minutes each."""
+"""Longest time without a line in a log file, because steps may take minutes each."""
 
 
 _OF_EACH_LINE = {"kind", "step", "time"}
 OF_PROVENANCE = ("command", "git", "python", "torch", "host")
-"""The keys of `provenance`, which a `start` line has as well."""
+"""Keys of `provenance`; a `start` line has them as well."""
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the readable lines of a `metrics.jsonl`, and the number of the others.
+    """Return the readable lines of a `metrics.jsonl`, and the number of unreadable ones.
 
-    What follows the last line break was cut short by a kill, and is not counted.
+    Text after the last line break was cut short by a kill, and is ignored.
     """
-    found = list[dict[str, Any]]()
+    lines = list[dict[str, Any]]()
     num_unreadable = 0
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     for row in text.split("\n")[:-1]:
         try:
             line = json.loads(row)
-            found.append({**line, "kind": str(line["kind"]), "step": int(line["step"])})
+            lines.append({**line, "kind": str(line["kind"]), "step": int(line["step"])})
         except (ValueError, TypeError, KeyError):
             num_unreadable += 1
-    return found, num_unreadable
+    return lines, num_unreadable
 
 
 def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `lines` without those that a restart, or going back, has replaced."""
-    kept: list[dict[str, Any]] = []
+    """Return `lines` without those that a restart or a rewind has replaced."""
+    valid: list[dict[str, Any]] = []
     for line in lines:
         if line["kind"] in ("start", "rewind"):
-            kept = [old for old in kept if old["kind"] == "start" or old["step"] <= line["step"]]
-        kept.append(line)
-    return kept
+            valid = [old for old in valid if old["kind"] == "start" or old["step"] <= line["step"]]
+        valid.append(line)
+    return valid
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -74,9 +73,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return what the views show of a line of the record, as `train/loss`; {} of other kinds.
+    """Return the numbers of a line to show, by names such as `train/loss`; {} for other kinds.
 
-    Of norms each layer's, as `norms/grad_norm/blocks.0`.
+    For norms it returns those of each layer, by names such as `norms/grad_norm/blocks.0`.
     """
     kind = line["kind"]
     if kind == "norms":
@@ -92,34 +91,35 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
 
 
 class Rows(NamedTuple):
-    """What is shown of a record: of each line that counts its step and its numbers by name, and the
-    most lines that ever counted."""
+    """The rows of a record that W&B shows."""
 
     rows: list[tuple[int, dict[str, float]]]
+    """Step and numbers by name of each valid line."""
     most: int
+    """The largest number of valid lines at any time."""
 
 
 def rows_of(lines: list[dict[str, Any]]) -> Rows:
-    """Return what W&B shows of the `lines` of a record, those that were replaced among them."""
-    kept: list[tuple[int, dict[str, float]]] = []
+    """Return the rows that W&B shows. lines: all lines of a record, also replaced ones."""
+    rows: list[tuple[int, dict[str, float]]] = []
     most = 0
     restarts = 0
     for line in lines:
         if line["kind"] in ("start", "rewind"):
-            kept = [(step, numbers) for step, numbers in kept if step <= line["step"]]
+            rows = [(step, numbers) for step, numbers in rows if step <= line["step"]]
             restarts = line.get("restarts", restarts)
         if numbers := numbers_of(line):
-            kept.append((line["step"], {"restarts": restarts, **numbers}))
-            most = max(most, len(kept))
-    return Rows(kept, most)
+            rows.append((line["step"], {"restarts": restarts, **numbers}))
+            most = max(most, len(rows))
+    return Rows(rows, most)
 
 
 class Record:
     """Writes and shows on rank 0; on other ranks every call does nothing.
 
     total_steps, first_step: for the progress line. lock: that of the run folder; the record
-    acquires it, unless it is held already, and releases it when closed. Lines go to stderr, so that
-    stdout is left to the command.
+    acquires it, unless it is already held, and releases it when closed. Lines go to stderr, because
+    stdout is for the result of the command.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Record:
             return
         self._run_dir = run_dir
         self._config = config
-        self._said_at = time.monotonic()
+        self._printed_at = time.monotonic()
         self._began_s = time.time()
         self._began_at = steady_s()
         self._console = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -165,14 +165,14 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a live line: on the main rank, if it has a terminal."""
+        """Whether there is a live line: on rank 0, if it has a terminal."""
         return self._live is not None
 
     def say(self, text: str) -> None:
-        """Show one line to people."""
+        """Print one line."""
         if self.is_main:
             self._console.print(printed(text), markup=False)
-            self._said_at = time.monotonic()
+            self._printed_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line of `kind` start, reference, ready, train, norms, eval, epoch, checkpoint,
@@ -184,7 +184,7 @@ class Record:
             return
         for key, value in values.items():
             values[key] = shown_values(_finite(value))
-        # As far apart as what has passed: a clock that is set meanwhile would make hours of it.
+        # By a steady clock, so that differences stay right if the system's clock is set.
         time_s = self._began_s + steady_s() - self._began_at
         line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
         self._append(json.dumps(line) + "\n")
@@ -208,8 +208,8 @@ class Record:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            # Nothing may follow a line that was cut short by a full disk: the next start removes
-            # it. Closing the file would try to write it once more.
+            # A full disk may have cut the line short, and the next start removes it, so no line may
+            # follow it. Closing the file may try to write it again, and fail again.
             with suppress(OSError):
                 self._file.close()
             raise ValueError(
@@ -218,16 +218,16 @@ class Record:
             ) from None
 
     def _restore_if_gone(self) -> None:
-        """Write the lines so far again, if somebody has removed or replaced the file meanwhile.
+        """Write all lines to a new file, if the file was removed or replaced.
 
-        They are still in the one that is open here, which nobody else can reach. Raises OSError.
+        The open file still has the lines, although it has no name any more. Raises OSError.
         """
         path = self._run_dir / METRICS_FILE
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
                 return
         if not self.lock.is_in_place():
-            return  # the whole folder is gone, or another run's: the next save tells
+            return  # the folder is gone, or belongs to another run: the next save raises an error
         self._file.seek(0)
         with replacing(path) as file:
             file.write(self._file.read().encode())
@@ -236,19 +236,19 @@ class Record:
         self.say(f"{path}: was removed or replaced while the run wrote to it; it is there again")
 
     def flush(self) -> None:
-        """Force the lines so far to the disk; on the main rank, from any thread.
+        """Force all lines to the disk; on rank 0, from any thread.
 
-        A machine that loses its power loses what the system has not written yet: the steps before a
-        checkpoint, which nobody does again. Raises OSError.
+        Without it a power cut would lose lines of steps before the checkpoint, which are never
+        repeated. Raises OSError.
         """
-        with suppress(ValueError):  # closed, after an error that has been told
+        with suppress(ValueError):  # closed, after an error that was already reported
             os.fsync(self._file.fileno())
 
     def progress(self, step: int, text: str) -> None:
         """Move the live line to `step`; without a terminal, print a line after a silent minute."""
         if self._live is not None:
             self._live.update(self._task, completed=step, description=text)
-        elif self.is_main and time.monotonic() - self._said_at > SILENT_S:
+        elif self.is_main and time.monotonic() - self._printed_at > SILENT_S:
             self.say(text)
         if self._wandb is not None:
             self._wandb.poll_messages()
@@ -260,9 +260,9 @@ class Record:
         self.progress(step, text)
 
     def start_wandb(self, run_config: dict[str, Any]) -> None:
-        """Show this run on W&B from here on, as the same one after a restart.
+        """Start to show this run on W&B; a restarted run continues the same W&B run.
 
-        Whether that works is reported as soon as it is known; nothing waits for it.
+        A later line reports whether that works, so training does not wait for it.
         """
         if not self.is_main or self._config.wandb == "off":
             return
@@ -271,16 +271,16 @@ class Record:
         if mode != "off":
             self._wandb = wandb_view.WandbProcess(
                 self._run_dir,
-                self._config.wandb_project,
-                mode,
-                run_config,
-                shown_values(sys.argv),
-                rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
-                self.say,
+                project=self._config.wandb_project,
+                mode=mode,
+                config=run_config,
+                argv=shown_values(sys.argv),
+                shown=rows_of(read_lines(self._run_dir / METRICS_FILE)[0]),
+                say=self.say,
             )
 
     def start_tensorboard(self) -> None:
-        """Show this run in TensorBoard, with all that the record holds so far."""
+        """Start to show this run in TensorBoard, with all lines of the record so far."""
         if self.is_main and self._config.tensorboard:
             lines = read_metrics(self._run_dir / METRICS_FILE)
             shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
@@ -290,14 +290,14 @@ class Record:
             self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.say)
 
     def go_back(self, step: int, text: str, **values: Any) -> None:
-        """Show and write that the run goes back to `step`: later lines so far do not count."""
+        """Print and write that the run goes back to `step`; existing later lines become invalid."""
         self.say(text)
         if self._wandb is not None:
             lines = read_lines(self._run_dir / METRICS_FILE)[0]
-            kept = rows_of([*lines, {"kind": "rewind", "step": step}]).rows
-            self._wandb.send(rewind=len(kept))
+            rows = rows_of([*lines, {"kind": "rewind", "step": step}]).rows
+            self._wandb.send(rewind=len(rows))
         self.write("rewind", step, **values)
-        if self._tensorboard is not None:  # the steps come again: it begins with those that count
+        if self._tensorboard is not None:  # a new file, which begins with the valid lines
             self._tensorboard.close()
             self.start_tensorboard()
 
@@ -318,7 +318,7 @@ class Record:
     def close(self) -> None:
         """Close the live line, the file, the event file and the W&B run.
 
-        The latter may take a while: `vit.loggers.wandb_logger` says how long.
+        The W&B run may take up to the limits in `vit.loggers.wandb_logger`.
         """
         if not self.is_main:
             return
@@ -335,9 +335,9 @@ class Record:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with None in place of a number that is not finite, also inside of a dict.
+    """Return `value` with None in place of numbers that are not finite, also inside a dict.
 
-    JSON has no infinity: readers in other languages would refuse the line.
+    JSON has no infinity, so readers in other languages would refuse the line.
     """
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
@@ -346,7 +346,7 @@ def _finite(value: Any) -> Any:
 
 
 def _open_to_append(path: Path) -> TextIO:
-    """Open `path`, without a last line that a kill cut short."""
+    """Open `path`, and remove a last line that a kill cut short."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -379,21 +379,21 @@ def provenance() -> dict[str, str]:
 
 
 class StartTimes:
-    """Parts of a start on this rank, in seconds; a part begins where the one before ends."""
+    """The times of the parts of a start on this rank; a part begins when the previous one ends."""
 
     def __init__(self, joined_s: float):
-        """joined_s: how long the ranks took to meet."""
+        """joined_s: time until the ranks had met."""
         self.parts_s = {"ranks": joined_s}
         self._began = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """End a part, or a further piece of it."""
+        """End the part `name`; a part may have several pieces, which add up."""
         now = time.perf_counter()
         self.parts_s[name] = self.parts_s.get(name, 0.0) + now - self._began
         self._began = now
 
     def tell(self, record: Record, step: int) -> None:
-        """Show the parts in a line, and write them into the record."""
+        """Print the parts in a line, and write them into the record."""
         parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in self.parts_s.items())
         total_s = sum(self.parts_s.values())
         record.say(f"ready in {total_s:.1f} s: {parts}")

@@ -1,12 +1,12 @@
-"""TensorBoard's event files, one more view of the record.
+"""Show the record in TensorBoard's event files.
 
     runs/<name>/tensorboard/events.out.tfevents.*
 
-Each attempt writes a file of its own. It begins with the numbers of all lines of the record that
-still count, after a mark that makes a TensorBoard that is running forget what it has shown; the
-file of the attempt before is then emptied. So no step is there twice or missing after a kill, and
-the view may be switched on in the middle of a run. A thread of tensorboard's writes the file:
-neither training nor the record waits for it, and what goes wrong there ends the view alone.
+Each attempt writes its own file. It begins with a mark that makes a running TensorBoard drop its
+data, followed by the numbers of all valid lines of the record. Then the file of the previous
+attempt is emptied. So after a kill no step is missing or shown twice, and TensorBoard may be
+switched on in the middle of a run. A thread of tensorboard writes the file, so neither training nor
+the record waits for it. Its errors end only this view.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 class TensorboardView:
     """Shows numbers and pictures; no method raises.
 
-    lines: (step, time in seconds, numbers by name), what the record holds so far. say: prints a
-    line for people.
+    lines: (step, time in seconds, numbers by name) of the record so far. say: prints a line.
     """
 
     def __init__(
@@ -40,13 +39,15 @@ class TensorboardView:
             folder = run_dir / "tensorboard"
             before = list(folder.glob("events.out.tfevents.*"))
             threading.excepthook = partial(_report, threading.excepthook)
-            # purge_step: the mark. max_queue: without a limit, so that nobody waits for the disk.
+            # purge_step is the mark. max_queue has no limit, so that training never waits for the
+            # disk.
             self._writer = SummaryWriter(folder, purge_step=0, max_queue=0, flush_secs=2)
             for line in lines:
                 self.send(*line)
             self._do("flush")
             for path in before if self._writer is not None else ():
-                # A TensorBoard that is reading it would wait for ever for one that is gone.
+                # Emptied, not removed, because a TensorBoard that reads the file would wait for it
+                # forever.
                 if path.stat().st_size:
                     os.truncate(path, 0)
                 else:
@@ -76,14 +77,14 @@ class TensorboardView:
                 self._do("add_image", name, pixels, step, None, "HWC")
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write all remaining numbers, and close the file."""
         self._do("close")
 
     def _do(self, method: str, *arguments: object) -> None:
         try:
             if self._writer is not None:
                 getattr(self._writer, method)(*arguments)
-        except Exception as error:  # a full disk, which its thread has met
+        except Exception as error:  # of the thread, such as a full disk
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
@@ -92,6 +93,6 @@ class TensorboardView:
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:
-    """Print what a thread raises as `before` does, but of tensorboard's: the view says it."""
+    """Report an error of a thread by `before`, unless it is tensorboard's, which `_do` reports."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         before(args)

@@ -1,14 +1,14 @@
-"""Weights & Biases in a process of its own, which can neither block nor crash training.
+"""Run Weights & Biases in a separate process, which can neither block nor crash training.
 
-Rank 0 appends what W&B is to show to a nameless file in the run folder, the feed: one JSON object a
-line, first those of the record that count. A second process, `vit/loggers/wandb_process.py` run as
-a script, follows the feed and is the only one that imports wandb. It opens the run, online or else
-offline, and reports to rank 0 through a second nameless file. So neither side ever waits for the
-other.
+Rank 0 appends all numbers for W&B to a nameless file in the run folder, the feed: one JSON object a
+line, beginning with the valid lines of the record. A second process, `vit/loggers/wandb_process.py`
+run as a script, reads the feed, and is the only one that imports wandb. It opens the run, online or
+else offline, and reports to rank 0 through a second nameless file. So neither process ever waits
+for the other.
 
-If that process fails, for whatever reason, it is started once more, offline, from the feed's first
-line: W&B's folder on disk then holds the complete run, and `wandb sync` uploads it. If training is
-killed, the process reads the feed to its end and finishes by itself.
+If the second process fails, it is started again, offline, from the feed's first line. W&B's folder
+on disk then has the complete run, and `wandb sync` uploads it. If training is killed, the second
+process reads the feed to its end, and finishes.
 
     runs/<name>/wandb_id                   one id for all attempts
     runs/<name>/wandb/[offline-]run-*/     W&B's own folders: of each attempt online, one offline
@@ -36,17 +36,18 @@ from vit.loggers.record import Rows
 from vit.loggers.wandb_process import FINISH_S, POLL_S, Messages, temporary_folder
 
 INIT_S = 30.0
-"""For opening a run online. Training goes on meanwhile, so slow connections get time."""
+"""Time that opening a run online may take; long, because training continues during it."""
 ANNOUNCE_S = 6.0
-"""An upload that takes longer is announced; one whose server is gone has been given up by then."""
+"""Time of an upload after which it is announced. If the server is gone, the upload has been
+abandoned by then."""
 LIMITS_S = {"start": 30.0, "run": 3.0, "offline run": 30.0, "end": FINISH_S + 30.0}
-"""What the process does next -> how long training waits for it, once its last step is done.
+"""Next event of the process -> how long training waits for it after its last step.
 
-A "run" that does not open online is opened offline instead. For an "offline run" there is nothing
-else, and only a slow disk or a busy machine delays it.
+A "run" that does not open online is opened offline instead. An "offline run" has no alternative, so
+its limit is long; only a slow disk or a busy machine delays it.
 """
 STOPPED_S = 10.0
-"""For the upload if a signal stopped the run: its sender may not wait."""
+"""Time for the upload if a signal stopped the run, because a scheduler may not wait."""
 SCRIPT = wandb_process.__file__
 
 Mode = Literal["online", "offline", "off"]
@@ -55,7 +56,7 @@ Mode = Literal["online", "offline", "off"]
 def wanted_mode(setting: str) -> Mode:
     """Combine `log.wandb` with W&B's own variable WANDB_MODE.
 
-    Online means offline where there is no key or no server.
+    An online run becomes an offline one without a key, or if the server does not answer.
     """
     variable = os.environ.get("WANDB_MODE", "")
     if setting == "off" or variable == "disabled":
@@ -66,10 +67,10 @@ def wanted_mode(setting: str) -> Mode:
 
 
 class WandbProcess:
-    """The training process's side. No method raises, and none but `close` waits.
+    """The side of the training process. No method raises, and only `close` waits.
 
-    `shown` is what the record holds so far. `say` prints a line for people; `poll_messages` passes
-    on what W&B has reported and is to be called now and then.
+    `shown`: the rows of the record so far. `say`: prints a line. Call `poll_messages` from time to
+    time: it prints the reports of the second process.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class WandbProcess:
         try:
             self._console.parent.mkdir(exist_ok=True)
             self._console.unlink(missing_ok=True)
-            # nameless: nothing is left behind, however the processes end
+            # Nameless, so that no file is left behind, however the processes end.
             self._feed: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115  open as long as the run
                 dir=run_dir, buffering=0
             )
@@ -104,13 +105,13 @@ class WandbProcess:
             self.send(step=step, numbers=numbers)
 
     def _launch(self, why_offline: str = "") -> None:
-        """Start the process at the feed's first line; a second time with the reason why the first
-        one failed."""
+        """Start the process at the feed's first line. why_offline: why the first process failed,
+        when it is started again."""
         self._is_second = bool(why_offline)
         self._await("start")
         self._failure = ""
         feed = self._feed.fileno()
-        # -P: the script's folder stays off the path, where its modules would shadow W&B's
+        # -P: without the script's folder on the path, where its modules would shadow W&B's.
         command = [sys.executable, "-P", SCRIPT, str(os.getpid()), str(feed), why_offline]
         try:
             self._reports: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -121,7 +122,7 @@ class WandbProcess:
                     stdout=self._reports,
                     stderr=console,
                     pass_fds=[feed],
-                    start_new_session=True,  # Ctrl-C in the terminal is for the training alone
+                    start_new_session=True,  # so that Ctrl-C in the terminal only reaches training
                 )
         except OSError as error:
             self._say(f"wandb: not used ({error.strerror})")
@@ -147,10 +148,10 @@ class WandbProcess:
             )
 
     def poll_messages(self) -> None:
-        """Print what the process has reported; start it again if its first try has failed."""
+        """Print the reports of the process; start it again if its first attempt has failed."""
         if self._process is None:
             return
-        status = self._process.poll()  # before the last look, so that no message is missed
+        status = self._process.poll()  # before reading, so that no message is missed
         for message in self._messages.read():
             if "say" in message:
                 self._say(f"wandb: {message['say']}")
@@ -174,12 +175,12 @@ class WandbProcess:
             self._launch(reason)
 
     def _kill(self) -> None:
-        """End the process, and W&B's own service: one that hangs does not see that it is alone."""
+        """End the process and W&B's service, which may hang and then would not end by itself."""
         if self._process is not None:
             services = []
             with suppress(OSError):  # not Linux
                 pid = self._process.pid
-                if self._process.poll() is None:  # else its number may be another process's
+                if self._process.poll() is None:  # otherwise the number may have been reused
                     services = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             self._process.kill()
             for service in services:
@@ -191,10 +192,10 @@ class WandbProcess:
             self._process = None
 
     def close(self, failed: bool = False, stopped: bool = False) -> bool:
-        """Wait until everything is uploaded or on disk, for as long as `LIMITS_S` allows.
+        """Wait until everything is uploaded or on disk, up to the limits in `LIMITS_S`.
 
         `stopped`: a signal ended the run, so the upload gets `STOPPED_S` at most. Returns whether
-        W&B has all of it.
+        W&B has received everything.
         """
         self.send(end={"failed": failed})
         closed_at = time.monotonic()

@@ -1,22 +1,22 @@
-"""The process that shows a run on Weights & Biases: the only one that imports wandb.
+"""Show a run on Weights & Biases; this is the only process that imports wandb.
 
-`vit.loggers.wandb_logger`, in the training process, starts this file as a script, which therefore
-imports nothing of ours, and appends to its feed, one JSON object a line:
+`vit.loggers.wandb_logger`, in the training process, starts this file as a script, so the file
+imports no modules of this project. The logger appends to the feed, one JSON object a line:
 
-    start            what to open: folder, id, project, config; `kept` and `most`, below
+    start            the run to open: folder, id, project, config; `kept` and `most`, see below
     step, numbers    a row: a line of the record
-    rewind: k        the rows from the k-th on do not count: the run has gone back
+    rewind: k        the rows from the k-th on are invalid, because the run has gone back
     step, pictures   PNG files; or a table with its columns
     end              finish
 
-**Each line of the record is there once, after kills, too.** The feed begins with the lines of the
-record that count, so a row has the same number in each attempt, and W&B's own step (`_step`) is
-that number. Online the service says how many rows it has; what it lacks follows. If it has more
-than the `kept` ones that this attempt starts from, they are steps that come again: the run is
-rewound to the last kept row, as W&B's documentation describes; where that is refused, as it is for
-most accounts, rows that come again keep what they had first. Offline a part holds all rows, and the
-offline parts before it are removed, unless `wandb sync` has uploaded them: then those rows are left
-out. `most` is the largest number of rows that any attempt had.
+**W&B shows each line of the record exactly once, also after kills.** The feed begins with the valid
+lines of the record, so a row has the same number in each attempt, and W&B's own step (`_step`) is
+that number. Online the service reports how many rows it has, and only missing rows are sent. If it
+has more than the `kept` rows that this attempt starts from, these steps will be repeated. The run
+is then rewound to the last kept row, as W&B's documentation describes. Most accounts may not
+rewind; repeated rows then keep their first values. Offline a part has all rows, and earlier offline
+parts are removed. If `wandb sync` has uploaded an earlier part, its rows are not written again.
+`most` is the largest number of rows that any attempt had.
 """
 
 from __future__ import annotations
@@ -41,15 +41,16 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 FINISH_S = 60.0
-"""For uploading the rest after the last step, as long as the server answers: 7 MB of pictures at 1
+"""Time for the upload after the last step, while the server answers: 7 MB of pictures at 1
 Mbit/s."""
 PROBE_S = 3.0
-"""For one answer of the server while the end of a run is uploaded; `PROBE_EVERY_S` between two."""
+"""Time in which the server must answer while the end of a run is uploaded."""
 PROBE_EVERY_S = 2.0
 POLL_S = 0.1
-"""Between two checks of a file that another process appends to."""
+"""Time between two checks of a file that another process appends to."""
 ROWS_FILE = "rows"
-"""In the folder of a part: how many rows of the run W&B has with it; empty until it is finished."""
+"""File in the folder of a part with the number of rows that W&B has with this part; empty until the
+part is finished."""
 
 
 class Messages:
@@ -61,8 +62,8 @@ class Messages:
         self._incomplete = b""
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the messages that are new, without waiting for any."""
-        # pread: the position of the handle itself belongs to the process that writes
+        """Yield the new messages, without waiting for any."""
+        # pread, because the position of the handle belongs to the process that writes.
         while part := os.pread(self._handle, 65536, self._position):
             self._position += len(part)
             *lines, self._incomplete = (self._incomplete + part).split(b"\n")
@@ -72,7 +73,7 @@ class Messages:
 
 
 def temporary_folder(wandb_dir: Path, pid: int) -> Path:
-    """Return where the process `pid` has its temporary files."""
+    """Return the folder for the temporary files of the process `pid`."""
     return wandb_dir / f"tmp-{pid}"
 
 
@@ -80,10 +81,10 @@ def temporary_folder(wandb_dir: Path, pid: int) -> Path:
 
 
 def _follow(feed: int, parent: int) -> Iterator[dict[str, Any]]:
-    """Yield what training sends, up to its `end`, which is added if training was killed."""
+    """Yield the messages of training, up to `end`, which is added if training was killed."""
     messages = Messages(feed)
     while True:
-        is_gone = os.getppid() != parent  # before the last look, so that no message is missed
+        is_gone = os.getppid() != parent  # before reading, so that no message is missed
         yield from messages.read()
         if is_gone:
             yield {"end": {"failed": True}}
@@ -91,49 +92,52 @@ def _follow(feed: int, parent: int) -> Iterator[dict[str, Any]]:
 
 
 class _SoFar(NamedTuple):
-    """What the feed holds at an opening: messages, those of them that are rows and count, how many
-    rows the attempt started from, and the most that W&B can have: those of the feed that nobody has
-    shown yet are not among them."""
+    """The content of the feed when a run is opened."""
 
     num_messages: int
     rows: frozenset[int]
-    kept: int
+    """Numbers of the messages that are valid rows."""
+    start_rows: int
+    """Number of rows that the attempt starts from."""
     most: int
+    """The most rows that W&B can have; rows that were not sent yet do not count."""
 
 
 def _look_through(feed: int, start: dict[str, Any]) -> _SoFar:
     rows: list[int] = []
-    kept = start["kept"]
+    start_rows = start["kept"]
     number = -1
     for number, message in enumerate(Messages(feed).read()):
         if "numbers" in message:
             rows.append(number)
         elif "rewind" in message:
-            kept = message["rewind"]
-            del rows[kept:]
-    return _SoFar(number + 1, frozenset(rows), kept, start["most"])
+            start_rows = message["rewind"]
+            del rows[start_rows:]
+    return _SoFar(number + 1, frozenset(rows), start_rows, start["most"])
 
 
 # --- one opened run -------------------------------------------------------------------------------
 
 
 class _Opened(NamedTuple):
-    """run: W&B's. there: the rows that it has already. offset: between a row's number and `_step`,
-    where pictures have taken steps. why_offline: empty if it is online."""
+    """An opened W&B run."""
 
     run: Any
-    there: int
+    num_rows: int
+    """Number of rows that W&B already has."""
     offset: int
+    """Difference of `_step` and a row's number, because pictures also take steps."""
     why_offline: str
+    """Reason why the run is offline; empty if it is online."""
 
 
 def _show(feed: int, parent: int, why_offline: str, report: Callable[..., None]) -> None:
-    """Open the run, show what comes, finish; open it anew if training goes back."""
+    """Open the run, show the messages, finish; open it again when training goes back."""
     start = next(_follow(feed, parent)).get("start")
-    if start is None:  # training was killed in the same moment
+    if start is None:  # training was killed at that moment
         return
-    # W&B makes folders for temporary files when it is imported, which would stay: this process does
-    # not end as Python does (`_leave`).
+    # W&B makes temporary folders when it is imported. Python would remove them at its exit, but
+    # this process ends without it (`_leave`), so it removes this folder itself.
     temporary = temporary_folder(Path(start["run_dir"], "wandb"), os.getpid())
     temporary.mkdir(exist_ok=True)
     tempfile.tempdir = str(temporary)
@@ -169,8 +173,8 @@ def _show_to_end(
     feed: Iterator[dict[str, Any]],
     report: Callable[..., None],
 ) -> int | None:
-    """Show the feed from its first line; return None at its end, at a rewind how many rows the run
-    has got."""
+    """Show the feed from its first line; return None at its end, or at a rewind the number of rows
+    that the run has."""
     run = opened.run
     row = 0
     failed = False
@@ -186,7 +190,7 @@ def _show_to_end(
         if "numbers" in message:
             if is_old and number not in so_far.rows:
                 continue
-            if row >= opened.there:
+            if row >= opened.num_rows:
                 values = {"global_step": message["step"], **message["numbers"]}
                 run.log(values, step=row + opened.offset, commit=True)
             row += 1
@@ -204,7 +208,7 @@ def _show_to_end(
 def _open_run(
     wandb: Any, start: dict[str, Any], so_far: _SoFar, why_offline: str, report: Callable[..., None]
 ) -> _Opened:
-    """Open the run, online unless asked otherwise."""
+    """Open the run, online unless the mode is offline or `why_offline` is given."""
     folder = Path(start["run_dir"])
     id_file = folder / "wandb_id"
     if not id_file.exists() or not id_file.read_text().strip():
@@ -212,7 +216,7 @@ def _open_run(
     run_id = id_file.read_text().strip()
     sys.argv = start["argv"]  # W&B records the command line of a run
 
-    def init(**how: str) -> Any:
+    def init(**options: str) -> Any:
         return wandb.init(
             project=start["project"],
             name=folder.resolve().name,
@@ -224,39 +228,40 @@ def _open_run(
                 console="off",
                 init_timeout=start["init_s"],
                 program=sys.argv[0],
-                x_stats_pid=os.getppid(),  # memory and CPU time of the training, not ours
+                x_stats_pid=os.getppid(),  # memory and CPU time of training, not of this process
             ),
-            **how,
+            **options,
         )
 
     run = None
-    there = 0
+    next_step = 0
     if start["mode"] == "offline":
         why_offline = why_offline or "as asked"
     if not why_offline:
         report(awaits="run")
         try:
             run = init(mode="online", resume="allow")
-            there = run.starting_step
+            next_step = run.starting_step
         except wandb.errors.UsageError as error:
             why_offline = str(error).partition(".")[0]
-    if run is not None and there > so_far.kept > 0:
-        run, there = _rewind(wandb, run, init, f"{run_id}?_step={so_far.kept - 1}", report)
+    if run is not None and next_step > so_far.start_rows > 0:
+        moment = f"{run_id}?_step={so_far.start_rows - 1}"
+        run, next_step = _rewind(wandb, run, init, moment, report)
     if run is None:
         report(awaits="offline run")
         run = init(mode="offline")
-        there = _rows_uploaded(folder / "wandb", run_id)
+        next_step = _rows_uploaded(folder / "wandb", run_id)
     _part(run).joinpath(ROWS_FILE).write_text("")
     run.define_metric("global_step")
     run.define_metric("*", step_metric="global_step")
-    known = min(there, so_far.most)
-    return _Opened(run, known, 0 if why_offline else there - known, why_offline)
+    num_rows = min(next_step, so_far.most)
+    return _Opened(run, num_rows, 0 if why_offline else next_step - num_rows, why_offline)
 
 
 def _rewind(
     wandb: Any, run: Any, init: Callable[..., Any], moment: str, report: Callable[..., None]
 ) -> tuple[Any, int]:
-    """Have the service forget the rows after `moment`; return the run and how many it has."""
+    """Make the service drop the rows after `moment`; return the run and its number of rows."""
     run.finish()
     report(awaits="run")
     try:
@@ -264,7 +269,7 @@ def _rewind(
     except wandb.errors.Error as error:
         reason = _one_line(error)
         report(say=f"steps that come again keep their first values there (no rewind: {reason})")
-        wandb.teardown()  # or the id would be in use
+        wandb.teardown()  # otherwise the id would still be in use
         wandb.setup()
         report(awaits="run")
         run = init(mode="online", resume="allow")
@@ -277,18 +282,18 @@ def _how_to_upload(run: Any) -> str:
     for online in folder.glob(f"run-*-{run.id}"):
         rows = online / ROWS_FILE
         if rows.exists() and not rows.read_text():
-            # broken off: only the service knows how many rows it has
+            # The upload broke off, and only the service knows how many rows it has.
             return f"python launch/report.py {shlex.quote(str(folder.parent))} --to-wandb"
     return f"wandb sync {shlex.quote(str(folder))}/offline-run-*"
 
 
 def _part(run: Any) -> Path:
-    """Return the folder on this disk of what `run` was given."""
+    """Return the local folder with the data of `run`."""
     return Path(run.settings.sync_dir)
 
 
 def _remove_parts(run: Any) -> None:
-    """Remove the offline parts of this run that hold nothing but what W&B has with `run`."""
+    """Remove the offline parts of this run whose rows W&B also has with `run`."""
     own = _part(run)
     for path in own.parent.glob(f"offline-run-*-{run.id}"):
         if path.name != own.name and not any(path.glob("*.synced")):
@@ -296,12 +301,12 @@ def _remove_parts(run: Any) -> None:
 
 
 def _rows_uploaded(wandb_dir: Path, run_id: str) -> int:
-    """Return how many rows the parts on this disk hold that were uploaded."""
-    found = 0
+    """Return the number of rows in the local parts that were uploaded."""
+    num_rows = 0
     for path in wandb_dir.glob(f"*run-*-{run_id}/{ROWS_FILE}"):
         if path.parent.name.startswith("run-") or any(path.parent.glob("*.synced")):
-            found = max(found, int(path.read_text() or 0))
-    return found
+            num_rows = max(num_rows, int(path.read_text() or 0))
+    return num_rows
 
 
 def _log(wandb: Any, run: Any, message: dict[str, Any], report: Callable[..., None]) -> None:
@@ -320,9 +325,9 @@ def _log(wandb: Any, run: Any, message: dict[str, Any], report: Callable[..., No
 
 
 def _limit_upload(server_url: str, report: Callable[..., None]) -> None:
-    """End this process if the upload takes too long, or if its server (if any) is gone.
+    """End this process if the upload takes too long, or the server does not answer.
 
-    W&B itself repeats requests for hours.
+    W&B would repeat requests for hours.
     """
     deadline = time.monotonic() + FINISH_S
     reason = f"not uploaded within {FINISH_S:.0f} s"
@@ -331,7 +336,7 @@ def _limit_upload(server_url: str, report: Callable[..., None]) -> None:
             if server_url:
                 urllib.request.urlopen(server_url, timeout=PROBE_S).close()
         except urllib.error.HTTPError:
-            pass  # an answer like any other
+            pass  # the server answers
         except OSError as error:
             reason = f"{server_url} does not answer: {getattr(error, 'reason', error)}"
             break
@@ -345,7 +350,7 @@ def _leave(status: int) -> NoReturn:
     if tempfile.tempdir is not None:
         shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     with contextlib.suppress(OSError):  # a full disk
-        sys.stdout.flush()  # what W&B printed: `os._exit` would drop it
+        sys.stdout.flush()  # `os._exit` would drop W&B's output
     os._exit(status)
 
 
@@ -354,8 +359,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """`wandb_process.py PARENT FEED WHY_OFFLINE`: reports on stdout, W&B's own output on stderr."""
-    # Slurm sends signals to all processes of a job, but the end is when the feed ends.
+    """Run `wandb_process.py PARENT FEED WHY_OFFLINE`; reports go to stdout, W&B's output to
+    stderr."""
+    # Slurm sends signals to all processes of a job, but this one must read the feed to its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     reports = os.fdopen(os.dup(1), "w")
@@ -369,7 +375,7 @@ def main() -> None:
     parent, feed = map(int, sys.argv[1:3])
     try:
         _show(feed, parent, sys.argv[3], report)
-    except BaseException as error:  # whatever W&B raises, SystemExit included
+    except BaseException as error:  # W&B may raise anything, including SystemExit
         report(failed=_one_line(error))
         _leave(1)
     _leave(0)

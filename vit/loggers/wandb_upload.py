@@ -1,9 +1,10 @@
-"""A run as one of Weights & Biases, made from its record: for a run that was trained without it or
-offline, whose upload broke off, or that somebody deleted there.
+"""Upload a run to Weights & Biases from its record.
 
-`metrics.jsonl` gives the rows, `config.yaml` and the last `start` line the config, `wandb_id` the
-run: W&B gets what it lacks. Without `wandb_id` it is a new run. Without a key, or with
-WANDB_MODE=offline, it becomes a part on the disk, which `wandb sync` uploads.
+This is for a run that was trained without W&B or offline, whose upload broke off, or that was
+deleted on the server. The rows come from `metrics.jsonl`, the config from `config.yaml` and the
+last `start` line, and the run's id from `wandb_id`; without it a new run is made. Only missing rows
+are uploaded. Without a key, or with WANDB_MODE=offline, the run is written to the disk, from where
+`wandb sync` uploads it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from vit.system.redact import shown_values
 
 
 class ToWandb:
-    """Reads the record of `run_dir`; `show` then brings W&B to its state.
+    """Reads the record of `run_dir`; `show` then uploads it.
 
-    Raises ValueError if that is not possible, before anything is written.
+    Raises ValueError if the upload is not possible, before anything is written.
     """
 
     def __init__(self, run_dir: Path, is_in_use: bool):
@@ -47,17 +48,17 @@ class ToWandb:
     def show(self, pictures: Mapping[str, Path], say: Callable[[str], None]) -> None:
         """Show the record, and `pictures` (PNG files) by name at its last step.
 
-        Raises ValueError if W&B has not got all of it.
+        Raises ValueError if W&B has not received everything.
         """
         config = _config_of(self._run_dir, self._lines)
         view = WandbProcess(
             self._run_dir,
-            config.get("log", {}).get("wandb_project", "vit"),
-            self._mode,
-            config,
-            shown_values(sys.argv),
-            self._shown,
-            say,
+            project=config.get("log", {}).get("wandb_project", "vit"),
+            mode=self._mode,
+            config=config,
+            argv=shown_values(sys.argv),
+            shown=self._shown,
+            say=say,
         )
         if pictures:
             paths = {f"report/{name}": str(path) for name, path in pictures.items()}
@@ -67,7 +68,7 @@ class ToWandb:
 
 
 def _config_of(run_dir: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what the training itself told W&B of its settings, as far as it is on disk."""
+    """Return the config that training sent to W&B, as far as it is on disk."""
     path = run_dir / CONFIG_FILE
     config = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else None
     starts = [line for line in lines if line["kind"] == "start"] or [{}]

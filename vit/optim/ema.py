@@ -1,8 +1,9 @@
 """Exponential moving average of the weights.
 
-The step moves it after each update of the model; evaluation uses it, and it is saved in
-`weights/*_ema.safetensors`. `Ema` holds parameter objects, not names: DDP and torch.compile keep
-these. FSDP2's `fully_shard` replaces them: an average made before it would follow nothing.
+The step updates it after each update of the model. Evaluation uses it, and it is saved in
+`weights/*_ema.safetensors`. `Ema` holds parameter objects, not names, because DDP and torch.compile
+keep the objects. FSDP2's `fully_shard` replaces them, so an average made before it would not
+change.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from vit.config.schema import TrainConfig
 
 
 def create_average(model: nn.Module, config: TrainConfig, steps_per_epoch: int) -> Ema | None:
-    """Create the average of `model`, which is not wrapped or compiled yet; None without one."""
+    """Return a new average of `model`, which must not be wrapped or compiled yet; None if
+    `train.ema_decay` is off."""
     if config.ema_decay is None:
         return None
     return Ema(
@@ -61,7 +63,7 @@ class Ema:
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
         self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
-        # A frozen parameter stays what its copy is.
+        # A frozen parameter never changes, so its copy is already the average.
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
         trained = [pair for pair in pairs if pair[1].requires_grad]
         self._averaged: list[Tensor] = [averaged for averaged, _ in trained]
@@ -76,12 +78,13 @@ class Ema:
         ]
 
     def decay_at(self, step: int) -> float:
-        """Decay of the update at `step`; with warm-up min(decay, (1 + t) / (10 + t)), t = step + 1.
+        """Return the decay at `step`; with warm-up min(decay, (1 + t) / (10 + t)), t = step + 1.
 
         The warm-up is long: a decay of 0.9999 is reached after 89,989 steps. With a power it is
         timm's: min(decay, 1 - (1 + t / gamma)^-power), t = steps since `after_steps`.
         """
-        # Also the first update behind it: what it would average with is older than `after_steps`.
+        # Also the first update after `after_steps`: the weights that it would average with are
+        # older than `after_steps`.
         if self.after_steps and step - self.every_steps < self.after_steps:
             return 0.0
         if not self.warmup:
@@ -92,9 +95,9 @@ class Ema:
         return min(self.decay, (2.0 + step) / (11.0 + step))
 
     def first_share(self, total_steps: int) -> float:
-        """Return the share that the weights at its beginning have in it after `total_steps`.
+        """Return the share of the initial weights in the average after `total_steps`.
 
-        0 with a warm-up, which forgets them, and as long as it is a copy.
+        0 with a warm-up, which forgets the initial weights, and while the average is a copy.
         """
         num_steps = total_steps - self.after_steps
         return (
@@ -103,11 +106,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move towards the model, after its update at `step`, if one is due."""
+        """Move the average towards the model after its update at `step`, if that is due."""
         if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
             return
         followed = [parameter.detach() for parameter in self._followed]
-        # A few kernels for all parameters, in place of one for each of some 150.
+        # A few kernels for all parameters instead of one for each of about 150.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))
         for averaged, value in self._buffers:
             averaged.copy_(value)

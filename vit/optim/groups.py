@@ -1,8 +1,8 @@
-"""The parameters of a model in groups that one learning rate and one weight decay apply to.
+"""Divide the parameters of a model into groups with one learning rate and one weight decay each.
 
-Each trainable parameter is in exactly one group; a frozen one is in none. What divides them are
-settings of `optim`: which are decayed (`no_weight_decay`), at which depth they are (`layer_decay`),
-and which Muon takes as matrices (`matrices`).
+Each trainable parameter is in exactly one group; a frozen parameter is in none. Three settings of
+`optim` divide them: `no_weight_decay` (decayed or not), `layer_decay` (by depth), and `matrices`
+(updated by Muon or not).
 
     named parameters -> (layer, Muon's or not, decayed or not) -> groups, for `torch.optim`
 """
@@ -19,18 +19,23 @@ from torch.nn.modules.batchnorm import _NormBase
 from vit.config.optim_section import MuonConfig, OptimizerConfig
 
 _STEM = (
-    *("patch_embed", "pos_embed", "norm_pre"),
-    *("cls_token", "reg_token", "dist_token", "mask_token"),
+    "patch_embed",
+    "pos_embed",
+    "norm_pre",
+    "cls_token",
+    "reg_token",
+    "dist_token",
+    "mask_token",
 )
-"""How the names of what is before the blocks begin, in timm's models and ours."""
+"""Name prefixes of the parameters before the blocks, in timm's models and in `vit.model`."""
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
     """Return the groups of the trainable parameters of a plain model (no DDP wrapper).
 
-    Of each group: `params`, `weight_decay`, `is_decayed`; with `layer_decay` also `lr_scale`, the
-    factor of its learning rate; for Muon also `use_muon`. Raises ValueError where the model has no
-    layers to tell apart, or no matrices.
+    Each group has `params`, `weight_decay` and `is_decayed`; with `layer_decay` also `lr_scale`,
+    the factor of its learning rate; for Muon also `use_muon`. Raises ValueError if `layer_decay`
+    finds no layers in the model, or Muon no matrices.
     """
     is_exempt = _exempt(model, config.no_weight_decay)
     layer_of: Callable[[str], int] = lambda name: 0  # noqa: E731
@@ -53,7 +58,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             "optim.name=muon finds no matrix in what is trained: set optim.matrices=timm, or"
             " another optim.name"
         )
-    made = []
+    torch_groups = []
     for (layer, uses_muon, is_decayed), parameters in groups.items():
         decay = config.weight_decay if is_decayed else 0.0
         group = {"params": parameters, "weight_decay": decay, "is_decayed": is_decayed}
@@ -61,36 +66,39 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             group["lr_scale"] = config.layer_decay ** (last - layer)
         if is_matrix is not None:
             group["use_muon"] = uses_muon
-        made.append(group)
-    return made
+        torch_groups.append(group)
+    return torch_groups
 
 
-def _exempt(model: nn.Module, which: str) -> Callable[[str, Tensor], bool]:
-    """What says of a parameter, by name and value, whether it is not decayed."""
-    if which in ("timm", "embeddings"):
-        # Weights of several dimensions that are no linear maps are named by the model.
+def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
+    """Return a function of name and value: whether a parameter is not decayed.
+
+    rule: `optim.no_weight_decay`.
+    """
+    if rule in ("timm", "embeddings"):
+        # The model names weights with several dimensions that are not linear maps.
         named: set[str] = set(getattr(model, "no_weight_decay", set)())
-        has_vectors = which == "timm"
+        has_vectors = rule == "timm"
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
     kinds: tuple[type, ...] = (nn.Linear, nn.modules.conv._ConvNd)
-    if which == "norms":
-        # As torchvision's references/classification/utils.py: set_weight_decay has them, and RMS
-        # norm, which it lacks. Ours are torch's, or called so.
+    if rule == "norms":
+        # Those of torchvision (references/classification/utils.py, set_weight_decay), and RMS norm,
+        # which it lacks. Norms of other libraries have "Norm" in the name of their class.
         kinds = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
     of_kind = {
         f"{prefix}.{name}".lstrip(".")
         for prefix, module in model.named_modules()
-        if isinstance(module, kinds) or (which == "norms" and "Norm" in type(module).__name__)
+        if isinstance(module, kinds) or (rule == "norms" and "Norm" in type(module).__name__)
         for name, _ in module.named_parameters(recurse=False)
-        if which == "norms" or name == "weight"
+        if rule == "norms" or name == "weight"
     }
-    if which == "nothing":
+    if rule == "nothing":
         return lambda name, parameter: False
-    return lambda name, parameter: (name in of_kind) == (which == "norms")
+    return lambda name, parameter: (name in of_kind) == (rule == "norms")
 
 
 def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:
-    """Return the layer of each parameter by its name: 0 what is before the blocks, 1 the first.
+    """Return the layer of each parameter by its name: 0 before the blocks, 1 in the first block.
 
     form: `optim.layer_decay_form`. Source: microsoft/unilm:beit/optim_factory.py
     (get_num_layer_for_vit) and timm:timm/optim/_param_groups.py (param_groups_layer_decay).
@@ -114,7 +122,7 @@ def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:
 
 
 def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, int]:
-    """Layers of a network of stages, as timm's own description of it says."""
+    """Return the layers of a network of stages from timm's description of it."""
     matcher: Any = getattr(model, "group_matcher", None)
     if form != "timm" or matcher is None:
         raise ValueError(
@@ -128,11 +136,14 @@ def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, 
     return {name: layers.get(name, last) for name in names}
 
 
-def _matrices(which: str) -> Callable[[str, Tensor], bool]:
-    """What says of a parameter whether Muon takes it."""
+def _matrices(rule: str) -> Callable[[str, Tensor], bool]:
+    """Return a function of name and value: whether Muon updates a parameter.
+
+    rule: `optim.matrices`.
+    """
 
     def is_matrix(name: str, parameter: Tensor) -> bool:
-        if which == "blocks":
+        if rule == "blocks":
             return name.startswith("blocks.") and parameter.ndim == 2
         # timm's rule: timm/optim/muon.py, _is_suitable_for_muon.
         if parameter.ndim < 2 or 1 in parameter.shape[:2]:

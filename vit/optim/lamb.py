@@ -1,6 +1,6 @@
-"""timm's LAMB, whose count of updates is on the device.
+"""timm's LAMB with the count of updates on the device.
 
-timm counts on the host, which does not know yet whether the update before was skipped.
+timm counts on the host, but the host does not know yet whether the previous update was skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from timm.optim.lamb import lamb
 
 
 class Lamb(timm.optim.Lamb):
-    """LAMB; the gradients are clipped by whoever calls it."""
+    """LAMB without clipping; the caller clips the gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -27,7 +27,7 @@ class Lamb(timm.optim.Lamb):
             counts = [state["step"] for state in states]
             torch._foreach_add_(counts, 1)
             beta1, beta2 = group["betas"]
-            # In float64: of 1 - 0.999 float32 would keep four digits.
+            # In float64, because float32 would keep only four digits of 1 - 0.999.
             count = counts[0].double()
             lamb(
                 parameters,

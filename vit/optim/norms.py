@@ -1,14 +1,14 @@
-"""Norms of gradients, weights and updates of each layer, at some steps (`log.norms_every_steps`).
+"""Measure norms of gradients, weights and updates of each layer (`log.norms_every_steps`).
 
-Layers are those of layer-wise decay in BEiT's numbers (`vit.optim.groups`): what is before the
-blocks, each block, norm and head. Only what is trained counts.
+Layers are those of layer-wise decay in BEiT's numbers (`vit.optim.groups`): the parameters before
+the blocks, each block, and norm and head. Frozen parameters do not count.
 
-    gradients, unscaled and not clipped yet   \\
-    weights before the update  -> a copy       -> one vector on the device -> the record
-    weights behind it, and their change        /
+    gradients, unscaled and not clipped yet    \\
+    weights before the update  -> a copy        -> one vector on the device -> the record
+    weights after it, and their change         /
 
-The copy lives during the update, when the activations are gone. Whatever makes the update, and also
-if it is skipped, the change is what the weights have moved by.
+The copy exists only during the update, when the activations are already freed. The update is
+measured as the change of the weights, so this works for every optimizer, and for a skipped update.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ class Measured:
     """Norms of a step on their way to the host."""
 
     values: Tensor
-    """(n,) float32 on the device: `KINDS` one after the other, then the attention logits."""
+    """(n,) float32 on the device: the layers' values of each of `KINDS`, then attention logits."""
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Return `values`, which are on the host now, by their names, and the ratio of update and
-        weights; a layer whose weights are all 0 has none."""
-        values = [float(f"{value:.6g}") for value in values]  # float32 has no more
+        """Return `values`, copied to the host, by name, and the ratio of update to weights; a layer
+        whose weights are all 0 has no ratio."""
+        values = [float(f"{value:.6g}") for value in values]  # float32 has about six digits
         size = len(self.layers)
-        found = {
+        norms: NormsByName = {
             kind: dict(zip(self.layers, values[n * size : (n + 1) * size], strict=True))
             for n, kind in enumerate(KINDS)
         }
-        weights = found[WEIGHT]
-        updates = found[UPDATE]
-        found[RATIO] = {name: updates[name] / weights[name] for name in updates if weights[name]}
+        weights = norms[WEIGHT]
+        updates = norms[UPDATE]
+        norms[RATIO] = {name: updates[name] / weights[name] for name in updates if weights[name]}
         logits = values[len(KINDS) * size :]
         if len(logits):
-            found[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
-        return found
+            norms[LARGEST_LOGIT] = {f"blocks.{n}": value for n, value in enumerate(logits)}
+        return norms
 
 
 class Norms:
     """Measures the updates at each `every_steps`-th step, and at the last one of `total_steps`.
 
-    Norms are exact over all ranks, also where each has shards of the parameters (DTensor). Raises
-    ValueError for a model that does not say which layers it has.
+    Norms are exact over all ranks, also if each has shards of the parameters (DTensor). Raises
+    ValueError for a model whose layers are unknown.
     """
 
     def __init__(self, model: nn.Module, every_steps: int, total_steps: int):
@@ -68,7 +68,7 @@ class Norms:
         self.total_steps = total_steps
         names = _layer_names(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # By depth, so that a layer's are together.
+        # By depth, so that the parameters of a layer are next to each other.
         ordered = [name for name in names if name in trained]
         self._parameters: list[Tensor] = [trained[name] for name in ordered]
         sizes = Counter(names[name] for name in ordered)
@@ -78,14 +78,14 @@ class Norms:
         self._gradients: Tensor | None = None
 
     def is_due(self, step: int) -> bool:
-        """Whether the update at `step`, counted from 0, is measured."""
+        """Return whether the update at `step`, counted from 0, is measured."""
         return (step + 1) % self.every_steps == 0 or step + 1 == self.total_steps
 
     @torch.no_grad()
     def begin(self, loss_scale: Tensor) -> None:
-        """Take the gradients, which contain `loss_scale`, and copy the weights: before an update.
+        """Measure the gradients, which contain `loss_scale`, and copy the weights before an update.
 
-        A parameter without a gradient counts as one of 0.
+        A parameter without a gradient counts as a gradient of 0.
         """
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._gradients = self._by_layer(gradients) / loss_scale
@@ -93,10 +93,10 @@ class Norms:
 
     @torch.no_grad()
     def end(self, largest_logits: Tensor) -> Measured:
-        """Return what the update behind `begin` did, with the attention logits of (blocks,)."""
+        """Return the norms of the update since `begin`. largest_logits: (blocks,)."""
         assert self._gradients is not None, "begin comes first"
         weights = self._by_layer(self._before)
-        # In place: nothing else needs the copy.
+        # In place, because the copy is not needed again.
         torch._foreach_sub_(self._before, [parameter.detach() for parameter in self._parameters])
         parts = (self._gradients, weights, self._by_layer(self._before), largest_logits)
         self._before = []
@@ -108,12 +108,12 @@ class Norms:
         norms = torch.stack(torch._foreach_norm(tensors))
         if isinstance(norms, DTensor):
             norms = norms.full_tensor()
-        # A norm of norms; a layer that is not finite leaves the others as they are.
+        # A norm of norms for each layer, so that one infinite layer does not affect the others.
         return torch.stack(torch._foreach_norm(norms.split(self._sizes)))
 
 
 def _layer_names(model: nn.Module) -> dict[str, str]:
-    """Return the layer's name for each parameter's, in the order of depth."""
+    """Return parameter name -> layer name, ordered by depth."""
     has_blocks = isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList)
     try:
         numbers = layer_numbers(model, "beit" if has_blocks else "timm")

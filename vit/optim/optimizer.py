@@ -1,10 +1,10 @@
 """Optimizers over the groups of `vit.optim.groups`.
 
-The step sets the rates of all groups from `vit.optim.schedule` before each update. Each optimizer
-is a library's, torch's or timm's, and one entry of `_KINDS`: how it is made, what state it keeps,
-and whether it skips an update on the device when `found_inf` is set. What does not is undone
-(`vit.optim.skipping`): a gradient that is not finite never reaches weights or state, and costs no
-host-device sync.
+The step sets the rates of all groups from `vit.optim.schedule` before each update. The optimizers
+are torch's or timm's. Each is one entry of `_KINDS`: a function that creates it, the state that it
+keeps, and whether it skips an update on the device when `found_inf` is set. If it does not,
+`vit.optim.skipping` undoes the update. So a gradient that is not finite never reaches weights or
+state, and costs no host-device sync.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Kind:
-    """What there is to know about an optimizer."""
+    """The properties of an optimizer."""
 
     create: Callable[[Groups, Any], torch.optim.Optimizer]
-    """Makes it of the groups and its section of the config."""
+    """Creates it from the groups and the section `optim` of the config."""
     new_state: Callable[[Tensor, Any, dict[str, Any]], State]
-    """State of a parameter of a group before the first update, under the library's names."""
+    """Creates a parameter's state before the first update, with the library's names."""
     skips: bool
-    """Whether its own step skips an update on the device when `found_inf` is set."""
+    """Whether the library's step skips an update on the device when `found_inf` is set."""
     counts_steps: bool = False
-    """Whether its `step` counts all steps, as schedules do, and not the updates made."""
+    """Whether its `step` counts all steps, as schedules do, and not only the updates made."""
 
 
 def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """Create the optimizer of `config` over the parameters of a plain model (no DDP wrapper).
 
-    Its state exists, as before the first update: a checkpoint can be read into it. Raises
-    ValueError as `parameter_groups`, and if timm, which has it, is not installed.
+    Its state already exists, so that a checkpoint can be read into it. Raises ValueError as
+    `parameter_groups`, and if the optimizer needs timm and timm is missing or too old.
     """
     kind = _kind(config)
     groups = parameter_groups(model, config)
@@ -68,7 +68,7 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
                 optimizer.state[parameter].update(state)
     if not kind.skips:
         Undo(optimizer, ("step",) if kind.counts_steps else ())
-        # What GradScaler reads of torch's fused optimizers.
+        # GradScaler looks for this attribute, which torch's fused optimizers have.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
     # TrainStep sets `found_inf` on the device and calls step() without reading it back. Any other
     # optimizer would apply the NaN to the weights.
@@ -78,7 +78,7 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
 
 
 def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
-    """Bytes of each tensor that the optimizer of `config` would keep for `model`."""
+    """Return the size of each tensor that the optimizer of `config` would keep for `model`."""
     kind = _kind(config)
     return [
         value.nbytes
@@ -91,7 +91,7 @@ def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float | None) -> None:
     """Set the learning rate of all groups, times the `lr_scale` of each, and their weight decay.
 
-    weight_decay: of the groups that are decayed; None leaves it as it is.
+    weight_decay: for the groups that are decayed; None keeps the current value.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -174,9 +174,10 @@ def _is_on_gpu(groups: Groups) -> bool:
 
 
 def _counting_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer made `capturable`, which then counts on the GPU, without torch's advice.
+    """Return `optimizer` with torch's warning about `capturable` switched off.
 
-    torch warns that this is for CUDA graphs; here it is for updates that are skipped there.
+    torch warns that `capturable` is for CUDA graphs. It also puts the count of updates on the GPU,
+    which is needed because updates are skipped on the GPU.
     """
     optimizer._warned_capturable_if_run_uncaptured = True
     return optimizer
@@ -215,9 +216,9 @@ def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) ->
 
 def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str, Any]) -> State:
     shape = parameter.shape
-    # The two longest sides, as big_vision/optax.py and timm's _factored_dims find them.
+    # The two longest sides, in the order of big_vision/optax.py and timm's _factored_dims.
     longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))[-2:]
-    # On the host, which computes the rate of its schedule.
+    # On the host, because timm computes the rate of its schedule on the host.
     state = {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
     if len(shape) >= 2 and shape[longest[0]] >= config.min_dim_size_to_factor:
         column, row = longest

@@ -1,6 +1,6 @@
 """Learning rate and weight decay as pure functions of the step.
 
-Without state a resumed run has the rates of the uninterrupted one.
+They have no state, so a resumed run has the rates of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ def lr_at(
     cooldown_steps: int = 0,
     interval_steps: int = 1,
 ) -> float:
-    """Learning rate of the update at `step` in [0, total_steps), constant for `interval_steps`.
+    """Return the learning rate at `step` in [0, total_steps), constant for `interval_steps`.
 
-    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak; with `warmup_lr`
-    it begins there and has come to the peak one step behind the warm-up, as in timm. Then `cosine`
-    (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` from the peak towards
-    `min_lr`, which would be reached where the cool-down begins; `constant`; or `wsd`, constant
-    until `decay_steps` before that (timm:timm/scheduler/wsd_lr.py). The cool-down, the last steps,
-    has `min_lr`. Unless `warmup_lr` or `min_lr` with a cool-down is 0, no update has a rate of 0.
+    Linear warm-up: the update at step s has (s + 1) / warmup_steps of the peak. With `warmup_lr`
+    it begins at that rate, and reaches the peak one step after the warm-up, as in timm. After it:
+    `cosine` (Loshchilov & Hutter 2017, equation 5, without restarts) or `linear` from the peak to
+    `min_lr` at the beginning of the cool-down; `constant`; or `wsd`, which is constant until
+    `decay_steps` before the cool-down (timm:timm/scheduler/wsd_lr.py). The cool-down, the last
+    steps, has `min_lr`. Unless `warmup_lr` or `min_lr` with a cool-down is 0, no update has a rate
+    of 0.
     """
     time = step - step % interval_steps
     end = total_steps - cooldown_steps
@@ -53,6 +54,6 @@ def lr_at(
 
 
 def weight_decay_at(step: int, *, first: float, final: float, total_steps: int) -> float:
-    """Weight decay of the update at `step`: a cosine from `first` towards `final`, which would be
-    reached at `total_steps` (facebookresearch/dino:utils.py, cosine_scheduler)."""
+    """Return the weight decay at `step`: a cosine from `first` to `final` at `total_steps`
+    (facebookresearch/dino:utils.py, cosine_scheduler)."""
     return final + 0.5 * (first - final) * (1.0 + math.cos(math.pi * step / total_steps))

@@ -1,12 +1,12 @@
-"""An update that has not happened where its gradient was not finite, for any optimizer.
+"""Undo an update with a non-finite gradient, for any optimizer.
 
-torch's fused optimizers read `found_inf` on the device. Others apply the update; here it is undone
-there, without a wait of the host:
+torch's fused optimizers read `found_inf` on the device, and skip the update. Other optimizers apply
+it, so this module undoes it on the device, without a wait of the host:
 
     pre-hook: copy weights and state -> library's step -> post-hook: found_inf ? copy : result
 
-The copy lives during the update, when the activations are gone. What it costs:
-benchmarks/optimizers.py.
+The copy exists only during the update, when the activations are already freed.
+benchmarks/optimizers.py measures the cost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""By the bytes of an element."""
+"""Integer type for each number of bytes of an element."""
 
 
 class Undo:
-    """Undoes updates of `optimizer`, whose state is complete, where its `found_inf` is 1.
+    """Undoes each update of `optimizer` if its `found_inf` is 1; its state must be complete.
 
-    unless_named: entries of the state that go on, such as the counter of a schedule.
+    unless_named: entries of the state that are not undone, such as the counter of a schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, unless_named: tuple[str, ...] = ()):
@@ -35,8 +35,8 @@ class Undo:
             for name, value in state.items()
             if isinstance(value, Tensor) and name not in unless_named
         ]
-        # As integers: in float32, NaN times 0 is NaN. Their sums wrap around, so that old minus new
-        # plus new is old in each bit.
+        # Calculate with the bits as integers, because in float32 NaN times 0 is NaN. Integer sums
+        # wrap around, so (old - new) + new is old in each bit.
         self._live: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             kind = _INTEGERS[tensor.element_size()]
@@ -49,7 +49,7 @@ class Undo:
     def _save(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if getattr(optimizer, "found_inf", None) is None:
             return
-        # Times 1 is a copy: one launch for many tensors, where `clone` needs one for each.
+        # Multiplying by 1 copies many tensors with one launch; `clone` needs one launch for each.
         self._saved = {kind: torch._foreach_mul(live, 1) for kind, live in self._live.items()}
 
     @torch.no_grad()

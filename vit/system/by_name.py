@@ -1,4 +1,4 @@
-"""Modules that few runs need, loaded by their name in the process that does."""
+"""Load modules by name that only few runs need, in the processes that need them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def load(name: str, needed_for: str) -> Any:
-    """Return what `name` stands for: a module, or `module:attribute`.
+    """Return the module `name`, or an attribute for `module:attribute`.
 
     needed_for: the setting or address that the user gave. Raises ValueError if the folder of the
     module is not installed.
@@ -17,7 +17,7 @@ def load(name: str, needed_for: str) -> Any:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if not f"{module}.".startswith(f"{missing}."):  # a package that it needs
+        if not f"{module}.".startswith(f"{missing}."):  # a package that the module needs
             raise
         raise ValueError(
             f"{needed_for} needs {missing.replace('.', '/')}, which is not installed here"

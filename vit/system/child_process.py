@@ -1,4 +1,4 @@
-"""What every worker process does first: leave signals to its parent, end with it, hide secrets."""
+"""Set up every worker process: ignore signals, end with the parent, hide secrets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vit.system.redact import guard_console
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 LOOK_EACH_S = 1.0
-"""Seconds between two looks at the parent, for when the pipe does not show its end."""
+"""Seconds between two checks of the parent, in case the pipe does not show its end."""
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """A context for starting worker processes: signals wait until they call `follow_parent`."""
+    """Block signals while worker processes start, until they call `follow_parent`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
     try:
         yield
@@ -34,21 +34,21 @@ def follow_parent() -> None:
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # What `signals_blocked` blocked is ignored from here on.
+    # Unblock only now, so that signals from the time of the start are ignored as well.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 
     begun_by = os.getppid()  # the parent, or the server that forks for it
-    # Not left to the thread: before it runs, a worker whose parent died during its imports could
-    # begin the work that waits for it, and leave a file behind.
+    # Checked before the thread runs: if the parent died during the imports, the worker could begin
+    # the work in its queue, and leave a file behind.
     if not parent.is_alive():
         os._exit(1)
 
     def follow() -> None:
-        # Not by the pipe alone: workers forked later hold the parent's end of it, too, and
-        # a stopped one would keep it open for ever.
+        # The pipe alone is not enough: workers that were forked later also hold the parent's end,
+        # and a stopped worker would keep it open forever.
         while parent.is_alive() and os.getppid() == begun_by:
             parent.join(LOOK_EACH_S)
         os._exit(1)

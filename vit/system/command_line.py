@@ -1,4 +1,4 @@
-"""The argument parser of all commands: mistakes as one line, with the option that was meant."""
+"""The argument parser of all commands; a mistake is one line that suggests the right option."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vit.system.redact import shown
 from vit.system.spelling import did_you_mean
 
 Hint = Callable[[str, str], str]
-"""From an unknown option and its value ("" for none) to a hint at what is meant, or ""."""
+"""Maps an unknown option and its value ("" for none) to a hint, or to ""."""
 
 
 INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
-"""Where setup.py puts the commands of a wheel; a checkout has them at its top."""
+"""The folder in which setup.py puts the commands of a wheel; a checkout has them at its top."""
 
 
 def as_typed(text: str) -> str:
-    """`text` with our commands as people type them; of an installed package: vit/__main__.py."""
+    """Return `text` with the commands of an installed package (vit/__main__.py), if it is one."""
     if not INSTALLED_LAUNCH.is_dir():
         return text
     text = re.sub(r"(torchrun .*?)launch/(\w+)\.py", r"\1-m vit \2", text)
@@ -32,9 +32,9 @@ def as_typed(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, but a mistake is a ValueError of one line, and options cannot be abbreviated.
+    """An argparse parser that raises a ValueError of one line, and allows no abbreviations.
 
-    `hint` is called for unknown options that resemble none of the known ones.
+    `hint` is called for unknown options that resemble no known option.
     """
 
     def __init__(self, prog: str, description: str | None = None, hint: Hint | None = None):
@@ -50,19 +50,19 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's; keeps the arguments for `error`."""
+        """Parse as argparse does; keep the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
 
     def parse_known_intermixed_args(  # type: ignore[override]  # argparse has one for each kind of namespace
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> Any:
-        """As argparse's; keeps the arguments for `error`."""
+        """Parse as argparse does; keep the arguments for `error`."""
         self._typed = self._typed or list(sys.argv[1:] if args is None else args)
         return super().parse_known_intermixed_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """As argparse's; also suggests the choice that was meant."""
+        """Check as argparse does; also suggest the nearest choice."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError that names unknown options.
 
-        argparse reports the missing option first, which often is the misspelt one.
+        argparse reports a missing option first, but often the user has only misspelt it.
         """
         is_unknown = message.startswith("unrecognized arguments: ")
         if options := self._unknown_options() if is_unknown or "are required: " in message else {}:
@@ -84,31 +84,31 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> dict[str, str]:
-        """Options that there are not, as typed and with the value for `hint`: what was meant."""
-        known = list(self._option_string_actions)
-        words = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
-        found = {}
-        for word, following in zip_longest(words, words[1:], fillvalue=""):
-            option, equals, value = word.partition("=")
-            if option in known or not re.match(r"--?[A-Za-z]", option):
+        """Return the unknown options, as typed and with the value for `hint`, each with a hint."""
+        options = list(self._option_string_actions)
+        arguments = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
+        hints = {}
+        for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
+            option, equals, value = argument.partition("=")
+            if option in options or not re.match(r"--?[A-Za-z]", option):
                 continue
             if self._hint and not equals and re.match(r"[^-=][^=]*$", following):
                 value = following
-                word = f"{word} {value}"
-            close = difflib.get_close_matches(option, known, n=1, cutoff=0.8)
+                argument = f"{argument} {value}"
+            close = difflib.get_close_matches(option, options, n=1, cutoff=0.8)
             hint = self._hint(option, value) if self._hint and not close else ""
-            if not hint and (close := difflib.get_close_matches(option, known, n=1)):
+            if not hint and (close := difflib.get_close_matches(option, options, n=1)):
                 hint = f"did you mean {close[0]}?"
-            found[word] = hint
-        return found
+            hints[argument] = hint
+        return hints
 
 
 def add_model_flags(
     parser: argparse.ArgumentParser, batch_size: str, num_workers: str, device: str
 ) -> None:
-    """Add how a trained model is used: size, batches, workers, format and device.
+    """Add flags for the use of a trained model: size, batches, workers, format and device.
 
-    The three texts are what help says of a flag. What is not given is None.
+    The three texts are the help of their flags. A flag that is not given is None.
     """
     parser.add_argument(
         "--image-size",
@@ -128,7 +128,7 @@ def add_model_flags(
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """Return what is wrong with the numbers of `add_model_flags`, a sentence each."""
+    """Return a sentence for each wrong number of `add_model_flags`."""
     problems = [
         f"--{name.replace('_', '-')} {value}: give a number from {least} on"
         for name, least in (("batch_size", 1), ("num_workers", 0))
@@ -140,7 +140,7 @@ def model_flag_problems(args: argparse.Namespace) -> list[str]:
 
 
 def model_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return those flags of `add_model_flags` that change a model: dotted key -> value or None."""
+    """Return the flags of `add_model_flags` that change a model: dotted key -> value or None."""
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
@@ -159,8 +159,7 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
 
 
 def run_and_settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Divide `words` into a run folder or its URL, None if there is none, and settings
-    (section.key=value).
+    """Divide `words` into a run folder or URL (or None), and settings (section.key=value).
 
     Raises ValueError for two folders.
     """

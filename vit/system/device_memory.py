@@ -1,4 +1,4 @@
-"""Memory that a process holds, on its GPU or on the host, and that tensors hold (`LiveBytes`)."""
+"""Measure the memory of a process, on its GPU or on the host, and of its tensors (`LiveBytes`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_iter
 
 _DEVICE_OF = torch.ops.prim.device.default
 PROC = Path("/proc/self")
-"""On Linux only."""
+"""The process's files of the kernel; only Linux has them."""
 
 
 def reset_peak(device: torch.device) -> None:
-    """Look for the peak of memory from here on."""
+    """Start to measure the peak of memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif PROC.is_dir():
@@ -28,36 +28,36 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak since `reset_peak`, as `bytes_in_use`; None where it is not known."""
+    """Return the peak of `bytes_in_use` since `reset_peak`; None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status_bytes("VmHWM") if PROC.is_dir() else None
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Return the memory of tensors on a GPU, of this process on a CPU (0 where not known)."""
+    """Return the memory of tensors on a GPU, or of this process on a CPU (0 if unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS") if PROC.is_dir() else 0
 
 
 def release_memory(device: torch.device) -> None:
-    """Give back what no tensor uses."""
+    """Free cached memory that no tensor uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def _status_bytes(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", (PROC / "status").read_text())
-    assert found is not None, "Linux has it"
-    return int(found[1]) * 1024
+    match = re.search(rf"{name}:\s+(\d+) kB", (PROC / "status").read_text())
+    assert match is not None, "Linux has this line"
+    return int(match[1]) * 1024
 
 
 class LiveBytes(TorchDispatchMode):
-    """Sums the bytes of all storages that operations make while they live.
+    """Adds up the bytes of all live storages that operations create.
 
-    now, peak: bytes. gradients_at_peak: what the function of `begin` returned at the peak.
+    now, peak: bytes. gradients_at_peak: the result of `begin`'s function at the peak.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         self._count_gradients: Callable[[], int] = lambda: 0
 
     def begin(self, count_gradients: Callable[[], int]) -> None:
-        """Look for the peak from here on."""
+        """Start to measure the peak."""
         self.peak = 0
         self._count_gradients = count_gradients
 
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # a count of updates that an optimizer reads: no size follows from it
+            return 1.0  # an optimizer's count of updates, which affects no size
         if function is _DEVICE_OF:
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))
@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
-        # The object of a storage lives as long as any tensor that uses it.
+        # A storage object lives as long as a tensor uses it, so its end frees the bytes.
         weakref.finalize(storage, self._remove, key)
         if self.now > self.peak:
             self.peak = self.now

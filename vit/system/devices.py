@@ -1,16 +1,16 @@
-"""Which kind of device a run computes on: what each rank finds, and what follows for all of them.
+"""Choose the kind of device for all ranks of a run, from the devices that each rank finds.
 
-Each rank looks at what torch can use on its host and what is built in. Rank 0 decides for all,
-before any of them chooses between gloo and NCCL: a host that chose the other one would wait for the
-rest until a time limit ends the run.
+Each rank looks up the GPUs of its host, and which of them torch can use. Rank 0 decides for all
+ranks before any of them chooses between gloo and NCCL, because ranks with different choices would
+wait for each other until a time limit ends the run.
 
 On a host of several sockets a rank is bound to the cores next to its GPU (`bind_near`):
 
     PCI addresses of the GPUs -> numa_node of each -> cpulist of the node -> this process's cores
 
-Its workers, its page-locked slots and NCCL's threads inherit these cores; the memory of the other
-socket is far. torchrun's `--numa-binding` needs numactl, and fails on a host that does not report
-where its GPUs are.
+Its workers, its page-locked slots and NCCL's threads inherit these cores, because the memory of the
+other socket is slower. torchrun's `--numa-binding` does the same, but needs numactl, and fails on a
+host that does not report the nodes of its GPUs.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class HostDevices:
     gpus: int
     """GPUs that torch can use."""
     nvidia_gpus: int
-    """GPUs that are built in, usable or not; 0 where CUDA_VISIBLE_DEVICES hides all."""
+    """GPUs of the host, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
     said: str
-    """Why torch can use none, in its own words."""
+    """torch's reason why it can use no GPU, or ""."""
     has_cuda_build: bool = True
     """Whether torch is built for GPUs."""
 
@@ -50,63 +50,72 @@ class HostDevices:
 
 
 def find_devices(root: Path = Path("/")) -> HostDevices:
-    """The devices of this host. `root`: the folder of `proc` and `sys`."""
+    """Return the devices of this host. `root`: the folder of `proc` and `sys`."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    said = ""
+    reason = ""
     if not gpus:
         try:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as error:
-            said = _with_remedy(str(error).split(". ")[0].splitlines()[0].rstrip("."))
+            reason = _with_remedy(str(error).split(". ")[0].splitlines()[0].rstrip("."))
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     built_in = 0 if hidden else num_nvidia_gpus(root)
     has_cuda_build = torch.version.cuda is not None or torch.version.hip is not None
-    return HostDevices(socket.gethostname(), ranks, gpus, built_in, said, has_cuda_build)
+    return HostDevices(
+        host=socket.gethostname(),
+        ranks=ranks,
+        gpus=gpus,
+        nvidia_gpus=built_in,
+        said=reason,
+        has_cuda_build=has_cuda_build,
+    )
 
 
 def gpu_addresses(number: int) -> list[str]:
-    """Return the places of the first `number` GPUs on the PCI bus, as Linux names them."""
-    found: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
-    return [f"{it.pci_domain_id:04x}:{it.pci_bus_id:02x}:{it.pci_device_id:02x}.0" for it in found]
+    """Return the addresses of the first `number` GPUs on the PCI bus, in Linux's format."""
+    gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
+    return [
+        f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
+    ]
 
 
-def _with_remedy(said: str) -> str:
-    """Return torch's reason `said`, with what to do where its driver or its build is the cause."""
+def _with_remedy(reason: str) -> str:
+    """Return torch's `reason`, with a remedy if the driver or the build of torch is the cause."""
     remedies = {
         "too old": f"this torch is built for CUDA {torch.version.cuda}: update the driver, or"
         " install a torch for an older CUDA (https://pytorch.org)",
         "not compiled with CUDA": "this torch is built for CPUs only: install one for CUDA"
         " (https://pytorch.org)",
     }
-    return "; ".join([said, *(remedy for sign, remedy in remedies.items() if sign in said)])
+    return "; ".join([reason, *(remedy for sign, remedy in remedies.items() if sign in reason)])
 
 
-def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[str, list[str]]:
-    """ "cpu" or "cuda" for all ranks, and notes to print.
+def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tuple[str, list[str]]:
+    """Return "cpu" or "cuda" for all ranks, and notes to print.
 
     Args:
-        asked: "auto", "cpu" or "cuda".
-        setting: how messages name the setting of `asked`.
-        found: the devices of each rank.
+        choice: the user's: "auto", "cpu" or "cuda".
+        setting: the name of that setting in messages, with "=".
+        devices: the devices of each rank.
 
     Raises:
-        ValueError: some hosts lack a GPU per rank while "cuda" is asked for or other hosts have
-            one, or have NVIDIA GPUs that a torch for GPUs cannot use; they are named.
+        ValueError: some hosts lack a GPU for each rank, and the choice is "cuda" or other hosts
+            have enough; or a host has NVIDIA GPUs that a torch for GPUs cannot use.
     """
-    if asked == "cpu":
+    if choice == "cpu":
         return "cpu", []
-    hosts = list(dict.fromkeys(found))  # the ranks of a host find the same
+    hosts = list(dict.fromkeys(devices))  # the ranks of a host have equal entries
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
-    # Ranks of ViT-B on the CPUs of a GPU node would train until the job's time limit. Who has
-    # installed a torch for CPUs wants that: a laptop, the demo.
+    # On the CPUs of a GPU node ViT-B would train until the job's time limit, so unusable GPUs are
+    # an error. With a torch for CPUs only the user wants the CPU, as on a laptop.
     has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
-    if asked == "cuda" or len(lacking) < len(hosts) or has_unusable:
+    if choice == "cuda" or len(lacking) < len(hosts) or has_unusable:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
-            f"{setting}{asked}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs."
+            f"{setting}{choice}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs."
             f" {problems}. Check them with nvidia-smi, start one rank for each GPU"
             f" (--nproc_per_node), leave them out, or use {setting}cpu everywhere"
         )
@@ -122,10 +131,10 @@ def choose_device(asked: str, setting: str, found: list[HostDevices]) -> tuple[s
 
 
 def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> None:
-    """Bind this process to the cores next to its GPU; without effect where that is not known.
+    """Bind this process to the cores next to its GPU, if these are known.
 
-    addresses: on the PCI bus ("0000:dc:00.0"), of the GPU of each rank of this host. own: which of
-    them is this rank's. root: the folder of `sys`.
+    addresses: on the PCI bus ("0000:dc:00.0"), of the GPU of each rank of this host. own: index of
+    this rank's GPU. root: the folder of `sys`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -138,11 +147,12 @@ def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> Non
 def cores_near(addresses: Sequence[str], own: int, allowed: set[int], root: Path) -> set[int]:
     """Return those of the `allowed` cores that are next to GPU `own`, or all of them.
 
-    All, if the system does not say where it is, or if a rank would have fewer cores so: on some
-    virtual machines all GPUs are said to be on one node, and some jobs have most cores on another.
+    All are returned if the GPU's node is unknown, or if ranks would get fewer cores than without
+    binding: some virtual machines report one node for all GPUs, and some jobs have most of their
+    cores on another node.
     """
-    nodes = [text_of(root / "sys/bus/pci/devices" / it / "numa_node") for it in addresses]
-    if not nodes[own].isdecimal():  # "": no such file; -1: the firmware does not say
+    nodes = [text_of(root / "sys/bus/pci/devices" / address / "numa_node") for address in addresses]
+    if not nodes[own].isdecimal():  # "": no such file; -1: the firmware does not report it
         return allowed
     cores = text_of(root / "sys/devices/system/node" / f"node{nodes[own]}" / "cpulist")
     near = allowed & _cores_of(cores)

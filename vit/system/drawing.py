@@ -1,12 +1,13 @@
-"""The style that all pictures of the report share: width, colours, fonts, names that fit.
+"""The common style of all pictures of the report: width, colours, fonts, names that fit.
 
 Every PNG is 1400 pixels wide. Colours are from Okabe and Ito (2008), which colour-blind readers
-can distinguish; nothing is shown by colour alone. Class names are shortened in the middle to fit;
-a class without a name is "class 7".
+can distinguish, and no information is shown by colour alone. Class names are shortened in the
+middle to fit. A class without a name is "class 7".
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from vit.system.files import replacing, told
 
-# matplotlib is imported only where something is drawn: training starts without it.
+# Functions import matplotlib when they draw, so that training starts without it.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -42,7 +43,7 @@ GREY = "#666666"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
 FONT = "DejaVu Sans"
-"""It comes with matplotlib: the same letters everywhere."""
+"""The font that comes with matplotlib, so that letters look the same on all machines."""
 STYLE: dict[str, Any] = {
     "font.size": TEXT_PT,
     "axes.titlesize": TITLE_PT,
@@ -63,22 +64,33 @@ STYLE: dict[str, Any] = {
     "text.parse_math": False,  # a class may be called "US$"
 }
 OTHER_LETTERS = (
-    *("Noto Sans CJK SC", "Noto Sans CJK JP", "Source Han Sans SC", "WenQuanYi Micro Hei"),
-    *("WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans", "Apple SD Gothic Neo"),
-    *("Microsoft YaHei", "Malgun Gothic", "Noto Sans Devanagari", "Noto Sans Bengali"),
-    *("Noto Sans Thai", "Noto Sans Tamil", "Arial Unicode MS"),
+    "Noto Sans CJK SC",
+    "Noto Sans CJK JP",
+    "Source Han Sans SC",
+    "WenQuanYi Micro Hei",
+    "WenQuanYi Zen Hei",
+    "PingFang SC",
+    "Hiragino Sans",
+    "Apple SD Gothic Neo",
+    "Microsoft YaHei",
+    "Malgun Gothic",
+    "Noto Sans Devanagari",
+    "Noto Sans Bengali",
+    "Noto Sans Thai",
+    "Noto Sans Tamil",
+    "Arial Unicode MS",
 )
-"""Fonts with letters that DejaVu Sans lacks; those that are installed are used for these."""
+"""Fonts for letters that DejaVu Sans lacks; only the installed ones are used."""
 _missing_letters = set[str]()
-"""That have been reported."""
+"""Letters that have already been reported."""
 
 
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
     """Yield a figure of the common width and style; write it to `picture` when the block ends.
 
-    Its suffix says in which of `FORMATS`. `picture` is complete or as it was. Raises ValueError for
-    another suffix, and if it cannot be written.
+    The suffix of `picture` is its format, one of `FORMATS`. If writing fails, the old picture
+    stays. Raises ValueError for an unknown suffix, and if the picture cannot be written.
     """
     form = picture_format(picture)
     with report_style():
@@ -93,7 +105,7 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
 
 def picture_format(picture: Path) -> str:
-    """Return the format that the suffix of `picture` names; ValueError for one that is unknown."""
+    """Return the format of the suffix of `picture`. Raises ValueError for an unknown suffix."""
     form = picture.suffix.lower().removeprefix(".")
     if form not in FORMATS:
         raise ValueError(f"{picture}: the suffix says in which format, one of {', '.join(FORMATS)}")
@@ -102,7 +114,7 @@ def picture_format(picture: Path) -> str:
 
 @contextmanager
 def report_style() -> Iterator[None]:
-    """Apply our settings over matplotlib's defaults, whatever the user's are."""
+    """Apply `STYLE` over matplotlib's defaults, and ignore the user's settings."""
     import matplotlib.style
 
     fonts = [FONT, *_installed(OTHER_LETTERS)]
@@ -115,7 +127,7 @@ def report_style() -> Iterator[None]:
 
 @lru_cache
 def _installed(fonts: tuple[str, ...]) -> list[str]:
-    """Return those of `fonts` that this machine has."""
+    """Return the installed ones of `fonts`."""
     from matplotlib.font_manager import fontManager
 
     present = {font.name for font in fontManager.ttflist}
@@ -124,7 +136,7 @@ def _installed(fonts: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def _missing_letters_once() -> Iterator[None]:
-    """Name letters that no font has in a line, instead of two for each place where they stand."""
+    """Report letters that no font has in one line, instead of two lines at each use of a letter."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -147,7 +159,7 @@ def _missing_letters_once() -> Iterator[None]:
 def new_sheet(figure: Figure, heading: str) -> Axes:
     """Add axes over the entire figure, in inches from its top left corner.
 
-    Under the heading, content begins at 0.5.
+    The heading takes the first 0.5 inches.
     """
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
@@ -190,9 +202,9 @@ def plot_cells(
     titles: Sequence[str] = (),
     caption_pt: float = SMALL_PT,
 ) -> Path:
-    """Draw pictures of one size, row by row, with their captions. Returns `picture`.
+    """Draw pictures of one size, row by row, with their captions. Return `picture`.
 
-    titles: of the columns.
+    titles: those of the columns.
     """
     height, width = cells[0].image.shape[1:]
     side = cell_width_in(num_columns)
@@ -200,7 +212,7 @@ def plot_cells(
     line_in = caption_pt / 55
     row_in = tall + line_in * max(len(cell.caption) for cell in cells) + 2 * GAP_IN
     top = 0.75 if titles else 0.5
-    with drawing(picture, top + row_in * -(-len(cells) // num_columns)) as figure:
+    with drawing(picture, top + row_in * math.ceil(len(cells) / num_columns)) as figure:
         sheet = new_sheet(figure, heading)
         for column, title in enumerate(titles):
             middle = GAP_IN + column * (side + GAP_IN) + side / 2
@@ -211,13 +223,13 @@ def plot_cells(
             bottom = top + row * row_in + tall
             place(sheet, to_pixels(cell.image), left, bottom - tall, side, tall)
             for n, line in enumerate(cell.caption, 1):
-                at = bottom + line_in * n
-                sheet.text(left + side / 2, at, line, ha="center", size=caption_pt)
+                y = bottom + line_in * n
+                sheet.text(left + side / 2, y, line, ha="center", size=caption_pt)
     return picture
 
 
 def as_colors(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Undo the normalisation of inputs (B, C, H, W): the same on the host, in [0, 1]."""
+    """Undo the normalisation of inputs (B, C, H, W); return them on the host, in [0, 1]."""
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return (inputs.detach().float().cpu() * scale + shift).clamp(0, 1)
 
@@ -240,23 +252,25 @@ def display_name(class_names: Sequence[str], label: int) -> str:
 def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "normal") -> str:
     """Shorten `text` in the middle until it is at most `width_in` inches wide.
 
-    size: of its letters, in points.
+    size: the size of its letters, in points.
     """
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     fonts = [FONT, *_installed(OTHER_LETTERS)]
     font = FontProperties(family=fonts, size=size, weight=weight)
-    kept = len(text)
-    shown = text
+    num_letters = len(text)
+    short = text
     with _missing_letters_once():
         while (
-            kept > 1
-            and text_to_path.get_text_width_height_descent(shown, font, False)[0] > width_in * 72
+            num_letters > 1
+            and text_to_path.get_text_width_height_descent(short, font, False)[0] > width_in * 72
         ):
-            kept -= 1
-            shown = text[: (kept + 1) // 2].rstrip() + "…" + text[len(text) - kept // 2 :].lstrip()
-    return shown
+            num_letters -= 1
+            begin = text[: (num_letters + 1) // 2].rstrip()
+            end = text[len(text) - num_letters // 2 :].lstrip()
+            short = f"{begin}…{end}"
+    return short
 
 
 def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:

@@ -1,6 +1,7 @@
 """Atomic file writes, and the error for damaged files.
 
-A file gets its name when it is complete and on the disk: a reader sees the old one or the new one.
+A file gets its name when it is complete and on the disk, so a reader sees the old file or the new
+one, never a part.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class ShardError(ValueError):
-    """A damaged or missing shard, index or `_info.json`: which, what was expected, what to do."""
+    """A damaged or missing shard, index or `_info.json`; the message has a remedy."""
 
 
 class WeightsError(ValueError):
@@ -34,22 +35,22 @@ class WeightsError(ValueError):
 
 
 def unreadable(path: Path, error: OSError) -> ShardError:
-    """The error for a `path` that the system refuses to open."""
+    """Return the error for a `path` that the system refuses to open."""
     return ShardError(
         f"{path}: cannot be read ({error.strerror}); check its permissions and its disk"
     )
 
 
 def temporary_beside(path: Path) -> Path:
-    """A unique name next to `path` for an unfinished file.
+    """Return a unique name next to `path` for an unfinished file.
 
-    Random, since containers may share host name and process ids.
+    It is random because containers may share host name and process ids.
     """
     return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
 
 def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
-    """A descriptor of a file or folder, and whether it is locked; None: no locks there."""
+    """Return a descriptor of a file or folder, and whether it was locked; None without locks."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -61,17 +62,17 @@ def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
 
 
 def remove_if_abandoned(temporary: Path) -> None:
-    """Remove a file or folder named by `temporary_beside`, unless a live process works on it.
+    """Remove a file or folder named by `temporary_beside`, unless a live process writes it.
 
-    Its process holds a lock. Without visible locks (another host, some file systems) a file is
-    abandoned after ten minutes without a change, a folder after a day.
+    A live process holds a lock. If locks are not visible (another host, some file systems), a file
+    counts as abandoned after ten minutes without a change, a folder after a day.
     """
     with suppress(OSError):
-        descriptor, could = _locked(temporary, fcntl.LOCK_NB)
+        descriptor, is_locked = _locked(temporary, fcntl.LOCK_NB)
         try:
             age_s = time.time() - _newest_change_s(temporary)
-            is_surely_free = could and f".{socket.gethostname()}." in temporary.name
-            if could is False or not (
+            is_surely_free = is_locked and f".{socket.gethostname()}." in temporary.name
+            if is_locked is False or not (
                 is_surely_free or age_s > (86_400 if temporary.is_dir() else 600)
             ):
                 return
@@ -84,7 +85,7 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def _newest_change_s(path: Path) -> float:
-    """When `path`, or anything in it, changed last. Raises OSError if it is gone."""
+    """Return when `path`, or anything in it, changed last. Raises OSError if it is gone."""
     newest_s = path.stat().st_mtime
     for inside in path.rglob("*"):
         with suppress(OSError):
@@ -93,24 +94,24 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove what killed processes left of `folder / name`, or of anything in `folder`."""
+    """Remove unfinished files of killed processes for `folder / name`, or for all of `folder`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
 
 _unfinished: set[int] = set()
-"""Descriptors of the files that threads of this process write now."""
+"""Descriptors of the files that threads of this process are writing."""
 
 
 def _leave_unfinished() -> None:
-    """Let a forked process give up the files that its parent is writing."""
-    # A loader worker lives for hours: with its descriptor it would keep the lock of a file that was
-    # abandoned, and, once the file is replaced or removed, its space on the disk. Not closed: a
-    # number that is free could become that of another file, for the copy of the parent's object.
-    nothing = os.open(os.devnull, os.O_RDWR)
+    """Let a forked process release the files that its parent is writing."""
+    # A loader worker lives for hours. Its descriptor would keep the lock of an abandoned file, and
+    # the disk space of a removed one. Descriptors are replaced, not closed: the worker's copy of
+    # the file object would otherwise write to the next file that gets the same number.
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
-        os.dup2(nothing, descriptor, inheritable=False)
-    os.close(nothing)
+        os.dup2(null, descriptor, inheritable=False)
+    os.close(null)
     _unfinished.clear()
 
 
@@ -119,16 +120,16 @@ os.register_at_fork(after_in_child=_leave_unfinished)
 
 @contextmanager
 def temporary_file(path: Path) -> Iterator[BinaryIO]:
-    """A new locked file next to `path`, removed at the end of the block unless it was renamed.
+    """Yield a new locked file next to `path`; remove it after the block unless it was renamed.
 
-    A process that is forked meanwhile does not have it.
+    A process that is forked during the block does not inherit it.
     """
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # Otherwise another process took it for abandoned before it was locked.
+            # 0: another process took the file for abandoned, and removed it before the lock.
             if os.fstat(file.fileno()).st_nlink:
                 break
         _unfinished.add(file.fileno())
@@ -140,27 +141,30 @@ def temporary_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def locked_folder(path: Path) -> tuple[Path, int]:
-    """A new folder next to `path`, for this user alone, and a descriptor that keeps it locked."""
+    """Create a folder next to `path` that only this user can read, and lock it.
+
+    Returns the folder, and the descriptor that keeps it locked.
+    """
     while True:
         temporary = temporary_beside(path)
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # Otherwise another process took it for abandoned before it was locked.
+            # Otherwise another process took the folder for abandoned before the lock.
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
 
 
 def private_folder(path: Path) -> Path:
-    """Make the folder `path`, whose name others can guess, for this user alone; return it.
+    """Create the folder `path` so that only this user can read it; return it.
 
-    Raises PermissionError if something of another user, or a link, is there.
+    Other users can guess the name. Raises PermissionError if `path` is a link, or another user's.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         reason = "it is not a folder of this user's: remove it, or set TMPDIR"
         raise PermissionError(errno.EPERM, reason, str(path))
     path.chmod(0o700)
@@ -169,7 +173,7 @@ def private_folder(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that replaces `path` at the end of the block, unless it raises."""
+    """Yield a temporary file that replaces `path` at the end of the block, unless it raises."""
     try:
         with temporary_file(path) as file:
             yield file
@@ -178,16 +182,16 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             os.replace(file.name, path)
     except OSError as error:
         if error.filename is None:
-            # a failed write ("No space left on device") does not say of which file
+            # A failed write ("No space left on device") does not name its file.
             error.filename = str(path)
         raise
 
 
 @contextmanager
 def told(path: Path, flag: str = "") -> Iterator[None]:
-    """Turn what the system says about writing the user's `path` into a ValueError of one line.
+    """Turn an OSError about writing the user's `path` into a ValueError of one line.
 
-    flag: of the command line, by which the path was given, with a space behind it.
+    flag: the command-line flag of the path, followed by a space.
     """
     try:
         yield
@@ -199,7 +203,7 @@ def told(path: Path, flag: str = "") -> Iterator[None]:
 
 
 def check_place(path: Path, flag: str = "") -> None:
-    """Raise ValueError as `told` if `path` cannot be written, before the work that it is for."""
+    """Raise ValueError if `path` cannot be written; for use before the work whose result it is."""
     with told(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -209,7 +213,7 @@ def check_place(path: Path, flag: str = "") -> None:
 
 
 def link_to(name: str, path: Path) -> None:
-    """Make `path` a symbolic link to `name` in its folder, in place of what was there."""
+    """Make `path` a symbolic link to `name` in its folder; replace an existing file or link."""
     if not os.path.lexists(path):
         path.symlink_to(name)
     elif not (path.is_symlink() and os.readlink(path) == name):
@@ -225,9 +229,8 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def json_bytes(content: dict[str, Any]) -> bytes:
-    """`content` in the format of all our JSON files."""
-    # A name that is not UTF-8 holds lone surrogates: backslashreplace writes them as JSON's own
-    # escapes.
+    """Return `content` in the format of all JSON files of this project."""
+    # A name that is not UTF-8 has lone surrogates, which backslashreplace writes as JSON escapes.
     return (
         json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
         + b"\n"
@@ -235,7 +238,7 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in the JSON file `path`; None if there is no such file.
+    """Return the object in the JSON file `path`; None if the file does not exist.
 
     Raises ShardError for anything else, or an unreadable file.
     """
@@ -247,17 +250,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
         raise unreadable(path, error) from error
 
 
-def parse_json(content: bytes, where: Path | str) -> dict[str, Any]:
-    """The JSON object in `content`, read from `where`. Raises ShardError for anything else."""
+def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
+    """Return the JSON object in `content`, read from `source`. Raises ShardError for anything
+    else."""
     try:
         parsed = json.loads(content)
     except ValueError as error:
         raise ShardError(
-            f"{where}: not valid JSON ({error}); restore it from its source"
+            f"{source}: not valid JSON ({error}); restore it from its source"
         ) from error
     if not isinstance(parsed, dict):
         raise ShardError(
-            f"{where}: expected a JSON object, found {type(parsed).__name__}; restore it from its"
+            f"{source}: expected a JSON object, found {type(parsed).__name__}; restore it from its"
             " source"
         )
     return parsed

@@ -1,7 +1,7 @@
-"""GPUs that people train on: their peak in matrix products, their memory and its bandwidth.
+"""A table of GPUs: peak of matrix products, memory and its bandwidth.
 
-The peak is what a share of it (MFU) refers to, so it is the dense number of the data sheet: those
-with structured sparsity are twice as large, and no training of ours reaches them.
+The peak is the base of utilization (MFU), so it is the dense number of the data sheet. Numbers with
+structured sparsity are twice as large, but training does not use that.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ class Gpu:
 
     name: str
     bf16_tflops: float
-    """Dense bf16 and fp16 with fp32 accumulation, 10**12 operations per second; of V100 and T4,
-    which have no bf16, fp16."""
+    """Dense bf16 and fp16 with fp32 accumulation, 10**12 operations per second. V100 and T4 have
+    no bf16, so theirs is for fp16."""
     fp32_tflops: float
     """fp32 outside of the tensor cores, which is what torch uses unless TF32 is allowed."""
     memory_gib: float
-    """What torch reports as total memory, a little less than is sold."""
+    """The total memory that torch reports, a little less than the advertised size."""
     bandwidth_gbs: float
-    """Of the memory, 10**9 bytes per second."""
+    """The bandwidth of the memory, 10**9 bytes per second."""
     pattern: str
-    """Matches what the driver calls it."""
+    """A pattern that matches the driver's name of the GPU."""
 
     def peak_tflops(self, precision: str) -> float:
-        """The peak of `precision`: fp32, bf16 or fp16."""
+        """Return the peak for `precision`: fp32, bf16 or fp16."""
         return self.fp32_tflops if precision == "fp32" else self.bf16_tflops
 
 
@@ -74,7 +74,7 @@ GPUS = (
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU that people call `name`: H200, h100-pcie, 4090.
+    """Return the GPU for a common `name`: H200, h100-pcie, 4090.
 
     Raises ValueError with the known names.
     """
@@ -89,14 +89,14 @@ def find_gpu(name: str) -> Gpu:
 
 
 def _plain(name: str) -> str:
-    """Return `name` without what distinguishes no two GPUs of the table."""
+    """Return `name` without the parts that do not distinguish GPUs of the table."""
     return re.sub(r"[^a-z0-9]|rtx|sxm\d?|80gb$|141gb$", "", name.lower())
 
 
 def find_device(device_name: str) -> Gpu | None:
-    """Return the GPU that the driver calls `device_name`, None if the table does not have it.
+    """Return the GPU for the driver's `device_name`, or None if the table does not have it.
 
-    Nor for an instance of a divided GPU ("NVIDIA H200 MIG 1g.18gb"), whose peak is a part.
+    Also None for an instance of a divided GPU ("NVIDIA H200 MIG 1g.18gb"), whose peak is lower.
     """
     if re.search(r"\bMIG\b", device_name):
         return None

@@ -1,8 +1,8 @@
 """Random numbers as pure functions: a hash of integers, and permutations keyed by one.
 
-Order and augmentation draw from them, so that any draw is found without those before it. The hash
-is our own because generators of libraries promise no stable streams: `tests/data/golden_order.json`
-and `tests/data/augment/golden_draws.json` have its output.
+Order and augmentation use them, so that any draw can be computed without the draws before it. The
+hash is implemented in this module because libraries do not guarantee stable random streams:
+`tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` have its output.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
 CHUNK_NUMBERS = 1 << 16
-"""Hashed at a time, in the cache of a core."""
+"""Numbers hashed at a time, so that they fit into the cache of a core."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
@@ -73,7 +73,7 @@ class Permutation:
         """Map positions in [0, n), any shape, to values in [0, n); each value comes once."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
-        # The power of four is below 4 n: at most four rounds of this are expected.
+        # The power of four is below 4 n, so at most four passes are expected.
         while todo.any():
             left, right = out[todo] >> self.half, out[todo] & self.mask
             for key in self.keys:

@@ -1,7 +1,7 @@
-"""What this machine gives to this process: cores, memory, open files.
+"""Resources of this machine that a process may use: cores, memory, open files.
 
-The kernel reports what there is (`/proc`). A container or a batch job may be allowed less (control
-groups, version 2 or 1); each level of its groups may set a limit, and the smallest counts.
+`/proc` has the resources of the machine. Control groups (version 2 or 1) may allow less to a
+container or a batch job. Each level of groups may set a limit, and the smallest limit counts.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ _STATES = {
 _V1_UNLIMITED = 2**60
 """Version 1 writes "no limit" as a number near 2**63."""
 _num_before_binding: int | None = None
-"""Cores that this process might use before `bind_to_cores`."""
+"""Number of cores that this process could use before `bind_to_cores`."""
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """Cores that the job may use on this host, at least 1.
+    """Return the number of cores that the job may use on this host, at least 1.
 
-    The affinity that this process was started with, or a smaller quota of its groups. `root`: the
-    folder of `proc` and `sys`.
+    It is that of the affinity at the start of this process, or a smaller quota of its groups.
+    `root`: the folder of `proc` and `sys`.
     """
     cores = float(_num_before_binding or _num_allowed())
     for group in _groups(root, "cpu"):
@@ -65,9 +65,9 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def bind_to_cores(cores: set[int]) -> None:
-    """Let this process, and what it starts from now on, run on `cores` only.
+    """Bind this process, and the processes that it starts from now on, to `cores`.
 
-    `num_cores` goes on counting the cores that it had: ranks share those of a host.
+    `num_cores` still reports all cores of the job, because the ranks of a host share them.
     """
     global _num_before_binding
     _num_before_binding = _num_before_binding or _num_allowed()
@@ -79,10 +79,10 @@ def _num_allowed() -> int:
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
-    """Memory that this process and its children may still use; None if the system does not say.
+    """Return the memory that this process and its children may still use; None if unknown.
 
-    What the kernel calls available, or less if a control group has a limit; its file cache counts
-    as free.
+    It is the available memory of the kernel, or less if a control group has a limit. The file cache
+    of the group counts as free.
     """
     free = [
         int(line.split()[1]) * 1024
@@ -100,10 +100,10 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int | None:
-    """Processes that the kernel has killed so far because memory ran out.
+    """Return the number of processes that the kernel has killed because memory ran out.
 
-    In the control groups of this process or, where they do not count, on the machine. None if the
-    system does not say.
+    Counted in the control groups of this process, or on the machine if groups do not count. None if
+    unknown.
     """
     counted = [
         text_of(group / name)
@@ -111,34 +111,36 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
         for name in ("memory.events", "memory.oom_control")
     ]
     lines = "\n".join([*counted, text_of(root / "proc/vmstat")]).splitlines()
-    found = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
-    return max(found, default=None)
+    kills = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return max(kills, default=None)
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """The kernel's name of the file system of an existing `path` (ext4, nfs4, lustre), or "".
+    """Return the kernel's name of the file system of `path` (ext4, nfs4, lustre), or "".
 
     `root`: the folder of `proc`.
     """
     device = os.stat(path).st_dev
     path = path.resolve()
-    place = f"{os.major(device)}:{os.minor(device)}"
-    found = ("", "")
+    device_number = f"{os.major(device)}:{os.minor(device)}"
+    deepest_mount = kind = ""
     for line in text_of(root / "proc/self/mountinfo").splitlines():
         mount, _, described = line.partition(" - ")
         _, _, number, _, point, *_ = mount.split()
-        if number == place and path.is_relative_to(point) and len(point) >= len(found[0]):
-            found = point, described.split()[0]
-    return found[1]
+        is_mount_of_path = number == device_number and path.is_relative_to(point)
+        if is_mount_of_path and len(point) >= len(deepest_mount):
+            deepest_mount = point
+            kind = described.split()[0]
+    return kind
 
 
 def is_shared(kind: str) -> bool:
-    """Whether a file system of this kind is on other machines, such as a cluster's homes."""
+    """Return whether a file system of this kind is shared with other machines."""
     return kind in _SHARED or kind.startswith(("nfs", "fuse."))
 
 
 def process_state(pid: int | None) -> str:
-    """The state of a process, to follow its number: ", stopped"; "" if the system does not say."""
+    """Return the state of a process, to append to its number: ", stopped"; "" if unknown."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -147,9 +149,9 @@ def process_state(pid: int | None) -> str:
 
 
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
-    """NVIDIA GPUs on the PCI bus, whether their driver works or not.
+    """Return the number of NVIDIA GPUs on the PCI bus, whether their driver works or not.
 
-    0 if the system does not say. `root`: the folder of `proc` and `sys`.
+    0 if unknown. `root`: the folder of `proc` and `sys`.
     """
     display = "0x03"  # PCI's class of display and 3D controllers
     return sum(
@@ -158,28 +160,28 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
     )
 
 
-def raise_open_files(wanted: int) -> int:
-    """Raise the limit of open files, which children inherit, as far as allowed; returns it."""
+def raise_open_files(limit: int) -> int:
+    """Raise this process's limit of open files to `limit`, or as far as allowed; return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    reachable = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:
-        return wanted if soft == resource.RLIM_INFINITY else soft
+        return limit if soft == resource.RLIM_INFINITY else soft
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (reachable, hard))
-    except (ValueError, OSError):  # macOS has a lower limit than it says
+    except (ValueError, OSError):  # macOS allows less than it reports
         return soft
     return reachable
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The control groups of this process that may limit `controller`, from the innermost up."""
+    """Yield the control groups of this process that may limit `controller`, innermost first."""
     for line in text_of(root / "proc/self/cgroup").splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # Inside a container the name may be the host's, of which only the mount itself is seen.
+        # In a container the name may be that of the host, where only the mount itself exists.
         yield from (
             place
             for place in (group, *group.parents)
@@ -188,7 +190,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def text_of(path: Path) -> str:
-    """The content of a small file of the kernel; "" if there is none."""
+    """Return the content of a small file of the kernel; "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -196,12 +198,12 @@ def text_of(path: Path) -> str:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Return the maker's name of this CPU, or its kind. `root`: the folder of `proc`."""
+    """Return the model name of this CPU, or its architecture. `root`: the folder of `proc`."""
     try:
-        found = re.search(r"^model name\s*:\s*(.+)$", (root / "proc/cpuinfo").read_text(), re.M)
+        match = re.search(r"^model name\s*:\s*(.+)$", (root / "proc/cpuinfo").read_text(), re.M)
     except OSError:
-        found = None
-    return found[1].strip() if found else platform.machine()
+        match = None
+    return match[1].strip() if match else platform.machine()
 
 
 def _is_of_another(place: Path) -> bool:
@@ -211,8 +213,8 @@ def _is_of_another(place: Path) -> bool:
 def default_folder(root: Path = Path("/")) -> Path:
     """Return a folder on a disk of this machine.
 
-    In SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk; else `vit` in XDG_CACHE_HOME
-    or in ~/.cache. root: the folder that contains `proc`.
+    It is in SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk; else it is `vit` in
+    XDG_CACHE_HOME or in ~/.cache. root: the folder that contains `proc`.
     Raises ShardError if all of these are in memory or on network file systems.
     """
     places = [
@@ -225,7 +227,7 @@ def default_folder(root: Path = Path("/")) -> Path:
     for place in places:
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
         if place.name == f"vit-{os.getuid()}" and _is_of_another(place):
-            refused.append(f"{place} (another user's)")  # a name that others can guess
+            refused.append(f"{place} (another user's)")  # other users can guess the name
             continue
         kind = file_system(existing, root)
         if not is_shared(kind) and kind != "tmpfs":

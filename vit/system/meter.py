@@ -1,4 +1,4 @@
-"""Progress of a long task: a live line on a terminal, a plain line every 10 s in a log file."""
+"""Report progress of a long task: a live line on a terminal, a line every 10 s in a log file."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ LOG_EVERY_S = 10.0
 
 
 def duration(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
+    """Format seconds as h:mm:ss."""
     if not math.isfinite(seconds):
         return "-:--:--"
     return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02d}:{int(seconds) % 60:02d}"
 
 
 def steady_s() -> float:
-    """Seconds of a clock that nobody sets: differences are what has passed, also of jumps of the
-    time of day, and on Linux of a machine's sleep."""
+    """Return the seconds of a clock that does not jump when the time of day is set.
+
+    On Linux it also counts the time that the machine sleeps.
+    """
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
     return time.monotonic()
 
 
 class Meter:
-    """Shows on stderr how many of `total` things are done, the rate and the remaining time.
+    """Shows on stderr how many of `total` units are done, the rate and the remaining time.
 
         with Meter("evaluating", 50_000, "images") as meter:
             meter.update(done=6_400)
 
-    Silent unless `shown`. `into`: gets the text in place of stderr, for a live line that exists.
+    Silent unless `shown`. `into`: gets the text instead of stderr, for an existing live line.
     """
 
     def __init__(
         self,
-        what: str,
+        task: str,
         total: int,
         unit: str,
         shown: bool = True,
         into: Callable[[str], None] | None = None,
     ):
-        self.what = what
+        self.task = task
         self.total = total
         self.unit = unit
         self.shown = shown and total > 0
         self.into = into
-        self._began = self._said = time.monotonic()
+        self._began = self._printed_at = time.monotonic()
         self._live: Progress | None = None
         if self.shown and into is None and sys.stderr.isatty():
             self._live = Progress(
@@ -59,7 +61,7 @@ class Meter:
                 console=Console(stderr=True),
                 transient=True,
             )
-            self._task = self._live.add_task(f"{what} ...", total=total)
+            self._task = self._live.add_task(f"{task} ...", total=total)
 
     def __enter__(self) -> Meter:
         if self._live is not None:
@@ -74,9 +76,9 @@ class Meter:
         """Report `done` of `total` so far; `also` is appended, and `num_bytes` so far as MB/s."""
         now = time.monotonic()
         in_log = self.into is None and self._live is None
-        if not self.shown or (in_log and now - self._said < LOG_EVERY_S):
+        if not self.shown or (in_log and now - self._printed_at < LOG_EVERY_S):
             return
-        self._said = now
+        self._printed_at = now
         elapsed_s = max(now - self._began, 1e-9)
         per_s = done / elapsed_s
         eta_s = (self.total - done) / per_s if done else math.inf
@@ -85,9 +87,10 @@ class Meter:
             f"ETA {duration(eta_s)}",
             f"{per_s:,.{1 if per_s < 10 else 0}f} {self.unit}/s",
         ]
-        parts += [f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s"] if num_bytes else []
-        # A narrow terminal cuts off the end: the least important comes last.
-        text = f"{self.what}: {', '.join([*parts, *filter(None, [also])])}"
+        if num_bytes:
+            parts.append(f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s")
+        # The least important part comes last, because a narrow terminal cuts off the end.
+        text = f"{self.task}: {', '.join([*parts, *filter(None, [also])])}"
         if self.into is not None:
             self.into(text)
         elif self._live is not None:
@@ -97,7 +100,7 @@ class Meter:
 
 
 def digits(value: float) -> str:
-    """Return three digits or more: 2,712, 27.1, 0.27, 0.0027."""
+    """Format a number with two digits or more: 2,712, 27.1, 0.27, 0.0027."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 0.1:

@@ -1,7 +1,7 @@
-"""What may be printed or recorded of a text: `***` in place of logins and other secrets.
+"""Replace logins and other secrets in texts by `***`.
 
-Everything for people or for later goes through `shown`: messages, records, reports. `guard_console`
-applies it to all that a process prints.
+All messages, records and reports go through `shown`. `guard_console` applies it to everything that
+a process prints.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MASK = "***"
 HEADER_VARIABLE = "VIT_HTTP_HEADER"
 
 _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
-"""Name of an environment variable in place of its value, also in the shell's form."""
+"""Matches `$NAME` and `${NAME}`, which stand for the value of an environment variable."""
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """A word of a shell command, possibly inside a JSON text."""
 USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
-"""After one slash, too: so a URL looks that was taken for a path."""
+"""Also after a single slash, because a URL that was taken for a path has only one."""
 _END = r"(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))"
 QUERY = re.compile(r"(:/[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)" + _END)
 _PARAMETER = re.compile(
@@ -63,15 +63,14 @@ _COMMANDS = re.compile(r"\x1b(?!\[[0-9;?]*[A-Za-z])|[\x00-\x08\x0b\x0c\x0e-\x1a\
 """Control characters but tab, line feed, carriage return and CSI sequences: titles of windows, the
 clipboard, bells."""
 _known: dict[str, str] = {}
-"""Secrets that this process has used, in all forms in which they are sent, with what to show."""
+"""Secrets that this process has used, in all forms in which they are sent -> replacement."""
 
 
 def shown(text: str) -> str:
-    """`text` as it may be published, with `***` in place of every secret.
+    """Return `text` with `***` in place of every secret.
 
-    Secrets are the userinfo and the query of URLs, headers and options that log in, and anywhere in
-    the text what this process has used to log in or has in its environment. `${NAME}` stays.
-    Idempotent.
+    Secrets are the userinfo and the query of URLs, headers and options that log in, and all secrets
+    that this process has used to log in or has in its environment. `${NAME}` stays. Idempotent.
     """
     for secret, instead in sorted(
         (_of_environment() | _known).items(), key=lambda item: -len(item[0])
@@ -80,10 +79,10 @@ def shown(text: str) -> str:
     if ":/" in text:
         text = USERINFO.sub(_without_userinfo, text)
         text = QUERY.sub(
-            lambda found: f"{found[1]}?{found[2] if _is_shown_query(found[2]) else MASK}", text
+            lambda match: f"{match[1]}?{match[2] if _is_shown_query(match[2]) else MASK}", text
         )
     text = _PARAMETER.sub(
-        lambda found: found[0] if _NO_SECRET.fullmatch(found[2]) else f"{found[1]}{MASK}", text
+        lambda match: match[0] if _NO_SECRET.fullmatch(match[2]) else f"{match[1]}{MASK}", text
     )
     for pattern in (_QUOTED_HEADER, _HEADER, _OPTION, _ASSIGNMENT):
         text = pattern.sub(_masked, text)
@@ -91,7 +90,7 @@ def shown(text: str) -> str:
 
 
 def shown_values(value: Any) -> Any:
-    """`value` with `shown` applied to every text in its lists and dictionaries."""
+    """Return `value` with `shown` applied to every text in its lists and dictionaries."""
     if isinstance(value, str):
         return shown(value)
     if isinstance(value, dict):
@@ -99,10 +98,10 @@ def shown_values(value: Any) -> Any:
     return [shown_values(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _without_userinfo(found: re.Match[str]) -> str:
-    user, has_password, password = found[2][:-1].partition(":")
-    is_no_secret = MASK not in found[2] and _NO_SECRET.fullmatch(password if has_password else user)
-    return found[0] if is_no_secret else f"{found[1]}{MASK}@"
+def _without_userinfo(match: re.Match[str]) -> str:
+    user, has_password, password = match[2][:-1].partition(":")
+    is_harmless = MASK not in match[2] and _NO_SECRET.fullmatch(password if has_password else user)
+    return match[0] if is_harmless else f"{match[1]}{MASK}@"
 
 
 def _is_shown_query(query: str) -> bool:
@@ -111,33 +110,34 @@ def _is_shown_query(query: str) -> bool:
     )
 
 
-def _masked(found: re.Match[str]) -> str:
+def _masked(match: re.Match[str]) -> str:
     secret = re.sub(
         r"^(?:Basic|Bearer|Token|Digest|ApiKey)\s+",
         "",
-        found["secret"].strip("\"'"),
+        match["secret"].strip("\"'"),
         flags=re.IGNORECASE,
     )
-    return found[0] if not secret or _NO_SECRET.fullmatch(secret) else f"{found['before']}{MASK}"
+    return match[0] if not secret or _NO_SECRET.fullmatch(secret) else f"{match['before']}{MASK}"
 
 
 def _of_environment() -> dict[str, str]:
-    """Each secret in the environment with what to show for it.
+    """Return each secret in the environment -> its replacement.
 
-    Recognised by the names of variables; a path or a switch is not a secret.
+    Secrets are recognised by the names of their variables; a path is not a secret.
     """
-    found = dict[str, str]()
+    replacements = dict[str, str]()
     for name, value in os.environ.items():
         if _SECRET_VARIABLE.search(name) and not value.startswith(("/", "~", ".")):
-            found |= _forms(value, f"${{{name}}}")
+            replacements |= _forms(value, f"${{{name}}}")
             if name == HEADER_VARIABLE:
                 for line in value.splitlines():
-                    found |= _forms(line.rpartition(" ")[2], f"${{{name}}}")
-    return found
+                    replacements |= _forms(line.rpartition(" ")[2], f"${{{name}}}")
+    return replacements
 
 
 def _forms(secret: str, instead: str = MASK) -> dict[str, str]:
-    """The forms in which a secret is sent; {} for one that plain text may contain by chance."""
+    """Return the forms in which a secret is sent -> `instead`; {} if the secret is so short that
+    other text may contain it by chance."""
     if len(secret) < (12 if secret.isdecimal() else 6) or _NO_SECRET.fullmatch(secret):
         return {}
     quoted = {
@@ -150,20 +150,20 @@ def _forms(secret: str, instead: str = MASK) -> dict[str, str]:
 
 
 def keep_secret(*secrets: str) -> None:
-    """Never show `secrets` from here on."""
+    """Let `shown` replace `secrets` from now on."""
     for secret in secrets:
         _known.update(_forms(secret))
 
 
 def printed(message: str) -> str:
-    """Return a message for people, `shown`, without what a terminal would obey."""
+    """Return `message` as `shown`, with control characters escaped."""
     return escape_unprinted(shown(message))
 
 
 def escape_unprinted(text: str) -> str:
-    """Return `text` with what a terminal would obey as its escape.
+    """Return `text` with control characters escaped, because a terminal would obey them.
 
-    Names of files, classes and runs come from other people.
+    Names of files, classes and runs may come from untrusted sources.
     """
     if text.isprintable():  # nearly all names
         return text
@@ -176,12 +176,12 @@ def escape_unprinted(text: str) -> str:
 
 
 class _Guarded:
-    """A stream whose text is printed as `shown`; everything else is passed on.
+    """A stream that prints text as `shown`, and forwards everything else to `stream`.
 
-    Colours and moves of the cursor pass, which progress lines are made of, and nothing else that a
-    terminal obeys.
+    It removes all control sequences except colours and moves of the cursor, which progress lines
+    need.
 
-    is_view: what a full disk refuses is lost, and ends nothing; else it raises OSError.
+    is_view: drop text that a full disk refuses; otherwise the write raises OSError.
     """
 
     def __init__(self, stream: TextIO, is_view: bool):
@@ -189,7 +189,7 @@ class _Guarded:
         self._lost = (OSError,) if is_view else ()
 
     def write(self, text: str) -> int:
-        clean = _COMMANDS.sub(lambda found: repr(found[0])[1:-1], shown(text))
+        clean = _COMMANDS.sub(lambda match: repr(match[0])[1:-1], shown(text))
         with suppress(*self._lost):
             self._stream.write(clean)
         return len(text)
@@ -207,10 +207,10 @@ class _Guarded:
 
 
 def guard_console() -> None:
-    """From here on this process prints everything as `shown`, also warnings and stack traces.
+    """Make this process print everything as `shown`, also warnings and stack traces.
 
-    stderr is for people: where it is a file on a full disk, what a run says is lost, and the run
-    goes on. What a command prints to stdout is its result.
+    If stderr is a file on a full disk, its text is lost and the run continues. stdout has a
+    command's result, so a failed write to it is an error.
     """
     _open_closed_streams()
     for name in ("stdout", "stderr"):
@@ -220,12 +220,13 @@ def guard_console() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open what this process was started without (`>&-`, some launchers), as /dev/null."""
-    # The next file that is opened would get such a number, and what C++ prints would go into it.
+    """Open standard streams that are closed (`>&-`, some launchers) as /dev/null."""
+    # Otherwise the next file that is opened would get the number of a standard stream, and C++
+    # libraries would print into that file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    # Python has None in place of them, which libraries do not expect.
+    # Python's objects for closed streams are None, which libraries do not expect.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for good)

@@ -1,9 +1,9 @@
 """One retry policy for servers, object stores and mounted folders.
 
-A caller passes an attempt that raises `RetryableError` for errors that may pass: a lost connection,
-"slow down", a stale handle. It is repeated after growing pauses for as long as the policy says;
-errors that are probably final, such as a refused login, only a few times. Each process logs one
-warning when a server stops answering and one when it is back, however many threads wait for it.
+A caller passes a function that raises `RetryableError` for temporary errors: a lost connection,
+"slow down", a stale handle. It is repeated after growing pauses up to the limit of the policy. An
+error that is probably final, such as a refused login, is retried only a few times. Each process
+logs one warning when a server stops answering, and one when it answers again, for all its threads.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ WARN_AFTER_S = 3.0
 """Shorter interruptions are not reported."""
 WARN_AGAIN_S = 60.0
 NUM_REFUSALS = 6
-"""Attempts (some 15 s) after an error that is probably final. A login that is refused in the middle
-of a run may work again when its token has been renewed."""
+"""Attempts (about 15 s) for an error that is probably final. A login that is refused during a run
+may work again when its token has been renewed."""
 FORGOTTEN_AFTER_S = 180.0
-"""An outage ends if no attempt has been made for so long after the last pause: longer than one
-attempt takes."""
+"""Time without an attempt after the last pause, after which an outage counts as over: longer than
+one attempt takes."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class RetryableError(Exception):
-    """An error that a later attempt may not meet; its text is the reason."""
+    """An error after which a retry may succeed; its text is the reason."""
 
     def __init__(
         self,
@@ -44,10 +44,8 @@ class RetryableError(Exception):
         final: Exception | None = None,
         num_refusals: int = NUM_REFUSALS,
     ):
-        """retry_after_s: the shortest pause that the server asks for.
-
-        final: raised after `num_refusals` attempts in a row.
-        """
+        """retry_after_s: the shortest pause that the server allows. final: the error to raise after
+        `num_refusals` attempts in a row."""
         super().__init__(reason)
         self.retry_after_s = retry_after_s
         self.final = final
@@ -56,27 +54,30 @@ class RetryableError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """How long and how often an attempt is repeated; picklable, without state of its own."""
+    """The limits and pauses of retries; picklable and without state."""
 
     limit_s: float = 480.0
     """Time since the first failure, or since the last byte from the same server; 0: no retries."""
     first_pause_s: float = 0.5
-    """Doubles with each pause. Each is drawn between half and three halves of its length, so that
-    clients that failed together do not come back together."""
+    """The first pause; each further one is twice as long. Lengths are drawn between half and three
+    halves of that, so that clients that failed together do not retry together."""
     longest_pause_s: float = 20.0
 
     def call(
-        self, where: str, attempt: Callable[[], T], while_waiting: Callable[[], None] | None = None
+        self,
+        address: str,
+        attempt: Callable[[], T],
+        while_waiting: Callable[[], None] | None = None,
     ) -> T:
         """Return the result of `attempt`, repeated while it raises `RetryableError`.
 
-        where: URL or path to show, without secrets. while_waiting: called a few times a second in
-        pauses; may raise to stop.
-        Raises ShardError with the number of attempts, their time and the last reason; else what
-        `attempt` raises.
+        address: URL or path for messages, without secrets. while_waiting: called a few times a
+        second in pauses; may raise to stop.
+        Raises ShardError with the number of attempts, their time and the last reason, and all other
+        errors of `attempt`.
         """
         global _retries
-        place = _server_or_folder(where)
+        place = _server_or_folder(address)
         began = time.time(), steady_s()
         failed_s = 0.0
         refusals = 0
@@ -93,7 +94,7 @@ class RetryPolicy:
                     if error.final is not None:
                         _outages.pop(place, None)
                         raise error.final from error
-                    raise _exhausted(where, error, number, now_s - failed_s) from error
+                    raise _exhausted(address, error, number, now_s - failed_s) from error
                 pause_s = min(self._pause_s(number, error), left_s)
                 outage.awaited_until_s = max(outage.awaited_until_s, now_s + pause_s)
                 if now_s + pause_s > outage.warn_at_s:
@@ -101,18 +102,18 @@ class RetryPolicy:
                     outage.is_reported = True
                     log.warning(
                         "%s: has not answered since %s (%s); trying %s",
-                        where,
+                        address,
                         time.strftime("%H:%M:%S", time.localtime(outage.began[0])),
                         error,
                         f"for another {left_s:.0f} s"
                         if error.final is None
                         else f"{error.num_refusals - refusals} more times",
                     )
-                _retries += 1  # not atomic: the number is only shown to people
+                _retries += 1  # not atomic, because the number is only reported
                 outage_failed_s = outage.failed_s
                 warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
-                # Time for which this process was suspended (maybe hours) does not count.
+                # The process may have been suspended for hours, which must not use up the limit.
                 suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
                 failed_s += suspended_s
                 outage.failed_s = max(outage.failed_s, outage_failed_s + suspended_s)
@@ -121,25 +122,25 @@ class RetryPolicy:
                 ended = _outages.pop(place, None)
                 if ended is not None and ended.is_reported:
                     away_s = steady_s() - ended.began[1]
-                    log.warning("%s: answers again after %.0f s", where, away_s)
+                    log.warning("%s: answers again after %.0f s", address, away_s)
                 return result
         raise AssertionError("unreachable")
 
     def _pause_s(self, number: int, error: RetryableError) -> float:
         """Draw the pause after attempt `number`."""
         pause_s = min(self.first_pause_s * 2 ** min(number - 1, 32), self.longest_pause_s)
-        asked_s = error.retry_after_s or 0.0
-        return max(pause_s * _JITTER.uniform(0.5, 1.5), asked_s * _JITTER.uniform(1.0, 1.25))
+        least_s = error.retry_after_s or 0.0
+        return max(pause_s * _JITTER.uniform(0.5, 1.5), least_s * _JITTER.uniform(1.0, 1.25))
 
 
 _JITTER = random.Random()
-"""A generator of its own: the network must not change the draws of training."""
+"""A separate generator, because the network must not change the draws of training."""
 
 
-def _exhausted(where: str, error: RetryableError, number: int, elapsed_s: float) -> ShardError:
+def _exhausted(address: str, error: RetryableError, number: int, elapsed_s: float) -> ShardError:
     times = f", {number} times in {elapsed_s:.0f} s" if number > 1 else ""
     return ShardError(
-        f"{where}: {error}{times}; check the address and the network, then start again"
+        f"{address}: {error}{times}; check the address and the network, then start again"
     )
 
 
@@ -148,35 +149,35 @@ def _exhausted(where: str, error: RetryableError, number: int, elapsed_s: float)
 
 @dataclass
 class _Outage:
-    """An outage of one server or folder, as this process has seen it."""
+    """An outage of one server or folder, as seen by this process."""
 
     began: tuple[float, float]
     """`time.time()` and `steady_s()` before the first attempt that failed."""
     failed_s: float
-    """`time.monotonic()` of the first failure; the times below are monotonic, too."""
+    """`time.monotonic()` of the first failure; the times below use the same clock."""
     awaited_until_s: float
-    """When the last pause will be over."""
+    """The end of the last pause."""
     warn_at_s: float
     is_reported: bool = False
 
 
 _outages: dict[str, _Outage] = {}
-"""Servers and folders from which nothing has come since a failure. All threads share the limit of
-an outage: one after another they would wait many times as long. Single dict operations need no
-lock."""
+"""Server or folder -> its outage, until it answers again. All threads share the limit of an outage,
+because with limits of their own they could wait many times as long, one after another. No lock is
+needed for single dict operations."""
 
 
 def _outage_of(place: str, began: tuple[float, float], failed_s: float) -> _Outage:
-    """Return the outage that a failure belongs to; a forgotten one is replaced."""
-    known = _outages.get(place)
-    if known is not None and time.monotonic() > known.awaited_until_s + FORGOTTEN_AFTER_S:
+    """Return the outage that a failure belongs to; begin a new one if the last one is over."""
+    outage = _outages.get(place)
+    if outage is not None and time.monotonic() > outage.awaited_until_s + FORGOTTEN_AFTER_S:
         _outages.pop(place, None)
     return _outages.setdefault(place, _Outage(began, failed_s, failed_s, failed_s + WARN_AFTER_S))
 
 
-def _server_or_folder(where: str) -> str:
-    server = re.match(r"\w+://[^/]*", where)
-    return server[0] if server else os.path.dirname(where)
+def _server_or_folder(address: str) -> str:
+    server = re.match(r"\w+://[^/]*", address)
+    return server[0] if server else os.path.dirname(address)
 
 
 def _wait(pause_s: float, while_waiting: Callable[[], None] | None) -> None:
@@ -195,12 +196,12 @@ _progress = 0
 
 
 def num_retries() -> int:
-    """Return how many attempts this process has repeated; 0 after a fork."""
+    """Return the number of attempts that this process has repeated; 0 after a fork."""
     return _retries
 
 
 def num_progress() -> int:
-    """Return a number that grows while bytes come to any thread, or one pauses between attempts.
+    """Return a number that grows while a thread receives bytes or pauses between attempts.
 
     A process whose number grows does not hang.
     """
@@ -208,9 +209,9 @@ def num_progress() -> int:
 
 
 def note_progress() -> None:
-    """Record that bytes have come."""
+    """Record that bytes have arrived."""
     global _progress
-    _progress += 1  # not atomic: that the number changes is enough
+    _progress += 1  # not atomic, because any change of the number is enough
 
 
 def _reset() -> None:

@@ -1,10 +1,10 @@
-"""What each loader process is doing now, and what it has done: numbers in shared memory.
+"""The status of each loader process: its current stage and its counts, in shared memory.
 
-A process that makes batches has a status, in memory that workers and training share. At each change
-(say, from reading to decoding) it writes there what it is doing and since when, and adds the time
-that has passed to its last stage: some 0.3 microseconds a change. Training only reads, so a process
-that hangs is seen as well as one that works. `vit.data.stall_watch` reports where a worker hangs;
-`vit.hooks.monitor` writes the sums to the record.
+A process that makes batches has a status, in memory that workers and training share. When it
+changes its stage, such as from reading to decoding, it writes the new stage and the time, and adds
+the time of the last stage to its sum: about 0.3 microseconds a change. Training only reads the
+status, so it also sees the stage of a process that hangs. `vit.data.stall_watch` reports that
+stage, and `vit.hooks.monitor` writes the sums to the record.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STATUS_BYTES = 256
 
 
 class Stage(IntEnum):
-    """What a process that makes batches can be doing."""
+    """The stages of a process that makes batches."""
 
     IDLE = 0
     """Waiting for work."""
@@ -55,17 +55,17 @@ DOING = {
 }
 """Stages in messages."""
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
-"""Counts: requests to a store or file system that had to be repeated; samples whose block was in
-the cache, and was not; bytes of samples that were read from anywhere; bytes that were fetched,
-whether or not the cache kept them."""
+"""Counts: repeated requests to a store or file system; samples whose block was in the cache, or was
+not; bytes of samples that were read, from anywhere; bytes that were fetched, whether or not the
+cache kept them."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
 """The names in a `Tally`."""
 Tally = dict[str, float]
-"""What processes have done, by the names in `TALLIED`: seconds in each stage, then counts."""
+"""The work of processes, by the names in `TALLIED`: seconds in each stage, then counts."""
 _CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
 """Index of the first number of the tally; the seconds come first."""
-_PLACES = {name: _SECONDS + at for at, name in enumerate(TALLIED)}
+_PLACES = {name: index for index, name in enumerate(TALLIED, _SECONDS)}
 
 
 def add_up(tallies: Sequence[Tally]) -> Tally:
@@ -74,12 +74,12 @@ def add_up(tallies: Sequence[Tally]) -> Tally:
 
 
 def since(now: Tally, before: Tally) -> Tally:
-    """Return what was done after `before`."""
+    """Return the difference of two tallies of a process."""
     return {name: now[name] - before[name] for name in TALLIED}
 
 
 class WorkerStatus:
-    """The status of one process, in `STATUS_BYTES` bytes of memory: it writes, others read."""
+    """The status of one process, in `STATUS_BYTES` bytes that it writes and others read."""
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
@@ -89,7 +89,7 @@ class WorkerStatus:
     # ---- for the process itself ----
 
     def enter(self, stage: Stage) -> None:
-        """End the stage before, and begin `stage`."""
+        """End the current stage, and begin `stage`."""
         numbers = self._numbers
         now_s = time.monotonic()
         numbers[_SECONDS + int(numbers[_STAGE])] += now_s - (numbers[_SINCE_S] or now_s)
@@ -111,7 +111,7 @@ class WorkerStatus:
 
     @contextmanager
     def within(self, stage: Stage) -> Iterator[None]:
-        """Enter `stage`, then return to the one before."""
+        """Enter `stage` for the block, then return to the previous stage."""
         before = self.stage
         self.enter(stage)
         try:
@@ -120,15 +120,15 @@ class WorkerStatus:
             self.enter(before)
 
     def count(self, **counted: int) -> None:
-        """Add to the counts of these names in `COUNTED`."""
+        """Add to counts. counted: numbers by names in `COUNTED`."""
         for name, number in counted.items():
             self._numbers[_PLACES[name]] += number
 
     def count_retries(self) -> None:
         """Count the requests that this process has repeated.
 
-        A retry, a pause that a store asked for, and bytes that arrive are progress: a process that
-        waits for them does not hang.
+        A retry, a pause between attempts, and arriving bytes count as progress, because a process
+        that waits for them does not hang.
         """
         retries = num_retries()
         progress = num_progress()
@@ -143,14 +143,14 @@ class WorkerStatus:
         self._numbers[_CHANGES] += 1
 
     def measure_memory(self) -> None:
-        """Measure the memory that only this process has, where the system shows it (2 ms)."""
+        """Measure the memory that only this process has, if the system reports it (2 ms)."""
         with suppress(OSError):
             text = Path("/proc/self/smaps_rollup").read_text()
             sizes_kib = re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.M)
             self._numbers[_OWN_BYTES] = 1024 * sum(map(int, sizes_kib))
 
     def restart(self) -> None:
-        """Reset for a process that takes the place of a dead one; the tally stays."""
+        """Reset the status for the successor of a dead process; the tally stays."""
         self._numbers[_STAGE] = Stage.IDLE
         self._numbers[_SINCE_S] = time.monotonic()
         self._numbers[_SAMPLE] = -1
@@ -159,22 +159,22 @@ class WorkerStatus:
 
     @property
     def num_changes(self) -> int:
-        """Changes so far: a different number means progress."""
+        """Number of changes so far; a different number means progress."""
         return int(self._numbers[_CHANGES])
 
     @property
     def stage(self) -> Stage:
-        """What the process is doing."""
+        """The current stage of the process."""
         return Stage(int(self._numbers[_STAGE]))
 
     @property
     def since_s(self) -> float:
-        """When the stage began, in seconds of `time.monotonic`."""
+        """The time at which the stage began, in seconds of `time.monotonic`."""
         return self._numbers[_SINCE_S]
 
     @property
     def part(self) -> tuple[int, int]:
-        """(position, first row) of the part it makes, or made last."""
+        """(position, first row) of the part that the process makes, or made last."""
         return int(self._numbers[_POSITION]), int(self._numbers[_FIRST])
 
     @property
@@ -189,16 +189,16 @@ class WorkerStatus:
         return int(self._numbers[_OWN_BYTES])
 
     def tally(self) -> Tally:
-        """What the process has done up to its last change."""
+        """Return the tally of the process up to its last change."""
         return dict(zip(TALLIED, self._numbers[_SECONDS : _SECONDS + len(TALLIED)], strict=True))
 
 
 current = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
-"""The status of this process, for all code that reads or decodes."""
+"""The status of this process; code that reads or decodes updates it."""
 
 
 def use(status: WorkerStatus) -> WorkerStatus:
-    """Make `status` the status of this process; return the one before."""
+    """Make `status` the status of this process; return the previous one."""
     global current
     before = current
     current = status

@@ -1,8 +1,9 @@
-"""The members of a tar, from bytes that come in order: of a file, of a part of one, or of a stream.
+"""List the members of a tar in a file, a part of a file, or a stream.
 
-One header after the other is read and its checksum compared. The data in between are skipped; the
-caller reads what it needs of them on the way. Long names (GNU's and pax's) are resolved. A file
-that is not a tar, damaged, cut off, or continued after its end raises an error with the position.
+`walk` reads one header after the other, and compares its checksum. It skips the data in between;
+the caller may read them as each member is yielded. Long names (GNU's and pax's) are resolved. A
+file that is not a tar, damaged, cut off, or continued after its end raises an error with the
+position.
 
 `tarfile` is not used because it ends silently at a damaged header, which would lose the samples
 after it, and because it takes ten times as long.
@@ -24,9 +25,9 @@ TAR_BLOCK = 512
 """Bytes; every header and the data of every member begin at a multiple of this."""
 AHEAD_BYTES = 1 << 16
 CLOSE_BYTES = 1 << 12
-"""If two headers are this close, `AHEAD_BYTES` are read at once."""
+"""Distance of two headers up to which `AHEAD_BYTES` are read at once."""
 MAX_NAME_BYTES = 1 << 16
-"""Of a GNU long name or a pax header."""
+"""Largest size of a GNU long name or a pax header."""
 FILE = "a file"
 FOLDER = "a folder"
 KINDS = {
@@ -46,7 +47,7 @@ WITHOUT_DATA = (
     tarfile.BLKTYPE,
     tarfile.FIFOTYPE,
 )
-"""Members without data, whatever size their headers give."""
+"""Types of members without data, even if their headers have a size."""
 EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
 """Headers that describe the next member."""
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
@@ -59,11 +60,11 @@ COMPRESSED = {
 
 
 class TarDamaged(ValueError):
-    """Not a tar, damaged, cut off, or continued after its end; names the byte."""
+    """A file is not a tar, damaged, cut off, or continued after its end; names the byte."""
 
 
 class TarMember(NamedTuple):
-    """One member: `size` bytes at `offset`. kind: FILE, FOLDER, or a description of another."""
+    """One member: `size` bytes at `offset`. kind: FILE, FOLDER, or the name of another type."""
 
     name: str
     offset: int
@@ -72,13 +73,13 @@ class TarMember(NamedTuple):
 
 
 Read = Callable[[int, int], bytes]
-"""(size, position) -> the bytes there, fewer at the end, like `os.pread`.
+"""(size, position) -> the bytes at the position, fewer at the end, like `os.pread`.
 
 Positions never decrease."""
 
 
 def describe_content(head: bytes) -> str:
-    """Describe a file that begins with `head` and should be another; "" if it is unknown."""
+    """Describe the file that begins with `head`, if it is a web page or compressed; else ""."""
     if WEB_PAGE.match(head):
         return "a web page (a login or an error page was saved in its place)"
     return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
@@ -90,13 +91,13 @@ def pread(descriptor: int) -> Read:
 
 
 class Readable(Protocol):
-    """A stream."""
+    """A stream that can be read once, in order."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def in_order(stream: Readable) -> Read:
-    """Return a reader of a stream; bytes before the last position are forgotten."""
+    """Return a reader of a stream; it keeps no bytes before the last position."""
     held = b""
     start = 0
 
@@ -120,7 +121,7 @@ def in_order(stream: Readable) -> Read:
 
 
 class _FromStart:
-    """A stream whose first bytes have been looked at."""
+    """A stream over a `Read` function, from its first byte on."""
 
     def __init__(self, read: Read):
         self._read = read
@@ -157,7 +158,7 @@ def walk(
     previous = start - 2 * CLOSE_BYTES
     ahead = b""
     ahead_at = start
-    # Name and size of the next member, from an extension header in front of its own.
+    # Name and size of the next member, if an extension header before it has them.
     name = ""
     size = -1
 
@@ -167,8 +168,8 @@ def walk(
     while True:
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
-            # One call reads many headers of small files; between large files it would read data
-            # that are not needed.
+            # One call reads many headers of small files. Between large files it would only read
+            # data that are not needed.
             num_bytes = AHEAD_BYTES if position - previous <= CLOSE_BYTES else TAR_BLOCK
             if stop is not None:
                 num_bytes = max(0, min(num_bytes, stop - position))
@@ -225,11 +226,11 @@ def walk(
 
 
 def _is_plain_file(block: bytes) -> bool:
-    """Whether a header is that of a file ("0") without anything unusual, and undamaged.
+    """Return whether a header is an undamaged one of an ordinary file ("0").
 
-    Reading such a header here is 10 times as fast as by `tarfile`. Its checksum is the sum of all
-    bytes, with its own counted as blanks. The lower half of Adler-32 is that sum plus 1, modulo
-    65521. Raises ValueError if the checksum is not a number.
+    `walk` reads such headers itself, 10 times as fast as `tarfile`. The checksum is the sum of all
+    bytes, with its own bytes counted as blanks. The lower half of Adler-32 is that sum plus 1,
+    modulo 65521. Raises ValueError if the checksum is not a number.
     """
     if block[156] != 48 or block[124] >= 128 or block[345]:  # type, size in binary, long name
         return False
@@ -255,12 +256,12 @@ def _expect_zeros(
 
 
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return name and size of a pax header, or those given if it has none."""
-    while found := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
-        value = extra[found.end() : int(found[1]) - 1]
-        if found[2] == b"path":
+    """Return name and size of a pax header; `name` and `size` if it has none."""
+    while entry := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
+        value = extra[entry.end() : int(entry[1]) - 1]
+        if entry[2] == b"path":
             name = value.decode("utf-8", "surrogateescape")
-        elif found[2] == b"size" and value.isdigit():
+        elif entry[2] == b"size" and value.isdigit():
             size = int(value)
-        extra = extra[max(int(found[1]), found.end()) :]
+        extra = extra[max(int(entry[1]), entry.end()) :]
     return name, size

@@ -1,14 +1,14 @@
-"""Addresses of data: environment variables in them, logins, patterns.
+"""Handle addresses of data: environment variables in them, logins, patterns.
 
-The user gives an address or a command, with a login in it (`https://user:password@host/...`, a
-signed query, a header for curl) or, better, with an environment variable in its place (`${NAME}`).
-`resolve` makes of it what is used; `bare`, the address without any login, names the data set;
-`address` is sent to a server, with the headers of `credentials`.
+A user gives an address or a command with a login in it (`https://user:password@host/...`, a signed
+query, a header for curl), or better with an environment variable instead (`${NAME}`). `resolve`
+fills in the variables. `bare`, the address without a login, is the name of the data set. `address`
+is sent to a server, with the headers of `credentials`.
 
-A login is looked for in four places, and the first that has one counts: the address itself; in
-VIT_HTTP_HEADER, lines of `host Header: value`; in HF_TOKEN, for https://huggingface.co; in
-`.netrc`, or the file that NETRC names. Each names its host, so that no other one gets it, such as
-the target of a redirect.
+A login comes from the first of four places that has one: the address itself; VIT_HTTP_HEADER, with
+lines of `host Header: value`; HF_TOKEN, for https://huggingface.co; and `.netrc`, or the file that
+NETRC names. Each login belongs to a host, and is never sent to a different host, such as the target
+of a redirect.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def local_path(root: str | Path) -> Path | None:
-    """Return the folder that `root` names; None for a URL other than file://."""
+    """Return the folder that `root` names; None for a URL, unless it is a file:// URL."""
     scheme, is_url, path = str(root).partition("://")
     if not is_url:
         return Path(root)
@@ -45,26 +45,26 @@ def on_the_web(url: str) -> bool:
 
 
 def unset_variables(text: str) -> list[str]:
-    """The names of `${NAME}` in `text` that are not set in the environment, each once."""
+    """Return the names of `${NAME}` in `text` that are not set in the environment, each once."""
     names = (
-        found[1]
+        reference[1]
         for part in text.split("::")
         if not part.startswith(PIPE)
-        for found in _VARIABLE.finditer(part)
-        if not found[0].startswith("$$")
+        for reference in _VARIABLE.finditer(part)
+        if not reference[0].startswith("$$")
     )
     return list(dict.fromkeys(name for name in names if name not in os.environ))
 
 
 def resolve(text: str) -> str:
-    """Addresses as they are used: `text` with environment variables in place of `${NAME}`.
+    """Return `text` with the values of environment variables in place of `${NAME}`.
 
-    `text` joins URLs, paths and commands by `::`. `$${NAME}` means `${NAME}` itself. A URL recorded
-    as `shown` gets its login back, or none. A command after `pipe:` is left to the shell. From here
-    on `shown` knows the secrets of the result.
+    `text` joins URLs, paths and commands by `::`. `$${NAME}` means `${NAME}` itself. A URL that was
+    recorded as `shown` gets its login back if this process knows it. The shell handles a command
+    after `pipe:`. From now on `shown` knows the secrets of the result.
 
-    Only for what the user gave, never for what a data set says: its author could read the
-    environment of everybody who opens it.
+    Call it only for text of the user, never for text of a data set: the author of a data set could
+    read the environment of every user who opens it.
 
     Raises:
         ShardError: variables that are not set; a command whose login was not recorded.
@@ -72,8 +72,9 @@ def resolve(text: str) -> str:
     if unset := unset_variables(text):
         raise ShardError(f"{shown(text)}: {not_set(unset)}")
 
-    def value(found: re.Match[str]) -> str:
-        return found[0][1:] if found[0].startswith("$$") else os.environ[found[1]]
+    def value(reference: re.Match[str]) -> str:
+        is_escaped = reference[0].startswith("$$")
+        return reference[0][1:] if is_escaped else os.environ[reference[1]]
 
     parts = []
     for part in text.split("::"):
@@ -84,7 +85,7 @@ def resolve(text: str) -> str:
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)
-        # as it was recorded; this very process may have been given the login, too
+        # A recorded URL, without its login. Use the login if the user gave it to this process.
         if MASK in used and without != used:
             used = _used.get(without, without)
             _lost_login.add(urllib.parse.urlsplit(used).netloc)
@@ -96,7 +97,7 @@ def resolve(text: str) -> str:
 
 
 def not_set(names: Iterable[str]) -> str:
-    """Message about variables that are not set."""
+    """Return a message about variables that are not set."""
     listed = [f"${{{name}}}" for name in names]
     return (
         f"{', '.join(listed)} not set in the environment; export it, or write ${listed[0]} for the"
@@ -105,7 +106,7 @@ def not_set(names: Iterable[str]) -> str:
 
 
 _used: dict[str, str] = {}
-"""Addresses with logins that this process was given, by their bare forms."""
+"""Bare address -> the address with its login, which the user gave to this process."""
 _lost_login = set[str]()
 """Hosts of addresses that were recorded without their login."""
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")
@@ -129,14 +130,14 @@ def is_url(place: object) -> bool:
 
 
 def bare(text: str) -> str:
-    """`text` without the userinfo and query of its URLs: the name of a data set for all users."""
-    return QUERY.sub(lambda found: found[1], USERINFO.sub(r"\1", text))
+    """Return `text` without the userinfo and query of its URLs: the same name for all users."""
+    return QUERY.sub(lambda match: match[1], USERINFO.sub(r"\1", text))
 
 
 def address(url: str, name: str = "") -> str:
-    """The URL to send to a server: of the file `name` in the folder `url`, or of `url` itself.
+    """Return the URL to send to a server for the file `name` in the folder `url`, or for `url`.
 
-    Without the userinfo, which is sent in a header; a query, such as the signature of a folder,
+    It lacks the userinfo, which is sent in a header. A query, such as the signature of a folder,
     follows the name.
     """
     _remember(url)
@@ -148,9 +149,9 @@ def address(url: str, name: str = "") -> str:
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar, as shells and webdataset do, each once.
+    """Expand braces as shells and webdataset do: `a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar.
 
-    {000..002} keeps zeros, {a,b} is either. Other braces stay.
+    {000..002} keeps zeros, {a,b} is either, other braces stay. Each result is returned once.
     """
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
         if choices := _choices(match[1]):
@@ -172,9 +173,9 @@ def _choices(inside: str) -> list[str]:
 
 
 def credentials(url: str) -> dict[str, str]:
-    """The headers that log in at the host of a http(s) URL, or {}.
+    """Return the headers that log in at the host of a http(s) URL, or {}.
 
-    They are for this host alone: call it again for the host of a redirect. Raises ShardError for a
+    They are only for this host: call it again for the host of a redirect. Raises ShardError for a
     VIT_HTTP_HEADER or `.netrc` that cannot be read.
     """
     _remember(url)
@@ -195,7 +196,7 @@ def credentials(url: str) -> dict[str, str]:
 
 
 def login_hint(url: str) -> str:
-    """What to do when a server answers 401 or 403 to `url`."""
+    """Return a remedy for the answer 401 or 403 to `url`."""
     parts = urllib.parse.urlsplit(url)
     host = parts.hostname or ""
     ways = (
@@ -226,21 +227,21 @@ def _from_userinfo(parts: urllib.parse.SplitResult) -> dict[str, str]:
 def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
     headers = {}
     for line in filter(None, map(str.strip, os.environ.get(HEADER_VARIABLE, "").splitlines())):
-        said = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
-        if said is None:
+        match = re.fullmatch(r"([\w.*\[\]:-]+)\s+([\w-]+):\s*(\S.*)", line)
+        if match is None:
             example = f"{HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
             raise ShardError(
                 f"{HEADER_VARIABLE}: expected lines of a host, a header and its value, as {example}"
             )
-        if any(fnmatch.fnmatchcase(host, said[1].lower()) for host in _names(parts)):
-            headers[said[2]] = said[3]
+        if any(fnmatch.fnmatchcase(host, match[1].lower()) for host in _names(parts)):
+            headers[match[2]] = match[3]
     return headers
 
 
 def _from_hugging_face(parts: urllib.parse.SplitResult) -> dict[str, str]:
     token = os.environ.get("HF_TOKEN", "").strip()
-    is_there = token and parts.scheme == "https" and _is_hugging_face(parts.hostname or "")
-    return {"Authorization": f"Bearer {token}"} if is_there else {}
+    is_for_host = parts.scheme == "https" and _is_hugging_face(parts.hostname or "")
+    return {"Authorization": f"Bearer {token}"} if token and is_for_host else {}
 
 
 def _is_hugging_face(host: str) -> bool:
@@ -256,17 +257,17 @@ def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
         except FileNotFoundError:
             continue
         except (OSError, netrc.NetrcParseError) as error:
-            why = (
+            reason = (
                 f"line {error.lineno}: {error.msg}"
                 if isinstance(error, netrc.NetrcParseError)
                 else error.strerror
             )
             raise ShardError(
-                f"{path}: cannot be read ({why}); mend it, or name another file with NETRC"
+                f"{path}: cannot be read ({reason}); fix it, or name another file with NETRC"
             ) from None
         for host in _names(parts):
-            if found := hosts.get(host):
-                return _basic(found[0], found[2] or "")
+            if login := hosts.get(host):
+                return _basic(login[0], login[2] or "")
     return {}
 
 
@@ -276,7 +277,7 @@ def _netrc(path: Path, changed_ns: int) -> dict[str, tuple[str, str, str]]:
 
 
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:
-    """The names of a host, with its port and without."""
+    """Return the names of a host, with its port and without."""
     return parts.netloc.rpartition("@")[2].lower(), parts.hostname or ""
 
 

@@ -1,4 +1,4 @@
-"""Compile a model, or keep fewer activations: choices that change no number of a step."""
+"""Compile a model, or keep fewer activations; neither changes the result of a step."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from vit.layers.blocks import Blocks
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
 
-    Our blocks share one graph in training and one in evaluation, so compiling takes as long for H
-    as for B. `backend`: any of torch.compile's.
+    The blocks of `vit.model` share one graph in training and one in evaluation, so compiling H
+    takes as long as compiling B. `backend`: any of torch.compile's.
     """
     blocks = list(getattr(model, "blocks", [model]))
-    # By default torch makes one graph for all sizes once it has seen two. Images of a run have few
-    # sizes, each for epochs, and a graph for each is faster.
+    # By default torch makes one graph for all sizes when it sees a second size. The images of a run
+    # have few sizes, each for several epochs, so a graph for each size is faster.
     num_sizes = 1 + len(getattr(model, "other_sizes", ()))
-    # Otherwise each graph is cut where a bucket of DDP ends, and its pieces are fused separately.
-    # The borders of blocks already let the all-reduce of one overlap with the backward pass of the
-    # next.
+    # By default each graph is cut at the end of a DDP bucket, and its pieces are fused separately.
+    # That is not needed: with a graph for each block, the all-reduce of one block already overlaps
+    # with the backward pass of the next.
     torch._dynamo.config.optimize_ddp = False
-    # Blocks of timm have a graph each where their drop path rates differ. After 8 graphs (the
-    # default limit) torch would run the others uncompiled, and those of evaluation too.
+    # Blocks of timm with different drop path rates have a graph each. After 8 graphs (the default
+    # limit) torch would run all further blocks uncompiled, also in evaluation.
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks) * num_sizes)
     torch._dynamo.config.recompile_limit = limit
     for block in blocks:
@@ -38,10 +38,10 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: World) -> str:
-    """Compile `models` if `config` wants it, on all ranks or on none.
+    """Compile `models` if `train.compile` is on, on all ranks or on none.
 
-    Returns why none is compiled although it is wanted, or "". Raises ValueError where eager kernels
-    would give other bits (`train.exact_over_ranks`).
+    Returns the reason if compilation is on but does not work, or "". Raises ValueError if eager
+    kernels would change the bits (`train.exact_over_ranks`).
     """
     if not config.compile:
         return ""
@@ -63,39 +63,40 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
 
 @functools.cache
 def why_not_compiled(device: torch.device) -> str:
-    """Return why torch.compile does not work on this host for `device`, "" if it does.
+    """Return why torch.compile does not work on this host for `device`, or "" if it does.
 
-    Compiles a line to find out, in seconds, most of which any first compilation takes. Asking for
-    its parts would not do: a C++ compiler without Python's headers is as good as none.
+    It compiles a line, which takes seconds; the first compilation would take most of them anyway.
+    Checking for the tools would not be enough: a C++ compiler does not work without Python's
+    headers.
     """
-    constant = time.time_ns()  # no cache has it
+    constant = time.time_ns()  # a new number, so that no cache has the result
 
     def line(x: Tensor) -> Tensor:
         return x.sin() * constant
 
     try:
         torch.compile(line)(torch.ones(8, device=device))
-    except Exception as error:  # of Dynamo, compilers, Triton, drivers, disks: all end here
+    except Exception as error:  # from Dynamo, compilers, Triton, drivers or disks
         return str(error).strip().splitlines()[0].rstrip(".")
     return ""
 
 
-def checkpoint_activations(model: nn.Module, which: str | int) -> None:
-    """Let blocks of `model` keep only their inputs for the backward pass, which computes the rest.
+def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
+    """Let blocks of `model` keep only their inputs; the backward pass recomputes the rest.
 
-    which: `train.activation_checkpointing`. Call it before or after `compile_blocks`. Raises
-    ValueError for a model of timm that cannot do it so.
+    blocks_setting: `train.activation_checkpointing`. Call it before or after `compile_blocks`.
+    Raises ValueError for a model of timm that does not support the setting.
     """
-    if which == "none":
+    if blocks_setting == "none":
         return
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, Blocks):
-        blocks.checkpoint_every = 1 if isinstance(which, str) else which
+        blocks.checkpoint_every = 1 if isinstance(blocks_setting, str) else blocks_setting
         return
-    if which != "block":
+    if blocks_setting != "block":
         raise ValueError(
-            f"train.activation_checkpointing={which}: models of timm know all blocks or none: set"
-            " block or none"
+            f"train.activation_checkpointing={blocks_setting}: models of timm know all blocks or"
+            " none: set block or none"
         )
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]

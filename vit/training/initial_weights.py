@@ -1,9 +1,9 @@
-"""Weights from a file on all ranks: one reads it, and the others, which may not see it, get them.
+"""Load weights from a file on all ranks: rank 0 reads and broadcasts, because others may lack it.
 
-    to be evaluated      rank 0: file -> tensors and what is known of them -> the same on all ranks
+    to be evaluated      rank 0: file -> tensors and their description -> the same on all ranks
     `init.checkpoint`    rank 0: file -> its model -> the values of all models
 
-Values travel in collectives, the rest through the store.
+Values are sent in collectives, the rest through the store.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vit.weights.class_names import class_mismatch, select_classes
 from vit.weights.files import LoadedWeights, fingerprint, load_weights, read_weights
 
 _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
-"""Ends of the names of settings that change no shapes."""
+"""Name endings of settings that do not change shapes."""
 
 
 def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
     """Call `read` on rank 0 and return its result on all ranks, on the host.
 
-    Whatever it raises there becomes AlreadyReported on the others.
+    An error of `read` becomes AlreadyReported on the other ranks.
     """
     if world.size == 1:
         return read()
@@ -58,7 +58,7 @@ def _describe(loaded: LoadedWeights) -> dict[str, Any]:
 
 
 def _like(described: dict[str, Any]) -> LoadedWeights:
-    """Return what `_describe` described, with memory for its values."""
+    """Return weights for the result of `_describe`, with memory for their values."""
     weights = {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
         for name, shape, dtype in described["tensors"]
@@ -72,7 +72,7 @@ def _like(described: dict[str, Any]) -> LoadedWeights:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return (nbytes,) uint8: the memory of a contiguous tensor, or a copy.
 
-    Weights may have types that no backend broadcasts.
+    Bytes, because weights may have types that no backend broadcasts.
     """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -82,9 +82,9 @@ def load_initial_weights(
 ) -> dict[str, Any]:
     """Load `init.checkpoint` into `model` on all ranks, and return facts about it.
 
-    Facts: `init_sha256`, its fingerprint, and `init_source` of weights of the Hugging Face hub.
-    Rank 0 reads it and prints how it fitted. Raises ValueError there if it does not fit, and
-    AlreadyReported on the others.
+    The facts are `init_sha256`, the fingerprint, and `init_source` for weights from the Hugging
+    Face hub. Rank 0 reads the file and prints how the weights fit. Raises ValueError on rank 0 if
+    they do not fit, and AlreadyReported on the others.
     """
     init = config.init
 
@@ -93,7 +93,7 @@ def load_initial_weights(
         loaded = read_weights(init.checkpoint)
         for line in _load(model, loaded, init, config.model, data.class_names, data.num_classes):
             print(f"{loaded.path}: {line}", file=sys.stderr)
-        # Of the file, not of the classes that were selected.
+        # The fingerprint covers the whole file, before classes are selected.
         facts: dict[str, Any] = {"init_sha256": fingerprint(loaded.weights)}
         return facts | ({"init_source": loaded.source} if loaded.source else {})
 
@@ -110,7 +110,7 @@ def _load(
     class_names: list[str],
     num_classes: int,
 ) -> list[str]:
-    """Load the weights of `init.checkpoint` into `model`; returns how they fitted, in sentences."""
+    """Load the weights of `init.checkpoint` into `model`; return sentences on how they fit."""
     if init.select_classes:
         loaded = select_classes(loaded, class_names)
     try:
@@ -126,25 +126,25 @@ def _load(
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
-    """Return which settings of the config inside the weights differ from `model`, "" for none;
-    where they have no config, which settings change a named model of timm's.
+    """Return the settings in which the config inside the weights differs from `model`, or "".
 
-    Image size and what a block drops are left out: they change no shapes.
+    If the weights have no config, return the settings that change a named model of timm. Settings
+    that do not change shapes, such as image size and drop path, are omitted.
     """
     if not loaded.config:
-        given = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
-        lines = [f"model.{key}" for key in given if not key.endswith(_OF_NO_SHAPE)]
+        fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
+        lines = [f"model.{key}" for key in fields if not key.endswith(_OF_NO_SHAPE)]
         if not lines or not model.name.startswith("timm/"):
             return ""
         return (
             f"; the config's {', '.join(lines)} replace what {model.name} has: for the model of"
             f" that name set {' '.join(f'{line}=null' for line in lines)}"
         )
-    there = {"model": loaded.config.get("model", {})}
-    here = {"model": model.model_dump(mode="json")}
+    stored = {"model": loaded.config.get("model", {})}
+    current = {"model": model.model_dump(mode="json")}
     lines = [
         f"{key} is {old} there, {new} here"
-        for key, (old, new) in config_io.differences(there, here).items()
+        for key, (old, new) in config_io.differences(stored, current).items()
         if not key.endswith(_OF_NO_SHAPE)
     ]
     return f"; {', '.join(lines)}" if lines else ""

@@ -1,8 +1,8 @@
-"""Losses of soft targets: cross-entropy, and binary cross-entropy of each class by itself.
+"""Losses of soft targets: cross-entropy, and binary cross-entropy of each class.
 
 Logits come from the model, soft targets from `vit.data.augment.apply` (one-hot rows, mixed by MixUp
-and CutMix). Label smoothing is added here; the step weights and sums the loss of each row. Those of
-distillation have a teacher's logits in place of targets (`vit.training.teacher`).
+and CutMix). The losses add label smoothing; the step weights and sums the loss of each row. The
+losses of distillation have a teacher's logits instead of targets (`vit.training.teacher`).
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 def choose_class_weights(
     config: LossConfig, train_set: TrainSet, num_classes: int
 ) -> tuple[float, ...] | None:
-    """Return the weight of each class, counted where they are to be balanced; None for no weights.
+    """Return the weight of each class, from counts of images if it is "balanced"; None if unset.
 
-    Raises ValueError if they are not one for each class, or a class has no image to count.
+    Raises ValueError if there is not one weight for each class, or a class has no image to count.
     """
-    given = config.class_weights
-    if given is None:
+    setting = config.class_weights
+    if setting is None:
         return None
-    if given != "balanced":
-        if len(given) != num_classes:
+    if setting != "balanced":
+        if len(setting) != num_classes:
             raise ValueError(
-                f"loss.class_weights has {len(given)} numbers, the model has {num_classes}"
+                f"loss.class_weights has {len(setting)} numbers, the model has {num_classes}"
                 " classes: give one for each"
             )
-        return given
+        return setting
     counts = images_by_class(train_set, num_classes)
     if not counts.all():
         missing = np.flatnonzero(counts == 0).tolist()
@@ -60,16 +60,16 @@ def choose_class_weights(
 def describe_class_weights(
     weights: Sequence[float] | None, class_names: Sequence[str]
 ) -> list[str]:
-    """Return a line with the least and the largest weight, or none without weights."""
+    """Return a line with the smallest and the largest weight, or [] without weights."""
     if weights is None:
         return []
 
-    def told(number: int) -> str:
+    def describe(number: int) -> str:
         name = f"'{class_names[number]}'" if number < len(class_names) else f"class {number}"
         return f"{weights[number]:.3g} ({name})"
 
     by_weight = sorted(range(len(weights)), key=weights.__getitem__)
-    return [f"class weights: {told(by_weight[0])} to {told(by_weight[-1])}"]
+    return [f"class weights: {describe(by_weight[0])} to {describe(by_weight[-1])}"]
 
 
 def create_loss(
@@ -96,12 +96,12 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     class_weights: Tensor | None = None,
 ) -> Tensor:
-    """Cross-entropy (B,) of `logits` (B, classes) with soft `targets` (B, classes), in fp32.
+    """Return the cross-entropy (B,) of `logits` with soft `targets`, both (B, classes), in fp32.
 
     Smoothing as in Szegedy et al. 2016, section 7: the fraction `label_smoothing` of each target
     is spread over all classes. class_weights: (classes,).
     """
-    # In fp32 also under autocast: bf16 cannot tell losses apart that differ by less than 0.4 %.
+    # In fp32 also under autocast, because bf16 rounds differences below 0.4 % away.
     log_probabilities = logits.float().log_softmax(-1)
     if class_weights is not None:
         log_probabilities = log_probabilities * class_weights
@@ -119,8 +119,8 @@ def binary_cross_entropy(
     sum_classes: bool = False,
     class_weights: Tensor | None = None,
 ) -> Tensor:
-    """Binary cross-entropy of sigmoid(`logits`) with soft `targets`, as `cross_entropy`'s; mean
-    over the classes, or their sum.
+    """Return the binary cross-entropy (B,) of sigmoid(`logits`) with soft `targets`: the mean over
+    the classes, or their sum.
 
     Smoothing and threshold as in timm, in this order: timm:timm/loss/binary_cross_entropy.py and
     timm/data/mixup.py; facebookresearch/deit:engine.py has a threshold of 0.
@@ -137,22 +137,26 @@ def binary_cross_entropy(
 
 
 def hard_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Cross-entropy (B,) of `logits` (B, classes) with the class that the teacher finds likeliest.
+    """Return the cross-entropy (B,) of `logits` (B, classes) with the teacher's likeliest class.
 
     Touvron et al. 2021 (DeiT), equation 3; facebookresearch/deit:losses.py,
-    timm:timm/task/token_distillation.py. Of a mixture that is one class, too.
+    timm:timm/task/token_distillation.py. Mixed images also get a single class.
     """
     return F.cross_entropy(logits.float(), teacher_logits.argmax(-1), reduction="none")
 
 
 def soft_distillation(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """Kullback-Leibler divergence (B,) of softmax(`logits` / T) from the teacher's, times T**2.
+    """Return the Kullback-Leibler divergence (B,) of softmax(`logits` / T) from the teacher's,
+    times T**2.
 
-    Hinton et al. 2015 (arXiv 1503.02531), section 2: the factor keeps gradients as large at any
-    temperature T. The sum over classes, as timm:timm/task/distillation.py;
-    facebookresearch/deit:losses.py divides it by the number of classes.
+    Hinton et al. 2015 (arXiv 1503.02531), section 2: with the factor, the size of gradients does
+    not depend on the temperature T. It is the sum over classes, as in
+    timm:timm/task/distillation.py; facebookresearch/deit:losses.py divides by the number of
+    classes.
     """
     log_probabilities = (logits.float() / temperature).log_softmax(-1)
-    of_teacher = (teacher_logits.float() / temperature).log_softmax(-1)
-    divergence = F.kl_div(log_probabilities, of_teacher, reduction="none", log_target=True)
+    teacher_log_probabilities = (teacher_logits.float() / temperature).log_softmax(-1)
+    divergence = F.kl_div(
+        log_probabilities, teacher_log_probabilities, reduction="none", log_target=True
+    )
     return divergence.sum(-1) * temperature**2

@@ -1,7 +1,7 @@
 """Exact top-1, top-5, loss and calibration over a data set, and their intervals.
 
-Counts add up as integers on the device, and so does the loss, in fixed point: the sums do not
-depend on the order in which batches and ranks are added. The ranks are reduced once, at the end.
+Counts add up as integers on the device, and the loss adds up in fixed point, so the sums do not
+depend on the order of batches and ranks. The ranks are reduced once, at the end.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from vit.training.loss import cross_entropy
 LOSS_UNIT = 2.0**-24
 """Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
 FEW_IMAGES = 5000
-"""Below this an accuracy is shown with its interval, which is then wider than about a point."""
+"""Number of images below which an accuracy is shown with its interval, which is then wider than
+about a point."""
 TOP5_CLASSES = 6
-"""The fewest classes with which an image can be outside the five most probable ones."""
+"""The smallest number of classes for which top-5 is not always 100 %."""
 ECE_BINS = 15
-"""As in Guo et al. 2017."""
+"""The number of bins in Guo et al. 2017."""
 _Z95 = 1.959964
 
 
 def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Whether each label (B,) is among the k largest of its logits (B, classes): (B,) bool.
+    """Return whether each label (B,) is among the k largest logits (B, classes): (B,) bool.
 
     Ties go to the smaller class number, so that a zero-initialised head scores at chance. A row
     with NaN is wrong.
@@ -39,29 +40,30 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """How far the logit of each label (B,) is above the largest other one: (B,).
+    """Return how far the logit of each label (B,) is above the largest other logit: (B,).
 
     Negative for a wrong prediction. Its mean over the epochs is the AUM of Pleiss et al. 2020,
-    equation 2. Infinite where there is one class only.
+    equation 2. Infinite if there is only one class.
     """
     own = labels[:, None]
-    others = logits.scatter(1, own, -math.inf)
-    return logits.gather(1, own).squeeze(1) - others.amax(1)
+    other_logits = logits.scatter(1, own, -math.inf)
+    return logits.gather(1, own).squeeze(1) - other_logits.amax(1)
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """The class of the largest logit, ties as in `correct_in_top_k`: (B, classes) -> (B,) int64.
+    """Return the class of the largest logit, (B, classes) -> (B,) int64, ties as in
+    `correct_in_top_k`.
 
     -1 for a row with NaN.
     """
-    # argmax takes the first of equals.
+    # argmax takes the first of equal logits.
     return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def interval95(correct: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of `correct` out of `total`, in percent.
+    """Return the 95 % interval of `correct` out of `total`, in percent.
 
-    Wilson's (1927), which is sensible at 0 and at `total`, too.
+    It is Wilson's (1927), which is also sensible at 0 and at `total`.
     """
     n = max(total, 1)
     share = correct / n
@@ -72,24 +74,25 @@ def interval95(correct: int, total: int) -> tuple[float, float]:
 
 
 def format_interval(correct: int, total: int) -> str:
-    """`interval95` as text; "" without images, and for so many that it is narrower than a point."""
+    """Return `interval95` as text; "" without images, and from `FEW_IMAGES` on."""
     low, high = interval95(correct, total)
     return f"95 % interval {low:.1f} to {high:.1f}" if 0 < total < FEW_IMAGES else ""
 
 
 def format_top5(percent: float, correct: int, num_classes: int) -> str:
-    """`, top-5 99.94 % (1794)`; "" for so few classes that it is always 100 %."""
+    """Return `, top-5 99.94 % (1794)`; "" if there are so few classes that it is always 100 %."""
     return f", top-5 {percent:.2f} % ({correct})" if num_classes >= TOP5_CLASSES else ""
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Result of an exact evaluation.
+    """The result of an exact evaluation.
 
-    `top1` and `top5` in percent; `loss`: mean cross-entropy, NaN if a logit was not finite; where
-    an image has several right classes, of the sum of their probabilities. `ece`: expected
-    calibration error (Guo et al. 2017, equation 3) in points, over `ECE_BINS` bins of equal width:
-    how far the probability of the predicted class is from how often it is right; NaN as the loss.
+    `top1` and `top5`: in percent. `loss`: mean cross-entropy, NaN if a logit was not finite; if an
+    image has several right classes, that of the sum of their probabilities. `ece`: expected
+    calibration error (Guo et al. 2017, equation 3) in points, over `ECE_BINS` bins of equal width.
+    It is the mean difference between the probability of the predicted class and the share of right
+    predictions; NaN if the loss is.
     """
 
     num_images: int
@@ -100,7 +103,7 @@ class Accuracy:
     loss: float
     ece: float
     num_classes: int
-    """How many classes the model chose from; 0 without images."""
+    """Number of classes that the model chose from; 0 without images."""
 
     def __str__(self) -> str:
         interval = format_interval(self.correct_top1, self.num_images)
@@ -113,14 +116,14 @@ class Accuracy:
         )
 
     def to_dict(self) -> dict[str, float]:
-        """The numbers of the images by name."""
+        """Return all numbers but `num_classes`, by name."""
         numbers = asdict(self)
         del numbers["num_classes"]
         return numbers
 
 
 class AccuracyCounter:
-    """Sums batches on the device; `result` sums over the ranks."""
+    """Adds up batches on the device; `result` adds up the ranks."""
 
     def __init__(self, device: torch.device):
         # images, top-1, top-5, loss, rows whose loss is not finite
@@ -135,7 +138,7 @@ class AccuracyCounter:
         """Add a batch: `logits` (B, classes), `labels` (B,) int64, `weights` (B,).
 
         Rows of weight 0, the padding of the last batch, are ignored. accepted: (B, most) int64, all
-        right classes of each row, filled up with -1, in place of `labels`.
+        right classes of each row, padded with -1; they replace `labels`.
         """
         logits = logits.float()
         self.num_classes = logits.shape[1]
@@ -146,11 +149,11 @@ class AccuracyCounter:
         top1 = torch.zeros_like(valid)
         top5 = torch.zeros_like(valid)
         for column in columns:
-            is_given = column >= 0
+            is_class = column >= 0
             classes = column.clamp(min=0)
             is_right |= column[:, None] == numbers
-            top1 |= correct_in_top_k(logits, classes, 1) & is_given
-            top5 |= correct_in_top_k(logits, classes, 5) & is_given
+            top1 |= correct_in_top_k(logits, classes, 1) & is_class
+            top5 |= correct_in_top_k(logits, classes, 5) & is_class
         if accepted is None:
             loss = cross_entropy(logits, is_right.float())
         else:
@@ -163,17 +166,18 @@ class AccuracyCounter:
         )
 
         confidence = (logits.amax(1) - logits.logsumexp(1)).exp()
-        known = confidence.isfinite()
+        has_confidence = confidence.isfinite()
         # The bins are (0, 1/15], (1/15, 2/15], ...
         number = confidence.nan_to_num().double().mul(ECE_BINS).ceil().long().clamp(1, ECE_BINS)
         in_bin = number[:, None] == torch.arange(1, ECE_BINS + 1, device=logits.device)
-        counted = in_bin.long() * (valid & known)[:, None]
-        parts = (torch.ones_like(number), top1.long(), _fixed_point(confidence, known))
-        # A comparison and a sum: adding by index may wait for the device or differ in its order.
+        counted = in_bin.long() * (valid & has_confidence)[:, None]
+        parts = (torch.ones_like(number), top1.long(), _fixed_point(confidence, has_confidence))
+        # A comparison and a sum, because adding by index may wait for the device, or add in a
+        # different order.
         self.bins += torch.stack([(counted * part[:, None]).sum(0) for part in parts])
 
     def result(self, world: World) -> Accuracy:
-        """Totals over all ranks. Waits for the device: this is the evaluation's one sync."""
+        """Return totals over all ranks. It waits for the device, once in an evaluation."""
         sums = world.sum_(torch.cat([self.sums, self.bins.flatten()])).tolist()
         images, top1, top5, loss, not_finite = sums[:5]
         share = 100.0 / max(images, 1)
@@ -182,17 +186,26 @@ class AccuracyCounter:
         confidences = sums[5 + 2 * ECE_BINS :]
         gaps = [abs(r - c * LOSS_UNIT) for r, c in zip(right, confidences, strict=True)]
         ece = float("nan") if not_finite else sum(gaps) * share
-        return Accuracy(images, top1, top5, top1 * share, top5 * share, mean, ece, self.num_classes)
+        return Accuracy(
+            num_images=images,
+            correct_top1=top1,
+            correct_top5=top5,
+            top1=top1 * share,
+            top5=top5 * share,
+            loss=mean,
+            ece=ece,
+            num_classes=self.num_classes,
+        )
 
 
-def _fixed_point(values: Tensor, is_known: Tensor) -> Tensor:
-    """(B,) floats as multiples of `LOSS_UNIT`, (B,) int64; 0 where they are not known."""
-    return torch.where(is_known, values, 0.0).double().div(LOSS_UNIT).round().long()
+def _fixed_point(values: Tensor, is_valid: Tensor) -> Tensor:
+    """Return (B,) floats as multiples of `LOSS_UNIT`, (B,) int64; 0 where they are not valid."""
+    return torch.where(is_valid, values, 0.0).double().div(LOSS_UNIT).round().long()
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference of two models' top-1 on the same images, in points, with its 95 % interval."""
+    """The difference of two models' top-1 on the same images, in points, with a 95 % interval."""
 
     num_images: int
     only_first: int
@@ -210,12 +223,12 @@ class PairedDifference:
 
 
 def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
-    """Compare two models on the same images; `first`, `second`: (N,) bool, whether it is right.
+    """Compare two models on the same images. first, second: (N,) bool, whether a model is right.
 
-    Images that both have right, or wrong, say nothing, so the interval is far narrower than that of
-    two separate accuracies. It is the Wald interval of paired proportions after adding half an
-    image to each of the four cases (Agresti & Min 2005, Statistics in Medicine 24, 729-740), which
-    keeps its coverage when there are few differences.
+    Images that both models get right, or both wrong, carry no information about the difference, so
+    the interval is far narrower than those of two separate accuracies. It is the Wald interval of
+    paired proportions after adding half an image to each of the four cases (Agresti & Min 2005,
+    Statistics in Medicine 24, 729-740), which keeps its coverage when there are few differences.
     """
     count = len(first)
     only_first = int((first & ~second).sum())
@@ -227,5 +240,10 @@ def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     middle = (b - c) / n
     points = 100.0 * (only_second - only_first) / max(count, 1)
     return PairedDifference(
-        count, only_first, only_second, points, 100.0 * (middle - half), 100.0 * (middle + half)
+        num_images=count,
+        only_first=only_first,
+        only_second=only_second,
+        points=points,
+        low=100.0 * (middle - half),
+        high=100.0 * (middle + half),
     )

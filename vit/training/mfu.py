@@ -1,8 +1,8 @@
-"""How much of a device's peak training reaches: model FLOPs utilization (MFU).
+"""Model FLOPs utilization (MFU): the share of a device's peak that training reaches.
 
-Images per second times the operations of an image, over what the device could do in a second
-(Chowdhery et al. 2022, "PaLM", appendix B). Only the model's own operations count: what activation
-checkpointing computes a second time is time lost, not work done.
+It is images per second times the operations of an image, divided by the peak operations per second
+of the device (Chowdhery et al. 2022, "PaLM", appendix B). Only the model's own operations count;
+those that activation checkpointing repeats do not.
 
     model -> operations of an image    \\
     device -> peak: data sheet, or GEMM -> `Utilization` -> record, live line, report, bench
@@ -30,12 +30,12 @@ GEMM_TRIES = 8
 
 @dataclass(frozen=True)
 class Peak:
-    """What one device can do at best."""
+    """The peak rate of one device."""
 
     peak_tflops: float
     """10**12 operations of matrix products per second; a multiply-add counts as 2."""
     peak_source: str
-    """Where the number is from: "data sheet" or "measured"."""
+    """The source of the number: "data sheet" or "measured"."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ class Utilization:
     flops_per_image: int
     """Operations of training on one image."""
     peak: Peak | None
-    """Of one device; None: not known, as on a CPU."""
+    """The peak of one device; None if unknown, as on a CPU."""
     stages: tuple[tuple[int, int], ...] = ()
-    """(step, operations of an image), in order: before that step images are of another size."""
+    """(end step, operations of an image) of each stage with its own image size, in order."""
 
     def flops_at(self, step: int) -> int:
         """Return the operations of training on one image at `step`, counted from 0."""
@@ -56,7 +56,7 @@ class Utilization:
     def mfu(self, images_per_s: float, step: int | None = None) -> float | None:
         """Return the share of the peak at `images_per_s` on one device; None without a peak.
 
-        step: whose images these are; None: behind all stages.
+        step: the step of these images, counted from 0; None: after all stages.
         """
         if self.peak is None:
             return None
@@ -64,7 +64,7 @@ class Utilization:
         return flops * images_per_s / (self.peak.peak_tflops * 1e12)
 
     def steps_like(self, step: int, first: int, stop: int) -> float:
-        """Return how many steps like `step` have as many operations as those of [first, stop)."""
+        """Return the number of steps like `step` that have the operations of [first, stop)."""
         borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
         lengths = [after - before for before, after in pairwise(borders)]
         flops = [*(flops for _, flops in self.stages), self.flops_per_image]
@@ -76,11 +76,11 @@ def train_flops_per_image(
 ) -> int:
     """Return the operations of training on one image in micro-batches of that size.
 
-    `model` comes from `create_model` and is not wrapped. What drop path leaves out does not count,
-    nor the backward pass of what is frozen. image_size: as `flops_per_image`.
+    `model` comes from `create_model` and is not wrapped. Branches that drop path skips do not
+    count, nor does the backward pass of frozen parts. image_size: as in `flops_per_image`.
     """
     forward = flops_per_image(model, micro_batch_size, image_size)
-    # Nothing that is frozen has a backward pass: it is all in front of what is trained.
+    # Frozen parts have no backward pass, because they come before all trained parts.
     backward = forward - frozen_flops_per_image(model, micro_batch_size, image_size)
     return forward + (PASSES - 1) * backward
 
@@ -89,7 +89,7 @@ def train_flops_per_image(
 def find_peak(device: torch.device, precision: str) -> Peak | None:
     """Return the peak of `device` in `precision`; None for a CPU.
 
-    Of a GPU that the table lacks it is measured, in some tens of milliseconds.
+    If the table lacks the GPU, the peak is measured, which takes tens of milliseconds.
     """
     if device.type != "cuda":
         return None
@@ -100,17 +100,17 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
 
 
 def measure_peak(device: torch.device, precision: str, size: int | None = None) -> Peak:
-    """Measure a product of two `size` x `size` matrices, the best of some tries.
+    """Measure products of two `size` x `size` matrices, and take the fastest.
 
-    The matrices are random: products of constants draw less power, so that the clock is higher than
-    in training.
+    The matrices are random, because products of constants draw less power, so that the clock would
+    be higher than in training.
     """
     on_gpu = device.type == "cuda"
     if size is None:
         size = (4096 if precision == "fp32" else 8192) if on_gpu else 1024
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
-    own = torch.Generator(device)  # the draws of a training stay as they are
-    a = torch.randn(size, size, generator=own, dtype=dtype, device=device)
+    generator = torch.Generator(device)  # a new one, so that the draws of training do not change
+    a = torch.randn(size, size, generator=generator, dtype=dtype, device=device)
     best_s = float("inf")
     for _ in range(GEMM_TRIES):  # the first one may load the library
         began_s = _now_s(device)
@@ -123,7 +123,7 @@ def measure_peak(device: torch.device, precision: str, size: int | None = None) 
 
 
 def _now_s(device: torch.device) -> float:
-    """Return the time at which the device has done all that was queued."""
+    """Wait until the device has done all queued work, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,8 +1,8 @@
-"""What a model costs: parameters, operations, and the shapes at each stage.
+"""Count the parameters and operations of a model, and print the shapes at each stage.
 
     python -m vit.model [vit_b16] [--image-size PIXELS [PIXELS]] [--num-classes N]
 
-The forward pass runs on the meta device: nothing is computed and nothing allocated.
+The forward pass runs on the meta device, so it neither computes nor allocates anything.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from vit.training.freeze import frozen_parts
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of trainable and frozen parameters, without buffers (fixed positions)."""
+    """Return the number of trainable and frozen parameters, without buffers (fixed positions)."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def flops_per_image(
     model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
 ) -> int:
-    """Operations of one image's forward pass in matrix products and convolutions.
+    """Return the operations of one image's forward pass in matrix products and convolutions.
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
-    training_batch_size: count, in place of an evaluation, the mean of a training micro-batch of so
-    many images, of which drop path may compute a part only. image_size: (height, width) in pixels
-    that the model takes; None: its own.
+    training_batch_size: count a training micro-batch of that size instead of an evaluation, and
+    return the mean of its images, because drop path may compute only some of them. image_size:
+    (height, width) in pixels that the model takes; None: its own.
     """
     return _flops_by_part(model, training_batch_size, image_size)["Global"]
 
@@ -42,7 +42,7 @@ def flops_per_image(
 def frozen_flops_per_image(
     model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
 ) -> int:
-    """The operations of `flops_per_image` that are in frozen parts of the model."""
+    """Return the operations of `flops_per_image` that are in frozen parts of the model."""
     parts = [name for name, _ in frozen_parts(model)]
     if not parts:
         return 0
@@ -54,12 +54,12 @@ def frozen_flops_per_image(
 def _flops_by_part(
     model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
 ) -> dict[str, int]:
-    """The operations of one image in each module by name; "Global" has all."""
+    """Return the operations of one image in each module by name; "Global" has all of them."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    # A batch norm in training refuses one image.
+    # At least 2, because a batch norm in training refuses a single image.
     batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
     size = image_size or model.image_size
     images = torch.empty(batch_size, model.in_chans, *size, device="meta")
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def print_shapes(model: Any, name: str) -> None:
-    """Print a line for each stage of `model`, on the meta device, and what it costs in all."""
+    """Print a line for each stage of `model`, which is on the meta device, and a line of totals."""
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
     handles = _print_shapes_in_forward(model)
     gflop = flops_per_image(model) / 1e9
@@ -120,7 +120,7 @@ def print_shapes(model: Any, name: str) -> None:
 
 
 def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
-    """Let forward passes print a line for each stage and each part of the first block."""
+    """Make forward passes print a line for each stage, and for each part of the first block."""
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

@@ -1,10 +1,12 @@
 """Measure norms of each layer and the largest attention logits around some updates.
 
-`vit.step` calls `Probes.begin` before an update that is due and `end` behind it. The results stay
-on the device and travel to the host with the other numbers of the step.
+`vit.step` calls `Probes.begin` before an update that is due, and `end` after it. The results stay
+on the device, and are copied to the host with the other numbers of the step.
 """
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from vit.optim.norms import Measured, Norms
 from vit.training.reduce import Reduce
 
 IMAGES_OF_LOGITS = 8
-"""The number of images, the first ones of the global batch, whose attention logits are compared."""
+"""Number of images, the first of the global batch, whose attention logits are measured."""
 
 
 class Probes:
@@ -41,7 +43,7 @@ class Probes:
         self._logits = torch.empty(0)
 
     def is_due(self, step: int) -> bool:
-        """Whether the update at `step` is measured."""
+        """Return whether the update at `step` is measured."""
         return self._norms.is_due(step)
 
     def begin(self, batch: Batch, reduce: Reduce, loss_scale: Tensor) -> None:
@@ -57,20 +59,21 @@ class Probes:
     def _largest_logits(self, batch: Batch, reduce: Reduce) -> Tensor:
         """Return the largest attention logit of each block, (blocks,) float32; (0,) for none.
 
-        In the first images of the global batch, as the weights before the update see them.
+        Measured with the weights before the update, on the first images of the global batch.
         """
         config = self._augment.config
         unit = config.mix_group_size if mixes(config) else 1
         num_rows = len(batch.labels)
-        # The same rows together on any number of ranks.
+        # In micro-batches, so that the same rows are mixed together on any number of ranks.
         size = self._micro_batch_size
         first = reduce.first_row(num_rows)
-        # The first ones are on the first ranks; the others compute as well, as shards would need.
+        # Only the first ranks hold these images. The others run the pass as well, because sharded
+        # parameters need all ranks.
         largest = []
         for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
-            end = start + min(-(-IMAGES_OF_LOGITS // unit) * unit, size)
+            end = start + min(math.ceil(IMAGES_OF_LOGITS / unit) * unit, size)
             rows = batch.rows(start, end).to(reduce.world.device)
-            # Eager: further graphs, for so few images, would cost seconds.
+            # Eager, because compiling further graphs for so few images would cost seconds.
             with torch.compiler.set_stance("force_eager"):
                 inputs, _ = self._augment.finish(rows.images, rows.labels, rows.table)
                 with autocast(self._precision, reduce.world.device):
@@ -85,7 +88,7 @@ class Probes:
 def create_probes(
     model: nn.Module, config: Config, augment: Augment, micro_batch_size: int, total_steps: int
 ) -> Probes | None:
-    """Return the probes of `log.norms_every_steps`, None if that is off. Raises as `Norms`."""
+    """Return the probes of `log.norms_every_steps`, or None if it is off. Raises as `Norms`."""
     every_steps = config.log.norms_every_steps
     if every_steps is None:
         return None

@@ -1,7 +1,8 @@
-"""The losses of a batch: the seam `Objective` of `vit.step`.
+"""The losses of a batch: `vit.step` calls an `Objective`.
 
-`Supervised` compares logits with labels; `vit.training.teacher.Distilled` also with the answers of
-a teacher. A further objective, such as masked autoencoding, is a class with these methods.
+`Supervised` compares logits with labels; `vit.training.teacher.Distilled` compares them also with
+the answers of a teacher. To add an objective, such as masked autoencoding, write a class with the
+methods of `Objective`.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ Forward = Callable[[Tensor], Any]
 
 
 class Objective(Protocol):
-    """A loss for each row of a micro-batch, called between its augmentation and its backward."""
+    """A loss for each row of a micro-batch; called after augmentation and before backward."""
 
     models: Sequence[nn.Module]
-    """The models beside the trained one; they are compiled with it."""
+    """Further models, which are compiled together with the trained one."""
 
     @property
     def notes(self) -> Notes:
-        """Its contributions to the start of a run."""
+        """The contributions of the objective to the start of a run."""
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
-        """Take the model that is to learn. mark_teacher: begins `StepPhase.TEACHER`."""
+        """Prepare `model` for training. mark_teacher: marks the begin of `StepPhase.TEACHER`."""
 
     def __call__(
         self, forward: Forward, inputs: Tensor, targets: Tensor, labels: Tensor
@@ -44,7 +45,7 @@ class Objective(Protocol):
 
 
 class Supervised:
-    """The loss of the labels."""
+    """The objective that compares logits with labels."""
 
     models: Sequence[nn.Module] = ()
     notes = Notes(record={"teacher": None})
@@ -67,7 +68,7 @@ class Supervised:
 def supervised(config: Config, data: RunData, world: World) -> Objective:
     """Create the loss of `config`; every rank calls it.
 
-    Raises ValueError where `config` names a teacher, which `vit.extras.compose` loads.
+    Raises ValueError if `config` has a teacher, because only `vit.extras.compose` loads teachers.
     """
     if config.distill.teacher is not None:
         raise ValueError("distill.teacher: build the run by vit.extras.compose.build_run")

@@ -1,12 +1,13 @@
-"""Every number that follows from config, data and ranks.
+"""Derive all numbers of a run from config, data and ranks.
 
-The config states the recipe (global batch, epochs), the data their size, torchrun the ranks. The
-plan divides the one by the others before anything expensive starts, or reports which sizes would
-work.
+The config has the recipe (global batch, epochs), the data have their size, and torchrun gives the
+number of ranks. The plan derives batch sizes and steps before anything expensive starts. If sizes
+do not divide, it raises an error with sizes that do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from vit.training.step_result import READ_LATE
 
 @dataclass(frozen=True)
 class Plan:
-    """What follows from config, data and ranks."""
+    """The numbers that follow from config, data and ranks."""
 
     world_size: int
     global_batch_size: int
@@ -30,25 +31,25 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
-    """Fewer than the images of an epoch where `data.aug_repeats` or weights repeat some."""
+    """Smaller than the images of an epoch if `data.aug_repeats` or weights repeat some."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
     log_every_steps: int
     decay_steps: int = 0
-    """Of `schedule.name: wsd`."""
+    """Steps of the decay with `schedule.name: wsd`."""
     cooldown_steps: int = 0
-    """Part of `total_steps`, as the warm-up is."""
+    """Steps of the cool-down, which are part of `total_steps`, as the warm-up is."""
 
     @property
     def num_leaves(self) -> int:
-        """Micro-batches of the global batch."""
+        """Number of micro-batches of the global batch."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
     def rank_batch_size(self) -> int:
-        """Rows that a rank has at most; all have as many, unless `train.exact_over_ranks`."""
-        return -(-self.num_leaves // self.world_size) * self.micro_batch_size
+        """The most rows of a rank; equal on all ranks, except with `train.exact_over_ranks`."""
+        return math.ceil(self.num_leaves / self.world_size) * self.micro_batch_size
 
     def rows_of(self, rank: int) -> range:
         """Return the rows of the global batch that a rank has: whole micro-batches."""
@@ -56,8 +57,10 @@ class Plan:
         return range(leaves.start * self.micro_batch_size, leaves.stop * self.micro_batch_size)
 
     def evaluates_at(self, step: int) -> bool:
-        """Each `eval_every_steps`, and at the end of a run that is at least that long: two steps of
-        ViT-B should not cost an evaluation."""
+        """Return whether an evaluation is due at `step`: every `eval_every_steps`, and at the end.
+
+        A shorter run has no evaluation at its end, because two trial steps should not cost one.
+        """
         at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
         return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
@@ -71,8 +74,10 @@ def micro_batch_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]
 def divide_batch(
     data: DataConfig, augment: AugmentConfig, world_size: int, is_exact: bool = False
 ) -> tuple[int, int]:
-    """(micro_batch_size, accumulation_steps) of each rank; is_exact: `train.exact_over_ranks`.
-    Raises ValueError for what does not divide, with the sizes that work."""
+    """Return (micro_batch_size, accumulation_steps) of each rank.
+
+    is_exact: `train.exact_over_ranks`. Raises ValueError with sizes that work.
+    """
     if is_exact:
         return _divide_into_leaves(data, augment, world_size)
     batch = data.global_batch_size
@@ -109,7 +114,7 @@ def divide_batch(
 def _divide_into_leaves(
     data: DataConfig, augment: AugmentConfig, world_size: int
 ) -> tuple[int, int]:
-    """As `divide_batch`; the micro-batch does not follow from the number of ranks."""
+    """Divide as `divide_batch`, but with a micro-batch that does not depend on the ranks."""
     batch = data.global_batch_size
     sizes = micro_batch_sizes(augment, batch)
     fitting = [size for size in sizes if batch // size >= world_size]
@@ -121,20 +126,22 @@ def _divide_into_leaves(
             else f"augment.mix_group_size={augment.mix_group_size} does not divide"
             f" data.global_batch_size={batch}: use one out of {divisors(batch)[1:]}"
         )
-    given = data.micro_batch_size
-    if given is None:
+    limit = data.micro_batch_size
+    if limit is None:
         raise ValueError(
             "train.exact_over_ranks needs data.micro_batch_size, the same on any number of ranks:"
             f" for {world_size} rank(s) one of {fitting}, smaller ones for more ranks"
         )
-    micro = max((size for size in sizes if size <= given), default=0)
+    micro = max((size for size in sizes if size <= limit), default=0)
     if micro not in fitting:
-        what = f"makes {batch // micro} micro-batches" if micro else "is below what mixes together"
+        problem = "is below what mixes together"
+        if micro:
+            problem = f"makes {batch // micro} micro-batches"
         raise ValueError(
-            f"data.micro_batch_size={given} {what}, for {world_size} ranks with"
+            f"data.micro_batch_size={limit} {problem}, for {world_size} ranks with"
             f" train.exact_over_ranks: choose one of {fitting}"
         )
-    return micro, -(-batch // micro // world_size)
+    return micro, math.ceil(batch // micro / world_size)
 
 
 def create_order(
@@ -144,9 +151,10 @@ def create_order(
     num_samples: int,
     shares: tuple[Share, ...] = (),
 ) -> Order:
-    """The order of `num_samples` training images; shares: as `Order`. Raises ValueError for sizes
-    that do not divide, and if copies of an image would be mixed with each other, with those that
-    work.
+    """Create the order of `num_samples` training images. shares: as in `Order`.
+
+    Raises ValueError, with sizes that work, if sizes do not divide, or if copies of an image would
+    be mixed with each other.
     """
     make = partial(
         make_order,
@@ -183,8 +191,10 @@ def create_order(
 
 
 def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
-    """Whether the partner of a row is ever the same image. Where copies stand repeats after as many
-    batches as there are copies."""
+    """Return whether any row is mixed with a copy of its own image.
+
+    It checks as many batches as an image has copies, because the positions of copies then repeat.
+    """
     batches = (
         order.batch(position)
         for position in range(order.aug_repeats if order.aug_repeats > 1 else 0)
@@ -193,8 +203,10 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
 
 
 def _check_guard(guard: GuardConfig, total_steps: int) -> None:
-    """Raise ValueError if there would never be a limit for spikes, or if going back could mean to
-    train nothing more: a run would end well with the weights that it began with."""
+    """Raise ValueError if the run is too short for a limit of spikes, or for a rewind.
+
+    A rewind could otherwise skip all steps, and the run would end normally with initial weights.
+    """
     first_limit = guard.window_steps + READ_LATE
     if guard.on_spike != "none" and total_steps < first_limit:
         raise ValueError(
@@ -216,9 +228,9 @@ def make_plan(
     config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()
 ) -> tuple[Plan, Order]:
     """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and
-    their order; shares: as `Order`.
+    the order of the images. shares: as in `Order`.
 
-    Raises ValueError for what does not divide, with the sizes that work.
+    Raises ValueError, with sizes that work, if sizes do not divide.
     """
     data = config.data
     augment = config.augment
@@ -266,7 +278,7 @@ def make_plan(
         "decay": plan.decay_steps,
         "cool-down": plan.cooldown_steps,
     }
-    # A warm-up that is longer than the run is only noted: what it does is as it is written.
+    # A warm-up longer than the run is allowed, and only gets a note.
     if plan.decay_steps + plan.cooldown_steps and sum(parts.values()) > total:
         listed = ", ".join(f"{name} {length:,}" for name, length in parts.items() if length)
         raise ValueError(
@@ -279,7 +291,7 @@ def make_plan(
 def rates(
     config: Config, plan: Plan
 ) -> tuple[Callable[[int], float], Callable[[int], float | None]]:
-    """Return what maps a step to its learning rate, and to its weight decay, None if that stays."""
+    """Return two functions of the step: learning rate, and weight decay (None if constant)."""
     schedule = config.schedule
     learning_rate = partial(
         lr_at,

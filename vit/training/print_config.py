@@ -25,15 +25,15 @@ from vit.training.plan import make_plan
 from vit.training.teacher import describe_teacher
 
 IMAGENET_IMAGES = 1_281_167
-"""Training images of ImageNet-1k: what is assumed where the data are not at hand."""
+"""Training images of ImageNet-1k, which are assumed if the data cannot be opened."""
 
 
 def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
-    """What `--print-config` shows: every value with its origin as YAML, and the derived numbers as
-    comments.
+    """Return the text of `--print-config`: every value with its origin as YAML, and the derived
+    numbers as comments.
 
-    Where the data cannot be opened, as many images and classes as ImageNet's are assumed, and it
-    says so. Raises ValueError as `make_plan`, and what `choose_train_set` raises.
+    If the data cannot be opened, the text assumes the images and classes of ImageNet, with a note.
+    Raises ValueError as `make_plan` and `choose_train_set`.
     """
     values = config_io.to_dict(config)
     comments = {
@@ -46,7 +46,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
     order_of: dict[str, object] = {"order": NOT_EXACT} if data.reader == "webdataset" else {}
     images_assumed = ""
     classes_assumed = ""
-    # Printing a config should not wait for a store that is away.
+    # No retries: printing a config should not wait for a store that does not answer.
     at_once = data.model_copy(update={"patience_s": 0.0})
     try:
         val_split = open_split(at_once, data.val_split)
@@ -70,7 +70,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
     derived |= asdict(plan)
-    del derived["global_batch_size"]  # which is above, with its origin
+    del derived["global_batch_size"]  # already printed as a setting, with its origin
     derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
     with torch.device("meta"):
         model = create_trained_model(config, num_classes)
@@ -96,8 +96,8 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         of_sizes = [f"{flops_per_image(model, image_size=size) / 1e9:.2f}" for size in form.sizes]
         derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
     held = "weights, optimizer" + (", average" if is_averaged else "")
-    kept = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
-    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {kept}"
+    retention = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
+    derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {retention}"
     derived |= _working_copy(config.run)
     derived["parameters_gib"] = (
         f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients),"
@@ -111,15 +111,17 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
 
 
 def _working_copy(run: RunConfig) -> dict[str, object]:
-    """Return where a run at a URL is worked on."""
+    """Return a line about the local copy of a run at a URL."""
     if not is_url(run.dir):
         return {}
     return {"working_copy": f"{local_folder(run)}, uploaded to run.dir at each save"}
 
 
 def training_bytes(model: nn.Module, optim: OptimConfig, is_averaged: bool) -> tuple[int, int]:
-    """(bytes of the tensors in a checkpoint, bytes of the gradients): weights and buffers, once
-    more for a moving average, and what the optimizer keeps."""
+    """Return (bytes of the tensors in a checkpoint, bytes of the gradients).
+
+    The tensors are weights and buffers, twice with a moving average, and the optimizer's state.
+    """
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     loss_scale = 8  # and the steps since it overflowed

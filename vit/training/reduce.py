@@ -1,8 +1,8 @@
-"""Bring the ranks to one gradient and one set of numbers: the seam `Reduce` of `vit.step`.
+"""Combine the gradients and the numbers of all ranks: `vit.step` calls a `Reduce`.
 
 `DataParallel` averages gradients by DDP, or does nothing in a world of one rank.
 `vit.distributed.exact.leaves.Leaves` adds them along a tree, with the same bits on any number of
-ranks. A step calls either without knowing which.
+ranks. The step is the same for both.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Reduce(Protocol):
     module: nn.Module
     """The module that inputs go through: the model, or the model under DDP."""
     norm_ranks: int
-    """The first so many ranks add their gradient norm to the sums of a step."""
+    """Number of ranks, the first ones, that add their gradient norm to the sums of a step."""
 
     def divisor(self, num_rows: int) -> int:
         """Return the divisor of losses on a rank with `num_rows` rows."""
@@ -40,7 +40,7 @@ class Reduce(Protocol):
         """Return a context for forward and backward of the micro-batch that begins at `row`."""
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Take the loss of that micro-batch, summed over its rows, and the sum of their weights."""
+        """Add the loss of a micro-batch, summed over its rows, and the sum of their weights."""
 
     def finish(self) -> None:
         """Leave the gradient of the global batch in `grad`."""
@@ -52,11 +52,11 @@ class Reduce(Protocol):
         """Return whether gradients stay allocated between steps of `num_passes` micro-batches."""
 
     def prepare(self, rows: Batch, losses: Callable[[Batch], Tensor], num_passes: int) -> None:
-        """Settle, before the first step of a process, what its first pass would settle."""
+        """Run a throw-away pass before the first step of a process, if one is needed."""
 
 
 class DataParallel:
-    """DDP averages the gradients; in a world of one rank nothing is done."""
+    """Averages the gradients by DDP; does nothing in a world of one rank."""
 
     def __init__(self, model: nn.Module, world: World, module: nn.Module | None = None):
         """module: `model` under DDP (`vit.distributed.process_group.wrap`); None in a world of one
@@ -67,7 +67,7 @@ class DataParallel:
         self.norm_ranks = world.size
 
     def divisor(self, num_rows: int) -> int:
-        """Return `num_rows`: DDP averages the means of ranks that have as many rows."""
+        """Return `num_rows`, because DDP averages the means of ranks with equally many rows."""
         return num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -75,48 +75,50 @@ class DataParallel:
         return self.world.rank * num_rows
 
     def micro_batch(self, step: int, row: int, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context in which DDP averages gradients only behind the last micro-batch."""
+        """Return a context in which DDP averages gradients only after the last micro-batch."""
         return nullcontext() if is_last else no_sync(self.module)
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Do nothing: the sums of the step hold these numbers."""
+        """Do nothing, because the sums of the step have these numbers."""
 
     def finish(self) -> None:
-        """Do nothing: the last backward pass has averaged the gradients."""
+        """Do nothing, because the last backward pass has averaged the gradients."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """See `Reduce`."""
         return self.world.sum_(values)
 
     def keeps_gradients(self, num_passes: int) -> bool:
-        """Return whether several passes add up under DDP.
+        """Return whether the gradients of several passes add up under DDP.
 
-        Zeros then stay in DDP's buckets. Without them the passes under `no_sync` would allocate a
-        second set (2.5 GB for H), which the last pass copies into the buckets. For a single pass
-        the fill is not worth its time.
+        Gradients then stay allocated in DDP's buckets, as zeros. Otherwise the passes under
+        `no_sync` would allocate a second set (2.5 GB for H), which the last pass copies into the
+        buckets. For a single pass filling with zeros would only cost time.
         """
         return self.module is not self.model and num_passes > 1
 
     def prepare(self, rows: Batch, losses: Callable[[Batch], Tensor], num_passes: int) -> None:
         """Bring DDP's buckets into their final layout.
 
-        DDP re-orders its buckets after the first synchronised backward pass, and from 3 ranks on
-        a different layout sums in a different order: a resumed run would differ in the last bit
-        from one that was not interrupted. A throw-away pass shows DDP the order, and the next
-        forward pass lays the buckets out.
+        DDP reorders its buckets after the first synchronised backward pass. With 3 or more ranks a
+        different layout sums in a different order, so a resumed run would differ in the last bit
+        from an uninterrupted one. A throw-away pass shows DDP the order, and the next forward pass
+        rebuilds the buckets.
         """
         if self.module is self.model:
             return
         size: Any = self.model.image_size
         if tuple(rows.images.shape[2:]) != size:
-            # Gradients of resampled positions come at another time, and a run that resumes behind
-            # its stages has none: all attempts take the layout of the model's own size.
+            # The layout depends on the order of gradients, and resampled positions change that
+            # order. An attempt that resumes after the stages does not resample, so all attempts use
+            # the layout of the model's own size.
             rows = replace(rows, images=rows.images.new_zeros((*rows.images.shape[:2], *size)))
-        # Batch norms of timm models would keep the passes in their running statistics.
+        # Batch norms of timm models change their running statistics in these passes, so restore the
+        # buffers at the end.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         losses(rows).sum().backward()
         if self.keeps_gradients(num_passes):
-            losses(rows).sum().backward()  # zeros are to stay in the new buckets
+            losses(rows).sum().backward()  # allocates gradients in the new buckets
         else:
             with no_sync(self.module):
                 losses(rows)
@@ -130,8 +132,8 @@ def data_parallel(
 ) -> Reduce:
     """Wrap `model` for DDP.
 
-    is_filled_later: a checkpoint will replace the weights on each rank. Raises ValueError where
-    `config` wants another sum, which `vit.extras.compose` chooses.
+    is_filled_later: a checkpoint will replace the weights on each rank. Raises ValueError for
+    `train.exact_over_ranks`, whose sum only `vit.extras.compose` chooses.
     """
     if config.train.exact_over_ranks:
         raise ValueError("train.exact_over_ranks: build the run by vit.extras.compose.build_run")

@@ -26,18 +26,18 @@ class Notes:
     record: dict[str, Any] = field(default_factory=dict)
     """Values of the record's `start` line."""
     lines: tuple[str, ...] = ()
-    """Lines for people."""
+    """Lines for the log."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and what follows from them."""
+    """The data of a run, and values that follow from them."""
 
     plan: Plan
     train_set: TrainSet
     batches: AugmentedBatches
     sets: list[tuple[EvalSet, ...]]
-    """The sets to evaluate on: those of the same images together, first `data.val_split`."""
+    """The sets to evaluate on, `data.val_split` first; sets of the same images are grouped."""
     eval_batches: list[EvalBatches]
     """The batches of each split that is evaluated."""
     image_format: ImageFormat
@@ -56,7 +56,7 @@ class RunData:
 
 
 def as_trained(config: Config, data: RunData) -> Config:
-    """Return `config`, which follows EXIF orientations if the images of `data` were turned so."""
+    """Return `config`, with `eval.apply_exif` if the images of `data` were turned by EXIF."""
     if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
         return config_io.with_settings(config, {"eval.apply_exif": True})
     return config
@@ -64,7 +64,7 @@ def as_trained(config: Config, data: RunData) -> Config:
 
 def open_data(config: Config, world: World) -> RunData:
     """Open the data and derive the plan from them; every rank calls it."""
-    # Rank 0 opens first: it may have to make an index, which the others then read.
+    # Rank 0 opens first, because it may have to make an index that the others then read.
     val_split = open_split(config.data, config.data.val_split, world)
     train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
     split = train_set.split
@@ -91,7 +91,7 @@ def open_data(config: Config, world: World) -> RunData:
             EvalBatches(group[0].split, image_format, config.eval, config.eval.batch_size, **place)
             for group in sets
         ]
-    # `check_same` compares across hosts.
+    # `check_same` raises an error if hosts see different data.
     facts = {
         "num_samples": split.num_samples,
         "index_sha256": world.check_same(split.identity, "training data"),

@@ -1,7 +1,7 @@
-"""What a step did, on its way from the device to the host, and what it was told: limits.
+"""The result of a step on its way from the device to the host, and the limits of a step.
 
-vit.step    sums by `Slot` over the ranks, norm, rows -> one vector, copied behind the step
-vit.hooks   reads it as `StepValues` once the next step is queued
+vit.step    sums by `Slot` over the ranks, norm, rows -> one vector, copied after the step
+vit.hooks   reads it as `StepValues` when the next step is queued
 """
 
 from __future__ import annotations
@@ -25,81 +25,80 @@ class Slot(IntEnum):
     LOSS_SUM = 0
     ROW_WEIGHTS = 1
     STOP = 2
-    """Number of ranks that were asked to stop."""
+    """Number of ranks that got a signal."""
     BAD_IMAGES = 3
     VERDICT = 4
-    """What became of the update: 0, or a sum of `NON_FINITE` and `SPIKE`. While it is summed, the
-    norm of the gradient: ranks of different hardware may differ in its last bit, and must not
-    differ in what they do."""
+    """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`. During the sum over the
+    ranks it holds the norm of the gradient: the norm's last bit may differ between ranks of
+    different hardware, but all ranks must decide alike."""
     RANK_REPORTS = 5
-    """First number of rank 0's report; the reports of the other ranks follow. Each rank adds to its
-    own only, so the sum gathers them."""
+    """First number of rank 0's report; the reports of the other ranks follow. Each rank writes only
+    its own, so the sum gathers all of them."""
 
 
 class StepPhase(StrEnum):
-    """Where the time of a step goes, for `vit.extras.planner.benchmark`."""
+    """The phases of a step, whose time `vit.extras.planner.benchmark` measures."""
 
     CHANGE = "change"
-    """Augmentation of grey levels, ahead of the step."""
+    """Augmentation of grey levels, before the step."""
     FINISH = "finish"
     """Augmentation of float32 inputs, and targets."""
     TEACHER = "teacher"
     """The forward pass of a teacher (`distill`)."""
     FORWARD = "forward"
-    """With the loss."""
+    """The forward pass, with the loss."""
     BACKWARD = "backward"
-    """With DDP's averaging of gradients."""
+    """The backward pass, with DDP's averaging of gradients."""
     UPDATE = "update"
     """Gradient norm, clipping, optimizer and average."""
 
 
 READ_LATE = 2
-"""Steps that are not read yet when a step is queued: itself and the one before."""
+"""Steps whose results are not on the host when a step is queued: this one and the previous one."""
 NON_FINITE = 1
-"""Of a verdict: the gradient was not finite."""
+"""Bit of a verdict: the gradient was not finite."""
 SPIKE = 2
-"""Of a verdict: loss or gradient norm were above their limits."""
+"""Bit of a verdict: loss or gradient norm were above their limits."""
 
 
 class Limits(NamedTuple):
-    """Above either an update is skipped."""
+    """Limits of a step; above either the update is skipped."""
 
     loss: float
-    """Mean over the global batch."""
+    """Largest mean over the global batch."""
     grad_norm: float
-    """Before clipping."""
+    """Largest norm before clipping."""
 
 
 class StepValues(NamedTuple):
-    """What a step did, as numbers on the host."""
+    """The result of a step as numbers on the host."""
 
     loss: float
     """Mean over the global batch."""
     grad_norm: float
-    """Before clipping."""
+    """Norm before clipping."""
     stop: float
-    """Number of ranks that were asked to stop."""
+    """Number of ranks that got a signal."""
     bad_images: int
     verdict: int
     """0 if the update was made; else a sum of `NON_FINITE` and `SPIKE`."""
     rank_reports: NDArray[np.float32]
-    """(ranks, size) the argument `report` of each rank's call."""
+    """(ranks, size) the argument `report` of each rank."""
     losses: NDArray[np.float32]
-    """(rows,) loss of each row of this rank, of the target that it was trained on: mixed and
-    smoothed; NaN for a row of weight 0."""
+    """(rows,) loss of each row of this rank with its mixed and smoothed target; NaN for a row of
+    weight 0."""
     margins: NDArray[np.float32]
-    """(rows,) how far the logit of its own label is above all others
-    (`vit.training.metrics.margins`)."""
+    """(rows,) margin of each row of this rank (`vit.training.metrics.margins`)."""
     norms: NormsByName | None
-    """At the steps of `log.norms_every_steps`."""
+    """Norms of each layer, at the steps of `log.norms_every_steps`."""
 
 
 class StepResult:
-    """What a step did, on its way to the host.
+    """The result of a step on its way to the host.
 
     sums: (5 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
     grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, each
-    in as many pieces as there are micro-batches. norms: of a step at which they are measured.
+    in as many pieces as there are micro-batches. norms: None if the step does not measure them.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class StepResult:
         rows: Sequence[Tensor] = (),
         norms: Measured | None = None,
     ):
-        # One vector, so that the rows cost neither a launch nor a copy of their own.
+        # One vector, so that the rows need no launch and no copy of their own.
         ends = [] if norms is None else [norms.values]
         values = torch.cat([sums, grad_norm[None], *rows, *ends])
         self._norms = norms
@@ -120,8 +119,8 @@ class StepResult:
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
-            # The copy is queued right behind the step, with an event: `read` then waits for this
-            # step, and not for the next one, which is queued by that time.
+            # The copy and its event are queued directly after the step, so that `read` waits for
+            # this step, not for the next one, which is then already queued.
             pinned = torch.empty(values.shape, pin_memory=True)
             self._values = pinned.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -135,7 +134,7 @@ class StepResult:
         sums = shared[: Slot.RANK_REPORTS].tolist()
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
-        # As an array: each rank reads all reports in each step, and there may be thousands.
+        # An array, because each rank reads all reports in each step, and there may be thousands.
         reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),

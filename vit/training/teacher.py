@@ -1,13 +1,13 @@
-"""A trained model that another one learns from (`distill`): its weights, its view, its loss.
+"""The teacher of a run (`distill`): a trained model from whose answers the model learns.
 
-1. A path leads to weights and to the settings of the model that they are     find_teacher
-2. One rank reads them; classes are put into the data's order, by name        load_teacher
+1. A path leads to weights and to the settings of their model                 find_teacher
+2. Rank 0 reads them; classes are put into the data's order, by name          load_teacher
 3. The batch of the student, augmented and mixed, in the teacher's
    normalisation and at its image size -> logits, without gradients           Teacher
 4. Logits of both -> a loss for each image, added to that of its label        Teacher.blend
 
-A teacher never learns: it is in evaluation mode, no optimizer, average or DDP knows it, and it is
-in no checkpoint. A checkpoint has the hash of its weights instead.
+A teacher is not trained: it is in evaluation mode, and not part of optimizer, average, DDP or
+checkpoints. A checkpoint has the hash of its weights instead.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ if TYPE_CHECKING:
     from vit.distributed.process_group import World
 
 SHOWN_DIGITS = 12
-"""Of a hash, for people."""
+"""Digits of a hash that messages show."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which teacher it is: for people, the record, and the comparison at a resume."""
+    """The identity of a teacher, for the log, the record, and the comparison at a resume."""
 
     path: str
     model: str
     image_size: tuple[int, int]
     step: int | None
-    """Of a run of ours."""
+    """The step of its weights, if they are from a run of this project."""
     sha256: str
-    """Of the weights (`vit.weights.files.fingerprint`)."""
+    """The hash of the weights (`vit.weights.files.fingerprint`)."""
     notes: tuple[str, ...] = ()
-    """A sentence for each way in which its weights or classes were fitted."""
+    """Sentences on how its weights or classes were fitted."""
 
 
 class Teacher:
-    """A model that only answers, and the loss of its answers.
+    """A model that is not trained, and the loss of its answers.
 
     Args:
         model: on the student's device.
         own: the settings that the model was trained with.
         student: the settings of the run.
-        identity: None where it has no weights, for counting.
+        identity: None for a model with fresh weights, which is only counted.
     """
 
     def __init__(self, model: Any, own: Config, student: Config, identity: Identity | None = None):
@@ -83,8 +83,9 @@ class Teacher:
     def __call__(self, inputs: Tensor) -> Tensor:
         """inputs: (B, C, H, W) float32, normalised for the student -> logits: (B, classes).
 
-        It sees what the student sees (DeiT), crop, colours, mixture and all; only mean, standard
-        deviation and size become those that it was trained with, by a bicubic, antialiased resize.
+        It gets the student's inputs, with crop, colours and mixture (DeiT). Only mean, standard
+        deviation and size are changed to those of its own training, by a bicubic, antialiased
+        resize.
         """
         if self._normalize is not None:
             shift, scale = self._normalize
@@ -97,8 +98,8 @@ class Teacher:
     def blend(self, task_losses: Tensor, logits: Tensor, answers: Tensor) -> Tensor:
         """Return the loss of each image, (B,) float32.
 
-        task_losses: (B,), of the labels. logits: (B, classes) of the head that learns from the
-        teacher. answers: (B, classes), what `__call__` returned.
+        task_losses: (B,), those of the labels. logits: (B, classes) of the head that learns from
+        the teacher. answers: (B, classes), the result of `__call__`.
         """
         config = self.config
         if config.distill_type == "hard":
@@ -109,13 +110,13 @@ class Teacher:
 
     @property
     def sha256(self) -> str:
-        """Of its weights."""
-        assert self.identity is not None, "it was loaded"
+        """The hash of its weights."""
+        assert self.identity is not None, "only loaded teachers are trained with"
         return self.identity.sha256
 
     def in_record(self) -> dict[str, Any]:
-        """Return the teacher's identity and cost, as the record has them."""
-        assert self.identity is not None, "it was loaded"
+        """Return the teacher's identity and cost for the record."""
+        assert self.identity is not None, "only loaded teachers are recorded"
         return {
             **asdict(self.identity),
             "parameters": count_parameters(self.model),
@@ -124,18 +125,19 @@ class Teacher:
         }
 
     def lines(self) -> list[str]:
-        """Return what a run says of its teacher before the first step."""
-        known = self.identity
-        assert known is not None, "it was loaded"
-        step = "" if known.step is None else f" (step {known.step:,})"
-        cost = _cost(self.model, known.model, "x".join(map(str, known.image_size)), self.precision)
+        """Return the lines about the teacher for the log, before the first step."""
+        identity = self.identity
+        assert identity is not None, "only loaded teachers are reported"
+        step = "" if identity.step is None else f" (step {identity.step:,})"
+        size = "x".join(map(str, identity.image_size))
+        cost = _cost(self.model, identity.model, size, self.precision)
         kind = "hard"
         if self.config.distill_type == "soft":
             kind = f"soft at temperature {self.config.temperature:g}"
         return [
-            f"teacher: {known.path}{step}: {cost}, which no MFU counts; {kind}; sha256"
-            f" {known.sha256[:SHOWN_DIGITS]}",
-            *(f"note: teacher: {note}" for note in known.notes),
+            f"teacher: {identity.path}{step}: {cost}, which no MFU counts; {kind}; sha256"
+            f" {identity.sha256[:SHOWN_DIGITS]}",
+            *(f"note: teacher: {note}" for note in identity.notes),
         ]
 
 
@@ -144,12 +146,12 @@ def _renormalization(
 ) -> tuple[Tensor, Tensor] | None:
     """Return (shift, scale), each (C, 1, 1), from one normalisation to another; None if equal.
 
-    data: of the inputs; own: of the teacher.
+    data: settings of the inputs; own: settings of the teacher.
     """
-    given = (data.mean, data.std, own.mean, own.std)
-    channels = max(map(len, given))
+    settings = (data.mean, data.std, own.mean, own.std)
+    channels = max(map(len, settings))
     mean, std, own_mean, own_std = (
-        values * channels if len(values) == 1 else values for values in given
+        values * channels if len(values) == 1 else values for values in settings
     )
     if (mean, std) == (own_mean, own_std):
         return None
@@ -160,8 +162,7 @@ def _renormalization(
 
 
 class Distilled:
-    """The loss of the labels, blended with that of a teacher's answers: a
-    `vit.training.objective`."""
+    """The objective that blends the loss of the labels with that of a teacher's answers."""
 
     def __init__(self, loss: Loss, teacher: Teacher):
         self.loss = loss
@@ -189,7 +190,8 @@ class Distilled:
         self, forward: Forward, inputs: Tensor, targets: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `vit.training.objective.Objective`."""
-        # First, so that its temporaries are gone when the student's activations come.
+        # Before the student's forward pass, so that the teacher's temporaries are freed before the
+        # student's activations are allocated.
         self._mark_teacher()
         answers = self.teacher(inputs)
         outputs = forward(inputs)
@@ -210,11 +212,11 @@ def distilled(config: Config, data: RunData, world: World) -> Distilled:
 def load_teacher(
     config: Config, class_names: Sequence[str], num_classes: int, world: World
 ) -> Teacher | None:
-    """Load the teacher of `config` on all ranks, of which one reads it; None if there is none.
+    """Load the teacher of `config` on all ranks; rank 0 reads it. None without a teacher.
 
-    class_names, num_classes: of the data. Raises ValueError on rank 0 for weights that cannot be
-    read, are of an unknown model, of other classes or of other channels, and AlreadyReported on
-    the others.
+    class_names, num_classes: those of the data. Raises ValueError on rank 0 for weights that cannot
+    be read, belong to an unknown model, or have different classes or channels, and AlreadyReported
+    on the others.
     """
     if config.distill.teacher is None:
         return None
@@ -236,21 +238,21 @@ def load_teacher(
         except WeightsError as error:
             raise WeightsError(f"distill.teacher: {loaded.path}: {error}") from None
     identity = Identity(
-        str(loaded.path),
-        own.model.name,
-        own.model.height_width(),
-        loaded.step,
-        sha256,
-        (*loaded.notes, *notes),
+        path=str(loaded.path),
+        model=own.model.name,
+        image_size=own.model.height_width(),
+        step=loaded.step,
+        sha256=sha256,
+        notes=(*loaded.notes, *notes),
     )
     return Teacher(model.to(world.device), own, config, identity)
 
 
 def find_teacher(config: Config, num_classes: int) -> tuple[nn.Module, Config] | None:
-    """Create the teacher of `config` with fresh weights, to count or time it; and its settings.
+    """Return the teacher of `config` with fresh weights, to count or time it, and its settings.
 
-    The weights need not be there if their name, or `distill.teacher_model`, says which model it
-    is. None if there is no teacher. Raises ValueError if neither does.
+    The file of weights may be missing if its name, or `distill.teacher_model`, identifies the
+    model; otherwise it raises ValueError. None without a teacher.
     """
     distill = config.distill
     if distill.teacher is None:
@@ -260,14 +262,14 @@ def find_teacher(config: Config, num_classes: int) -> tuple[nn.Module, Config] |
 
 
 def describe_teacher(config: Config, num_classes: int) -> str:
-    """Return which model the teacher of `config` is and what it costs, or why that is not known."""
+    """Return the model of the teacher of `config` and its cost, or why these are unknown."""
     try:
         with torch.device("meta"):
-            found = find_teacher(config, num_classes)
+            teacher = find_teacher(config, num_classes)
     except ValueError as error:
         return f"not known: {error}"
-    assert found is not None, "the caller checks"
-    model, own = found
+    assert teacher is not None, "the caller checks"
+    model, own = teacher
     precision = config.distill.precision or config.train.precision
     return _cost(model, own.model.name, own.model.size_text(), precision)
 
@@ -281,9 +283,9 @@ def _cost(model: nn.Module, name: str, size: str, precision: str) -> str:
 
 @functools.lru_cache
 def _settings_of(path: str, name: str | None) -> dict[str, Any]:
-    """Return the settings of a teacher, from its weights if they are there."""
+    """Return the settings of a teacher, from its weights if they exist."""
     if Path(path).exists():
-        # The caller may create models without memory; weights that are read have some.
+        # The caller may be in a context for models without memory; reading needs memory.
         with torch.device("cpu"):
             return _read(DistillConfig(teacher=path, teacher_model=name)).config or {}
     try:
@@ -318,21 +320,22 @@ def _read(distill: DistillConfig) -> LoadedWeights:
 
 
 def _in_our_words(error: ValueError) -> str:
-    """The message of a command that takes --model, for a setting."""
+    """Return the message of `error` with the setting in place of the flag --model."""
     return str(error).replace("--model NAME", "distill.teacher_model")
 
 
 def _with_classes(
     loaded: LoadedWeights, class_names: Sequence[str], num_classes: int
 ) -> LoadedWeights:
-    """`loaded` with a head of the data's classes in their order. Raises ValueError.
+    """Return `loaded` with a head for the data's classes in their order.
 
-    Where both have names these decide, else the numbers of classes must be equal.
+    If both have names of classes, the names are matched; otherwise the numbers of classes must be
+    equal. Raises ValueError.
     """
-    known = loaded.num_classes
-    assert known is not None, "it came with the config"
+    own_classes = loaded.num_classes
+    assert own_classes is not None, "weights with a config have it"
     try:
-        namings = namings_of(loaded, known) if class_names else {}
+        namings = namings_of(loaded, own_classes) if class_names else {}
     except WeightsError:  # published weights, whose names only timm would know
         namings = {}
     lacking = {
@@ -344,17 +347,18 @@ def _with_classes(
     if namings and not lacking[whose]:
         same = list(namings[whose]) == list(class_names)
         return loaded if same else select_classes(loaded, class_names)
-    if namings and not (is_guess and known == num_classes):
-        others = few(namings[whose])
+    if namings and not (is_guess and own_classes == num_classes):
+        own_names = few(namings[whose])
         raise ValueError(
             f"distill.teacher: {loaded.path} does not know {len(lacking[whose])} of the data's"
-            f" {num_classes} classes ({few(lacking[whose])}), its own are {others}: take a teacher"
-            " that was trained on the data's classes"
+            f" {num_classes} classes ({few(lacking[whose])}), its own are {own_names}: take a"
+            " teacher that was trained on the data's classes"
         )
-    if known != num_classes:
+    if own_classes != num_classes:
         raise ValueError(
-            f"distill.teacher: {loaded.path} knows {known} classes, the data have {num_classes},"
-            " and no names say which are the same: take a teacher of the data's classes"
+            f"distill.teacher: {loaded.path} knows {own_classes} classes, the data have"
+            f" {num_classes}, and no names say which are the same: take a teacher of the data's"
+            " classes"
         )
     note = "its classes are taken for the data's by number: not both have names that agree"
     return replace(loaded, notes=(*loaded.notes, note))

@@ -1,13 +1,13 @@
-"""Dropout and drop path drawn by sample: the same on any rank, in any micro-batch, compiled or not.
+"""Draw dropout and drop path by sample: the same on any rank, in any micro-batch, compiled or not.
 
-torch's generators go on from draw to draw, so what a sample gets depends on all that was computed
-before it in its process. Here a draw is a pure function of (seed, step, row of the global batch,
+torch's generators have a state, so the draws of a sample depend on everything that was drawn before
+it in its process. In this module a draw is a pure function of (seed, step, row of the global batch,
 layer, place in the sample): the hash that orders samples and draws augmentations
 (vit/system/hashing.py), computed on the device.
 
-`draw_by_sample` replaces the modules of a model, once; `SampleKeys.set` gives them the keys of the
-rows that come next. It costs about ten passes over integers of 8 bytes for each dropout, which
-torch.compile joins into one; drop path costs nothing.
+`draw_by_sample` replaces the modules of a model once. `SampleKeys.set` sets the keys of the next
+rows. Each dropout costs about ten passes over integers of 8 bytes, which torch.compile joins into
+one; drop path costs nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _FACTOR_2 = 0x94D049BB133111EB - 2**64
 _NUM_BITS = 31
-"""Of each draw: probabilities are multiples of 2**-31."""
+"""Number of bits of a draw, so that probabilities are multiples of 2**-31."""
 
 
 def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
@@ -36,15 +36,15 @@ def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
     """
     places = torch.arange(num_draws, device=keys.device)
     x = (keys.unsqueeze(1) ^ places) + _INCREMENT
-    # Shifts of signed numbers bring in copies of the sign, which the masks take away.
+    # A shift of a signed number fills with copies of the sign, which the masks remove.
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _FACTOR_1
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _FACTOR_2
-    # The last step of the hash changes only the bits that are dropped here.
+    # The hash's last step is missing, because it changes only bits that this line drops.
     return (x >> (64 - _NUM_BITS)) & (2**_NUM_BITS - 1)
 
 
 class _BySample(nn.Module):
-    """Zeroes with probability `rate` in [0, 1), and scales what is kept by 1 / (1 - rate)."""
+    """Zeroes values with probability `rate` in [0, 1), and scales the rest by 1 / (1 - rate)."""
 
     keys: Tensor
     threshold: Tensor
@@ -55,7 +55,7 @@ class _BySample(nn.Module):
         super().__init__()
         self.rate = rate
         self.register_buffer("keys", keys, persistent=False)
-        # Tensors, not numbers: torch.compile would make a graph for each rate (`DropPath`).
+        # Tensors, because torch.compile would make a graph for each number (`DropPath`).
         threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
         self.register_buffer("threshold", threshold, persistent=False)
         scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
@@ -63,8 +63,9 @@ class _BySample(nn.Module):
 
     def _kept(self, num_rows: int, num_draws: int) -> Tensor:
         """Return which of `num_draws` for `num_rows` are kept, bool in rows of keys."""
-        # Windows of an image, as Swin's, are rows next to each other, and draw by its one key. What
-        # has another first dimension draws by the first rows' keys, and so by leaf.
+        # The windows of an image, as in Swin, are consecutive rows, and use the key of the image.
+        # A tensor with an unrelated first dimension uses the keys of the first rows, so its draws
+        # depend on the leaf.
         num_keys = math.gcd(num_rows, len(self.keys))
         return draw_bits(self.keys[:num_keys], num_draws // num_keys) >= self.threshold
 
@@ -87,8 +88,8 @@ class DropPathBySample(_BySample):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        kept = self._kept(x.shape[0], x.shape[0])
-        return x * (kept.view(-1, *(1,) * (x.ndim - 1)) * self.scale).to(x.dtype)
+        mask = self._kept(x.shape[0], x.shape[0])
+        return x * (mask.view(-1, *(1,) * (x.ndim - 1)) * self.scale).to(x.dtype)
 
 
 class SampleKeys:
@@ -107,29 +108,29 @@ class SampleKeys:
         rows = first_row + np.arange(self._keys.shape[1])
         keys = torch.from_numpy(fold(seed, step, rows, self._layers).view(np.int64))
         if self._keys.is_cuda:
-            keys = keys.pin_memory()  # from there a copy does not wait for the device
+            keys = keys.pin_memory()  # a copy from pinned memory does not wait for the device
         self._keys.copy_(keys, non_blocking=True)
 
 
 def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
-    """Replace each Dropout and DropPath of `model`, and return what sets their keys.
+    """Replace each Dropout and DropPath of `model`, and return the keys that they use.
 
-    num_rows: of a micro-batch. A module that is called at two places must have a name for each:
-    both would draw the same. Whatever else draws (attention's dropout, patch dropout, samples
-    chosen by `drop_path_form: subset`) is not changed.
+    num_rows: rows of a micro-batch. A module that is called at two places must have a name for
+    each; otherwise both would draw the same. Other random modules (attention's dropout, patch
+    dropout, `drop_path_form: subset`) are not changed.
     """
-    # By `_modules`: `named_children` leaves out a second name of one module.
-    found = [
+    # By `_modules`, because `named_children` skips the second name of a module.
+    children = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent._modules.items()
         if child is not None and _rate(child) is not None
     ]
-    keys = SampleKeys(len(found), num_rows, device)
-    for layer, (parent, name, child) in enumerate(found):
+    keys = SampleKeys(len(children), num_rows, device)
+    for layer, (parent, name, child) in enumerate(children):
         by_sample = DropoutBySample if isinstance(child, nn.Dropout) else DropPathBySample
         rate = _rate(child)
-        assert rate is not None, "of a module that is to be replaced"
+        assert rate is not None, "only modules with a rate are replaced"
         replaced = by_sample(rate, keys.of_layer(layer))
         setattr(parent, name, replaced.train(child.training))
     return keys
@@ -138,10 +139,10 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
 def _rate(module: nn.Module) -> float | None:
     """Return the rate of a module that is to be replaced, else None."""
     if isinstance(module, nn.Dropout):
-        return module.p or None  # most models have some that do nothing
+        return module.p or None  # most models have dropouts of rate 0
     if isinstance(module, DropPath):
-        return module.rate  # also 0: blocks of one structure share one compiled graph
-    # timm's class is known by its name: timm need not be installed.
+        return module.rate  # also 0, so that all blocks share one compiled graph
+    # timm's class is recognised by its name, because timm may not be installed.
     if type(module).__name__ == "DropPath" and isinstance(rate := module.drop_prob, float):
         return rate
     return None

@@ -1,9 +1,9 @@
-"""Passes over a batch whose bits do not depend on the number of ranks: `train.exact_over_ranks`.
+"""Compute gradients whose bits do not depend on the number of ranks: `train.exact_over_ranks`.
 
 A leaf is a micro-batch with a fixed place in the global batch, so its passes are the same kernels
-on the same shapes on whichever rank they run. What else could differ is fixed here: `leaf` sets
-what is drawn, by sample (vit/distributed/exact/by_sample.py) and, for the rest, by leaf; gradients
-are added along a tree over all leaves (vit/distributed/exact/tree_sum.py), and so are losses.
+on the same shapes on every rank. `Leaves` fixes everything else that could differ. Random draws
+depend on the sample (vit/distributed/exact/by_sample.py), or else on the leaf. Gradients and losses
+are added along a tree over all leaves (vit/distributed/exact/tree_sum.py).
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from vit.system.host import cpu_name
 _SEED_LEAF = 0x0D1
 _SEED_SAMPLE = 0x0D2
 KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-"""Variables by which oneDNN and MKL are kept from instructions that the CPU has."""
+"""Variables that keep oneDNN and MKL from using all instructions of the CPU."""
 
 
 def same_kernels(world: World) -> str:
-    """Fix the number of threads, and return what else decides the bits of a sum: device, torch.
+    """Fix the number of threads, and return a text of all that decides the bits of a sum.
 
-    Raises ValueError on a rank where that is not as on rank 0, and for OMP_NUM_THREADS that is no
-    number.
+    Raises ValueError on a rank whose text differs from that of rank 0, and if OMP_NUM_THREADS is
+    not a number.
     """
     version = f"torch {torch.__version__}"
     if world.device.type == "cuda":
         own = f"{version} on {torch.cuda.get_device_name(world.device)}"
     else:
-        # A matrix product is divided over the threads. torchrun gives each rank one, while a
-        # process without it would use all cores.
+        # The bits depend on the number of threads, over which a matrix product is divided. torchrun
+        # gives each rank one thread, but a process without torchrun would use all cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
         threads = f"{torch.get_num_threads()} thread(s)"
-        # The name, too: libraries of matrix products choose kernels by maker and size of caches.
+        # The text has the CPU's name, because libraries of matrix products choose kernels by its
+        # maker and the size of its caches.
         own = f"{version} on {cpu_name()} with {capability}, {threads}"
         limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
         own = ", ".join([own, *limits])
@@ -60,7 +61,7 @@ def same_kernels(world: World) -> str:
 
 
 def check_leaves(model: nn.Module) -> None:
-    """Raise ValueError if a pass over a leaf changes what the next one does."""
+    """Raise ValueError if a pass over a leaf changes the result of the next pass."""
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
@@ -71,12 +72,12 @@ def check_leaves(model: nn.Module) -> None:
 
 
 def _num_threads() -> int:
-    """Return OMP_NUM_THREADS, or 1; of a list, as for nested regions, the first."""
-    given = os.environ.get("OMP_NUM_THREADS", "1")
-    number = given.partition(",")[0].strip()
+    """Return OMP_NUM_THREADS, or 1; the first number of a list, as for nested regions."""
+    variable = os.environ.get("OMP_NUM_THREADS", "1")
+    number = variable.partition(",")[0].strip()
     if not number.isdecimal() or not int(number):
         raise ValueError(
-            f"train.exact_over_ranks: OMP_NUM_THREADS={given!r}, expected a number of threads:"
+            f"train.exact_over_ranks: OMP_NUM_THREADS={variable!r}, expected a number of threads:"
             " unset it for 1"
         )
     return int(number)
@@ -85,8 +86,8 @@ def _num_threads() -> int:
 class Leaves:
     """The leaves of a rank, in the order of their rows: a `vit.training.reduce.Reduce`.
 
-    Changes what `model` draws by. All parameters that are to be trained get their gradients here:
-    the model is not under DDP.
+    Replaces the dropout modules of `model`. It also reduces the gradients of all trained
+    parameters, because the model is not under DDP.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # One rank's norm, which all have alike; a sum of several would round.
+        # The norm of one rank only: all ranks have the same norm, and a sum of several would round.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
@@ -106,11 +107,12 @@ class Leaves:
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
-        # All have drawn them from one seed; but a library of another version on one host may not.
+        # All ranks have drawn them from one seed, but libraries on the hosts may have different
+        # versions.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
     def divisor(self, num_rows: int) -> int:
-        """Return the rows of the global batch: leaves are summed over all ranks."""
+        """Return the rows of the global batch, because leaves are summed over all ranks."""
         return self.num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -142,9 +144,9 @@ class Leaves:
     def sum_(self, values: Tensor) -> Tensor:
         """Sum `values` over the ranks in place; the first two become loss and weights of the batch.
 
-        values: (n,) float32; whole numbers but for the first two, or zero on all ranks but one.
+        values: (n,) float32; all but the first two are whole numbers, or zero on all ranks but one.
         """
-        # No rank has a number where another has one, so these sums are exact in any order.
+        # Each leaf's sums are zero on all ranks but one, so they are exact in any order.
         summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
         values.copy_(summed[: len(values)])
         values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)
@@ -152,8 +154,8 @@ class Leaves:
         return values
 
     def keeps_gradients(self, num_passes: int) -> bool:
-        """Return False: each leaf gets gradients of its own."""
+        """Return False, because each leaf gets gradients of its own."""
         return False
 
     def prepare(self, rows: object, losses: Callable[..., Tensor], num_passes: int) -> None:
-        """Do nothing: the tree is the same in each step."""
+        """Do nothing, because the tree is the same in each step."""

@@ -1,30 +1,29 @@
-"""A sum of gradients whose bits do not depend on how many ranks computed it.
+"""Sum gradients so that the bits do not depend on the number of ranks.
 
 Floating-point addition rounds, so (a + b) + c and a + (b + c) differ in the last bit. An all-reduce
-adds the gradients of R ranks in an order that follows from R; here the order follows from the
-global batch alone. It is cut into leaves, micro-batches of one size, and their gradients are added
-along a binary tree over the leaves' global numbers. With 6 leaves:
+adds the gradients of R ranks in an order that depends on R. In this module the order depends only
+on the global batch. The batch is cut into leaves, micro-batches of one size, and their gradients
+are added along a binary tree over the leaves' global numbers. With 6 leaves:
 
     level 3                 (3, 0)                  the sum
     level 2         (2, 0)          (2, 1)
-    level 1     (1, 0)  (1, 1)      (1, 2)          (2, 1) is (1, 2): there is nothing to its right
+    level 1     (1, 0)  (1, 1)      (1, 2)          (2, 1) is (1, 2), the last node of its level
     level 0     0   1   2   3       4   5           the leaves
 
-A rank has leaves that follow each other (`leaves_of`). It adds each to what it has as a binary
-counter does (`Stack`): two neighbours of a level become their parent at once, so at most two
-vectors for each level are kept. What cannot be added on one rank is finished between them
-(`TreeSum.finish`): the gradients are cut into as many pieces as there are ranks, each rank gets one
-piece of all nodes that are left, adds them in the order of the tree, and sends the sum to all.
-That is the traffic of a ring's all-reduce where each rank is left with one node, as with equal
-shares of 2**k leaves. The exchange of a part of the gradients begins as soon as the last backward
-pass of the rank has computed it.
+A rank has consecutive leaves (`leaves_of`). It adds them like a binary counter (`Stack`): two
+neighbours of a level are added at once to their parent, so at most two vectors for each level are
+kept. The ranks then add the remaining nodes together (`TreeSum.finish`). The gradients are cut into
+as many pieces as there are ranks. Each rank gets one piece of all remaining nodes, adds them in the
+order of the tree, and sends the sum to all ranks. If each rank has one remaining node, as with
+equal shares of 2**k leaves, the traffic is that of a ring's all-reduce. The exchange of a part of
+the gradients begins as soon as the last backward pass of the rank has computed that part.
 
-No other part of a step may depend on the ranks either: `vit.step` sees to that, docs/exactness.md
-explains all of it.
+The other parts of a step must not depend on the ranks either: see `vit.step` and docs/exactness.md.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,13 +36,13 @@ from torch import Tensor, nn
 from vit.distributed.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
-"""Gradients that are exchanged together; DDP's default."""
+"""Size of the gradients that are exchanged together; DDP's default."""
 
 
 ALIGNED_VALUES = 16
-"""Each gradient begins at a multiple of 64 bytes. Kernels read several values at a time where a
-tensor is aligned, and add them in another order where it is not: a norm would depend on the padding
-of buckets before it, and so on the number of ranks."""
+"""Values to whose multiples each gradient is aligned (64 bytes). Kernels read several values at a
+time from an aligned tensor, and add in a different order if it is not aligned. A norm would then
+depend on the padding of earlier buckets, and so on the number of ranks."""
 
 
 class Node(NamedTuple):
@@ -54,14 +53,14 @@ class Node(NamedTuple):
 
 
 def _multiple_of(unit: int, length: int) -> int:
-    """Return `length`, rounded up."""
-    return -(-length // unit) * unit
+    """Return `length`, rounded up to a multiple of `unit`."""
+    return math.ceil(length / unit) * unit
 
 
 class Stack:
-    """Nodes from left to right; two siblings at its end become their parent.
+    """Nodes from left to right; two siblings at the end are replaced by their parent.
 
-    It knows numbers only: `push` says how many additions are due, and the caller adds.
+    It has only numbers of nodes. `push` returns how many additions are due, and the caller adds.
     """
 
     def __init__(self, num_leaves: int):
@@ -69,7 +68,7 @@ class Stack:
         self.nodes: list[Node] = []
 
     def push(self, node: Node) -> int:
-        """Put a node behind the last one; return how many times the last two are to be added."""
+        """Append a node; return how many times the caller must add the last two vectors."""
         node = self._raised(node)
         additions = 0
         while self.nodes and node.number % 2 and self.nodes[-1] == (node.level, node.number - 1):
@@ -80,7 +79,7 @@ class Stack:
         return additions
 
     def _raised(self, node: Node) -> Node:
-        """Return `node`, or the highest one that is the same sum since no leaf is to its right."""
+        """Return the highest node with the same leaves as `node`, if no leaf is to its right."""
         level, number = node
         while number and number % 2 == 0 and (number + 1) << level >= self.num_leaves:
             level += 1
@@ -89,7 +88,7 @@ class Stack:
 
 
 def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
-    """Return what a rank with `leaves` is left with."""
+    """Return the nodes that remain on a rank with `leaves`."""
     stack = Stack(num_leaves)
     for leaf in leaves:
         stack.push(Node(0, leaf))
@@ -97,8 +96,8 @@ def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
 
 
 def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
-    """Return what `TreeSum` holds at most on any rank: partial sums, with the gradients of a leaf,
-    and what comes from other ranks. num_values: of all gradients."""
+    """Return the most memory that `TreeSum` holds on a rank: partial sums, the gradients of a leaf,
+    and pieces from other ranks. num_values: of all gradients."""
     most = 0
     received = 0
     for rank in range(num_ranks):
@@ -126,23 +125,23 @@ class _Bucket:
     """Neighbouring parameters whose gradients are exchanged together."""
 
     first: int
-    """Place of its first number in the flat vector of all gradients."""
+    """Index of its first value in the flat vector of all gradients."""
     num_padded: int
-    """A multiple of the number of ranks."""
+    """Number of values with padding, a multiple of the number of ranks."""
     waits_for: int
-    """Parameters whose gradients are not yet complete."""
+    """Number of parameters whose gradients are not yet complete."""
     num_parameters: int
     sent: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
-    """The exchanges under way, one for each node of the rank that is left with most: what each
-    sends, and what it receives."""
+    """The exchanges under way (work, sent, received), as many as the most remaining nodes of a
+    rank."""
 
 
 class TreeSum:
     """The gradients of `parameters`, float32, added along the tree of `num_leaves` leaves.
 
-    Each leaf of this rank, in order, has its backward pass inside `leaf()`; then `finish` leaves
-    the sum of all leaves of all ranks in the parameters' `grad`, to the bit the same on all ranks
-    and on any number of them. Not divided by anything. All ranks call it at the same time.
+    Each leaf of this rank, in order, must have its backward pass inside `leaf()`. Then all ranks
+    call `finish`, which leaves the sum over all leaves of all ranks in the parameters' `grad`. The
+    sum has the same bits on all ranks and for any number of ranks. It is not divided.
     """
 
     def __init__(
@@ -155,11 +154,11 @@ class TreeSum:
         self.world = world
         self.num_leaves = num_leaves
         self.leaves = leaves_of(world.rank, world.size, num_leaves)
-        left = (
+        self._left: list[list[Node]] = [
             nodes_of(leaves_of(rank, world.size, num_leaves), num_leaves)
             for rank in range(world.size)
-        )
-        self._left: list[list[Node]] = list(left)
+        ]
+        """Remaining nodes of each rank."""
         # Backward passes compute gradients from the last layer to the first.
         self._parameters = list(reversed(parameters))
         self._places: list[int] = []
@@ -168,9 +167,9 @@ class TreeSum:
         self._num_values = self._lay_out(bucket_bytes)
         self._device = world.device
         self._spare: list[Tensor] = []
-        """Vectors of all gradients that are free."""
+        """Free vectors, each with room for all gradients."""
         self._held: list[Tensor] = []
-        """One for each node of the stack."""
+        """The vector of each node of the stack."""
         self._stack = Stack(num_leaves)
         self._next_leaf = 0
         self._next_bucket = 0
@@ -199,7 +198,7 @@ class TreeSum:
 
     @contextmanager
     def leaf(self) -> Iterator[None]:
-        """A context for the backward pass of this rank's next leaf, whose gradients begin at 0."""
+        """Set gradients to 0 for the backward pass of this rank's next leaf, and add them after."""
         vector = self._spare.pop() if self._spare else self._new_vector()
         vector.zero_()
         for parameter, place in zip(self._parameters, self._places, strict=True):
@@ -214,7 +213,7 @@ class TreeSum:
                 bucket.waits_for = bucket.num_parameters
         yield
         if self._is_last:
-            # Also of parameters that have no part in the loss.
+            # Also buckets of parameters without a gradient, which never called `_on_gradient`.
             while self._next_bucket < len(self._buckets):
                 self._send(self._buckets[self._next_bucket])
         else:
@@ -226,7 +225,7 @@ class TreeSum:
         return torch.empty(self._num_values, device=self._device)
 
     def _add(self, part: slice) -> None:
-        """Do the additions that the last leaf has made due, for a part of the gradients."""
+        """Do the additions that are due after the last leaf, for a part of the gradients."""
         for right in range(len(self._held) - 1, len(self._held) - 1 - self._additions, -1):
             self._held[right - 1][part] += self._held[right][part]
 
@@ -250,7 +249,7 @@ class TreeSum:
         if self.world.size == 1:
             return
         piece = bucket.num_padded // self.world.size
-        # One exchange for each node: several in one would have to be copied next to each other.
+        # One exchange for each node, because one for several would need a copy of their vectors.
         for turn in range(max(map(len, self._left))):
             takes_part = [turn < len(nodes) for nodes in self._left]
             own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
@@ -277,7 +276,7 @@ class TreeSum:
             length = bucket.num_padded // self.world.size
             piece = self._finish_piece([received.split(length) for _, _, received in bucket.sent])
             bucket.sent = []
-            # Sent already, so free.
+            # This part was already sent, so it can receive the result.
             out = total[bucket.first : bucket.first + bucket.num_padded]
             work = dist.all_gather_into_tensor(out, piece, async_op=True)
             gathers.append((work, piece))
@@ -292,9 +291,10 @@ class TreeSum:
         self._next_bucket = 0
 
     def _finish_piece(self, received: list[tuple[Tensor, ...]]) -> Tensor:
-        """Add the nodes that all ranks are left with, in their order; return (n,).
+        """Add the remaining nodes of all ranks in the order of the tree; return (n,).
 
-        received: (n,) each; first the first node of each rank, then the second ones, and so on.
+        received: a tuple of (n,) for each turn: the first nodes of all ranks, then the second
+        nodes of the ranks that have one, and so on.
         """
         of_turn = [iter(vectors) for vectors in received]
         stack = Stack(self.num_leaves)
