@@ -1,11 +1,11 @@
-"""Augmentation as it is now beside that of another commit, on the same images and draws.
+"""Compare the current augmentation with that of another commit, on the same images and draws.
 
-    python benchmarks/augment.py                 beside the commit before
-    python benchmarks/augment.py --against v1.2  beside any other
+    python benchmarks/augment.py                 compare with the previous commit
+    python benchmarks/augment.py --against v1.2  compare with any other commit
 
-Each version is a process of its own with one thread; they take turns, and a figure is images per
+Each version runs in a separate process with one thread; they take turns. A figure is images per
 second of processor time, which other programs disturb least. Both must give the same bits. Needs
-git, and a commit whose augmentation is called in the same way.
+git, and a commit whose augmentation has the same interface.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SERVE = "--serve"
 
 
 class Version:
-    """A process that augments with the package in `tree`."""
+    """A process that augments images with the package in `tree`."""
 
     def __init__(self, tree: Path):
         env = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
@@ -67,11 +67,11 @@ class Version:
         return answer
 
     def images_per_cpu_s(self, policy: str, num_images: int) -> float:
-        """Augment a batch once."""
+        """Augment a batch once, and return the rate."""
         return num_images / json.loads(self._ask(json.dumps([policy, num_images])))[0]
 
     def digest(self, policy: str, num_images: int) -> str:
-        """Identify all bits of the result."""
+        """Return a hash of all bits of the result."""
         digest: str = json.loads(self._ask(json.dumps([policy, num_images])))[1]
         return digest
 
@@ -81,7 +81,7 @@ class Version:
 
 
 def serve() -> None:
-    """Answer each line of stdin, by the package that this process has been given."""
+    """Answer each line of stdin, with the package on this process's path."""
     import numpy as np
     import torch
 
@@ -112,7 +112,7 @@ def serve() -> None:
 
 
 def unpack(commit: str, folder: Path) -> Path:
-    """Put the package of `commit` into `folder`; return where, by its number."""
+    """Unpack the package of `commit` into a subfolder of `folder`, and return the subfolder."""
     git = ["git", "-C", str(ROOT)]
     number = subprocess.check_output([*git, "rev-parse", "--short", commit], text=True).strip()
     tree = folder / number
@@ -136,7 +136,7 @@ def main() -> None:
     before = unpack(args.against, args.data)
     versions = {f"before ({before.name})": Version(before), "now": Version(ROOT)}
     base = next(iter(versions))
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for policy in POLICIES:
         digests = {version.digest(policy, num_images) for version in versions.values()}
         contestants = {
@@ -145,7 +145,7 @@ def main() -> None:
         }
         title = f"{policy}: {'the same bits' if len(digests) == 1 else 'OTHER BITS'}"
         result = take_turns(title, "images/CPU-s", contestants, rounds, [base])
-        found[title] = result
+        results[title] = result
     for version in versions.values():
         version.close()
     report = {
@@ -153,9 +153,9 @@ def main() -> None:
         "data": f"{num_images} images of {SIZE[0]} px, noise, one of {CORES} core(s).",
         "rounds": rounds,
         "load": load,
-        "tables": found,
+        "tables": results,
     }
-    keep(args.out, "augment", report, {title: rows_of(result) for title, result in found.items()})
+    keep(args.out, "augment", report, {title: rows_of(result) for title, result in results.items()})
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""The same small ViT trained by this project and by a plain loop of timm's parts.
+"""Train the same small ViT by this project and by a plain loop of timm's parts.
 
     python -m data_prep.digits --out data/digits
     python benchmarks/convergence.py --data data/digits --work build/convergence
 
 Both read the same shards with the same settings: `configs/demo.yaml` with RandAugment, MixUp
-and drop path (`SETTINGS`), overridden by what is given on the command line. Everything
-random is each program's own: initial weights, order, crops, mixing. The plain loop
-(`timm_loop.py`) has timm's model, transforms, Mixup, loss, optimizer and schedule, and torch's
-DataLoader. Ours draws its weights by timm's rule, too (`model.weight_init`).
+and drop path (`SETTINGS`), overridden by the command line. Each program draws its own random
+numbers: initial weights, order, crops, mixing. The plain loop (`timm_loop.py`) has timm's model,
+transforms, Mixup, loss, optimizer and schedule, and torch's DataLoader. This project also draws
+initial weights by timm's rule (`model.weight_init`).
 
-Each training is a process of its own with one thread and no workers; the two take turns, seed by
+Each training is a separate process with one thread and no workers; the two take turns, seed by
 seed. Images per second of processor time count whole trainings with their evaluations, without
-imports. The same command again continues where it was.
+imports. The same command resumes an interrupted comparison.
 
 FILE.json gets all figures, FILE.md the tables, FILE.png the curves.
 """
@@ -48,13 +48,21 @@ from vit.system.drawing import BLUE, GREY, ORANGE, drawing
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"
 SETTINGS = (
-    *("model.embed_dim=64", "model.depth=3", "model.num_heads=2", "model.drop_path_rate=0.1"),
+    "model.embed_dim=64",
+    "model.depth=3",
+    "model.num_heads=2",
+    "model.drop_path_rate=0.1",
     "model.weight_init=timm",  # another start is ten points after six epochs (docs/experiments/)
+    "augment.randaugment_layers=1",
     # At magnitude 9 timm may posterize to 0 bits, which newer Pillows refuse.
-    *("augment.randaugment_layers=1", "augment.randaugment_magnitude=7"),
-    *("augment.mixup_alpha=0.2", "augment.mix_group_size=64", "optim.lr=2e-3"),
-    *("schedule.warmup_lr=1e-6", "schedule.warmup_epochs=1"),
-    *("train.epochs=15", "eval.every_epochs=1"),
+    "augment.randaugment_magnitude=7",
+    "augment.mixup_alpha=0.2",
+    "augment.mix_group_size=64",
+    "optim.lr=2e-3",
+    "schedule.warmup_lr=1e-6",
+    "schedule.warmup_epochs=1",
+    "train.epochs=15",
+    "eval.every_epochs=1",
 )
 CONTESTANTS: dict[str, Callable[[Config], Outcome]] = {"ours": ours, "timm": timm_loop}
 LINES = {"ours": (BLUE, "-"), "timm": (ORANGE, ":")}
@@ -69,17 +77,18 @@ def main() -> None:
     settings = [*SETTINGS, f"data.root={args.data}", "train.device=cpu", *args.overrides]
     try:
         config = load_config(CONFIG, settings)
-        check_known(config)  # before the first minute of training, not behind it
+        check_known(config)  # before the training, not after its first minute
     except ValueError as error:
         parser.error(str(error))
     done: dict[str, list[Training]] = {name: [] for name in CONTESTANTS}
     for seed in range(args.seeds):
         for name, contestant in CONTESTANTS.items():
             folder = args.work / f"{name.replace(', ', '_').replace(' ', '_')}_seed{seed}"
-            found = trained(CONFIG, [*settings, f"train.seed={seed}"], folder, contestant)
-            done[name].append(found)
-            cpu_s = found.found.cpu_s
-            print(f"{name}, seed {seed}: {found.found.top1:.2f} % in {cpu_s:.0f} s", flush=True)
+            training = trained(CONFIG, [*settings, f"train.seed={seed}"], folder, contestant)
+            done[name].append(training)
+            cpu_s = training.figures.cpu_s
+            top1 = training.figures.top1
+            print(f"{name}, seed {seed}: {top1:.2f} % in {cpu_s:.0f} s", flush=True)
     groups = originals(args.data, config.data.val_split)
     gap = difference(rights(done["timm"]), rights(done["ours"]), groups)
     report = {
@@ -88,7 +97,7 @@ def main() -> None:
         f" configs/demo.yaml; one thread, no workers, trainings in turn, seed by seed.",
         "rounds": args.seeds,
         "load": load,
-        "trainings": {name: [asdict(each.found) for each in all_] for name, all_ in done.items()},
+        "trainings": {name: [asdict(t.figures) for t in all_] for name, all_ in done.items()},
         "ours minus timm": asdict(gap),
     }
     out = args.out or default_out("convergence", report["machine"]["cpu"])
@@ -97,7 +106,7 @@ def main() -> None:
 
 
 def images_trained(config: Config, data: Path) -> int:
-    """Return how many images a training sees: full batches only, in both."""
+    """Return the number of images in a training; both programs use only full batches."""
     from vit.data.shards.data_set import open_split
 
     batch = config.data.global_batch_size
@@ -108,37 +117,37 @@ def images_trained(config: Config, data: Path) -> int:
 def tables(
     done: Mapping[str, Sequence[Training]], gap: Difference, num_images: int
 ) -> dict[str, list[list[str]]]:
-    """Return accuracy by seed, and images per processor second, each with its head."""
+    """Return the tables of accuracy by seed and of images per processor second, with heads."""
     seeds = range(len(done["ours"]))
     accuracy = [["top-1 at the end, %", *(f"seed {seed}" for seed in seeds), "mean, 95 %"]]
     for name, trainings in done.items():
-        found = [each.found.top1 for each in trainings]
-        accuracy.append([name, *(f"{top1:.2f}" for top1 in found), f"{statistics.mean(found):.2f}"])
-    by_seed = [f"{each:+.2f}" for each in gap.by_seed]
+        top1s = [training.figures.top1 for training in trainings]
+        accuracy.append([name, *(f"{top1:.2f}" for top1 in top1s), f"{statistics.mean(top1s):.2f}"])
+    by_seed = [f"{points:+.2f}" for points in gap.by_seed]
     accuracy.append(["ours minus timm, points", *by_seed, str(gap)])
-    found_tables = {"Accuracy": accuracy}
+    all_tables = {"Accuracy": accuracy}
     whole = [
-        [each.found for each in pair]
+        [training.figures for training in pair]
         for pair in zip(*(done[name] for name in done), strict=True)
-        if not any(each.found.was_cut for each in pair)
+        if not any(training.figures.was_cut for training in pair)
     ]
     if not whole:
-        print("no pair of trainings was left undisturbed: no figures of speed", file=sys.stderr)
-        return found_tables
+        print("every pair of trainings was interrupted: no figures of speed", file=sys.stderr)
+        return all_tables
     rates = {name: [num_images / pair[i].cpu_s for pair in whole] for i, name in enumerate(done)}
     speed = as_result("Speed", "images/CPU-s", rates, ["timm"])
-    return {**found_tables, "Images per second of processor time": rows_of(speed)}
+    return {**all_tables, "Images per second of processor time": rows_of(speed)}
 
 
 def draw(done: Mapping[str, Sequence[Training]], gap: Difference, picture: Path) -> None:
-    """Draw all curves, and beside them the differences at the end: seeds as dots, mean, 95 %."""
+    """Draw all curves and the final differences: dots for seeds, mean, 95 % interval."""
     with drawing(picture, 3.4, layout="constrained") as figure:
         curves, beside = figure.subplots(1, 2, width_ratios=[3, 2])
         for name, trainings in done.items():
             colour, style = LINES[name]
             for number, each in enumerate(trainings):
                 label = name if number == 0 else None
-                line = np.array(each.found.curve).T
+                line = np.array(each.figures.curve).T
                 curves.plot(*line, style, color=colour, label=label, linewidth=1.4)
         curves.set_title("Top-1 after each epoch, %")
         curves.set_xlabel(f"epoch; a line for each of {len(done['ours'])} seeds")

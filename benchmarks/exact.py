@@ -1,14 +1,14 @@
-"""What it costs that the weights do not depend on the number of ranks, beside plain DDP.
+"""Measure the cost of weights that do not depend on the number of ranks, compared with plain DDP.
 
     python benchmarks/exact.py [--ranks 1 2 4] [--leaves 2] [--rounds 5] [section.key=value ...]
 
-The same short training with and without `train.exact_over_ranks`, in turn, on each number of ranks:
-a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with a thread a rank. The global batch is the
-same on all, so a rank has `--leaves` micro-batches at the largest number of ranks and more at the
-others. Rates are of the steps between two lines of the record, so that the start does not count:
+Runs the same short training with and without `train.exact_over_ranks`, in turn, on each number of
+ranks: a ViT-Ti/16 at 96 px on the demo's digits, on the CPU with a thread per rank. All runs have
+the same global batch, so a rank has `--leaves` micro-batches at the largest number of ranks and
+more at smaller numbers. Rates are measured between two lines of the record, without the start:
 images per processor second of all ranks, which other programs disturb least, and per second. "peak"
-is the largest resident set of a rank. "hashes" are those of all states at the end: exact runs have
-one, plain ones one for each number of ranks. FILE.json gets every round, FILE.md the tables.
+is the largest resident set of a rank. "hashes" is the number of different final states: 1 for exact
+runs, one for each number of ranks for plain runs. FILE.json gets every round, FILE.md the tables.
 """
 
 from __future__ import annotations
@@ -30,17 +30,30 @@ from vit.loggers.record import read_lines, read_metrics
 ROOT = Path(__file__).parents[1]
 LEAF_ROWS = 8
 EVERY_STEPS = 5
-"""Lines of the record."""
+"""The steps between two lines of the record."""
 FIRST = 10
-"""Step at which counting begins; by then allocators and caches have seen all shapes."""
+"""The step at which measuring begins, when allocators and caches have seen all shapes."""
 STEPS = 30
 SMALL = (
-    *("model.name=vit_ti16", "model.image_size=96", "model.depth=12", "model.embed_dim=192"),
-    *("model.num_heads=3", f"data.micro_batch_size={LEAF_ROWS}"),
-    *("data.num_workers=0", "train.device=cpu", "schedule.warmup_epochs=1"),
-    *("train.epochs=null", f"train.steps={STEPS}", "eval.every_epochs=null"),
-    *(f"eval.every_steps={STEPS + 1}", "eval.reference=null", f"log.every_steps={EVERY_STEPS}"),
-    *("log.wandb=off", "log.report=false", "log.sample_losses=0", "checkpoint.keep_last=1"),
+    "model.name=vit_ti16",
+    "model.image_size=96",
+    "model.depth=12",
+    "model.embed_dim=192",
+    "model.num_heads=3",
+    f"data.micro_batch_size={LEAF_ROWS}",
+    "data.num_workers=0",
+    "train.device=cpu",
+    "schedule.warmup_epochs=1",
+    "train.epochs=null",
+    f"train.steps={STEPS}",
+    "eval.every_epochs=null",
+    f"eval.every_steps={STEPS + 1}",
+    "eval.reference=null",
+    f"log.every_steps={EVERY_STEPS}",
+    "log.wandb=off",
+    "log.report=false",
+    "log.sample_losses=0",
+    "checkpoint.keep_last=1",
     f"checkpoint.every_steps={STEPS}",
 )
 CONTESTANTS = {"DDP": "false", "exact over ranks": "true"}
@@ -59,7 +72,7 @@ def main() -> None:
     args = parser.parse_intermixed_args()
     load = os.getloadavg()[0]
     batch = max(args.ranks) * args.leaves * LEAF_ROWS
-    found: dict[int, dict[str, list[Trained]]] = {}
+    runs_by_ranks: dict[int, dict[str, list[Trained]]] = {}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as folder:
         place = Path(folder)
         about = machine(place, ["torch"])
@@ -72,12 +85,13 @@ def main() -> None:
             for ranks in args.ranks:
                 for name, exact in CONTESTANTS.items():
                     run_dir = place / f"{turn}_{ranks}_{exact}"
-                    one = trained(
+                    training = trained(
                         ranks, run_dir, batch, [*settings, f"train.exact_over_ranks={exact}"]
                     )
-                    rates = f"{one.images_per_cpu_s:.1f} images/CPU-s, {one.images_per_s:.1f}/s"
+                    rates = f"{training.images_per_cpu_s:.1f} images/CPU-s"
+                    rates += f", {training.images_per_s:.1f}/s"
                     print(f"{turn + 1}: {name}, {ranks} rank(s): {rates}", flush=True)
-                    found.setdefault(ranks, {}).setdefault(name, []).append(one)
+                    runs_by_ranks.setdefault(ranks, {}).setdefault(name, []).append(training)
     report = {
         "machine": about,
         "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images a"
@@ -85,16 +99,21 @@ def main() -> None:
         "rounds": args.rounds,
         "load": load,
         "runs": {
-            ranks: {name: [asdict(one) for one in runs] for name, runs in of.items()}
-            for ranks, of in found.items()
+            ranks: {name: [asdict(training) for training in runs] for name, runs in of.items()}
+            for ranks, of in runs_by_ranks.items()
         },
     }
-    keep(args.out or default_out("exact", about["cpu"]), "exact", report, tables_of(found, batch))
+    keep(
+        args.out or default_out("exact", about["cpu"]),
+        "exact",
+        report,
+        tables_of(runs_by_ranks, batch),
+    )
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What one training showed."""
+    """The figures of one training."""
 
     images_per_cpu_s: float
     images_per_s: float
@@ -102,39 +121,50 @@ class Trained:
     sha256: str
 
 
-def tables_of(found: dict[int, dict[str, list[Trained]]], batch: int) -> dict[str, list[list[str]]]:
-    """Return the tables: rates beside DDP's for each number of ranks, then memory and hashes."""
+def tables_of(
+    runs_by_ranks: dict[int, dict[str, list[Trained]]], batch: int
+) -> dict[str, list[list[str]]]:
+    """Return the tables: rates compared with DDP for each number of ranks, memory and hashes."""
     tables: dict[str, list[list[str]]] = {}
-    ends = [["", "peak of a rank, MiB, on " + ", ".join(map(str, found)), "hashes", "runs"]]
-    for ranks, of in found.items():
+    ends = [["", "peak of a rank, MiB, on " + ", ".join(map(str, runs_by_ranks)), "hashes", "runs"]]
+    for ranks, of in runs_by_ranks.items():
         leaves = f"{ranks} rank(s) with {batch / LEAF_ROWS / ranks:g} leaves each"
-        per_cpu_s = {name: [one.images_per_cpu_s for one in runs] for name, runs in of.items()}
+        per_cpu_s = {
+            name: [training.images_per_cpu_s for training in runs] for name, runs in of.items()
+        }
         tables[f"{leaves}, images per processor second"] = rows_of(
             as_result("", "images/CPU-s", per_cpu_s, ["DDP"])
         )
-        per_s = {name: [one.images_per_s for one in runs] for name, runs in of.items()}
+        per_s = {name: [training.images_per_s for training in runs] for name, runs in of.items()}
         tables[f"{leaves}, images per second"] = rows_of(as_result("", "images/s", per_s, ["DDP"]))
     for name in CONTESTANTS:
-        peaks = [max(one.peak_mib for one in of[name]) for of in found.values()]
-        hashes = [one.sha256 for of in found.values() for one in of[name]]
+        peaks = [max(training.peak_mib for training in of[name]) for of in runs_by_ranks.values()]
+        hashes = [training.sha256 for of in runs_by_ranks.values() for training in of[name]]
         in_words = ", ".join(f"{peak:.0f}" for peak in peaks)
         ends.append([name, in_words, str(len(set(hashes))), str(len(hashes))])
     return {**tables, "Memory, and states at the end": ends}
 
 
 def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Trained:
-    """Train on that many ranks, a process each; what it costs is read while it runs."""
+    """Train on `ranks` processes, and measure the cost while they run."""
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *(f"--nproc_per_node={ranks}", "launch/train.py", "--config", "configs/demo.yaml"),
-            *(*settings, f"run.dir={run_dir}"),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc_per_node={ranks}",
+            "launch/train.py",
+            "--config",
+            "configs/demo.yaml",
+            *settings,
+            f"run.dir={run_dir}",
         ],
         cwd=ROOT,
         stdout=subprocess.DEVNULL,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    last = STEPS - EVERY_STEPS  # the ranks still live when its line is there
+    last = STEPS - EVERY_STEPS  # the ranks are still alive when this line is written
     began_s, cpu_began_s, _ = cost_at(FIRST, run_dir, process)
     ended_s, cpu_ended_s, peak_mib = cost_at(last, run_dir, process)
     if process.wait():
@@ -148,8 +178,11 @@ def trained(ranks: int, run_dir: Path, batch: int, settings: list[str]) -> Train
 
 
 def cost_at(step: int, run_dir: Path, process: subprocess.Popen) -> tuple[float, float, float]:
-    """Wait for `step` in the record; return the time, the processor seconds of all ranks and the
-    largest resident set of one, MiB."""
+    """Wait for `step` in the record, and return the cost so far.
+
+    The cost is the time, the processor seconds of all ranks, and the largest resident set of a
+    rank in MiB.
+    """
     path = run_dir / "metrics.jsonl"
     while not path.exists() or not any(
         line["kind"] == "train" and line["step"] >= step for line in read_lines(path)[0]

@@ -1,13 +1,13 @@
-"""From JPEGs to batches: our loader next to its peers and the limits of decoding, in one run.
+"""Measure the path from JPEGs to batches: this loader, its peers, and the limits of decoding.
 
     python benchmarks/loader.py --quick                               a minute: does it run?
     python benchmarks/loader.py --only ours "torchvision v1" FFCV     these alone
     python benchmarks/loader.py [--rounds N] [--data FOLDER] [--workers N ...] [--out FILE.json]
 
-JPEGs of ImageNet's sizes are made once and kept in FOLDER (benchmarks/inputs/loader_data.py). Each
-contestant (benchmarks/peers.py) runs in processes of its own, which are stopped (SIGSTOP) while
-others have their turn, so that none prepares batches at the expense of another. Peers that are not
-installed are listed. FILE.json gets every round, FILE.md tables, FILE.png bars.
+JPEGs of ImageNet's sizes are made once and stay in FOLDER (benchmarks/inputs/loader_data.py). Each
+contestant (benchmarks/peers.py) runs in separate processes. They are stopped (SIGSTOP) between
+their turns, so that a contestant cannot prepare batches during another's turn. The report lists
+peers that are not installed. FILE.json gets every round, FILE.md tables, FILE.png bars.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SCALED = (f"{OURS}, pip only", OURS_MARKED, WHOLE)
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WALL = "images/s"
 CPU = "images/CPU-s"
-"""Units. CPU-s: seconds of processor time of all processes and threads of a contestant."""
+"""The units. CPU-s: seconds of processor time of all processes and threads of a contestant."""
 
 
 class Failed(Exception):
-    """A contestant ended; says how."""
+    """A contestant ended; the message has the reason."""
 
 
 class Server:
-    """A contestant in a process group of its own, stopped but for its turns."""
+    """A contestant in a separate process group, which is stopped between its turns."""
 
     def __init__(self, name: str, data: Data, workers: int, batch_size: int):
         self.name = name
@@ -57,8 +57,8 @@ class Server:
             workers,
             batch_size,
         ]
-        # One thread for each process, as a worker has; a group, not a session: should this process
-        # die, the kernel wakes and ends a stopped group.
+        # One thread per process, as in a worker. A group instead of a session, because the kernel
+        # wakes and ends a stopped group if this process dies.
         environment = (
             os.environ
             | {"OMP_NUM_THREADS": "1"}
@@ -81,13 +81,12 @@ class Server:
     def ask(self, task: str, num_batches: int) -> None:
         os.killpg(self.process.pid, signal.SIGCONT)
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended: `answer` says why
+        with contextlib.suppress(BrokenPipeError):  # the process has ended; `answer` raises
             self.process.stdin.write(f"{task} {num_batches}\n")
             self.process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """images, seconds, shape and dtype of what was asked for; the processes are stopped when it
-        is there."""
+        """Return images, seconds, shape and dtype of the last task, and stop the processes."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -99,34 +98,34 @@ class Server:
         return json.loads(line)
 
     def turn(self, task: str, num_batches: int) -> tuple[float, float]:
-        """Images a second of processor time, and a second by the clock."""
+        """Run a task, and return images per second of processor time and per second."""
         before = self.cpu_s()
         self.ask(task, num_batches)
-        found = self.answer()
+        answer = self.answer()
         cpu_s = self.cpu_s() - before
         self.largest_bytes = max(self.largest_bytes, self.memory_bytes())
-        return found["images"] / cpu_s, found["images"] / found["seconds"]
+        return answer["images"] / cpu_s, answer["images"] / answer["seconds"]
 
     def processes(self) -> Iterator[tuple[Path, list[str]]]:
-        """Folder in /proc and fields of `stat` from the third on, of each process of the group."""
+        """Yield each process of the group: its folder in /proc, and `stat` from field 3 on."""
         for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
                 stat = (folder / "stat").read_text().rpartition(")")[2].split()
                 if int(stat[2]) == self.process.pid and stat[0] != "Z":
                     yield folder, stat
 
     def cpu_s(self) -> float:
-        """Processor time of all processes, ended children included."""
+        """Return the processor time of all processes, including ended children."""
         total_s = 0.0
         for folder, stat in self.processes():
-            # what clock_getcpuclockid(3) gives: nanoseconds, where `stat` counts hundredths
+            # The clock of clock_getcpuclockid(3), which counts nanoseconds; `stat` counts
+            # hundredths of a second.
             clock = (~int(folder.name) << 3) | 2
             total_s += time.clock_gettime(clock) + sum(map(int, stat[13:15])) / TICKS_PER_S
         return total_s
 
     def memory_bytes(self) -> int:
-        """Memory that the processes have for themselves and among themselves; not the pages of
-        files, libraries among them."""
+        """Return the private and shared memory of the processes, without pages of files."""
         total_kib = 0
         for folder, _ in self.processes():
             total_kib += sum(
@@ -142,8 +141,7 @@ class Server:
         return total_kib << 10
 
     def close(self) -> None:
-        """End it, gently if it lets itself be ended so: in 10 s, and what it leaves behind to clean
-        up in another 5."""
+        """End the contestant: it has 10 s to exit and its children 5 s, then all are killed."""
         with contextlib.suppress(ProcessLookupError, BrokenPipeError, subprocess.TimeoutExpired):
             os.killpg(self.process.pid, signal.SIGCONT)
             self.process.communicate(timeout=10)
@@ -159,7 +157,7 @@ class Server:
 
 
 class Benchmark:
-    """Contestants on the same images, for so many rounds."""
+    """The benchmark of contestants on the same images, for `rounds` rounds."""
 
     def __init__(self, data: Data, batch_size: int, num_batches: int, rounds: int):
         self.data = data
@@ -167,13 +165,13 @@ class Benchmark:
         self.num_batches = num_batches
         self.rounds = rounds
         self.failures: dict[str, str] = {}
-        """Contestants that take no part, or no longer, and why."""
+        """The reason for each contestant that failed."""
         self.facts: dict[str, dict[str, str]] = {}
-        """Of each contestant: the type of images it gives, the memory it takes."""
+        """The type of images and the memory of each contestant."""
 
     @contextlib.contextmanager
     def serving(self, names: Sequence[str], workers: int) -> Iterator[list[Server]]:
-        """The contestants, started and warm, without those who fail."""
+        """Start the contestants and yield those that work, warmed up."""
         servers = list[Server]()
 
         def start(name: str) -> None:
@@ -185,15 +183,15 @@ class Benchmark:
             )
             server.ask("train", 1)
             try:
-                found = server.answer()
+                answer = server.answer()
             except Failed as failure:
                 self.failures[name] = str(failure)
                 return
             if not name.startswith("limit"):
-                assert found["shape"] == [self.batch_size, 3, 224, 224], (
-                    f"{name} gives {found['shape']}"
+                assert answer["shape"] == [self.batch_size, 3, 224, 224], (
+                    f"{name} gives {answer['shape']}"
                 )
-            self.facts[name] = {"gives": found["dtype"].removeprefix("torch.")}
+            self.facts[name] = {"gives": answer["dtype"].removeprefix("torch.")}
 
         try:
             with ThreadPoolExecutor(CORES) as pool:
@@ -207,7 +205,7 @@ class Benchmark:
                 list(pool.map(Server.close, servers))
 
     def turns(self, title: str) -> Iterator[bool]:
-        """Whether the round counts: the first one does not."""
+        """Yield for each round whether it counts; the first round does not."""
         for turn in range(self.rounds + 1):
             print(f"{title}: round {turn} of {self.rounds}", file=sys.stderr, flush=True)
             yield turn > 0
@@ -215,7 +213,7 @@ class Benchmark:
     def measure(
         self, title: str, task: str, servers: Sequence[Server], num_batches: int
     ) -> list[Result]:
-        """By processor time, and by the clock."""
+        """Return the results by processor time and by the clock."""
         running = [server for server in servers if task in CONTESTANTS[server.name].tasks]
         cpu, wall = ({server.name: list[float]() for server in running} for _ in range(2))
         for counts in self.turns(title):
@@ -234,8 +232,10 @@ class Benchmark:
         return [as_result(title, CPU, cpu, bases), as_result(title, WALL, wall, bases)]
 
     def measure_scaling(self, name: str) -> list[Result]:
-        """What each of several processes does that know nothing of each other, like ranks of a
-        host, next to one alone. [] if it failed."""
+        """Compare one of `CORES` independent processes, like ranks of a host, with one alone.
+
+        Returns [] if a process failed.
+        """
         alone = "alone"
         among = f"{CORES} at a time, each"
         rates: dict[str, list[float]] = {alone: [], among: []}
@@ -246,9 +246,9 @@ class Benchmark:
                 for kind, some in ((alone, servers[:1]), (among, servers)):
                     for server in some:
                         server.ask("train", 2 * self.num_batches)
-                    found = [server.answer() for server in some]
+                    answers = [server.answer() for server in some]
                     rates[kind] += (
-                        [found[0]["images"] / max(answer["seconds"] for answer in found)]
+                        [answers[0]["images"] / max(answer["seconds"] for answer in answers)]
                         if counts
                         else []
                     )
@@ -261,8 +261,7 @@ class Benchmark:
 def rows_of_both(
     cpu: Result, wall: Result, facts: Mapping[str, Mapping[str, str]]
 ) -> list[list[str]]:
-    """Head and rows of one table: by processor time first, as that depends least on what else the
-    machine does."""
+    """Return one table, with processor time first, because other programs disturb it least."""
     short = {V1: "x v1", FFCV: "x FFCV", WHOLE: "x limit"}
     rows = [
         [
@@ -282,7 +281,7 @@ def rows_of_both(
             f"{shown(row['min'])} - {shown(row['max'])}",
             *(f"{ratio:.2f}" for ratio in row["ratios"].values()),
         ]
-        # its processes end between turns, and the time they took ends with them
+        # Its processes end between turns, and their processor time is lost with them.
         if row["min"] <= 0:
             by_cpu = ["not known"] + ["-"] * (len(by_cpu) - 1)
         by_clock = wall["rows"][name]
@@ -295,7 +294,7 @@ def rows_of_both(
 
 
 def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
-    """Head and rows: what each of several processes does of what one does alone."""
+    """Return a table of the rate of one of several processes, relative to one alone."""
     rows = [["", f"{WALL} alone", f"each of {CORES}", "ratio"]]
     for result in results:
         alone, among = result["rows"].values()
@@ -311,7 +310,7 @@ def scaling_rows(results: Sequence[Result]) -> list[list[str]]:
 
 
 def draw_bars(path: Path, result: Result, named: str) -> None:
-    """A bar for each contestant, ours in colour, limits pale."""
+    """Draw a bar for each contestant; this project is coloured, limits are pale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -388,7 +387,7 @@ def main() -> None:
     facts = machine(args.data, PACKAGES)
     bench = Benchmark(data, batch_size, num_batches, rounds)
     versions = {name: version(name) for name in args.only}
-    installed = [name for name, found in versions.items() if found is not None]
+    installed = [name for name, number in versions.items() if number is not None]
     results = list[Result]()
     tables = dict[str, list[list[str]]]()
     for workers in args.workers:
@@ -401,9 +400,9 @@ def main() -> None:
         ]
         with bench.serving(names, workers) as servers:
             for task, title in kinds.items():
-                found = bench.measure(title, task, servers, num_batches * (2 if workers else 1))
-                tables[title] = rows_of_both(found[0], found[1], bench.facts)
-                results += found
+                pair = bench.measure(title, task, servers, num_batches * (2 if workers else 1))
+                tables[title] = rows_of_both(pair[0], pair[1], bench.facts)
+                results += pair
     scaling = [
         result for name in SCALED if name in installed for result in bench.measure_scaling(name)
     ]

@@ -1,7 +1,7 @@
-"""What all benchmarks share: contestants take turns, are compared, and their figures are kept.
+"""Run the contestants of a benchmark in turn, compare them, and write their figures.
 
-Contestants are called one after the other, and again, so that whatever else the machine does
-affects all of them; a figure is the median of the rounds, a ratio the median of the ratios within a
+In each round all contestants are called one after the other, so that other load on the machine
+affects all of them. A figure is the median of the rounds, a ratio the median of the ratios within a
 round. FILE.json gets every round, FILE.md next to it the tables.
 """
 
@@ -27,7 +27,7 @@ from rich.table import Table
 
 CORES = len(os.sched_getaffinity(0))
 Result = dict[str, Any]
-"""One table: title, unit, bases, rows {contestant: {median, min, max, ratios {base: ratio},
+"""A table: title, unit, bases, rows {contestant: {median, min, max, ratios {base: ratio},
 rounds}}."""
 
 
@@ -38,25 +38,27 @@ def take_turns(
     rounds: int,
     bases: Sequence[str] = (),
 ) -> Result:
-    """What each contestant returns, a rate as a rule. One round before is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    """Return the values of each contestant, usually rates. An additional first round is dropped."""
+    values_by_name: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
         print(f"{title}: round {turn} of {rounds}", file=sys.stderr, flush=True)
         for name, contestant in contestants.items():
             gc.collect()
             value = contestant()
-            found[name] += [value] if turn else []
-    return as_result(title, unit, found, bases)
+            values_by_name[name] += [value] if turn else []
+    return as_result(title, unit, values_by_name, bases)
 
 
 def as_result(
-    title: str, unit: str, found: Mapping[str, Sequence[float]], bases: Sequence[str] = ()
+    title: str, unit: str, values_by_name: Mapping[str, Sequence[float]], bases: Sequence[str] = ()
 ) -> Result:
-    """found: the rounds of each contestant. bases: contestants with which all are compared."""
+    """values_by_name: values of each round. bases: contestants with which all are compared."""
     rows = {}
-    for name, values in found.items():
+    for name, values in values_by_name.items():
         ratios = {
-            base: statistics.median(a / b for a, b in zip(values, found[base], strict=True))
+            base: statistics.median(
+                a / b for a, b in zip(values, values_by_name[base], strict=True)
+            )
             for base in bases
         }
         summary = {"median": statistics.median(values), "min": min(values), "max": max(values)}
@@ -65,7 +67,7 @@ def as_result(
 
 
 def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
-    """The hardware and the versions that the figures are of. place: where files are written."""
+    """Return hardware and versions, to record with the figures. place: folder of the files."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
@@ -87,12 +89,12 @@ def machine(place: Path, packages: Sequence[str]) -> dict[str, Any]:
 
 
 def shown(value: float) -> str:
-    """Three digits or more."""
+    """Format a value with three or more digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def rows_of(result: Result) -> list[list[str]]:
-    """Head and rows of a table."""
+    """Return head and rows of a table."""
     rows = [["", result["unit"], "from", "to", *(f"ratio to {base}" for base in result["bases"])]]
     for name, row in result["rows"].items():
         ratios = [f"{ratio:.2f}" for ratio in row["ratios"].values()]
@@ -108,14 +110,14 @@ def show(title: str, rows: Sequence[Sequence[str]]) -> None:
     for row in rows[1:]:
         table.add_row(*row)
     console = Console()
-    console.width = max(console.width, 140)  # rather wrapped by a narrow terminal than cut off
+    console.width = max(console.width, 140)  # a narrow terminal wraps lines instead of cutting
     console.print(table)
 
 
 def as_markdown(
     title: str, paragraphs: Sequence[str], tables: Mapping[str, Sequence[Sequence[str]]]
 ) -> str:
-    """A page of tables, of each the first row is its head."""
+    """Return a page of tables; the first row of each is its head."""
     parts = [f"# {title}", *paragraphs]
     for heading, rows in tables.items():
         head, *body = [f"| {' | '.join(cells)} |" for cells in rows]
@@ -123,8 +125,8 @@ def as_markdown(
     return "\n\n".join(parts) + "\n"
 
 
-def create_parser(description: str, what: str) -> argparse.ArgumentParser:
-    """With the options of each benchmark: --quick, --rounds, --data, --out."""
+def create_parser(description: str, name: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of each benchmark: --quick, --rounds, --data, --out."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -132,7 +134,7 @@ def create_parser(description: str, what: str) -> argparse.ArgumentParser:
         "--quick", action="store_true", help="little data and one round: the figures mean nothing"
     )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
-    place = Path(tempfile.gettempdir(), f"vit-benchmark-{what}")
+    place = Path(tempfile.gettempdir(), f"vit-benchmark-{name}")
     parser.add_argument(
         "--data", type=Path, default=place, metavar="FOLDER", help="default: %(default)s"
     )
@@ -140,25 +142,25 @@ def create_parser(description: str, what: str) -> argparse.ArgumentParser:
         "--out",
         type=Path,
         metavar="FILE.json",
-        help=f"default: benchmarks/results/<date>-{what}-<processor>.json",
+        help=f"default: benchmarks/results/<date>-{name}-<processor>.json",
     )
     return parser
 
 
 def keep(
     out: Path | None,
-    what: str,
+    benchmark: str,
     report: Mapping[str, Any],
     tables: Mapping[str, Sequence[Sequence[str]]],
 ) -> Path:
     """Print the tables, and write `out` (.json) and the tables next to it (.md).
 
-    report: at least machine, data, rounds and load, the load average at the start. Returns `out`,
-    or where it is by default.
+    report: at least machine, data, rounds and load, the load average at the start. Returns `out`
+    or, if it is None, the default path.
     """
     for title, rows in tables.items():
         show(title, rows)
-    out = out or default_out(what, report["machine"]["cpu"])
+    out = out or default_out(benchmark, report["machine"]["cpu"])
     report = {"date": time.strftime("%Y-%m-%d"), **report}
     report |= {"load": [report["load"], os.getloadavg()[0]]}
     facts = "; ".join(f"{name} {value}" for name, value in report["machine"].items())
@@ -166,15 +168,17 @@ def keep(
     paragraphs = [f"{report['data']} {report['rounds']} rounds. {facts}; {load}."]
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n")
-    page = as_markdown(f"Benchmark: {what}, {report['date']}", paragraphs, tables)
+    page = as_markdown(f"Benchmark: {benchmark}, {report['date']}", paragraphs, tables)
     out.with_suffix(".md").write_text(page)
     print(f"written: {out} and {out.with_suffix('.md').name}")
     return out
 
 
-def default_out(what: str, cpu: str) -> Path:
-    """benchmarks/results/<date>-<what>-<processor>.json"""
+def default_out(benchmark: str, cpu: str) -> Path:
+    """Return benchmarks/results/<date>-<benchmark>-<processor>.json."""
     processor = re.sub(r"\W+", "-", cpu.replace("(R)", "").replace("(TM)", "").lower()).strip("-")
     return (
-        Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-{what}-{processor}.json"
+        Path(__file__).parent
+        / "results"
+        / f"{time.strftime('%Y-%m-%d')}-{benchmark}-{processor}.json"
     )

@@ -1,14 +1,15 @@
-"""How well a run's own losses find wrong labels, beside cleanlab's confident learning.
+"""Measure how well a run's losses find wrong labels, compared with cleanlab's confident learning.
 
     python -m data_prep.digits --out data/digits
     python benchmarks/mislabels.py --data data/digits --work build/mislabels [--rates 0.01 0.03 0.1]
 
 Wrong labels are planted in the demo's digits: a share of the *originals* gets another class, with
-all of their renderings, so that no rendering with the right label tells. One training gives the
-losses and margins that `launch/samples.py` ranks by. Confident learning (Northcutt et al. 2021;
-cleanlab's `get_label_quality_scores` and `find_label_issues`) wants predictions for images that the
-model has not seen: `--folds` further trainings, folded by original; and, at the price of the one
-training only, the predictions of its last weights. The same command again continues.
+all their renderings, so that correct renderings of an original do not reveal it. One training gives
+the losses and margins by which `launch/samples.py` ranks. Confident learning (Northcutt et al.
+2021; cleanlab's `get_label_quality_scores` and `find_label_issues`) needs predictions for images
+that the model has not seen: `--folds` further trainings, folded by original. For comparison it also
+gets the predictions of the first training's last weights, which cost nothing. The same command
+resumes an interrupted benchmark.
 
 Printed for each share: the area under the ROC curve, and the precision among the k images ranked
 first, k being the number of planted ones.
@@ -39,7 +40,7 @@ CPU = torch.device("cpu")
 def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
     """Copy the data with wrong labels for `rate` of the originals of its training split.
 
-    Returns which samples (N,) they are.
+    Returns a mask (N,) of the samples with wrong labels.
     """
     if not out.exists():
         shutil.copytree(source, out, copy_function=os.link)
@@ -60,7 +61,7 @@ def plant(source: Path, out: Path, rate: float, seed: int) -> NDArray[np.bool_]:
 
 
 def train(root: Path, run_dir: Path, overrides: list[str]) -> None:
-    """Train the demo's model; a finished run is left as it is."""
+    """Train the demo's model; a finished run is not repeated."""
     line = [sys.executable, str(ROOT / "launch" / "train.py"), "--config"]
     line += [str(ROOT / "configs" / "demo.yaml"), f"data.root={root}", f"run.dir={run_dir}"]
     line += ["log.wandb=off", "log.report=false", *overrides]
@@ -72,12 +73,12 @@ def probabilities(run_dir: Path) -> NDArray[np.float64]:
     """Return the class probabilities (N, classes) of the run's training split, as evaluated."""
     source = ReportSource(run_dir, CPU)
     split = open_split(source.config.data.root, source.config.data.train_split)
-    found = []
+    batches = []
     for start in range(0, len(split), 200):
         samples = range(start, min(start + 200, len(split)))
         images = torch.stack([source.eval_image(i, split) for i in samples])
-        found.append(source.model(source.augment.normalize(images)).double().softmax(1))
-    return torch.cat(found).numpy()
+        batches.append(source.model(source.augment.normalize(images)).double().softmax(1))
+    return torch.cat(batches).numpy()
 
 
 def out_of_fold(root: Path, work: Path, folds: int, overrides: list[str]) -> NDArray[np.float64]:
@@ -85,19 +86,19 @@ def out_of_fold(root: Path, work: Path, folds: int, overrides: list[str]) -> NDA
     split = open_split(root, "train")
     keys = [split.key(i) for i in range(len(split))]
     fold_of = np.array([int(key[5:9]) % folds for key in keys])
-    found = np.zeros((len(keys), split.num_classes))
+    predicted = np.zeros((len(keys), split.num_classes))
     for fold in range(folds):
         out = work / f"fold{fold}"
         out.mkdir(parents=True, exist_ok=True)
-        left_out = [key for key, own in zip(keys, fold_of, strict=True) if own == fold]
-        (out / "exclude.txt").write_text("\n".join(left_out) + "\n")
+        excluded = [key for key, number in zip(keys, fold_of, strict=True) if number == fold]
+        (out / "exclude.txt").write_text("\n".join(excluded) + "\n")
         train(root, out / "run", [*overrides, f"data.exclude={out / 'exclude.txt'}"])
-        found[fold_of == fold] = probabilities(out / "run")[fold_of == fold]
-    return found
+        predicted[fold_of == fold] = probabilities(out / "run")[fold_of == fold]
+    return predicted
 
 
 def measure(wrong: NDArray[np.bool_], suspicion: NDArray[np.float64]) -> dict[str, float]:
-    """Return the area under the ROC curve, and the precision at as many as there are."""
+    """Return the area under the ROC curve, and the precision at the number of wrong labels."""
     first = np.argsort(-suspicion, kind="stable")[: wrong.sum()]
     return {"auc": float(roc_auc_score(wrong, suspicion)), "precision": float(wrong[first].mean())}
 
@@ -120,7 +121,7 @@ def compare(
 
     labels = open_split(root, "train").index["label"].astype(np.int64)
     curves = read_curves(ReportSource(run_dir, CPU))
-    found = {
+    figures = {
         "mean margin (samples.py)": measure(wrong, -curves.mean_margin),
         "mean loss": measure(wrong, curves.mean_loss),
         "margin of the last epoch": measure(wrong, -np.nan_to_num(curves.margins[-1])),
@@ -128,14 +129,14 @@ def compare(
     for name, predicted in (("the same training", probabilities(run_dir)), ("folds", crossed)):
         for method in ("self_confidence", "normalized_margin"):
             quality = get_label_quality_scores(labels, predicted, method=method)
-            found[f"cleanlab {method}, {name}"] = measure(wrong, -quality)
+            figures[f"cleanlab {method}, {name}"] = measure(wrong, -quality)
         issues = find_label_issues(labels, predicted, filter_by="prune_by_noise_rate")
-        found[f"cleanlab issues, {name}"] = {
+        figures[f"cleanlab issues, {name}"] = {
             "auc": float("nan"),
             "precision": float(wrong[issues].mean()) if issues.any() else float("nan"),
             "found": float(wrong[issues].sum() / wrong.sum()),
         }
-    return found
+    return figures
 
 
 def main() -> None:
@@ -151,11 +152,13 @@ def main() -> None:
     results = {}
     for rate in args.rates:
         print(f"{rate:.0%} of the originals", flush=True)
-        found = compare(args.data, args.work, rate, args.folds, args.overrides, not args.train_only)
-        for name, figures in found.items():
+        figures_by_method = compare(
+            args.data, args.work, rate, args.folds, args.overrides, not args.train_only
+        )
+        for name, figures in figures_by_method.items():
             text = ", ".join(f"{key} {value:.3f}" for key, value in figures.items())
             print(f"  {name:45} {text}", flush=True)
-        results[f"{rate:g}"] = found
+        results[f"{rate:g}"] = figures_by_method
     (args.work / "results.json").write_text(json.dumps(results, indent=1))
 
 

@@ -1,11 +1,11 @@
-"""What an update takes with each optimizer, and what of it undoing on the device costs.
+"""Measure the time of an update with each optimizer, and the cost of undoing updates on the device.
 
     python benchmarks/optimizers.py [--model vit_s16] [--device cpu] [--updates 3] [--rounds 5]
 
-Updates of a model's weights with gradients of ones, by contestants that take turns: each optimizer
-as training makes it, and those that are undone (`vit.optim.skipping`) also without that, which is
-when nobody sets `found_inf`. Prints a table of milliseconds for an update: of the processor on a
-CPU, so that other programs do not count, and of the clock on a GPU.
+Contestants take turns to update a model's weights with gradients of ones: each optimizer as
+training makes it, and optimizers that can undo updates (`vit.optim.skipping`) also without that, by
+`found_inf=None`. Prints a table of milliseconds per update: processor time on a CPU, so that other
+programs do not count, and wall time on a GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CONFIGS: dict[str, OptimConfig] = {
 def milliseconds(
     optimizer: torch.optim.Optimizer, found_inf: torch.Tensor | None, updates: int
 ) -> float:
-    """Return what one of `updates` takes."""
+    """Return the milliseconds of an update, as a mean over `updates`."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     on_gpu = optimizer.param_groups[0]["params"][0].is_cuda

@@ -1,17 +1,17 @@
-"""Techniques compared in pairs, over seeds and images, each side with a tuned learning rate.
+"""Compare techniques in pairs, over seeds and images, each side with a tuned learning rate.
 
     python -m data_prep.digits --out data/digits
     python benchmarks/pairs.py --data data/digits --work build/pairs
 
-Both sides of a pair are the same small ViT (`configs/demo.yaml` with `SETTINGS`) but for what the
-pair is about (`ARMS`). Learning rates are tuned by the same budget for all: each rate of an arm's
-grid once, by the accuracy on a fifth of the *training* originals that this training has not seen
-(`TUNING_SEED`). The comparison then trains on all training images, with other seeds, and looks at
-the images to evaluate on at the end only. Drop path and averaging take the rate of the arm that
-they change.
+Both sides of a pair are the same small ViT (`configs/demo.yaml` with `SETTINGS`) except for the
+technique (`ARMS`). All learning rates are tuned with the same budget: each rate of an arm's grid
+once, by the accuracy on a fifth of the *training* originals, which that training does not see
+(`TUNING_SEED`). The comparison then trains on all training images, with other seeds, and uses the
+evaluation images only at the end. Drop path and averaging take the rate of the arm that they
+change.
 
 The interval is over seeds and originals, both random (`trainings.difference`). The same command
-again continues where it was.
+resumes an interrupted comparison.
 
 FILE.json gets all figures, FILE.md the tables, FILE.png the differences.
 """
@@ -45,14 +45,20 @@ from vit.system.drawing import BLUE, GREY, drawing
 ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "demo.yaml"
 SETTINGS = (
-    *("model.embed_dim=64", "model.depth=2", "model.num_heads=2", "model.drop_path_rate=0.2"),
-    *("train.epochs=3", "schedule.warmup_epochs=0.5", "eval.every_epochs=null"),
-    *("train.ema_decay=0.98", "train.device=cpu"),
+    "model.embed_dim=64",
+    "model.depth=2",
+    "model.num_heads=2",
+    "model.drop_path_rate=0.2",
+    "train.epochs=3",
+    "schedule.warmup_epochs=0.5",
+    "eval.every_epochs=null",
+    "train.ema_decay=0.98",
+    "train.device=cpu",
 )
 TUNING_SEED = 1000
-"""Far from those of the comparison, which count from 0."""
+"""The seed for tuning, far from the seeds of the comparison, which count from 0."""
 TUNING_PART = 5
-"""One of so many originals of the training split is held out to choose rates by."""
+"""The reciprocal share of training originals that are held out for tuning: one of 5."""
 
 
 class Arm(NamedTuple):
@@ -60,12 +66,12 @@ class Arm(NamedTuple):
 
     settings: tuple[str, ...]
     lrs: tuple[float, ...] = ()
-    """The grid; without one it has the rate of `like`."""
+    """The grid of learning rates; without a grid the arm has the rate of `like`."""
     like: str = ""
 
 
 class Pair(NamedTuple):
-    """What is compared: of each side an arm, and which of its weights."""
+    """A comparison of two sides, each with an arm and the kind of its weights."""
 
     name: str
     first: tuple[str, str]
@@ -75,8 +81,8 @@ class Pair(NamedTuple):
 ARMS = {
     "AdamW": Arm((), (1.5e-3, 3e-3, 6e-3, 12e-3)),
     "Muon": Arm(("optim.name=muon",), (1.5e-3, 3e-3, 6e-3, 12e-3)),
-    # The bias that sigmoids of ten classes come to, as big_vision has it for a thousand: without it
-    # runs this short learn little else.
+    # The bias to which the sigmoids of ten classes converge, as in big_vision for a thousand
+    # classes. Without it, runs this short learn little else.
     "LAMB + BCE": Arm(
         ("optim.name=lamb", "loss.name=bce", "model.init_head_bias=-2.2"), (1e-2, 2e-2, 4e-2, 8e-2)
     ),
@@ -95,7 +101,7 @@ PAIRS = (
 
 
 class Bench:
-    """Where the data are, and the trainings."""
+    """The trainings of all arms on one data set."""
 
     def __init__(self, data: Path, work: Path, overrides: Sequence[str]):
         self.data = data
@@ -103,19 +109,19 @@ class Bench:
         self.settings = (*SETTINGS, f"data.root={data}", *overrides)
 
     def train(self, arm: str, lr: float, seed: int, *further: str) -> Training:
-        """Train, unless it is done, and say so."""
+        """Train unless the result exists, and print the result."""
         settings = [*self.settings, *ARMS[arm].settings, f"optim.lr={lr:g}", f"train.seed={seed}"]
         name = "".join(letter if letter.isalnum() else "_" for letter in arm)
         folder = self.work / f"{name}_lr{lr:g}_seed{seed}"
         done = trained(CONFIG, [*settings, *further], folder)
         print(
-            f"{arm}, lr {lr:g}, seed {seed}: {done.found.top1:.2f} %, {done.found.cpu_s:.0f} s",
+            f"{arm}, lr {lr:g}, seed {seed}: {done.figures.top1:.2f} %, {done.figures.cpu_s:.0f} s",
             flush=True,
         )
         return done
 
     def tune(self) -> dict[str, dict[float, float]]:
-        """Return arm -> learning rate -> top-1 on the originals held out of training."""
+        """Return the top-1 on held-out originals, by arm and learning rate."""
         split = open_split(self.data, "train")
         held_out = originals(self.data, "train") % TUNING_PART == 0
         keys = [split.key(int(i)) for i in np.flatnonzero(held_out)]
@@ -123,13 +129,13 @@ class Bench:
         exclude = self.work / "held_out.txt"
         exclude.write_text("\n".join(keys) + "\n")
         further = (f"data.exclude={exclude}", "data.val_split=train")
-        found: dict[str, dict[float, float]] = {}
+        top1s: dict[str, dict[float, float]] = {}
         for name, arm in ARMS.items():
             for lr in arm.lrs:
                 done = self.train(name, lr, TUNING_SEED, *further)
                 right = done.right["model"][held_out]
-                found.setdefault(name, {})[lr] = 100 * float(right.mean())
-        return found
+                top1s.setdefault(name, {})[lr] = 100 * float(right.mean())
+        return top1s
 
     def compare(
         self, chosen: Mapping[str, float], num_seeds: int
@@ -163,7 +169,7 @@ def main() -> None:
     except ValueError as error:
         parser.error(str(error))
     tuned = bench.tune()
-    chosen = {name: max(found, key=lambda lr: found[lr]) for name, found in tuned.items()}
+    chosen = {name: max(top1s, key=lambda lr: top1s[lr]) for name, top1s in tuned.items()}
     done, gaps = bench.compare(chosen, args.seeds)
     report: dict[str, Any] = {
         "machine": machine(args.work, ["torch", "timm"]),
@@ -172,7 +178,7 @@ def main() -> None:
         "rounds": args.seeds,
         "load": load,
         "tuned": tuned,
-        "trainings": {name: [asdict(each.found) for each in all_] for name, all_ in done.items()},
+        "trainings": {name: [asdict(t.figures) for t in all_] for name, all_ in done.items()},
         "differences": {pair.name: asdict(gap) for pair, gap in zip(PAIRS, gaps, strict=True)},
     }
     out = args.out or default_out("pairs", report["machine"]["cpu"])
@@ -186,28 +192,28 @@ def tables(
     done: Mapping[str, Sequence[Training]],
     gaps: Sequence[Difference],
 ) -> dict[str, list[list[str]]]:
-    """Return the tables, each with its head: differences, arms, tuning."""
+    """Return the tables of differences, arms and tuning, with heads."""
     pairs = [["pair", "points, 95 %", *(f"seed {i}" for i in range(len(gaps[0].by_seed)))]]
     for pair, gap in zip(PAIRS, gaps, strict=True):
         pairs.append([pair.name, str(gap), *(f"{each:+.2f}" for each in gap.by_seed)])
     arms = [["arm", "lr", "top-1, mean", "from", "to", "of the average", "CPU-s"]]
     for name, trainings in done.items():
-        found = [100 * float(each.right["model"].mean()) for each in trainings]
+        top1s = [100 * float(each.right["model"].mean()) for each in trainings]
         averaged = [100 * float(each.right["ema"].mean()) for each in trainings]
-        seconds = [each.found.cpu_s for each in trainings if not each.found.was_cut]
+        seconds = [each.figures.cpu_s for each in trainings if not each.figures.was_cut]
         arms.append(
             [
                 name,
                 f"{chosen[ARMS[name].like or name]:g}",
-                *(f"{value:.2f}" for value in (statistics.mean(found), min(found), max(found))),
+                *(f"{value:.2f}" for value in (statistics.mean(top1s), min(top1s), max(top1s))),
                 f"{statistics.mean(averaged):.2f}",
                 f"{statistics.median(seconds):.0f}" if seconds else "cut off",
             ]
         )
-    most = max(len(found_by_lr) for found_by_lr in tuned.values())
+    most = max(len(top1_by_lr) for top1_by_lr in tuned.values())
     rates = [["rate: top-1 on held-out training originals", *([""] * most)]]
-    for name, found_by_lr in tuned.items():
-        rates.append([name, *(f"{lr:g}: {top1:.2f}" for lr, top1 in found_by_lr.items())])
+    for name, top1_by_lr in tuned.items():
+        rates.append([name, *(f"{lr:g}: {top1:.2f}" for lr, top1 in top1_by_lr.items())])
     return {"Differences": pairs, "Arms": arms, "Learning rates": rates}
 
 

@@ -1,10 +1,10 @@
-"""Weights that travel to other programs and back: bits and logits, as a table.
+"""Convert weights to other programs and back, and compare bits and logits, as a table.
 
     python benchmarks/parity.py                     B/16, L/16 and H/14 at 224 px, 1,000 classes
     python benchmarks/parity.py --models vit_b16 --programs timm npz
 
-For each program its own model gets our random weights under its names, by its own strict loading,
-and sees the same images; then the names are turned back. "logits" is the largest difference as a
+The model of each program gets this project's random weights under its names, by its strict loading,
+and sees the same images; then the names are converted back. "logits" is the largest difference as a
 share of the largest logit: kernels that sum in another order differ in float32's last digits.
 """
 
@@ -56,9 +56,9 @@ def main() -> None:
             sent, equal = send(program, model)
             other = load(program, model, sent)
             with torch.inference_mode():
-                found = other(images)
-            found = getattr(found, "logits", found)
-            share = float((found - expected).abs().max() / expected.abs().max())
+                output = other(images)
+            logits = getattr(output, "logits", output)
+            share = float((logits - expected).abs().max() / expected.abs().max())
             print(
                 f"| {name} | {VERSIONS[program]} | {len(sent)} | {equal} | {share:.1e} |",
                 flush=True,
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def send(program: str, model: Any) -> tuple[dict[str, Tensor], str]:
-    """The weights under the names of `program`, and whether turning back gives the same bits."""
+    """Return the weights under the names of `program`, and the result of converting them back."""
     ours = model.state_dict()
     if program == "timm":
         return ours, "the same names"
@@ -79,7 +79,7 @@ def send(program: str, model: Any) -> tuple[dict[str, Tensor], str]:
 
 
 def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
-    """The model of `program` with `weights`, loaded as it does."""
+    """Return the model of `program` with `weights`, loaded by its own function."""
     block = model.blocks[0]
     size, patch = model.image_size[0], model.patch_size[0]
     heads, hidden = block.attn.num_heads, block.mlp.fc1.out_features
@@ -98,7 +98,12 @@ def load(program: str, model: Any, weights: dict[str, Tensor]) -> nn.Module:
         return kind.from_pretrained(None, config=config, state_dict=dict(weights)).eval()
     if program == "torchvision":
         other = torchvision.models.vision_transformer.VisionTransformer(
-            *(size, patch, model.depth, heads, model.embed_dim, hidden),
+            image_size=size,
+            patch_size=patch,
+            num_layers=model.depth,
+            num_heads=heads,
+            hidden_dim=model.embed_dim,
+            mlp_dim=hidden,
             num_classes=model.num_classes,
         )
         other.load_state_dict(weights)

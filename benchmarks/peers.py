@@ -1,11 +1,11 @@
-"""The contestants of benchmarks/loader.py; each makes batches of 224 px as its documentation shows.
+"""Contestants of benchmarks/loader.py; each makes batches of 224 px as its documentation shows.
 
     python benchmarks/peers.py NAME PLACE NUM_IMAGES WORKERS BATCH_SIZE       started by loader.py
 
-A contestant runs in a process of its own and waits. A line "train 5" or "eval 5" asks for 5
-batches; the answer is a line of JSON: how many images came, in how many seconds, and of which type.
-Training is a random-resized crop and a flip, evaluation a resize to 256 and a centre crop, bilinear
-and antialiased. A contestant's own format is written when it is first asked for.
+A contestant runs in a separate process and waits. A line "train 5" or "eval 5" requests 5 batches;
+the answer is a line of JSON with the number of images, the seconds, and the type. Training is a
+random-resized crop and a flip, evaluation a resize to 256 and a centre crop, bilinear and
+antialiased. A contestant's data format is written at the first request.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ RESIZE = 256
 MEAN = (0.485, 0.456, 0.406)
 STD = (0.229, 0.224, 0.225)
 Batches = Iterator[tuple[Any, Any]]
-"""(images, labels), without end."""
+"""An endless iterator over (images, labels)."""
 
 
 class Task(NamedTuple):
-    """What to make batches of, and how."""
+    """The data, the parallelism and the kind of batches."""
 
     data: Data
     workers: int
-    """Processes in addition to the main one, or threads where the contestant has those."""
+    """The number of worker processes, or threads if the contestant uses threads."""
     batch_size: int
     train: bool
 
@@ -53,8 +53,10 @@ def for_ever(epoch: Callable[[], Any]) -> Batches:
 
 
 def ours(task: Task, shards: str, copies: int = 1) -> Batches:
-    """What `vit.train` and `vit.evaluation.evaluate` iterate over. copies: of each image in a
-    training batch, each augmented anew."""
+    """Yield the batches of `vit.train` and `vit.evaluation.evaluate`.
+
+    copies: copies of each image in a training batch, with different augmentation.
+    """
     from vit.config.schema import AugmentConfig, EvalConfig
     from vit.data.batches import EvalBatches, TrainBatches
     from vit.data.image_format import ImageFormat
@@ -131,7 +133,7 @@ def torchvision_v2(task: Task) -> Batches:
 
 
 def torchvision_tensor(task: Task) -> Batches:
-    """Decoded to a uint8 tensor by torchvision itself; normalising is left to the device."""
+    """Yield batches that torchvision decodes to uint8 tensors; the device would normalize them."""
     from torchvision.io import ImageReadMode, decode_jpeg, read_file
     from torchvision.transforms import v2
 
@@ -188,7 +190,7 @@ def opencv(task: Task) -> Batches:
             top, left, h, w = RandomResizedCrop.get_params(
                 torch.empty(3, height, width), (0.08, 1.0), (3 / 4, 4 / 3)
             )
-            # the antialiased one
+            # INTER_AREA, because it is antialiased.
             pixels = cv2.resize(
                 pixels[top : top + h, left : left + w], (SIZE, SIZE), interpolation=cv2.INTER_AREA
             )
@@ -215,7 +217,7 @@ def encoded_samples(data: Data) -> Iterator[dict[str, Any]]:
 
 
 def with_pixels(dataset: type, train: bool) -> type:
-    """The class of a data set of `encoded_samples`, decoded by Pillow and transformed."""
+    """Return a data set class of `encoded_samples` that are decoded by Pillow and transformed."""
     from PIL import Image
 
     transform = transform_v1(train)
@@ -250,7 +252,7 @@ def litdata(task: Task) -> Batches:
 
     def write(out: Path) -> None:
         out.mkdir()
-        # what `litdata.optimize` runs in its processes
+        # The writer that `litdata.optimize` runs in its processes.
         writer = BinaryWriter(str(out), chunk_bytes="64MB")
         for number, sample in enumerate(encoded_samples(task.data)):
             writer[number] = sample
@@ -286,7 +288,7 @@ def ffcv(task: Task) -> Batches:
     loader = Loader(
         str(task.data.made("ffcv.beton", write)),
         task.batch_size,
-        num_workers=max(1, task.workers),  # threads; it has no way without one
+        num_workers=max(1, task.workers),  # threads; FFCV needs at least one
         order=OrderOption.RANDOM if task.train else OrderOption.SEQUENTIAL,
         os_cache=True,
         drop_last=True,
@@ -307,18 +309,18 @@ def dali(task: Task) -> Batches:
         encoded, labels = fn.readers.file(
             file_root=str(task.data.folder), random_shuffle=task.train, name="reader"
         )
-        how = {"device": "cpu", "output_type": types.RGB}
+        options = {"device": "cpu", "output_type": types.RGB}
         resize = {"interp_type": types.INTERP_LINEAR, "antialias": True}
         if task.train:
             window = fn.decoders.image_random_crop(
-                encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **how
+                encoded, random_area=[0.08, 1.0], random_aspect_ratio=[3 / 4, 4 / 3], **options
             )
             images = fn.flip(
                 fn.resize(window, size=(SIZE, SIZE), **resize), horizontal=fn.random.coin_flip()
             )
         else:
             images = fn.crop(
-                fn.resize(fn.decoders.image(encoded, **how), resize_shorter=RESIZE, **resize),
+                fn.resize(fn.decoders.image(encoded, **options), resize_shorter=RESIZE, **resize),
                 crop=(SIZE, SIZE),
             )
         return images, labels
@@ -353,8 +355,10 @@ def whole_jpegs(task: Task) -> Batches:
 
 
 def windows(task: Task) -> Batches:
-    """JPEGs that hold the blocks of a training window and no more: no decoder of libjpeg-turbo's
-    kind gets by with fewer bits."""
+    """Yield decoded JPEGs that contain only the blocks of a training window.
+
+    A decoder like libjpeg-turbo cannot need fewer bits.
+    """
     folder = task.data.made("windows", partial(cut_windows, task.data))
     return decoded([file.read_bytes() for file in sorted(folder.iterdir())], task.batch_size)
 
@@ -363,17 +367,17 @@ def windows(task: Task) -> Batches:
 
 
 class Contestant(NamedTuple):
-    """Who takes part."""
+    """A contestant and its package."""
 
     batches: Callable[[Task], Batches]
     module: str
-    """Without it, not installed."""
+    """The module that must be importable."""
     package: str
-    """As it is named on PyPI."""
+    """The name on PyPI."""
     tasks: tuple[str, ...] = ("train", "eval")
     only_without_workers: bool = False
     pip_only: bool = False
-    """Without the native decoder."""
+    """Whether it runs without the native decoder."""
 
 
 V1 = "torchvision v1"
@@ -403,7 +407,7 @@ CONTESTANTS = {
 
 
 def version(name: str) -> str | None:
-    """Of the contestant's package; None if it is not installed."""
+    """Return the version of the contestant's package; None if it is not installed."""
     contestant = CONTESTANTS[name]
     if contestant.module == "vit._native" and not native.AVAILABLE:
         return None
@@ -411,33 +415,33 @@ def version(name: str) -> str | None:
         if importlib.util.find_spec(contestant.module) is None:
             return None
         return importlib.metadata.version(contestant.package)
-    except ImportError:  # of the package around the module, or its PackageNotFoundError
+    except ImportError:  # of the parent package, or PackageNotFoundError
         return None
 
 
 def serve(name: str, data: Data, workers: int, batch_size: int) -> None:
     """Answer requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries print: not among the answers
+    os.dup2(2, 1)  # libraries print to stdout, which must not mix with the answers
     running: dict[str, Batches] = {}
     for request in sys.stdin:
-        what, num_batches = request.split()
-        if what not in running:
-            running[what] = CONTESTANTS[name].batches(
-                Task(data, workers, batch_size, what == "train")
+        kind, num_batches = request.split()
+        if kind not in running:
+            running[kind] = CONTESTANTS[name].batches(
+                Task(data, workers, batch_size, kind == "train")
             )
         num_images = 0
         began = time.perf_counter()
         for _ in range(int(num_batches)):
-            images, labels = next(running[what])
+            images, labels = next(running[kind])
             num_images += len(labels)
-        found = {
+        answer = {
             "images": num_images,
             "seconds": time.perf_counter() - began,
             "shape": list(images.shape),
             "dtype": str(images.dtype),
         }
-        print(json.dumps(found), file=answers, flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Prediction of many files next to its two limits: the loader alone, and the model alone.
+"""Compare prediction of many files with its two limits: the loader alone and the model alone.
 
     python benchmarks/predict.py [--rounds 5] [--images 1000] [--workers N] [--quick]
 
@@ -6,17 +6,18 @@ The files are the JPEGs of `loader.py`, in the page cache. Contestants take turn
 
     loader alone   the same batches from the same workers, thrown away
     model alone    forward passes on one batch in memory, as many as the images need
-    predict        `launch/predict.py`'s own loop, its CSV with it
+    predict        the loop of `launch/predict.py`, with its CSV
 
-Where both compute on the same cores, none of them can be reached: their processor time adds up. So
-there are two tables for each model: images a second, whose limit is the slower of the two where the
-model has a GPU; and images a processor second, workers included, whose limit on a CPU is
-1 / (1 / loader + 1 / model), the last line.
+If loader and model compute on the same cores, prediction cannot reach either limit, because their
+processor times add up. So each model has two tables: images per second, with the slower of both as
+the limit on a GPU; and images per processor second, including workers, with the limit
+1 / (1 / loader + 1 / model) on a CPU, in the last line.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import resource
 import tempfile
 import time
@@ -57,7 +58,7 @@ PREDICT = "predict"
 
 
 def create_trained(model: dict[str, object], device: torch.device) -> Trained:
-    """A model with fresh weights: its numbers mean nothing, its speed is that of any."""
+    """Return a model with fresh weights, which is as fast as a trained one."""
     values = {"model": model, "data": {"root": "."}, "train": {"steps": 1, "precision": "fp32"}}
     config = config_io.from_dict(values, "benchmark")
     network = create_model(config.model, num_classes=NUM_CLASSES).to(device).eval()
@@ -70,7 +71,7 @@ def create_trained(model: dict[str, object], device: torch.device) -> Trained:
 
 
 def processor_s() -> float:
-    """Processor seconds of this process and of its children that have ended."""
+    """Return the processor seconds of this process and of its ended children."""
     used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
@@ -85,27 +86,29 @@ def load_only(trained: Trained, places: list[Place], batch_size: int, workers: i
 
 
 def compute_only(trained: Trained, num_images: int, batch_size: int) -> None:
-    """Forward passes of one batch, and the last result read."""
+    """Run forward passes on one batch, and read the last result."""
     inputs = torch.zeros(
         batch_size, 3, *trained.preprocess.image_format.size, device=trained.device
     )
-    for _ in range(-(-num_images // batch_size)):
+    for _ in range(math.ceil(num_images / batch_size)):
         logits = trained(inputs)
     logits.sum().item()
 
 
 def predict_all(trained: Trained, places: list[Place], batch_size: int, workers: int) -> None:
-    """What the command does with many files."""
+    """Predict all files as the command does, and write the CSV."""
     with tempfile.TemporaryDirectory() as folder:
         with csv_file(Path(folder, "out.csv"), 5) as writer:
-            for found in predict(trained, places, 5, batch_size=batch_size, num_workers=workers):
-                write_rows(writer, found, places, trained.class_names)
+            for predictions in predict(
+                trained, places, 5, batch_size=batch_size, num_workers=workers
+            ):
+                write_rows(writer, predictions, places, trained.class_names)
 
 
 def measured(
     title: str, contestants: Mapping[str, Callable[[], None]], num_images: int, rounds: int
 ) -> list[Result]:
-    """Images a second and a processor second of contestants that take turns."""
+    """Return images per second and per processor second of contestants that take turns."""
     per_s: dict[str, list[float]] = {name: [] for name in contestants}
     per_cpu_s: dict[str, list[float]] = {name: [] for name in contestants}
     for turn in range(rounds + 1):
@@ -150,7 +153,7 @@ def main() -> None:
     device = torch.device(args.device)
     for title, model in MODELS.items():
         trained = create_trained(dict(model), device)
-        # A model that is a thousand times slower than the loader needs fewer images for as long.
+        # Fewer images for a model that is a thousand times slower than the loader.
         chosen = places if device.type == "cuda" or model["image_size"] == 32 else places[:160]
         batch_size = 32 if device.type == "cpu" else 256
         contestants = {

@@ -1,10 +1,10 @@
-"""Data preparation next to its peers and its limits: writing, checking, listing archives, memory.
+"""Compare data preparation with peers and limits: writing, checking, listing archives, memory.
 
     python benchmarks/prep.py --quick                       a minute: does it run?
     python benchmarks/prep.py --rows 1281167 100000000      100 million: minutes, 8 GB of disk
     python benchmarks/prep.py [--rounds N] [--data FOLDER] [--out FILE.json]
 
-Photos with grain, of ImageNet's sizes, are made once and kept in FOLDER: as a tree of class
+Photos with grain, of ImageNet's sizes, are made once and stay in FOLDER: as a tree of class
 folders, and as a tar of 100 tars like ILSVRC2012_img_train.tar. Contestants take turns
 (benchmarks/measure.py). FILE.json gets every round, FILE.md the tables.
 """
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import io
 import itertools
+import math
 import os
 import re
 import shutil
@@ -46,9 +47,9 @@ from data_prep.write.shard import Work, write_shard
 ROOT = Path(__file__).resolve().parent.parent
 NUM_SHARDS = max(2, CORES)
 IN_MEMORY = Path("/dev/shm")
-"""A file system in memory: what is written there costs processor time only."""
+"""A file system in memory, on which writing costs only processor time."""
 STARTING_S = 4.0
-"""In which a worker process starts and warms up."""
+"""The time in which a worker process starts and warms up."""
 WARM_UP = 100
 DD = "dd of the same bytes"
 SHARD_WRITER = "webdataset ShardWriter <- nested tar"
@@ -61,15 +62,16 @@ PACKAGES = ("numpy", "pillow", "simplejpeg", "webdataset")
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what commands print."""
+    """Suppress the output of commands."""
     with contextlib.redirect_stdout(io.StringIO()):
         yield
 
 
 def span(function: Callable[[Any], tuple[float, float]], parts: Sequence[Any]) -> float:
-    """Seconds in which worker processes, one a part, do all parts: from when all of them run.
+    """Return the seconds in which worker processes, one per part, do all parts; starts excluded.
 
-    function: of (part, when to begin); returns start and end by the clock that all processes share.
+    function: called with (part, time to begin); returns start and end by the clock that all
+    processes share.
     """
     begin_at = time.monotonic() + STARTING_S
     jobs = [(function, (part, begin_at), number) for number, part in enumerate(parts)]
@@ -83,21 +85,22 @@ def wait_until(begin_at: float) -> float:
 
 
 def warm_memory(num_bytes: int) -> None:
-    """Have the system take so much memory and free it: a virtual machine gives free memory back to
-    its host within seconds, and the next to use it waits for each page of it, several times longer
-    than writing takes. That would depend on who had the turn before.
+    """Allocate and free `num_bytes`, so that the next contestant does not wait for memory.
+
+    A virtual machine returns free memory to its host within seconds. The next use waits for each
+    page, several times longer than writing takes, and would depend on the previous contestant.
     """
     np.ones(num_bytes, np.uint8)
 
 
 def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
-    """Write these shards, and a few images before; runs in a worker process."""
+    """Write a few images to warm up, then these shards; runs in a worker process."""
     works, begin_at = job
     first = works[0]
     write_shard(first._replace(shard=first.shard._replace(places=first.shard.places[:WARM_UP])))
     num_bytes = sum(sample.size for work in works for sample in work.samples())
     wait_until(begin_at)
-    warm_memory(num_bytes)  # not before the pause, in which it would cool down
+    warm_memory(num_bytes)  # after the wait, in which the host would take the memory back
     start = time.monotonic()
     for work in works:
         write_shard(work)
@@ -106,7 +109,7 @@ def write_some(job: tuple[list[Work], float]) -> tuple[float, float]:
 
 @contextlib.contextmanager
 def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePlan]:
-    """The archive listed, and some images looked at."""
+    """List the archive and check some images, and yield the plan."""
     settings = Settings(num_shards=NUM_SHARDS, workers=workers, policy=ImagePolicy(check=check))
     with quiet():
         source = imagenet.source([data.archive], allow_partial=True)
@@ -115,7 +118,7 @@ def planned(data: Data, workers: int, check: str, out: Path) -> Iterator[WritePl
 
 
 def ours(data: Data, workers: int, check: str, out: Path) -> float:
-    """Seconds from archive and catalogue to shards, index and sidecar, by processes that run."""
+    """Return the seconds from archive and catalogue to shards and index, without starts."""
     with planned(data, workers, check, out) as plan:
         work = plan.work()
         return span(write_some, [work[worker::workers] for worker in range(workers)])
@@ -128,14 +131,14 @@ def timed(function: Callable[[Path], object], out: Path) -> float:
 
 
 def our_command(data: Data, workers: int, out: Path) -> None:
-    """All of it, from the shell's prompt to the data set's card."""
+    """Run the complete command, from the shell's prompt to the data set's card."""
     options = f"--partial --check headers --workers {workers} --num-shards {NUM_SHARDS}".split()
     command = [sys.executable, "-m", "data_prep.imagenet", str(data.archive), "--out", str(out)]
     subprocess.run([*command, *options], cwd=ROOT, check=True, capture_output=True)
 
 
 def samples_of_folder(data: Data) -> Iterator[tuple[str, bytes, str]]:
-    """Name, JPEG and class of each image."""
+    """Yield name, JPEG and class of each image."""
     for file in data.files:
         yield file.stem, file.read_bytes(), file.parent.name
 
@@ -151,10 +154,10 @@ def samples_of_tar(data: Data) -> Iterator[tuple[str, bytes, str]]:
 
 
 def shard_writer(samples: Iterator[tuple[str, bytes, str]], num_images: int, out: Path) -> None:
-    import webdataset  # here, as it brings torch, which worker processes need not load
+    import webdataset  # imported here, because it imports torch, which workers do not need
 
     pattern = f"{out}/train-%06d.tar"
-    per_shard = -(-num_images // NUM_SHARDS)
+    per_shard = math.ceil(num_images / NUM_SHARDS)
     with webdataset.ShardWriter(pattern, maxcount=per_shard, maxsize=1e10, verbose=0) as writer:
         for name, encoded, wnid in samples:
             writer.write({"__key__": name, "jpg": encoded, "cls": int(wnid[1:])})
@@ -171,23 +174,23 @@ def dd(data: Data, out: Path) -> None:
 
 
 def hashing(data: Data, out: Path) -> None:
-    """What our writer's second thread does: sha256 of each shard is recorded."""
+    """Hash the archive, which is the work of the writer's second thread: a sha256 per shard."""
     with open(data.archive, "rb") as file:
         hashlib.file_digest(file, "sha256")
 
 
 def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float]:
-    """Decode images that are in memory already. Runs in a worker process."""
+    """Decode images that are already in memory; runs in a worker process."""
     (files, decoder), begin_at = job
     encoded = [file.read_bytes() for file in files]
-    how: dict[str, Callable[[bytes], object]] = {
+    decoders: dict[str, Callable[[bytes], object]] = {
         "simplejpeg": partial(simplejpeg.decode_jpeg, colorspace="RGB"),
         "simplejpeg, 1/8": partial(
             simplejpeg.decode_jpeg, colorspace="RGB", min_width=1, min_height=1, min_factor=8
         ),
         "Pillow": lambda image: Image.open(io.BytesIO(image)).convert("RGB"),
     }
-    decode = how[decoder]
+    decode = decoders[decoder]
     start = wait_until(begin_at)
     for image in encoded:
         decode(image)
@@ -195,13 +198,13 @@ def decode_some(job: tuple[tuple[list[Path], str], float]) -> tuple[float, float
 
 
 def list_with_tarfile(tiny: Path, num_inner: int) -> int:
-    """Members of the first inner tars."""
-    found = 0
+    """Return the number of members in the first inner tars."""
+    num_members = 0
     with tarfile.open(tiny) as outer:
         for inner_member in itertools.islice(outer, num_inner):
             with tarfile.open(fileobj=outer.extractfile(inner_member)) as inner:
-                found += len(inner.getmembers())
-    return found
+                num_members += len(inner.getmembers())
+    return num_members
 
 
 def catalogue(source: Source, out: Path) -> None:
@@ -236,7 +239,7 @@ def drop_from_cache(path: Path) -> None:
 
 
 def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
-    """Shards from data in the page cache into memory and to the disk; from disk to disk."""
+    """Measure writing shards: from the page cache to memory and to disk, and from disk to disk."""
     num_images = len(data.files)
     contestants: dict[str, Callable[[Path], float]] = {
         DD: partial(timed, partial(dd, data)),
@@ -273,21 +276,21 @@ def measure_writing(data: Data, place: Path, rounds: int) -> list[Result]:
         "Shards to a disk, until all is on it": onto_disk,
         "Shards from disk to disk: the archive is not in the page cache": from_disk,
     }
-    found = []
+    results = []
     for title, measure in kinds.items():
-        # a folder of images is not dropped from the page cache
+        # From disk, only archives take part: folders stay in the page cache.
         taking_part = {
             name: partial(measure, write)
             for name, write in contestants.items()
             if measure != from_disk or "folder" not in name
         }
         bases = (DD, HASHING, SHARD_WRITER)
-        found.append(take_turns(title, "MB/s", taking_part, rounds, bases))
-    return found
+        results.append(take_turns(title, "MB/s", taking_part, rounds, bases))
+    return results
 
 
 def measure_command(data: Data, place: Path, rounds: int) -> Result:
-    """Seconds of the complete command, and of what in it is not writing."""
+    """Measure the seconds of the complete command, and of its parts before writing."""
 
     def in_empty_folder(function: Callable[[Path], object]) -> float:
         with empty_folder(place) as out:
@@ -312,11 +315,11 @@ def measure_command(data: Data, place: Path, rounds: int) -> Result:
 
 
 def measure_decoding(data: Data, rounds: int) -> Result:
-    """Images a second with all cores."""
+    """Measure the images per second with all cores."""
 
-    def bare(how: str) -> float:
+    def bare(decoder: str) -> float:
         return len(data.files) / span(
-            decode_some, [(data.files[core::CORES], how) for core in range(CORES)]
+            decode_some, [(data.files[core::CORES], decoder) for core in range(CORES)]
         )
 
     def checked() -> float:
@@ -324,8 +327,8 @@ def measure_decoding(data: Data, rounds: int) -> Result:
             return len(data.files) / ours(data, CORES, "decode", out)
 
     contestants = {
-        f"bare decoding, {how}": partial(bare, how)
-        for how in ("simplejpeg", "simplejpeg, 1/8", "Pillow")
+        f"bare decoding, {decoder}": partial(bare, decoder)
+        for decoder in ("simplejpeg", "simplejpeg, 1/8", "Pillow")
     }
     title = f"--check decode: images checked and written, {CORES} processes each"
     parts: dict[str, Callable[[], float]] = {**contestants, "ours, --check decode": checked}
@@ -333,7 +336,7 @@ def measure_decoding(data: Data, rounds: int) -> Result:
 
 
 def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Result:
-    """Members a second."""
+    """Measure the members per second."""
 
     def listed() -> float:
         with empty_folder(place) as out:
@@ -342,9 +345,9 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
             )
 
     def with_tarfile() -> float:
-        found: list[int] = []
-        seconds = timed(lambda _: found.append(list_with_tarfile(data.tiny, 50)), place)
-        return found[0] / seconds
+        began = time.monotonic()
+        num_members = list_with_tarfile(data.tiny, 50)
+        return num_members / (time.monotonic() - began)
 
     with quiet():
         contestants = {"tarfile, listing alone": with_tarfile, "ours, a finished catalogue": listed}
@@ -353,15 +356,15 @@ def measure_catalogue(data: Data, place: Path, num_tiny: int, rounds: int) -> Re
 
 
 def memory_of(job: tuple[int, Path]) -> dict[str, float]:
-    """Make a catalogue of this many rows; seconds and peak memory. Runs in a process of its own."""
+    """Make a catalogue of this many rows, and return seconds and memory; runs in a new process."""
     num_rows, place = job
     filled_at = 0.0
     own_mb = list[float]()
     ended = threading.Event()
 
     def status_mb(field: str) -> float:
-        [found] = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-        return int(found) * 1024 / 1e6
+        [kib] = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        return int(kib) * 1024 / 1e6
 
     def fill(builder: Builder) -> None:
         nonlocal filled_at
@@ -385,7 +388,7 @@ def memory_of(job: tuple[int, Path]) -> dict[str, float]:
         began = time.monotonic()
         made = open_catalogue(Source("simulated", {}, fill, read_range), out / "_catalogue", seed=0)
         finished = time.monotonic()
-        # those of one shard
+        # Read the samples of one shard.
         made.table("train").samples(range(0, num_rows, max(1, num_rows // 7000)))
         num_bytes = sum(path.stat().st_size for path in made.folder.iterdir())
     ended.set()

@@ -1,19 +1,19 @@
-"""How long a killed run takes until it trains again, part by part.
+"""Measure the time until a killed run trains again, part by part.
 
     python benchmarks/recovery.py [--config configs/vit_b16.yaml] [--ranks 2] [--rounds 5]
         [section.key=value ...]
 
 A run of the config's network on tiny shards saves its state, and each rank and torchrun get
-SIGKILL; the same command begins at once. Counted from the kill to the end of the first new step:
+SIGKILL; the same command starts again at once. Parts from the kill to the end of the first step:
 
     launch        until torchrun has started the ranks: Python, and torch in torchrun itself
     import        Python and torch in a rank, and the config
-    ranks ...     what the run's own `ready` line says: ranks, data, checkpoint, model, record, and
+    ranks ...     the parts in the run's `ready` line: ranks, data, checkpoint, model, record, and
                   workers with the first batch
     first step    until the record has the next step
 
-Images are of 32 px, so that a step takes little; the state is as large as at full size. "Ours" is
-what is neither launch nor import nor the first step. FILE.json gets every round, FILE.md the table.
+Images have 32 px, so that a step is short; the state is as large as at full size. "Ours" is the
+time without launch, import and first step. FILE.json gets every round, FILE.md the table.
 """
 
 from __future__ import annotations
@@ -35,13 +35,27 @@ from vit.loggers.record import read_lines
 
 ROOT = Path(__file__).parents[1]
 SMALL = (
-    *("model.image_size=32", "data.micro_batch_size=2"),
-    *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
-    *("data.num_workers=0", "train.device=cpu", "train.precision=fp32", "train.compile=false"),
-    *("schedule.warmup_epochs=null", "schedule.warmup_steps=0", "train.epochs=null"),
-    *("train.steps=1000000", "eval.every_epochs=null", "eval.every_steps=1000000"),
-    *("eval.reference=null", "checkpoint.every_steps=3", "log.every_steps=1", "log.wandb=off"),
-    *("log.report=false", "log.sample_losses=0"),
+    "model.image_size=32",
+    "data.micro_batch_size=2",
+    "augment.mixup_alpha=0",
+    "augment.cutmix_alpha=0",
+    "augment.mix_group_size=4",
+    "data.num_workers=0",
+    "train.device=cpu",
+    "train.precision=fp32",
+    "train.compile=false",
+    "schedule.warmup_epochs=null",
+    "schedule.warmup_steps=0",
+    "train.epochs=null",
+    "train.steps=1000000",
+    "eval.every_epochs=null",
+    "eval.every_steps=1000000",
+    "eval.reference=null",
+    "checkpoint.every_steps=3",
+    "log.every_steps=1",
+    "log.wandb=off",
+    "log.report=false",
+    "log.sample_losses=0",
 )
 LONGEST_S = 300.0
 POLL_S = 0.01
@@ -69,11 +83,17 @@ def main() -> None:
         settings = [*SMALL, f"data.global_batch_size={2 * args.ranks}", f"data.root={shards}"]
         settings += [f"run.dir={place / 'run'}", *args.overrides]
         line = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
             f"--nproc_per_node={args.ranks}",
-            *("launch/train.py", "--config", args.config, *settings),
+            "launch/train.py",
+            "--config",
+            args.config,
+            *settings,
         ]
-        found: dict[str, list[float]] = {}
+        seconds: dict[str, list[float]] = {}
         run = Killable(line, place / "run")
         run.wait_for("checkpoint")
         for turn in range(args.rounds):
@@ -84,7 +104,7 @@ def main() -> None:
             parts["all"] = sum(parts.values())
             parts["ours"] = parts["all"] - sum(parts[name] for name in NOT_OURS)
             for part, took_s in parts.items():
-                found.setdefault(part, []).append(took_s)
+                seconds.setdefault(part, []).append(took_s)
             run.wait_for("checkpoint")
         run.kill()
         newest = max((place / "run" / "checkpoints").iterdir())
@@ -96,17 +116,17 @@ def main() -> None:
         " memory's cache when it is read",
         "rounds": args.rounds,
         "load": load,
-        "seconds": found,
+        "seconds": seconds,
     }
-    result = as_result("From SIGKILL to the next step", "seconds", found, ["all"])
-    median_s = statistics.median(found["ours"])
-    print(f"ours: {median_s:.1f} of {statistics.median(found['all']):.1f} s")
+    result = as_result("From SIGKILL to the next step", "seconds", seconds, ["all"])
+    median_s = statistics.median(seconds["ours"])
+    print(f"ours: {median_s:.1f} of {statistics.median(seconds['all']):.1f} s")
     out = args.out or default_out("recovery", about["cpu"])
     keep(out, "recovery", report, {"From SIGKILL to the next step": rows_of(result)})
 
 
 class Killable:
-    """A training in the background, under torchrun."""
+    """A training in the background under torchrun."""
 
     def __init__(self, line: list[Any], folder: Path):
         self._record = folder / "metrics.jsonl"
@@ -119,7 +139,7 @@ class Killable:
         return read_lines(self._record)[0][first:]
 
     def ranks(self) -> list[int]:
-        """Processes of the ranks that torchrun has started."""
+        """Return the processes of the ranks that torchrun has started."""
         pid = self._process.pid
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
         return [int(child) for child in children.split()]
@@ -137,7 +157,7 @@ class Killable:
         raise SystemExit(f"the run came to no {kind!r} line; what it printed says why")
 
     def kill(self) -> float:
-        """End torchrun and all ranks with SIGKILL; returns when."""
+        """Kill torchrun and all ranks with SIGKILL, and return the time."""
         for pid in [*self.ranks(), self._process.pid]:
             os.kill(pid, signal.SIGKILL)
         killed_at = time.time()
@@ -145,7 +165,7 @@ class Killable:
         return killed_at
 
     def parts(self, killed_at: float) -> dict[str, float]:
-        """Seconds of each part from the kill of the attempt before to the end of a step."""
+        """Return the seconds of each part from the previous attempt's kill to the end of a step."""
         while not self.ranks() and self._process.poll() is None:
             time.sleep(POLL_S)
         launched_at = time.time()

@@ -1,10 +1,10 @@
-"""What it costs to keep the loss and margin of each image: processor seconds of a training step.
+"""Measure the cost of recording loss and margin of each image, in processor seconds of a step.
 
     python benchmarks/sample_losses.py [--rounds 12] [--steps 6]
 
-The demo's model and batch, and a ViT-Ti/16 at 64 px with 1,000 classes, on one thread. In turn, in
-one process: the step as it is, with what it found given to `SampleLosses`; and the step without
-margins, with nothing behind its sums. Printed: medians of the rounds, and of their ratios.
+The models are the demo's and a ViT-Ti/16 at 64 px with 1,000 classes, on one thread. One process
+runs in turn the real step, whose losses and margins go to `SampleLosses`, and a step without
+margins, which returns only sums. Prints medians of the rounds, and of their ratios.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ CASES = {
 
 @contextmanager
 def without_losses() -> Iterator[None]:
-    """Steps as they were before losses were kept."""
+    """Make steps return only sums, as before losses were recorded."""
     plain = StepResult.__init__
 
     def sums_only(result: StepResult, sums, norm, size=1, rows=()) -> None:  # type: ignore[no-untyped-def]
@@ -100,21 +100,21 @@ def main() -> None:
         batch = Batch(images, labels, torch.ones(rows), table, torch.arange(rows))
         total = args.rounds * args.steps * 2
         plan = Plan(1, rows, rows, 1, total, 0, total * rows, total, 0, total, 1)
-        found: dict[str, list[float]] = {"with": [], "without": []}
+        seconds: dict[str, list[float]] = {"with": [], "without": []}
         with tempfile.TemporaryDirectory() as folder:
             samples = SampleLosses(Path(folder), World(0, 1, CPU), plan)
             for round_number in range(args.rounds + 1):
                 first = round_number % args.rounds * args.steps
-                kept = measure(step, batch, args.steps, samples, first)
+                recorded = measure(step, batch, args.steps, samples, first)
                 with without_losses():
                     plain = measure(step, batch, args.steps, None, first)
                 if round_number:
-                    found["with"].append(kept)
-                    found["without"].append(plain)
-        ratios = sorted(a / b for a, b in zip(found["with"], found["without"], strict=True))
+                    seconds["with"].append(recorded)
+                    seconds["without"].append(plain)
+        ratios = sorted(a / b for a, b in zip(seconds["with"], seconds["without"], strict=True))
         print(
-            f"{name}: {1e3 * statistics.median(found['with']):.2f} ms with,"
-            f" {1e3 * statistics.median(found['without']):.2f} ms without; ratio"
+            f"{name}: {1e3 * statistics.median(seconds['with']):.2f} ms with,"
+            f" {1e3 * statistics.median(seconds['without']):.2f} ms without; ratio"
             f" {statistics.median(ratios):.4f} (quartiles {ratios[len(ratios) // 4]:.4f} to"
             f" {ratios[3 * len(ratios) // 4]:.4f})",
             flush=True,

@@ -1,12 +1,12 @@
-"""How long a save stops training: a copy in memory, what we do, and what writing at once takes.
+"""Measure how long a save stops training, compared with a copy in memory and a synchronous write.
 
     python benchmarks/save.py [--config configs/vit_b16.yaml] [--rounds 5] [section.key=value]
 
-The state of a model with its average and its optimizer (1.4 GB for ViT-B) is saved again and again
-by contestants that take turns: the copy of as many bytes alone, into memory that is there; a save
-until training goes on, and until its thread has written all; and the way before there was a thread:
-weights, average and state by the safetensors package, each flushed, and the state read back for its
-hash. Prints a table of seconds; needs three times the state of memory and four of disk.
+Contestants take turns to save the state of a model with its average and its optimizer (1.4 GB for
+ViT-B): a copy of as many bytes into allocated memory; a save until training continues, and until
+its thread has written everything; and the method before that thread existed: weights, average and
+state by the safetensors package, each flushed, and the state read back for its hash. Prints a table
+of seconds. Needs three times the state of memory and four times of disk.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from vit.training.reduce import DataParallel
 
 
 def create_train_step(config: Config) -> TrainStep:
-    """Everything that a save has to keep, on the CPU; without the parts that only training uses."""
+    """Return a step with everything that is saved, on the CPU, without parts only for training."""
     device = torch.device("cpu")
     model = create_model(config.model, num_classes=1000)
     decay = config.train.ema_decay
@@ -60,20 +60,20 @@ def create_train_step(config: Config) -> TrainStep:
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds that `function` takes."""
+    """Return the seconds of a call of `function`."""
     began = time.perf_counter()
     function()
     return time.perf_counter() - began
 
 
 def copy(tensors: dict[str, Tensor], copies: dict[str, Tensor]) -> None:
-    """Copy every tensor: what a save cannot do without."""
+    """Copy every tensor, which every save has to do."""
     for name, tensor in tensors.items():
         copies[name].copy_(tensor)
 
 
 def write_at_once(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Write weights, average and state, each to the disk, and hash the state as it is there."""
+    """Write weights, average and state, each flushed to the disk, and hash the state's file."""
     for prefix in ("model.", "ema."):
         part = {name: value for name, value in tensors.items() if name.startswith(prefix)}
         _write(part, folder / f"{prefix}safetensors")
@@ -89,7 +89,7 @@ def _write(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def main() -> None:
-    """The command line above."""
+    """Run the command line above."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,11 @@
-"""How well orders mix classes: ours, and webdataset's shuffle buffers, over the same tar shards.
+"""Measure how well orders mix classes: this project's and webdataset's, over the same tar shards.
 
     python benchmarks/shuffle.py [--classes N] [--per-class N] [--batch N]   three minutes; a table
 
 Tar shards of --per-class samples each, labels without images, are written twice: sorted by class,
-as a folder of images is listed, and dealt at random, as our writers do. webdataset reads them from
-beginning to end; our order is asked for some batches, as at the start of training. All in one
-process: with several, each of webdataset's makes batches of its own shards and its own buffer.
+as a folder of images is listed, and dealt at random, as by data_prep. webdataset reads them from
+beginning to end; this project's order gives some batches, as at the start of training. Everything
+runs in one process, because with several each webdataset process would mix only its own shards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BUFFERS = (1000, 5000)
 
 
 def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> list[str]:
-    """Shards whose samples are named by their place in storage. Returns their paths."""
+    """Write shards whose samples are named by their place in storage, and return the paths."""
     folder.mkdir()
     paths = []
     for first in range(0, len(labels), per_shard):
@@ -46,8 +46,10 @@ def write_shards(folder: Path, labels: NDArray[np.int64], per_shard: int) -> lis
 def webdataset_batches(
     paths: list[str], buffer: int, shuffle_shards: bool, batch_size: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Sample ids of the full batches of one epoch. `shuffle_shards`: all of them, which is more
-    than its usual buffer of 100."""
+    """Yield the sample ids of the full batches of one epoch.
+
+    shuffle_shards: shuffle all shards, which is more than webdataset's usual buffer of 100.
+    """
     options = {
         "shardshuffle": len(paths) if shuffle_shards else False,
         "seed": 0,
@@ -64,7 +66,7 @@ def webdataset_batches(
 def webdataset_quality(
     paths: list[str], labels: NDArray[np.int64], buffer: int, shuffle_shards: bool, batch_size: int
 ) -> ShuffleQuality:
-    """The two figures over all batches of an epoch."""
+    """Return the two figures over all batches of an epoch."""
     batches = list(webdataset_batches(paths, buffer, shuffle_shards, batch_size))
     of_labels = [(labels[ids], ids) for ids in batches]
     return quality_of(

@@ -1,11 +1,11 @@
-"""A plain training loop of timm's parts, for the settings of a config of ours.
+"""A plain training loop of timm's parts, for the settings of a config of this project.
 
     tars -> torch's DataLoader with timm's transforms -> timm's Mixup -> timm's model and loss
          -> timm's optimizer and schedule; after each epoch all images are evaluated
 
-Written as timm's train.py puts its parts together on a CPU (`--no-prefetcher`, schedule on
-updates), from the config's values: nothing of ours computes here. What the loop does not know must
-have its default.
+The loop combines timm's parts as timm's train.py does on a CPU (`--no-prefetcher`, schedule on
+updates), with the config's values; this project's code computes nothing. Settings that the loop
+does not support must have their default.
 """
 
 from __future__ import annotations
@@ -36,26 +36,53 @@ from vit.config.io import differences, to_dict
 from vit.config.schema import Config
 
 KNOWN = {
-    *("model.name", "model.image_size", "model.patch_size", "model.embed_dim", "model.depth"),
-    *("model.num_heads", "model.global_pool", "model.class_token", "model.drop_path_rate"),
+    "model.name",
+    "model.image_size",
+    "model.patch_size",
+    "model.embed_dim",
+    "model.depth",
+    "model.num_heads",
+    "model.global_pool",
+    "model.class_token",
+    "model.drop_path_rate",
     "model.weight_init",
-    *("data.root", "data.global_batch_size", "data.num_workers", "data.interpolation"),
-    *("augment.crop_scale", "augment.crop_ratio", "augment.hflip_prob"),
-    *("augment.randaugment_layers", "augment.randaugment_magnitude"),
-    *("augment.mixup_alpha", "augment.cutmix_alpha", "augment.mix_group_size"),
-    *("loss.label_smoothing", "optim.lr", "optim.weight_decay"),
-    *("schedule.warmup_epochs", "schedule.warmup_lr"),
-    *("train.epochs", "train.seed", "train.precision", "train.device"),
-    *("eval.every_epochs", "eval.batch_size", "eval.crop_pct", "eval.reference"),
-    *("checkpoint.every_steps", "run.dir", "log.wandb", "log.report"),
+    "data.root",
+    "data.global_batch_size",
+    "data.num_workers",
+    "data.interpolation",
+    "augment.crop_scale",
+    "augment.crop_ratio",
+    "augment.hflip_prob",
+    "augment.randaugment_layers",
+    "augment.randaugment_magnitude",
+    "augment.mixup_alpha",
+    "augment.cutmix_alpha",
+    "augment.mix_group_size",
+    "loss.label_smoothing",
+    "optim.lr",
+    "optim.weight_decay",
+    "schedule.warmup_epochs",
+    "schedule.warmup_lr",
+    "train.epochs",
+    "train.seed",
+    "train.precision",
+    "train.device",
+    "eval.every_epochs",
+    "eval.batch_size",
+    "eval.crop_pct",
+    "eval.reference",
+    "checkpoint.every_steps",
+    "run.dir",
+    "log.wandb",
+    "log.report",
 }
-"""Settings that the loop reads, and those that say nothing about what is trained."""
+"""The settings that the loop reads, and settings that do not affect training."""
 ONE_WAY = {"train.precision": "fp32", "data.num_workers": 0, "eval.every_epochs": 1}
-"""What the loop can do in one way only."""
+"""The settings that the loop supports with only one value."""
 
 
 class Place(NamedTuple):
-    """Where an image is."""
+    """The place of an image in a tar."""
 
     tar: int
     offset: int
@@ -64,7 +91,7 @@ class Place(NamedTuple):
 
 
 class TarImages(Dataset[tuple[Tensor, int]]):
-    """The images of tars with `<key>.jpg` and `<key>.cls`, each read where it is."""
+    """The images of tars with `<key>.jpg` and `<key>.cls`, read at their offset."""
 
     def __init__(self, tars: list[Path], transform: Callable[[Image.Image], Tensor]):
         self.transform = transform
@@ -72,11 +99,11 @@ class TarImages(Dataset[tuple[Tensor, int]]):
         self.places = list[Place]()
         for number, tar in enumerate(tars):
             with tarfile.open(tar) as members:
-                found: dict[str, dict[str, tuple[int, int]]] = {}
+                members_by_key: dict[str, dict[str, tuple[int, int]]] = {}
                 for member in members:
                     key, _, suffix = member.name.partition(".")
-                    found.setdefault(key, {})[suffix] = (member.offset_data, member.size)
-            for parts in found.values():
+                    members_by_key.setdefault(key, {})[suffix] = (member.offset_data, member.size)
+            for parts in members_by_key.values():
                 offset, size = parts["cls"]
                 label = int(os.pread(self._files[number], size, offset))
                 self.places.append(Place(number, *parts["jpg"], label))
@@ -92,7 +119,7 @@ class TarImages(Dataset[tuple[Tensor, int]]):
 
 
 def timm_loop(config: Config) -> Outcome:
-    """Train by timm's parts, in this process; ValueError for settings that the loop lacks."""
+    """Train by timm's parts in this process. Raises ValueError for unsupported settings."""
     check_known(config)
     assert config.train.epochs is not None, "checked: whole epochs"
     assert config.run.dir is not None, "load_config names it"
@@ -146,20 +173,20 @@ def timm_loop(config: Config) -> Outcome:
 
 
 def check_known(config: Config) -> None:
-    """Raise ValueError for settings that the loop does not know, or knows otherwise."""
+    """Raise ValueError for settings and values that the loop does not support."""
     plain = Config.model_validate(
         {"data": {"root": config.data.root}, "train": {"epochs": config.train.epochs}}
     )
-    given = to_dict(config)
+    values = to_dict(config)
     problems = [
         f"{key}: the plain loop has no such setting, leave its default"
-        for key in sorted(differences(to_dict(plain), given).keys() - KNOWN)
+        for key in sorted(differences(to_dict(plain), values).keys() - KNOWN)
     ]
     needed = {**ONE_WAY, "augment.mix_group_size": config.data.global_batch_size}
-    for key, value in needed.items():
+    for key, only_value in needed.items():
         section, _, name = key.partition(".")
-        if given[section][name] != value:
-            problems.append(f"{key}={given[section][name]}: the plain loop does {value} only")
+        if values[section][name] != only_value:
+            problems.append(f"{key}={values[section][name]}: the plain loop does {only_value} only")
     if config.schedule.warmup_lr is None:
         problems.append("schedule.warmup_lr: timm's schedule has one, give it")
     if not float(config.train.epochs or 0.5).is_integer():
@@ -169,7 +196,7 @@ def check_known(config: Config) -> None:
 
 
 def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
-    """Return what training and evaluation read, and the number of classes."""
+    """Return the loaders of training and evaluation, and the number of classes."""
     augment = config.augment
     both: dict[str, Any] = {
         "input_size": (3, *config.model.height_width()),
@@ -203,7 +230,7 @@ def _loaders(config: Config) -> tuple[DataLoader[Any], DataLoader[Any], int]:
 
 
 def _model(config: Config, num_classes: int) -> nn.Module:
-    """Make timm's network with the sizes of the config, its weights drawn by timm."""
+    """Make timm's network with the sizes of the config and timm's random weights."""
     sizes = config.model
     model: nn.Module = create_model(
         "vit_tiny_patch16_224",
@@ -223,7 +250,7 @@ def _model(config: Config, num_classes: int) -> nn.Module:
 
 @torch.inference_mode()
 def evaluate(model: nn.Module, loader: DataLoader[Any]) -> NDArray[np.bool_]:
-    """Return which images are right, (N,), in the order of the shards."""
+    """Return whether each image is classified correctly, (N,), in the order of the shards."""
     model.eval()
-    found = [model(images).argmax(1) == labels for images, labels in loader]
-    return torch.cat(found).numpy()
+    is_right = [model(images).argmax(1) == labels for images, labels in loader]
+    return torch.cat(is_right).numpy()

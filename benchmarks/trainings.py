@@ -1,12 +1,12 @@
-"""What the comparisons of whole trainings share: a training as a process, and paired intervals.
+"""Run trainings as processes, and compare them with paired intervals.
 
     config, settings -> a forked process trains -> its folder: `found.json` (curve, processor
-    seconds), `right.npz` (which images are right)
+    seconds), `right.npz` (correct images)
     right of A, right of B, over seeds -> `Difference`
 
-A folder with both files is done, and the same command again continues with the next. A training
-that was cut off goes on from its checkpoint, or begins again where it has none; its processor
-seconds are then not all its own, and it is left out of medians of time.
+A folder with both files is finished, and a repeated command skips it. An interrupted training
+resumes from its checkpoint, or starts again without one; its processor seconds are then incomplete,
+and medians of time omit it.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ RIGHT_FILE = "right.npz"
 
 
 @dataclass(frozen=True)
-class Found:
-    """What a training has come to."""
+class Figures:
+    """The figures of a training."""
 
     cpu_s: float
-    """Processor seconds of all its threads, with evaluations and without imports."""
+    """The processor seconds of all threads, with evaluations and without imports."""
     wall_s: float
     was_cut: bool
-    """Whether it was continued, so that its seconds are those of its last part."""
+    """Whether the training was resumed, so that its seconds are those of the last part."""
     curve: list[tuple[float, float]]
-    """(epoch, top-1 in percent) of each evaluation."""
+    """The (epoch, top-1 in percent) of each evaluation."""
 
     @property
     def top1(self) -> float:
-        """Percent, at the end."""
+        """The top-1 at the end, in percent."""
         return self.curve[-1][1]
 
 
 def read_command_line(
     description: str, num_seeds: int
 ) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Return the flags of a comparison, and the parser, for mistakes that show later."""
+    """Return the parser, to report errors found later, and the flags of a comparison."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -79,27 +79,27 @@ def read_command_line(
 
 
 class Outcome(NamedTuple):
-    """What a contestant's function gives of one training."""
+    """The result of a contestant's training function."""
 
     curve: list[tuple[float, float]]
     right: dict[str, NDArray[np.bool_]]
-    """Which of the images to evaluate on are right: `model`, and `ema` if there is an average."""
+    """The correct evaluation images, by weights: `model`, and `ema` if there is an average."""
     was_cut: bool
 
 
 class Training(NamedTuple):
-    """A training that is done."""
+    """A finished training."""
 
-    found: Found
+    figures: Figures
     right: dict[str, NDArray[np.bool_]]
 
 
 def ours(config: Config) -> Outcome:
-    """Train by this project's loop, in this process."""
+    """Train by this project's loop in this process."""
     world = join_world(config.train.device)
     run = build_run(config, world)
     if train(run) != "finished":
-        raise SystemExit(1)  # a signal: the same command continues
+        raise SystemExit(1)  # stopped by a signal; the same command resumes
     results = run.evaluators[0].evaluate(run.models())["val"]
     run.evaluators[0].close()
     labels = np.load(run.folder / "predictions.npz")["labels"]
@@ -117,16 +117,16 @@ def trained(
     folder: Path,
     contestant: Callable[[Config], Outcome] = ours,
 ) -> Training:
-    """Train in a process of its own, unless `folder` has its result already.
+    """Train in a separate process unless `folder` has the result.
 
-    What it prints is in `folder`.log. Raises SystemExit if it fails.
+    The output of the process goes to `folder`.log. Raises SystemExit if the process fails.
     """
     overrides = [*settings, f"run.dir={folder}", "log.wandb=off", "log.report=false"]
     if not (folder / RIGHT_FILE).exists():
         config = load_config(config_file, overrides)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        # A fork has imported everything already: seconds, where a training takes a minute. These
-        # two are imported where optimizers are made.
+        # Import before the fork, because imports take seconds and a training a minute. These two
+        # modules are otherwise imported when optimizers are made.
         importlib.import_module("torch._dynamo")
         importlib.import_module("timm.optim")
         process = multiprocessing.get_context("fork").Process(
@@ -136,10 +136,10 @@ def trained(
         process.join()
         if process.exitcode:
             raise SystemExit(f"{folder} failed: see {folder}.log")
-    found = json.loads((folder / FOUND_FILE).read_text())
-    found["curve"] = [(epoch, top1) for epoch, top1 in found["curve"]]
+    values = json.loads((folder / FOUND_FILE).read_text())
+    values["curve"] = [(epoch, top1) for epoch, top1 in values["curve"]]
     with np.load(folder / RIGHT_FILE) as right:
-        return Training(Found(**found), dict(right))
+        return Training(Figures(**values), dict(right))
 
 
 def _in_child(contestant: Callable[[Config], Outcome], config: Config, folder: Path) -> None:
@@ -150,9 +150,9 @@ def _in_child(contestant: Callable[[Config], Outcome], config: Config, folder: P
     cpu_began_s = time.process_time()
     curve, right, was_cut = contestant(config)
     cpu_s = time.process_time() - cpu_began_s
-    found = Found(cpu_s, time.perf_counter() - began_s, was_cut, curve)
+    figures = Figures(cpu_s, time.perf_counter() - began_s, was_cut, curve)
     folder.mkdir(exist_ok=True)
-    (folder / FOUND_FILE).write_text(json.dumps(asdict(found)))
+    (folder / FOUND_FILE).write_text(json.dumps(asdict(figures)))
     np.savez(folder / "unfinished.npz", allow_pickle=False, **right)
     (folder / "unfinished.npz").rename(folder / RIGHT_FILE)  # last: its presence means done
 
@@ -162,7 +162,7 @@ def _in_child(contestant: Callable[[Config], Outcome], config: Config, folder: P
 
 @dataclass(frozen=True)
 class Difference:
-    """How much more top-1 the second of two has, in points, with its 95 % interval."""
+    """The difference in top-1, second minus first, in points, with its 95 % interval."""
 
     points: float
     low: float
@@ -174,21 +174,21 @@ class Difference:
 
 
 def rights(trainings: Sequence[Training], weights: str = "model") -> NDArray[np.bool_]:
-    """Return which images each training has right, (S, N), with its last weights or `ema`."""
+    """Return the correct images of each training, (S, N), with its last weights or `ema`."""
     return np.stack([each.right[weights] for each in trainings])
 
 
 def difference(
     first: NDArray[np.bool_], second: NDArray[np.bool_], groups: NDArray[np.int64]
 ) -> Difference:
-    """Compare two over seeds and images; `first`, `second`: (S, N), whether an image is right.
+    """Compare two sides over seeds and images. first, second: (S, N), whether an image is right.
 
-    groups: (N,) which original an image is a rendering of. Seeds and originals are both a sample:
-    another seed, and other digits, would have given another mean. So the differences are a table of
-    seeds by originals with both effects random (Cornfield & Tukey 1956, Annals of Mathematical
-    Statistics 27, 907-949), whose mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O)
-    and Satterthwaite's degrees of freedom (1946, Biometrics Bulletin 2, 110-114). It is taken as at
-    least that of seeds alone and that of originals alone, which the estimate can fall below.
+    groups: (N,) the original of each image. Seeds and originals are both samples: other seeds and
+    other digits would give another mean. So the differences are a table of seeds by originals with
+    both effects random (Cornfield & Tukey 1956, Annals of Mathematical Statistics 27, 907-949). The
+    mean has the variance (MS_seeds + MS_originals - MS_rest) / (S O) and Satterthwaite's degrees of
+    freedom (1946, Biometrics Bulletin 2, 110-114). The estimate can fall below the variance of
+    seeds alone or of originals alone, so the largest of the three is used.
     """
     table = second.astype(np.float64) - first
     num_seeds, num_images = table.shape
@@ -197,7 +197,8 @@ def difference(
     sums = np.zeros((num_seeds, num_groups))
     for row, values in zip(sums, table, strict=True):
         np.add.at(row, group, values)
-    # Scaled so that the mean over originals is the mean over images, however many each has.
+    # Scaled so that the mean over originals equals the mean over images, because originals may have
+    # different numbers of images.
     cells = sums * num_groups / num_images
     mean = cells.mean()
     by_seed = cells.mean(1)
@@ -227,9 +228,9 @@ def difference(
 
 
 def originals(root: str | Path, split_name: str) -> NDArray[np.int64]:
-    """Return which original each image is of, (N,), by its key: `digit0012_03` is of `digit0012`.
+    """Return the number of each image's original, (N,); `digit0012_03` belongs to `digit0012`.
 
-    Without such an ending each image is its own.
+    A key without such an ending is its own original.
     """
     split = open_split(root, split_name)
     names = [re.sub(r"_\d+$", "", split.key(i)) for i in range(len(split))]

@@ -1,9 +1,9 @@
-"""JPEGs like ImageNet's for benchmarks/loader.py, and the shards that are made of them.
+"""Make JPEGs like ImageNet's, and their shards, for benchmarks/loader.py.
 
-Windows of two photos that come with scikit-learn get ImageNet's sizes, qualities and samplings, and
-so much grain that a pixel has 5 bits: decoding costs by the bit, so that is what has to be right
-(ILSVRC 2012 has 110 kB an image, about 469 x 387 pixels and 4.9 bits a pixel). The real commands
-write shards of them, once as they are and once with restart markers. Everything is made once.
+Windows of two photos of scikit-learn get ImageNet's sizes, qualities and samplings, and grain until
+a pixel has 5 bits, because the cost of decoding depends on the bits (ILSVRC 2012 has 110 kB an
+image, about 469 x 387 pixels and 4.9 bits a pixel). The real commands write two sets of shards,
+without and with restart markers. Everything is made once.
 
     <place>/
       jpegs/<wnid>/<wnid>_<number>.JPEG     class folders, as torchvision's ImageFolder reads them
@@ -34,17 +34,17 @@ ROOT = Path(__file__).resolve().parent.parent
 NUM_CLASSES = 20
 NUM_SHARDS = 8
 GRAIN = 15.0
-"""Standard deviation of the noise, on average."""
+"""The mean standard deviation of the noise."""
 SIZES = ((500, 375), (375, 500), (500, 333), (333, 500), (640, 480))
 SHARES = (0.48, 0.14, 0.10, 0.04, 0.04, 0.20)
-"""Of each size, and of other sizes; a tenth of these are large."""
+"""The shares of the sizes; the last one is for other sizes, a tenth of which are large."""
 QUALITIES = ((75, 80, 85, 90, 92, 94, 95, 96), (0.12, 0.08, 0.12, 0.15, 0.10, 0.13, 0.15, 0.15))
-"""JPEG qualities and how often each is met."""
+"""The JPEG qualities and their probabilities."""
 NUM_WINDOWS = 320
 
 
 class Data(NamedTuple):
-    """What the contestants read, in `place`."""
+    """The data of the contestants, in `place`."""
 
     place: Path
     num_images: int
@@ -66,8 +66,7 @@ class Data(NamedTuple):
         return self.place / "marked"
 
     def made(self, name: str, make: Callable[[Path], object]) -> Path:
-        """The file or folder `name`, made by `make` (path) if it is not there, complete or not at
-        all."""
+        """Return the file or folder `name`; `make` (path) makes it once, complete or not at all."""
         path = self.place / name
         unfinished = self.place / f"unfinished-{name}"
         if not path.exists():
@@ -79,7 +78,7 @@ class Data(NamedTuple):
 
 
 def make_data(place: Path, num_images: int) -> Data:
-    """The images and shards, made in `place` if they are not there."""
+    """Return the images and shards in `place`, and make them if they do not exist."""
     data = Data(place / f"images-{num_images}", num_images)
     data.place.mkdir(parents=True, exist_ok=True)
     data.made("jpegs", lambda folder: make_images(folder, num_images))
@@ -89,7 +88,7 @@ def make_data(place: Path, num_images: int) -> Data:
 
 
 def make_shards(folder: Path, out: Path, markers: str) -> None:
-    """Shards of class folders with the command that everybody uses. markers: off or auto."""
+    """Write shards of class folders with the users' command. markers: off or auto."""
     options = [
         "--out",
         str(out),
@@ -109,7 +108,7 @@ def make_shards(folder: Path, out: Path, markers: str) -> None:
 
 
 def make_images(folder: Path, num_images: int) -> None:
-    """Class folders of so many images."""
+    """Write class folders with `num_images` images."""
     ranges = [range(start, min(start + 100, num_images)) for start in range(0, num_images, 100)]
     run_jobs(
         [(_write_images, (folder, numbers), numbers[0]) for numbers in ranges],
@@ -132,7 +131,7 @@ def _write_images(job: tuple[Path, range]) -> None:
 
 
 def make_image(number: int, photos: list[Image.Image]) -> bytes:
-    """A JPEG: a window of a photo, its contrast, brightness and colours changed, with grain."""
+    """Return a JPEG: a window of a photo with new contrast, brightness and colours, and grain."""
     rng = np.random.default_rng(number)
     width, height = _size(rng)
     photo = photos[number % len(photos)]
@@ -162,7 +161,7 @@ def make_image(number: int, photos: list[Image.Image]) -> bytes:
 
 
 def _size(rng: np.random.Generator) -> tuple[int, int]:
-    """(width, height) in pixels."""
+    """Return a random (width, height) in pixels."""
     choice = rng.choice(len(SHARES), p=SHARES)
     if choice < len(SIZES):
         return SIZES[choice]
@@ -172,8 +171,10 @@ def _size(rng: np.random.Generator) -> tuple[int, int]:
 
 
 def cut_windows(data: Data, out: Path) -> None:
-    """A window of each of the first images, drawn as for training, cut by jpegtran at the borders
-    of blocks."""
+    """Cut a window out of each of the first images, drawn as in training.
+
+    jpegtran cuts it at the borders of blocks.
+    """
     from vit.config.schema import AugmentConfig
     from vit.data.augment.draw import draw_crops, sample_keys
 
@@ -191,7 +192,7 @@ def cut_windows(data: Data, out: Path) -> None:
 
 
 def describe(data: Data) -> str:
-    """One line: number, bytes, pixels, bits a pixel."""
+    """Return one line with the number of images, their bytes, and the bits of a pixel."""
     sizes_bytes = []
     pixels = []
     for file in data.files:
@@ -208,7 +209,7 @@ def describe(data: Data) -> str:
 
 
 def bytes_rows(data: Data) -> list[list[str]]:
-    """Head and rows of a table: what each form of the images takes on the disk."""
+    """Return a table with the size on disk of each form of the images."""
     forms = {
         "jpegs/*/*.JPEG": "JPEGs in class folders",
         "shards/*.tar": "our shards",

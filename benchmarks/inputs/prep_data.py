@@ -1,7 +1,7 @@
-"""Images and archives like ImageNet's for benchmarks/prep.py.
+"""Make images and archives like ImageNet's for benchmarks/prep.py.
 
-Windows of two photos that come with scikit-learn get ImageNet's sizes, and so much grain that a
-JPEG has 110 kB on average.
+Windows of two photos of scikit-learn get ImageNet's sizes, and grain until a JPEG has 110 kB on
+average.
 
     <place>/
       images-3000/<wnid>/<wnid>_<number>.JPEG     class folders
@@ -23,11 +23,11 @@ from PIL import Image
 
 NUM_CLASSES = 100
 GRAIN = 20.5
-"""Standard deviation of the noise, on average."""
+"""The mean standard deviation of the noise."""
 
 
 def make_image(number: int, photos: Sequence[Image.Image]) -> bytes:
-    """A JPEG: a window of a photo with grain, 500 x 375 in half of the cases."""
+    """Return a JPEG: a window of a photo with grain, 500 x 375 in half of the cases."""
     rng = np.random.default_rng(number)
     odd = (int(rng.integers(200, 520)), int(rng.integers(180, 460)))
     width, height = ((500, 375), (375, 500), (500, 333), (640, 480), odd)[
@@ -71,19 +71,19 @@ def nested_tar(path: Path, classes: dict[str, dict[str, bytes]]) -> None:
 
 
 class Data(NamedTuple):
-    """What the contestants read."""
+    """The data of the contestants."""
 
     folder: Path
-    """<wnid>/<wnid>_<number>.JPEG"""
+    """The folder of <wnid>/<wnid>_<number>.JPEG."""
     archive: Path
     tiny: Path
-    """A tar of tars of many members with next to nothing in them."""
+    """A tar of tars with many tiny members."""
     files: list[Path]
     num_bytes: int
 
 
 def make_data(place: Path, num_images: int, num_tiny: int) -> Data:
-    """The images and archives of this size in `place`, made if they are not there."""
+    """Return the images and archives in `place`, and make them if they do not exist."""
     folder = place / f"images-{num_images}"
     archive = place / f"nested-{num_images}.tar"
     tiny = place / f"tiny-{num_tiny}.tar"

@@ -51,7 +51,7 @@ def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: 
         if not re.fullmatch(rule, text)
     ]
     if names is SETTINGS and label == NO_LABEL:
-        found.append(f"{names.label}{label}: expected a member, as a model learns from labels")
+        problems.append(f"{names.label}{label}: expected a member, as a model learns from labels")
     if image is not None and label in images:
         problems.append(f"{names.image}{image} and {names.label}{label}: two members")
     return problems

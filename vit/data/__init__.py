@@ -1,4 +1,4 @@
-"""From shards to batches. The steps, and the function behind each:
+"""The path from shards to batches. The steps, and the function behind each:
 
 1. Open    index of a split, files of its shards           shards.data_set.open_split
            samples chosen by the config, several sources   select.choose, sources.Sources
@@ -6,8 +6,8 @@
 3. Read    sample number -> encoded bytes                  shards.split.Split.read
            from a folder, a server, or a local cache       shards.local_tars, storage.cached_tars
 4. Draw    (seed, epoch, sample) -> crop, table row        augment.draw.draw_crops, draw_table
-5. Decode  bytes, crop -> uint8 pixels of the view         decode.views.decode_views
+5. Decode  bytes, crop -> uint8 pixels of the view         decode.crops.decode_views
 6. Batch   rows of one batch, in shared memory             batches.TrainBatches.fill, slots.Slots
 7. Load    workers, waiting, copies to the GPU             loader.Loader, worker_pool.WorkerPool
-8. Augment on the device, as the table says                augment.apply.Augment
+8. Augment on the device, by the table                     augment.apply.Augment
 """

@@ -1,11 +1,11 @@
-"""What is in a batch: any rows of any batch of one rank, written in place.
+"""The content of batches: write any rows of any batch of one rank in place.
 
-The order gives the samples of this rank's rows at a position. The index gives the place and the
+The order gives the samples of this rank's rows at a position. The index gives the offset and the
 size of each image, so crops are drawn before decoding, and images are decoded straight into their
-rows of memory that is there already (`vit.data.slots`). The content of a row depends neither on
-which process makes it nor on what was made before it, and starting at position p costs only the
-arithmetic for p. Evaluation deals all samples of a split over the ranks in batches of one shape,
-padded with rows of weight 0. `vit.data.loader` decides who makes which rows.
+rows of preallocated memory (`vit.data.slots`). A row depends neither on the process that makes it
+nor on earlier rows, and starting at position p costs only the arithmetic for p. Evaluation deals
+all samples of a split over the ranks in batches of one shape, padded with rows of weight 0.
+`vit.data.loader` assigns rows to workers.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from vit.system.files import ShardError
 from vit.system.stages import Stage
 
 ALIGNMENT = 64
-"""Bytes to which the tensors of a batch are aligned in memory: a cache line."""
+"""The alignment of a batch's tensors in memory, in bytes: a cache line."""
 TENSORS = ("images", "labels", "weights", "table", "ids")
 """The fields of `Batch` that have a row for each sample."""
 NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
-"""What is told of batches for which `exact` is false."""
+"""The note on batches for which `exact` is false."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one rank. B rows, images of H x W pixels with C channels."""
+    """The rows of one rank: B rows, images of H x W pixels with C channels."""
 
     images: Tensor
     """(B, C, H, W) uint8, channels last in memory."""
@@ -56,10 +56,10 @@ class Batch:
     ids: Tensor
     """(B,) int64: sample numbers in the split."""
     bad_keys: tuple[str, ...] = ()
-    """Keys of samples that could not be decoded, with `on_bad_image: skip`."""
+    """The keys of samples that could not be decoded, with `on_bad_image: skip`."""
 
     def rows(self, start: int, stop: int) -> Batch:
-        """Return the micro-batch of rows [start, stop): views, no copy."""
+        """Return the micro-batch of rows [start, stop) as views."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def to(self, device: torch.device) -> Batch:
@@ -71,7 +71,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def clone(self) -> Batch:
-        """Copy into memory of its own."""
+        """Copy the tensors into new memory."""
         return self._map(Tensor.clone)
 
     def _map(self, function: Callable[[Tensor], Tensor], names: tuple[str, ...] = TENSORS) -> Batch:
@@ -81,7 +81,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Where the tensors of a batch are in one piece of memory."""
+    """The layout of a batch's tensors in one piece of memory."""
 
     num_rows: int
     image_format: ImageFormat
@@ -90,11 +90,11 @@ class BatchLayout:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of one batch."""
+        """The memory of one batch."""
         return sum(num_bytes for _, _, num_bytes in self._pieces().values())
 
     def batch_in(self, memory: memoryview) -> Batch:
-        """Return the batch whose tensors are views of `memory`, `num_bytes` long, as it is."""
+        """Return the batch whose tensors are views of `memory` (`num_bytes` long)."""
         memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
         offset = 0
         tensors: dict[str, Any] = {}
@@ -126,21 +126,20 @@ class BatchLayout:
 
 
 class Batches(ABC):
-    """What `vit.data.loader.Loader` iterates over, and passes to its workers."""
+    """The batches that `vit.data.loader.Loader` iterates over and passes to its workers."""
 
     layout: BatchLayout
-    """Of the largest batch."""
+    """The layout of the largest batch."""
     row_unit = 1
-    """Parts of a batch begin at multiples of it."""
+    """Parts of a batch begin at multiples of this number."""
     exact = True
-    """Whether the order says what is in a batch: whichever process makes its rows again gets the
-    same content."""
+    """Whether the order determines a batch, so that any process can make its rows again."""
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
-        """Open what workers inherit, before they start: `num_processes` of them on this host."""
+        """Open files that `num_processes` workers of this host will inherit, before they start."""
 
     def layout_at(self, position: int) -> BatchLayout:
-        """Return the layout of the batch at `position`: its images may be smaller than others."""
+        """Return the layout of the batch at `position`; images may be smaller than in `layout`."""
         return self.layout
 
     @abstractmethod
@@ -156,11 +155,11 @@ class Batches(ABC):
 
 
 def row_unit(augment: AugmentConfig, order: Order) -> int:
-    """Return of how many rows a part of a batch has a multiple: those that mix, and copies."""
+    """Return the number of rows that must be made together: rows that mix, and copies."""
     unit = augment.mix_group_size if mixes(augment) else 1
     if order.aug_repeats == 1:
         return unit
-    # A lane holds all copies of its images: divided, two workers would decode each image.
+    # A lane has all copies of its images. Two workers that shared a lane would both decode them.
     return math.lcm(unit, order.global_batch_size // order.num_lanes)
 
 
@@ -169,19 +168,19 @@ class Samples:
     """The samples of B rows of a training batch."""
 
     ids: NDArray[np.int64]
-    """(B,) numbers by which draws and reports name them."""
+    """(B,) sample numbers, which seed the draws and appear in reports."""
     copies: NDArray[np.int64] | int
-    """(B,) which copy of its image each row shows (repeated augmentation)."""
+    """(B,) the copy of its image that each row shows (repeated augmentation)."""
     entries: NDArray[Any]
     """(B,) records with `label`, and `width` and `height` of the stored image in pixels."""
     groups: list[list[int]]
-    """Rows that show the same image."""
+    """The rows of each image; each image is decoded once."""
     read: Callable[[int], bytes]
-    """Row -> encoded image."""
+    """A function: row -> encoded image."""
     key: Callable[[int], str]
-    """Row -> key."""
+    """A function: row -> key."""
     describe: Callable[[int], str]
-    """Row -> which image it is, for an error message."""
+    """A function: row -> name of its image in an error message."""
 
 
 class AugmentedBatches(Batches):
@@ -198,8 +197,8 @@ class AugmentedBatches(Batches):
         on_bad_image: str = "error",
         num_batches: int | None = None,
     ):
-        """rows: this rank's of the global batch; None: all. num_batches: of the complete run;
-        nothing is read ahead for later ones."""
+        """rows: this rank's rows of the global batch; None: all. num_batches: length of the run,
+        behind which nothing is read ahead."""
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
         self.order = order
@@ -210,11 +209,11 @@ class AugmentedBatches(Batches):
         self.num_batches = num_batches
         self._num_columns = table_layout(augment).width
         self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
-        # A group of rows that mix with each other must not be divided between two workers.
+        # Rows that mix with each other must be in one part: a worker mixes only rows that it has.
         self.row_unit = row_unit(augment, order)
 
     def layout_at(self, position: int) -> BatchLayout:
-        """See `Batches.layout_at`: that of the epoch."""
+        """See `Batches.layout_at`; the layout changes only between epochs."""
         form = self.image_format.in_epoch(position // self.order.steps_per_epoch)
         return BatchLayout(self.layout.num_rows, form, self._num_columns)
 
@@ -223,13 +222,14 @@ class AugmentedBatches(Batches):
     ) -> tuple[str, ...]:
         """Crop, decode and draw `samples` into `rows`, from row `first_row` of the global batch.
 
-        Returns the key of each row that could not be decoded, with `on_bad_image: skip`; else
-        raises ShardError.
+        If an image cannot be decoded, raises ShardError or, with `on_bad_image: skip`, returns the
+        key of each of its rows.
         """
         widths = samples.entries["width"]
         heights = samples.entries["height"]
         epoch = position // self.order.steps_per_epoch
-        # Only where to crop and the places of boxes follow the size: what is drawn does not.
+        # The draws do not depend on the image size; it only scales crops and boxes. So a run with
+        # another `schedule.image_sizes` sees the same augmentations.
         size = self.image_format.in_epoch(epoch).size
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
@@ -238,8 +238,8 @@ class AugmentedBatches(Batches):
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
-            # What cannot be read is an error whatever `on_bad_image` says: a store or a disk is
-            # away, and the images after this one are in doubt as well.
+            # Outside the `try`: `on_bad_image` does not cover reads. A failed read means that a
+            # disk or a server is gone, and skipping would drop all images that follow.
             data = samples.read(group[0])
             stages.current.enter(Stage.DECODE)
             try:
@@ -259,7 +259,7 @@ class AugmentedBatches(Batches):
                         f"{samples.describe(group[0])}: {error}; data.on_bad_image=skip trains"
                         " without it"
                     ) from None
-                # Slots are reused: without this the row would show an image of an older batch.
+                # Slots are reused: without this line the row would show an image of an old batch.
                 for view in views:
                     view[:] = 0
                 weights[group] = 0.0
@@ -268,16 +268,17 @@ class AugmentedBatches(Batches):
                 bad_keys += [samples.key(group[0])] * len(group)
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
-        # After decoding: a row whose partner could not be decoded stays unmixed.
+        # Mixing needs the weights, which are known after decoding: a row whose partner could not be
+        # decoded stays unmixed.
         draw_mix(self.augment, table, weights, self.order.seed, position, first_row, size, epoch)
         write_rows(rows, samples.entries["label"], weights, table, samples.ids)
         return tuple(bad_keys)
 
 
 class FromShards:
-    """What batches from shards with an index have in common.
+    """The reading part of batches from shards with an index.
 
-    They pickle small: workers map the index themselves.
+    Pickles are small, because workers map the index themselves.
     """
 
     split: Split | Sources
@@ -296,35 +297,37 @@ class FromShards:
         return self.split.read(sample)
 
     def describe(self, sample: int) -> str:
-        """Say which image `sample` is."""
+        """Name the shard, the key and the offset of `sample`, for an error message."""
         offset = self.split.index[sample]["offset"]
         return f"{self.split.where(sample)}: image {self.split.key(sample)!r} at byte {offset}"
 
 
 class TrainBatches(FromShards, AugmentedBatches):
-    """This rank's rows of the batch at a position, from shards with an index."""
+    """The rows of one rank in each training batch, from shards with an index."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """See `Batches.fill`; `first` and the number of rows are multiples of `row_unit`."""
         first_row = self.first_row + first
         ids, copies = self.order.rows_and_copies(position, first_row, first_row + len(rows.labels))
+        # Before the first read: a remote split fetches all blocks of these rows at once, instead of
+        # one after the other.
         self.split.prefetch(ids)
         if first == 0:
             self._read_ahead(position)
 
         samples = Samples(
-            ids,
-            copies,
-            self.split.index[ids],
-            _rows_by_sample(ids),
-            lambda row: self.read(int(ids[row])),
-            lambda row: self.split.key(int(ids[row])),
-            lambda row: self.describe(int(ids[row])),
+            ids=ids,
+            copies=copies,
+            entries=self.split.index[ids],
+            groups=_rows_by_sample(ids),
+            read=lambda row: self.read(int(ids[row])),
+            key=lambda row: self.split.key(int(ids[row])),
+            describe=lambda row: self.describe(int(ids[row])),
         )
         return self.make_rows(position, first_row, rows, samples)
 
     def _read_ahead(self, position: int) -> None:
-        """Start to fetch a later batch: the worker that has its first part asks for all of it."""
+        """Start to fetch a later batch; the worker with the first part requests all its rows."""
         later = position + self.split.read_ahead_batches
         if later == position or (self.num_batches is not None and later >= self.num_batches):
             return
@@ -335,7 +338,7 @@ class TrainBatches(FromShards, AugmentedBatches):
 class EvalBatches(FromShards, Batches):
     """All samples of a split once, in the same number of equal batches on every rank.
 
-    Rows without a sample have weight 0.
+    Padding rows have weight 0.
     """
 
     def __init__(
@@ -356,10 +359,10 @@ class EvalBatches(FromShards, Batches):
         self.layout = BatchLayout(batch_size, image_format, 0)
 
     def __len__(self) -> int:
-        return -(-self.split.num_samples // (self.layout.num_rows * self.world_size))
+        return math.ceil(self.split.num_samples / (self.layout.num_rows * self.world_size))
 
     def num_filled(self, number: int) -> int:
-        """Return how many rows of batch `number` have a sample; they come first."""
+        """Return how many rows of batch `number` have a sample; padding comes behind them."""
         return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
 
     def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
@@ -371,8 +374,9 @@ class EvalBatches(FromShards, Batches):
         ids = self._start(number) + first + np.arange(len(rows.labels))
         is_sample = ids < num_samples
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
-        wanted = np.concatenate([ids, later])
-        self.split.prefetch(np.unique(wanted[wanted < num_samples]))
+        candidates = np.concatenate([ids, later])
+        self.split.prefetch(np.unique(candidates[candidates < num_samples]))
+        # Padding rows need a valid number, because the label of each id is read below.
         ids[~is_sample] = 0
         for row, sample in enumerate(ids.tolist()):
             if is_sample[row]:
@@ -416,7 +420,7 @@ def write_rows(
 
 
 def _rows_by_sample(ids: NDArray[np.int64]) -> list[list[int]]:
-    """Group rows that show the same sample (repeated augmentation): it is decoded once."""
+    """Return the rows of each distinct sample, so that copies of an image are decoded once."""
     groups: dict[int, list[int]] = {}
     for row, sample in enumerate(ids.tolist()):
         groups.setdefault(sample, []).append(row)

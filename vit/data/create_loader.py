@@ -1,10 +1,10 @@
-"""Create a loader of training batches without a config, for a training loop of one's own.
+"""Create a loader of training batches without a config, for a custom training loop.
 
     split -> order of samples -> decoded crops in shared memory -> augmented on the device
                                                                -> (inputs, targets) for a model
 
-The batches are those of the trainer: each sample once an epoch, the same ones in the same global
-batch on any number of ranks, with draws that depend on seed, epoch and sample alone.
+The batches equal the trainer's: each sample once an epoch, the same samples in each global batch on
+any number of ranks, and random draws that depend only on seed, epoch and sample.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vit.data.shards.split import Split
 class TrainLoader(Iterator[tuple[Tensor, Tensor]], AbstractContextManager["TrainLoader"]):
     """Iterates over (inputs, targets) of this rank, from one step of a training to its end.
 
-    inputs: (B, C, H, W) float32 on the device, with mean and deviation of the data removed.
+    inputs: (B, C, H, W) float32 on the device, normalized by the mean and deviation of the data.
     targets: (B, num_classes) float32, the probability of each class: mixed images have two.
     """
 
@@ -78,21 +78,21 @@ def create_loader(
         split: what `vit.open_split` returns.
         global_batch_size: images of all ranks in one step.
         image_size: pixels of the model's inputs, one number or (height, width).
-        epochs: passes over the split; an epoch has `split.num_samples // global_batch_size` steps.
-        start: step to begin with, to resume: nothing else has to be saved for the data.
-        seed: of the order and of all random draws.
+        epochs: number of epochs of `split.num_samples // global_batch_size` steps.
+        start: first step. To resume, pass the next step; the data have no other state.
+        seed: seed of the order and of all random draws.
         augment: settings of the section `augment` of a config, as `{"mixup_alpha": 0.2}`; without
             them images are cropped at random and flipped.
         mean, std: of each channel, for images scaled to [0, 1]; one value each reads grey images.
         interpolation: `bicubic` or `bilinear`, antialiased.
-        rank, world_size: of this process; by default those of `torch.distributed` if it is
-            initialised, else 0 of 1.
-        num_workers: processes of this rank that decode; 0: this process.
-        device: gets the batches; on a GPU they are copied while the step before computes.
+        rank, world_size: rank of this process and number of ranks; by default those of
+            `torch.distributed` if it is initialised, else 0 of 1.
+        num_workers: processes of this rank that decode; 0: this process decodes.
+        device: device of the batches; on a GPU they are copied while the previous step computes.
 
     Raises:
-        ValueError: settings that do not fit together, or ranks that do not divide the batch.
-        ShardError: an image that cannot be read or decoded, when its batch is due.
+        ValueError: the settings do not fit together, or the ranks do not divide the batch.
+        ShardError: an image cannot be read or decoded; raised when its batch is due.
     """
     device = torch.device(device)
     recipe = augment if isinstance(augment, AugmentConfig) else AugmentConfig(**(augment or {}))

@@ -1,11 +1,11 @@
-"""The sets of images that a model is evaluated on: `data.val_split`, and those of `eval.sets`.
+"""The image sets that a model is evaluated on: `data.val_split` and `eval.sets`.
 
-    config, classes of the model -> opened splits -> which logits of the model compete, and which
-    classes of an image are right -> `EvalSet`s, those of the same images together
+    config, classes of the model -> opened splits -> the model's outputs that compete, and the right
+    classes of each image -> `EvalSet`s, grouped by their images
 
-Labels are numbers, so classes are found by name: nothing else would show that label 7 of a set of
-200 classes is another class than the model's output 7. ImageNet-V2's folders are called 0 to 999,
-which are the model's classes themselves, in whichever order the shards have them.
+Classes are matched by name: label 7 of a 200-class set is rarely the model's output 7, and nothing
+would report the mix-up. ImageNet-V2's folders are named 0 to 999; these are the model's class
+numbers, in any order of the shards.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from vit.system.files import ShardError
 from vit.system.spelling import few
 
 LEAST_AGREEMENT = 0.5
-"""Share of images whose own label must be among those that a list without keys gives them. ReaL has
-90 %; another order of the images has about one in as many as there are classes."""
+"""The least share of images whose own label is among the labels in a list without keys. ReaL has
+90 %. A list in the wrong order has about one in the number of classes."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Images of a split with what is right for them."""
+    """The images of a split, with the right classes of each."""
 
     name: str
     split: Split
     columns: Tensor | None = None
-    """(classes,) int64: the model's output for each class of the set; None: all as they are."""
+    """(classes,) int64: the model's output for each class of the set; None: class i is output i."""
     accepted: Tensor | None = None
-    """(num_images, most) int64: all right classes of each image, filled up with -1; None: the
-    labels of the split."""
+    """(num_images, most) int64: all right classes of each image, padded with -1; None: the labels
+    of the split."""
 
     @property
     def num_scored(self) -> int:
-        """Images that count: all but those without a right class."""
+        """The number of images that have a right class."""
         if self.accepted is None:
             return self.split.num_samples
         return int((self.accepted >= 0).any(1).sum())
 
     @property
     def num_skipped(self) -> int:
-        """Images without a right class."""
+        """The number of images without a right class; they do not count."""
         return self.split.num_samples - self.num_scored
 
     def is_right(self, predictions: Tensor) -> Tensor:
-        """Return which images that count are predicted right, (num_scored,) bool.
+        """Return whether each scored image is predicted right, (num_scored,) bool.
 
-        predictions: (num_images,) int64, as `vit.evaluation.evaluate.Evaluation` has them.
+        predictions: (num_images,) int64, as in `vit.evaluation.evaluate.Evaluation`.
         """
         if self.accepted is None:
             return predictions == torch.from_numpy(self.split.index["label"].astype(np.int64))
@@ -69,7 +69,7 @@ class EvalSet:
         return (self.accepted == predictions[:, None]).any(1)[is_scored]
 
     def where(self) -> str:
-        """Name images and split, for people."""
+        """Name the number of images and the split, for a message."""
         skipped = f" ({self.num_skipped} more have no label)" if self.num_skipped else ""
         return f"{self.num_scored} images of {self.split.name!r}{skipped}"
 
@@ -80,38 +80,40 @@ class ModelClasses:
 
     num_classes: int
     namings: Mapping[str, Sequence[str]]
-    """Ways of naming them: a remark about each -> the names. Empty if they have none."""
+    """The names of the classes in each naming: remark about the naming -> names. Empty if the
+    classes have no names."""
 
 
 def open_sets(
     config: Config, val_split: Split, model: ModelClasses, world: World
 ) -> list[tuple[EvalSet, ...]]:
-    """Open `eval.sets`, and return all sets, those of the same images together.
+    """Open `eval.sets`, and return all sets, grouped by their images.
 
-    The first of the first group is `data.val_split`. Raises ValueError, with a line for each set
-    that cannot be evaluated: shards or labels that are missing or do not fit each other, classes
-    that the model does not have.
+    The first set of the first group is `data.val_split`. Raises ValueError with a line for each set
+    that cannot be evaluated: missing shards or labels, labels that do not fit the shards, or
+    classes that the model does not have.
     """
     groups: dict[tuple[str, str], list[EvalSet]] = {}
     opened: dict[tuple[str, str], Split] = {}
-    place = (config.data.root, config.data.val_split)
-    opened[place] = val_split
-    groups[place] = [EvalSet(VAL, val_split)]
+    key = (config.data.root, config.data.val_split)
+    opened[key] = val_split
+    groups[key] = [EvalSet(VAL, val_split)]
     problems: list[str] = []
     for name, chosen in config.eval.sets.items():
-        place = (chosen.root or config.data.root, chosen.split or config.data.val_split)
+        key = (chosen.root or config.data.root, chosen.split or config.data.val_split)
         try:
-            # Together, or a rank that fails alone would miss what the others exchange next.
+            # All ranks fail together: a rank that left alone would miss the next collective, and
+            # the other ranks would wait for it.
             with world.fail_together():
-                if place not in opened:
-                    opened[place] = open_split(config.data, place[1], world, place[0])
+                if key not in opened:
+                    opened[key] = open_split(config.data, key[1], world, key[0])
             with world.fail_together():
-                found = _create_set(name, chosen, opened[place], model, world)
+                eval_set = _create_set(name, chosen, opened[key], model, world)
         except ValueError as error:
             joint = ": " if isinstance(error, ShardError) else ""
             problems += [f"eval.sets.{name}{joint}{line}" for line in str(error).splitlines()]
         else:
-            groups.setdefault(place, []).append(found)
+            groups.setdefault(key, []).append(eval_set)
     with world.fail_together():
         if problems:
             raise ValueError("\n".join(problems))
@@ -125,9 +127,9 @@ def _create_set(
     accepted = None
     if chosen.labels is not None:
         path = Path(chosen.labels)
-        found = world.broadcast_from_main(lambda: _read_labels(path, split))
-        most = max(map(len, found))
-        accepted = torch.tensor([row + [-1] * (most - len(row)) for row in found])
+        labels = world.broadcast_from_main(lambda: _read_labels(path, split))
+        most = max(map(len, labels))
+        accepted = torch.tensor([row + [-1] * (most - len(row)) for row in labels])
     if columns is not None and chosen.classes == "all":
         if accepted is None:
             accepted = torch.from_numpy(split.index["label"].astype(np.int64))[:, None]
@@ -137,14 +139,14 @@ def _create_set(
 
 
 def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
-    """Return the model's output of each class of `split`, None if they are the same classes.
+    """Return the model's output for each class of `split`, or None if class i is output i.
 
-    Raises ValueError if the model does not have some of them.
+    Raises ValueError if the model lacks a class of `split`.
     """
     names = split.class_names
-    if all(re.fullmatch(r"\d+", name) for name in names) and not _is_known(names, model):
-        # Names that are numbers are the model's classes, as the folders of ImageNet-V2 are; a set
-        # without names has labels only.
+    if all(re.fullmatch(r"\d+", name) for name in names) and not _has_classes(model, names):
+        # Folders that are named by numbers, as ImageNet-V2's, have the model's class numbers. A set
+        # without names has only labels, which are the model's class numbers too.
         numbers = [int(name) for name in names] or list(range(split.num_classes))
         if max(numbers) >= model.num_classes:
             raise ValueError(
@@ -157,20 +159,21 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
             " have none to find them by: labels are only numbers"
         )
     else:
-        known = min(model.namings.values(), key=lambda known: len({*names} - {*known}))
-        place = {name: number for number, name in enumerate(known)}
-        if missing := [name for name in names if name not in place]:
+        # The naming that covers the most names: a model may have folder names and English names.
+        model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
+        output = {name: number for number, name in enumerate(model_names)}
+        if missing := [name for name in names if name not in output]:
             raise ValueError(
                 f": the model does not know {len(missing):,} of the {len(names):,} classes of"
-                f" {split.root} ({few(missing)}), its own are {few(list(known))}: use data whose"
-                " classes have the same names"
+                f" {split.root} ({few(missing)}), its own are {few(list(model_names))}: use data"
+                " whose classes have the same names"
             )
-        numbers = [place[name] for name in names]
+        numbers = [output[name] for name in names]
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
 
 
-def _is_known(names: Sequence[str], model: ModelClasses) -> bool:
-    return any({*names} <= {*known} for known in model.namings.values()) and bool(names)
+def _has_classes(model: ModelClasses, names: Sequence[str]) -> bool:
+    return any({*names} <= {*naming} for naming in model.namings.values()) and bool(names)
 
 
 # --- several right classes for an image -----------------------------------------------------------
@@ -178,59 +181,60 @@ def _is_known(names: Sequence[str], model: ModelClasses) -> bool:
 
 def _read_labels(path: Path, split: Split) -> list[list[int]]:
     """Return the right classes of each image of `split`, in its order. Raises ValueError."""
-    where = f".labels={path}"
+    # The caller puts `eval.sets.NAME` in front.
+    setting = f".labels={path}"
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not JSON"
-        raise ValueError(f"{where}: cannot be read ({reason})") from None
+        raise ValueError(f"{setting}: cannot be read ({reason})") from None
     if not isinstance(content, list | dict):
-        raise ValueError(f"{where}: expected a list of lists, or a list for each key of an image")
+        raise ValueError(f"{setting}: expected a list of lists, or a list for each key of an image")
     if len(content) != split.num_samples:
         raise ValueError(
-            f"{where}: has labels for {len(content)} images, {split.root} {split.name!r} has"
+            f"{setting}: has labels for {len(content)} images, {split.root} {split.name!r} has"
             f" {split.num_samples}: use the file that was made for these images"
         )
     keys = [split.key(i) for i in range(split.num_samples)]
     if isinstance(content, dict):
         if missing := [key for key in keys if key not in content]:
-            raise ValueError(f"{where}: has no labels for {len(missing)} images ({few(missing)})")
-        found = [content[key] for key in keys]
+            raise ValueError(f"{setting}: has no labels for {len(missing)} images ({few(missing)})")
+        image_labels = [content[key] for key in keys]
     else:
-        found = [[] for _ in keys]
+        image_labels = [[] for _ in keys]
         for labels, i in zip(content, _in_order(keys), strict=True):
-            found[i] = labels
-    rows = [_checked(labels, where, split.num_classes) for labels in found]
-    scored = [(row, own) for row, own in zip(rows, split.index["label"], strict=True) if row]
+            image_labels[i] = labels
+    rows = [_checked(labels, setting, split.num_classes) for labels in image_labels]
+    scored = [(row, label) for row, label in zip(rows, split.index["label"], strict=True) if row]
     if not scored:
-        raise ValueError(f"{where}: no image has a label")
+        raise ValueError(f"{setting}: no image has a label")
     if isinstance(content, list):
-        agree = sum(int(own) in row for row, own in scored) / len(scored)
+        agree = sum(int(label) in row for row, label in scored) / len(scored)
         if agree < LEAST_AGREEMENT:
             raise ValueError(
-                f"{where}: only {agree:.0%} of the images of {split.root} {split.name!r} have their"
-                " own label in this list, so it is in another order than the images' keys, or"
+                f"{setting}: only {agree:.0%} of the images of {split.root} {split.name!r} have"
+                " their own label in this list, so it is in another order than the images' keys, or"
                 " numbers other classes: give an object of lists by key"
             )
     return rows
 
 
 def _in_order(keys: Sequence[str]) -> list[int]:
-    """Return the images in the order of the numbers that their keys end with, else of the keys.
+    """Return the images sorted by the number at the end of their key, or else by key.
 
     `n01440764_ILSVRC2012_val_00000293` is image 293 of ReaL's list, counted from 1.
     """
     numbers = [re.search(r"\d+$", key) for key in keys]
-    ends = [int(found[0]) for found in numbers if found]
-    by: Sequence[Any] = ends if len({*ends}) == len(keys) else keys
-    return sorted(range(len(keys)), key=by.__getitem__)
+    ends = [int(match[0]) for match in numbers if match]
+    sort_keys: Sequence[Any] = ends if len({*ends}) == len(keys) else keys
+    return sorted(range(len(keys)), key=sort_keys.__getitem__)
 
 
-def _checked(labels: Any, where: str, num_classes: int) -> list[int]:
+def _checked(labels: Any, setting: str, num_classes: int) -> list[int]:
     row = labels if isinstance(labels, list) else [labels]
     if wrong := [label for label in row if type(label) is not int or not 0 <= label < num_classes]:
         raise ValueError(
-            f"{where}: has a label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
+            f"{setting}: has a label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
             f" {num_classes - 1}"
         )
     return row

@@ -1,6 +1,7 @@
-"""The images that a model takes: size, channels and how they are resized, in each epoch of a run.
+"""The format of a model's input images: size, channels and resizing, in each epoch of a run.
 
-Evaluation and prediction have one size; training may have others before (`schedule.image_sizes`).
+Evaluation and prediction have one size. Training may start with other sizes
+(`schedule.image_sizes`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from vit.config.schema import DataConfig, ModelConfig, ScheduleConfig
 
 @dataclass(frozen=True)
 class ImageFormat:
-    """The images that the model takes."""
+    """The format of a model's input images."""
 
     size: tuple[int, int]
     """(height, width) in pixels."""
@@ -23,16 +24,16 @@ class ImageFormat:
     interpolation: str = "bicubic"
     """bilinear or bicubic, antialiased."""
     scaled_decode: bool = False
-    """Large training crops may be decoded at 1/2, 1/4 or 1/8."""
+    """Whether large training crops may be decoded at 1/2, 1/4 or 1/8."""
     stages: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """Of training: (epoch, size), in order: up to that many epochs images have that size; behind
-    them all `size`."""
+    """The stages of training, in order: (epoch, size). Images have that size before that epoch, and
+    `size` after the last stage."""
 
     @classmethod
     def from_config(
         cls, model: ModelConfig, data: DataConfig, schedule: ScheduleConfig | None = None
     ) -> ImageFormat:
-        """Return the format for sections of a config; of training images with `schedule`."""
+        """Return the format for sections of a config; pass `schedule` for training images."""
         stages = () if schedule is None else schedule.image_sizes
         return cls(
             model.height_width(),
@@ -49,15 +50,16 @@ class ImageFormat:
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """All sizes, each once, in the order in which they come."""
+        """All distinct sizes, in the order of training."""
         return list(dict.fromkeys([*(size for _, size in self.stages), self.size]))
 
     @property
     def largest(self) -> ImageFormat:
-        """The format of the images that take the most memory."""
+        """The format with the largest images."""
         return replace(self, size=max(self.sizes, key=math.prod), stages=())
 
     def sizes_text(self) -> str:
-        """Say which sizes training images have: "160x160 until epoch 180, then 224x224"."""
+        """Return the sizes of training images as text: "160x160 until epoch 180, then 224x224"."""
         parts = [f"{size[0]}x{size[1]} until epoch {until}" for until, size in self.stages]
-        return ", ".join([*parts, f"{'then ' * bool(parts)}{self.size[0]}x{self.size[1]}"])
+        then = "then " if parts else ""
+        return ", ".join([*parts, f"{then}{self.size[0]}x{self.size[1]}"])

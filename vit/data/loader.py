@@ -1,17 +1,17 @@
 """The loader: worker processes write batches into shared memory, and a copy to the GPU is queued.
 
-Training puts parts of batches (some rows of a position, and their slot) into one pipe. Whichever
-worker is free takes the next part, writes its rows into the slot and reports that in a few bytes.
-When all parts are there, the batch is handed out: nothing was copied, pickled or allocated on the
-way. Several workers share a batch, so that few slots keep many workers busy and the first batch
-comes soon. The content of a batch depends neither on their number nor on which is faster.
+Training puts parts of batches (some rows of a position, and their slot) into one pipe. A free
+worker takes the next part, writes its rows into the slot and reports that in a few bytes. When all
+parts are complete, the loader returns the batch without copying, pickling or allocating anything.
+Several workers share a batch, so that few slots keep many workers busy and the first batch comes
+soon. The content of a batch depends neither on the number of workers nor on their speed.
 
     training                                       workers
     free slot, next position  -> (parts) pipe  ->  a free worker writes rows into the slot
     batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
 
-Processes and not threads, because threads that decode make a training step wait for the
-interpreter's lock (docs/experiments/).
+Workers are processes, because decoding threads make a training step wait for the interpreter's lock
+(docs/experiments/).
 """
 
 from __future__ import annotations
@@ -33,38 +33,38 @@ from vit.distributed.process_group import local_world_size
 from vit.system.stages import Tally, add_up
 
 STALL_TIMEOUT_S = 240.0
-"""Twice that, for a worker and for the one that takes its place, is less than the ten minutes for
-which ranks wait for each other."""
+"""The default stall timeout. A worker and its replacement may both hang: twice this time is less
+than the ten minutes for which ranks wait for each other."""
 
 
 class LoaderStats(NamedTuple):
-    """What a loader's batches have cost so far."""
+    """The cost of a loader's batches so far."""
 
     wait_s: float = 0.0
-    """Time that training waited for them."""
+    """The time that training waited for batches."""
     busy_s: float = 0.0
-    """Time that the workers spent on `num_made` images, summed over the workers."""
+    """The time that the workers spent on `num_made` images, summed over the workers."""
     num_made: int = 0
 
 
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates over the batches at positions [start, stop), made by workers or by this process.
 
-    Without those from a to b for each (a, b) in `passed_over`.
+    Positions in range(a, b) are skipped for each (a, b) in `passed_over`.
 
-    A long wait is reported, with what the workers are doing; a worker without progress for
-    `stall_timeout_s` is replaced (None: never).
+    The loader reports long waits with the stage of each worker, and replaces a worker that makes
+    no progress for `stall_timeout_s` (None: never).
 
-    A batch stays as it is while any of its tensors, or a view of one, is held. Holding more than
-    two batches (three on a GPU) makes further ones copies, which are slower. With a GPU as
-    `device`, images, labels and weights arrive there, copied while the step before computes; table
-    and ids stay on the host. `on_device` is applied to each batch: on a GPU right behind the copy
-    and also while the step before computes, else in this process. `prefetch_gib`, `max_ready`: see
-    `slots.plan_ring`.
+    A batch does not change while the caller holds any of its tensors or a view of one. If the
+    caller holds more than two batches (three on a GPU), further batches are copies, which are
+    slower. With a GPU as `device`, images, labels and weights are copied to it while the previous
+    step computes; table and ids stay on the host. `on_device` is applied to each batch: on a GPU
+    right behind the copy, also while the previous step computes, else in this process.
+    `prefetch_gib`, `max_ready`: see `slots.plan_ring`.
 
-    Raises ShardError in the training process for what a worker found, once its batch is due;
-    `vit.data.worker_pool.WorkerError` at once when a worker has died, or hangs and cannot be
-    replaced. Close it, or use it as a context manager. Not thread-safe.
+    Raises ShardError in the training process when the batch with the error is due, and
+    `vit.data.worker_pool.WorkerError` at once when a worker died, or hangs and cannot be replaced.
+    Close the loader, or use it as a context manager. Not thread-safe.
     """
 
     def __init__(
@@ -96,19 +96,20 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         )
         self._positions: Sequence[int] = range(start, stop)
         if passed_over:
-            left_out = set().union(*(range(*pair) for pair in passed_over))
-            self._positions = [each for each in self._positions if each not in left_out]
+            skipped = set().union(*(range(*pair) for pair in passed_over))
+            self._positions = [position for position in self._positions if position not in skipped]
         self._due: Iterator[int] = iter(self._positions)
         self._not_started = iter(self._positions)
-        # Before the workers: they inherit this memory and find their batches in it by number.
+        # Before the workers start: they inherit this memory and address it by slot number.
         self._slots = Slots(batches.layout, self.ring, num_workers)
         self._slot_of: dict[int, int] = {}
-        """Of each position whose parts were given out."""
+        """The slot of each position whose parts were put into the pool."""
         self._done: defaultdict[int, list[Result]] = defaultdict(list)
-        """The parts of each position that have come."""
+        """The finished parts of each position."""
         self._pool: WorkerPool | OwnProcess
         if num_workers and start < stop:
-            # Before the fork: workers inherit open files, and need not open thousands each.
+            # Before the fork, so that workers inherit the open files; a large data set has
+            # thousands, and each worker would open all of them.
             batches.prepare(num_workers * local_world_size())
             niceness = NICENESS_BESIDE_GPU if on_gpu else 0
             self._pool = WorkerPool(batches, self._slots, num_workers, stall_timeout_s, niceness)
@@ -122,25 +123,25 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._start_batches()
 
     def __len__(self) -> int:
-        """Batches that it gives, including those that were taken."""
+        """Return the number of batches, including those that were taken."""
         return len(self._positions)
 
     def __next__(self) -> Batch:
-        position = next(self._due)  # taken, so a batch that fails is not asked for again
+        position = next(self._due)  # a batch that fails is not repeated: the next call is the next
         began_s = time.perf_counter()
         batch = self._receive(position)
         waited_s = time.perf_counter() - began_s
-        # A new tuple: the monitor keeps the one of each step, and reads it a step later.
+        # A new tuple, because the monitor keeps the tuple of each step and reads it one step later.
         self.stats = self.stats._replace(wait_s=self.stats.wait_s + waited_s)
         # Before the step, so that workers fill all free slots while it runs.
         self._start_batches()
         return batch if self._to_device is None else self._to_device(batch)
 
     def restart(self) -> None:
-        """Begin again at `start`, with the same workers and memory, and counting from 0.
+        """Start again at `start` with the same workers and memory; statistics start at 0.
 
-        Batches that were not taken are dropped; those that are held stay as they are. Raises
-        WorkerError if a worker has died meanwhile.
+        Batches that were not taken are dropped; those that the caller holds do not change. Raises
+        WorkerError if a worker died.
         """
         self._pool.drop()
         self._slots.take_back()
@@ -152,7 +153,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self._start_batches()
 
     def tally(self) -> Tally:
-        """Return what all workers, or this process, have done so far."""
+        """Return the work of all workers, or of this process, so far."""
         return add_up([status.tally() for status in self._pool.statuses])
 
     def worker_bytes(self) -> int:
@@ -161,11 +162,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
     @property
     def num_replaced(self) -> int:
-        """Workers that hung and were replaced."""
+        """The number of workers that hung and were replaced."""
         return self._pool.num_replaced
 
     def close(self) -> None:
-        """End the workers at once; the memory goes when the last batch that is held does."""
+        """End the workers at once. The memory lives as long as the caller holds a batch."""
         self._due = iter(())
         self._pool.end()
         self._slots.close_file()
@@ -178,22 +179,23 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
 
     def _receive(self, position: int) -> Batch:
         """Wait until the batch at `position` is complete."""
-        # What has come since the last batch is no part of this wait.
+        # Results that arrived since the last batch are not part of this wait.
         self._note(self._pool.results(wait=False))
-        # For the batch, not for each part: parts that trickle in must not hide a long wait.
+        # The watch times the whole batch: parts that trickle in must not hide a long wait.
         self._pool.watch.begin()
         num_rows = self._batches.layout.num_rows
         while sum(result.num_rows for result in self._done[position]) < num_rows:
-            # A slot may have been released since; without one, nobody makes this batch.
+            # If no slot was free, this batch was not started; the caller may have released one.
             self._start_batches()
             self._note(self._pool.results(wait=True))
         slot = self._slot_of.pop(position)
-        # In the order of rows, not of arrival: which error is raised, and the order of bad keys,
-        # must not depend on the workers.
+        # Sorted by row, not by arrival: the error that is raised and the order of bad keys must not
+        # depend on the speed of the workers.
         results = sorted(self._done.pop(position), key=lambda result: result.first)
         for result in results:
             if result.error is not None:
-                # The batch is lost, not its slot: whoever goes on after an error gets the next.
+                # The batch is lost, but its slot is free: a caller that catches the error can
+                # continue with the next batch.
                 self._slots.free.append(slot)
                 raise result.error
         bad_keys = tuple(key for result in results for key in result.bad_keys)
@@ -201,7 +203,7 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         return replace(batch, bad_keys=bad_keys)
 
     def _start_batches(self) -> None:
-        """Give out the parts of a batch for each free slot."""
+        """Put the parts of a batch into the pool for each free slot."""
         while self._slots.free and (position := next(self._not_started, None)) is not None:
             slot = self._slots.free.popleft()
             self._slot_of[position] = slot

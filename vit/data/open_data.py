@@ -1,7 +1,7 @@
-"""Open the data that a config names, on all ranks.
+"""Open the data of a config, on all ranks.
 
-`open_split` opens one split of shards; `open_train_set` adds what chooses training samples, several
-sources or a stream. `vit.data.shards.data_set.open_split` is the same without a config.
+`open_split` opens one split of shards. `open_train_set` also chooses training samples and supports
+several sources or a stream. `vit.data.shards.data_set.open_split` opens a split without a config.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READERS = {"webdataset": "vit.extras.stream.batches"}
-"""What reads training data without an index, by `data.reader`: modules with `open_train_set` and
-`create_batches`, which only a run that names one loads."""
+"""The modules that read training data without an index, by `data.reader`. Each has `open_train_set`
+and `create_batches`; a module is imported only if the config names its reader."""
 
 
 def open_split(
     data: DataConfig, split: str, world: World | None = None, root: str | None = None
 ) -> Split:
-    """Open `split` of `root` (by default `data.root`) with the cache and the patience of `data`.
+    """Open `split` of `root` (by default `data.root`) with the cache and retry settings of `data`.
 
-    Of several ranks the first asks a server about the shards and hands the answer to the others;
-    one rank of each host checks all rows of the index. Raises ShardError.
+    Rank 0 requests the versions of the shards from a server and broadcasts them. One rank of each
+    host checks all rows of the index. Raises ShardError.
     """
 
-    def open_it(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
+    def open_checked(is_checked: bool = False, versions: list[Any] | None = None) -> Split:
         opened = data_set.open_split(
             resolve(root or data.root),
             split,
@@ -56,14 +56,20 @@ def open_split(
         return opened
 
     if world is None:
-        return open_it()
-    first = world.on_main(open_it)
-    versions = world.broadcast_from_main(lambda: None if first is None else first.versions)
-    return open_it(not world.is_local_main, versions) if first is None else first
+        return open_checked()
+    # Rank 0 opens the split first: a thousand ranks that each sent a request per shard would
+    # overload the server, and could see different versions of a shard.
+    split_of_main = world.on_main(open_checked)
+    versions = world.broadcast_from_main(
+        lambda: None if split_of_main is None else split_of_main.versions
+    )
+    if split_of_main is not None:
+        return split_of_main
+    return open_checked(not world.is_local_main, versions)
 
 
 def open_train_splits(data: DataConfig, world: World | None = None) -> list[Split]:
-    """Open the split to train on, or one of each source; none for a stream."""
+    """Open the training split, or the split of each source; return [] for a stream."""
     if data.reader != "index":
         return []
     if not data.sources:
@@ -77,7 +83,7 @@ def open_train_splits(data: DataConfig, world: World | None = None) -> list[Spli
 def open_train_set(
     data: DataConfig, val_split: Split, world: World | None = None, num_classes: int | None = None
 ) -> TrainSet:
-    """Open what to train on; arguments and errors as `choose_train_set`."""
+    """Open the training samples; arguments and errors as in `choose_train_set`."""
     splits = open_train_splits(data, world)
     return choose_train_set(data, splits, val_split, world, num_classes)
 
@@ -91,9 +97,9 @@ def choose_train_set(
 ) -> TrainSet:
     """Choose the training samples of `open_train_splits`.
 
-    A stream does not know its classes: it has those of `val_split`, or `num_classes` if that is
-    more. Raises ShardError and ValueError if a setting names samples that do not exist, and if
-    images of `val_split` are among those to train on.
+    A stream has no list of classes; it gets those of `val_split`, or `num_classes` if that is
+    larger. Raises ShardError and ValueError if a setting names samples that do not exist, or if an
+    image of `val_split` is also a training sample.
     """
 
     def choose() -> TrainSet:
@@ -123,7 +129,7 @@ def create_train_batches(
     rows: range,
     num_batches: int,
 ) -> AugmentedBatches:
-    """Return the batches of this rank of a `TrainSet.split`; see `TrainBatches`."""
+    """Return this rank's batches of `split`, which is a `TrainSet.split`; see `TrainBatches`."""
     if config.data.reader != "index":
         streamed: AugmentedBatches = _reader(config.data).create_batches(
             config, split, order, image_format, world
@@ -146,10 +152,10 @@ def _reader(data: DataConfig) -> Any:
 
 
 def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> None:
-    """Raise ValueError if images of `val_split` are trained on."""
+    """Raise ValueError if an image of `val_split` is also a training sample."""
     trained = find_trained(train_set, val_split)
     if count := np.count_nonzero(np.any(trained, axis=0)):
-        where = ", ".join(
+        settings = ", ".join(
             f"data.sources[{number}].split={split.name}"
             if data.sources
             else f"data.train_split={split.name}"
@@ -158,7 +164,7 @@ def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> 
         )
         raise ValueError(
             f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
-            f" are trained on by {where}: hold them out, as data.train_split=train[:99%] and"
+            f" are trained on by {settings}: hold them out, as data.train_split=train[:99%] and"
             " data.val_split=train[99%:] do, or evaluate on them as one of eval.sets"
         )
 

@@ -1,12 +1,12 @@
-"""Which sample is in which row of which batch: pure arithmetic on (seed, epoch, position).
+"""The order of samples in batches: pure arithmetic on (seed, epoch, position).
 
 The numbering of all samples is divided into blocks of consecutive samples. In each epoch a Feistel
 permutation keyed by (seed, epoch) shuffles the blocks. The shuffled sequence is cut into
 `num_lanes` lanes of equal length; inside a lane, samples are permuted in tumbling windows, whose
 borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an
 equal share from each lane, rows grouped by lane; of R ranks, rank r has rows [r G/R, (r+1) G/R). So
-the content of a batch depends neither on ranks nor on workers, any batch of any epoch is found
-without looking at another, and memory is bounded for any number of samples.
+the content of a batch depends neither on ranks nor on workers, any batch of any epoch is computed
+without the batches before it, and memory is bounded for any number of samples.
 
 An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs
 from epoch to epoch.
@@ -20,26 +20,28 @@ augmented differently. With 8 images a to h, 2 copies, one lane and batches of 4
 
 An epoch keeps its N // G = 2 steps, so `batch` (affjljoo3581/deit3-jax:src/dataset.py) shows all
 images but the tail exactly twice in two epochs, and `sampler` (facebookresearch/deit:samplers.py)
-half of them in each. A lane's rows are sorted by copy: neighbours may mix, and copies must not.
+half of them in each. A lane's rows are sorted by copy, because MixUp and CutMix mix neighbours, and
+two copies of one image must not mix.
 
-Chosen samples, and several sources: with `shares`, what is ordered is not samples but draws, those
-of the first source, then those of the second. A source with as many draws as samples gives each
-once in an epoch. Any other goes through its samples in one pass after another, each permuted
+Chosen samples and several sources: with `shares`, the order permutes draws instead of samples,
+first all draws of source 0, then those of source 1. A source with as many draws as samples gives
+each sample once in an epoch. Any other source repeats its samples in passes, each permuted
 differently, and an epoch takes the next `num_draws`. With 5 samples and 3 draws:
 
     epoch        0       1       2       3       4
     samples    3 2 0   4 1|1   3 4 0   2|2 4   1 3 0     | begins a new pass
 
-Draw j of epoch e is number d = 3 e + j of this sequence: place d % 5 of pass d // 5, found without
-the draws before it; so all samples are drawn equally often, give or take one. A pass permutes
-blocks of samples that are stored together, and these begin where blocks of draws begin. Draws at
-the end of an epoch that fill no batch are used up, but not shown. With repeats in the form `batch`,
-a shuffle takes the place of an epoch.
+Draw j of epoch e is number d = 3 e + j of this sequence: place d % 5 of pass d // 5, computed
+without the draws before it. The counts of any two samples differ by at most one. A pass permutes
+blocks of samples that are stored together, and these begin where blocks of draws begin. Draws that
+do not fill a batch at the end of an epoch are consumed, but not shown. With repeats in the form
+`batch`, all this holds for a shuffle (`aug_repeats` epochs) instead of an epoch.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -52,28 +54,29 @@ from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.system.hashing import U64, Permutation, fold, hash64
 
 TABLE_BELOW = 262_144
-"""Blocks of an epoch up to which their permutation is kept: at most 2 MiB, and 0.03 s at its first
-batch. For one batch it takes 1,600 calls of numpy, as the network is repeated until the last of the
-positions is in range."""
+"""The largest permutation of blocks that is stored as a table: 2 MiB, and 0.03 s at the first
+batch. Without a table each batch takes 1,600 calls of numpy, because the Feistel network is
+repeated until the last of the positions is in range."""
 MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
-"""Images that a lane gives to a batch by default, with repeats: copies are that many rows apart,
-and few sets of copies are cut by the end of a lane."""
+"""The images that a lane gives to a batch by default, with repeats. Copies of an image are that
+many rows apart, and the end of a lane cuts few sets of copies."""
 
 
 class _EpochBlocks:
-    """An epoch with its blocks permuted: position -> sample.
+    """The permuted blocks of an epoch: position -> sample.
 
-    The last block may be short. It cannot take part in the permutation, or positions after it
-    would depend on where it went; instead it is inserted at a random slot.
+    The last block may be short. If it took part in the permutation, all positions behind it would
+    depend on its slot; instead it is inserted at a random slot afterwards.
     """
 
     def __init__(self, num_samples: int, block: int, seed: int, epoch: int):
         self.block = block
-        self.num_blocks = -(-num_samples // block)
+        self.num_blocks = math.ceil(num_samples / block)
         self.short_length = num_samples - (self.num_blocks - 1) * block
-        # The last parts, 1 to 4 in this file, keep draws of one epoch apart. They are for ever:
-        # with other numbers every run that was begun before would resume with other batches.
+        # The last part of each key, 1 to 4 in this file, keeps the draws of one epoch independent.
+        # These numbers must never change: a run that an older version started would resume with
+        # different batches.
         self.short_slot = int(fold(seed, epoch, 2) % U64(self.num_blocks))
         self.permutation = Permutation(max(self.num_blocks - 1, 1), fold(seed, epoch, 1))
         self._table: NDArray[np.int64] | None = None
@@ -81,19 +84,20 @@ class _EpochBlocks:
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         start = self.short_slot * self.block
         after = positions >= start + self.short_length
-        # Positions as if the short block were full.
+        # Widen the short block to a full one, so that one division finds the slot of any position.
         spread = np.where(after, positions + self.block - self.short_length, positions)
         slot = spread // self.block
         inside = spread % self.block
         if self.num_blocks == 1:
             return inside
-        # Positions in the short block are in no full one: clipped to any here, and replaced below.
+        # Positions inside the short block have no full block. They are clipped to a valid one,
+        # because the permutation maps only [0, n), and the next line replaces their result.
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
         number = np.where(slot == self.short_slot, self.num_blocks - 1, self._permuted(full))
         return number * self.block + inside
 
     def _permuted(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Permute `slots`, by a table of the whole epoch if it is small."""
+        """Permute `slots`, by a table of all slots if there are few of them."""
         if self.permutation.n > TABLE_BELOW:
             return self.permutation(slots)
         if self._table is None:
@@ -103,40 +107,42 @@ class _EpochBlocks:
 
 @dataclass(frozen=True)
 class Share:
-    """What one source gives to each shuffle.
+    """The draws of one source in each shuffle.
 
-    Its samples have the numbers `first` and following among the samples of all sources.
+    The source's samples are numbered from `first` among the samples of all sources.
     """
 
     num_draws: int
     num_samples: int
-    """Samples that were chosen."""
+    """The number of chosen samples."""
     first: int = 0
     chosen: NDArray[np.integer] | None = field(default=None, repr=False, compare=False)
-    """(num_samples,) their numbers in the source, ascending; None: all of the source."""
+    """(num_samples,) numbers of the chosen samples in the source, ascending; None: all."""
 
     def __call__(
         self, draws: NDArray[np.int64], shuffle: int, block: int, key: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Map draws (n,) in [0, num_draws) of one shuffle to samples (n,).
 
-        Also returns how often each has come before in this shuffle, (n,).
+        Also returns how often each sample was drawn before in this shuffle, (n,).
         """
         if self.num_draws == self.num_samples:
-            # The order has permuted them already: all of one source come as without shares.
+            # The order has permuted the draws already. A second permutation would change the order
+            # of a run with one complete source, which must equal that of a run without `shares`.
             places = draws
             times = np.zeros_like(draws)
         else:
             passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
             places = np.empty_like(draws)
-            # Counted from the first pass of this shuffle, which may have begun before it.
+            # Counted from the first pass of this shuffle. That pass may have begun in an earlier
+            # one; the augmentation key contains the epoch, so only repeats in this one collide.
             times = passes - shuffle * self.num_draws // self.num_samples
-            # One pass or two for most sources; a small one that is drawn often has more.
+            # Most sources touch one pass or two; a small source that is drawn often touches more.
             for number in np.unique(passes).tolist():
-                is_here = passes == number
-                places[is_here] = self._place(inside[is_here], number, block, key)
+                in_pass = passes == number
+                places[in_pass] = self._place(inside[in_pass], number, block, key)
         if self.chosen is not None:
-            # Held in as few bytes as they need, which the sum below would wrap in.
+            # `chosen` has the narrowest type that holds its numbers; adding `first` would overflow.
             places = self.chosen[places].astype(np.int64)
         return self.first + places, times
 
@@ -145,13 +151,14 @@ class Share:
     ) -> NDArray[np.int64]:
         """Map positions `inside` of pass `number` to range(num_samples), permuted in full blocks.
 
-        Blocks begin at the borders of the blocks of all passes in a row. What is before the first
-        border and after the last is filled by the short block and, if that is not enough, by one
-        full block that is cut in two.
+        Block borders are multiples of `block` in the sequence of all passes. The positions before
+        the first border and behind the last one are filled by the short block and, if that is not
+        enough, by one full block that is cut in two.
         """
         num_full, short = divmod(self.num_samples, block)
-        # Passes follow each other without gaps, so the first border is rarely at a pass's begin. A
-        # cache or a disk that has a block for the draws before it then reads it once, not twice.
+        # Passes follow each other without gaps, so a border rarely falls on the begin of a pass.
+        # Blocks of samples start where blocks of draws start; otherwise most blocks would belong to
+        # two blocks of draws, far apart in the shuffle, and a cache would fetch them twice.
         lead = min(-number * self.num_samples % block, self.num_samples)
         between = (self.num_samples - lead) // block
         permutation = Permutation(max(num_full, 1), fold(key, number))
@@ -160,7 +167,7 @@ class Share:
         is_full = (inside >= lead) & (slot < between)
         full = permutation(np.where(is_full, slot, 0)) * block + offset
         torn = rest
-        # The last block of the permutation is cut in two, so that the others stay whole.
+        # Only the last block of the permutation is cut in two; all others are read in one piece.
         if num_full:
             torn = permutation(num_full - 1) * block + rest - short
         return np.where(is_full, full, np.where(rest < short, num_full * block + rest, torn))
@@ -170,9 +177,9 @@ class Share:
 class Order:
     """The order of `num_samples` samples in batches of `global_batch_size`, for all epochs.
 
-    `make_order` fills in defaults and checks. `window_blocks` counts blocks per shuffling window;
-    it has no effect with blocks of one sample. `aug_repeats` (r) copies of each image are dealt in
-    the form `batch` or `sampler`.
+    `make_order` fills in defaults and checks the sizes. `window_blocks` is the number of blocks in
+    a shuffling window; it has no effect with blocks of one sample. Each image has `aug_repeats` (r)
+    copies, in the form `batch` or `sampler`.
     """
 
     num_samples: int
@@ -184,30 +191,31 @@ class Order:
     aug_repeats: int = 1
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
     shares: tuple[Share, ...] = ()
-    """If draws are not samples: what each source gives, `num_samples` draws in all."""
+    """The share of each source, `num_samples` draws in all; () if each draw is a sample."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Full batches in an epoch."""
+        """The number of full batches in an epoch."""
         return self.num_samples // self.global_batch_size
 
     @property
     def dropped_per_epoch(self) -> int:
-        """N % G: rows that an epoch lacks. Without repeats, the samples that it leaves out."""
+        """N % G: the rows that do not fill a batch. Without repeats, each is a skipped sample."""
         return self.num_samples % self.global_batch_size
 
     @property
     def steps_per_shuffle(self) -> int:
-        """Batches from one shuffle to the next: an epoch, or r epochs in the form `batch`."""
+        """The batches from one shuffle to the next: an epoch, or r epochs in the form `batch`."""
         return self.steps_per_epoch * (self.aug_repeats if self.aug_repeats_form == "batch" else 1)
 
     @property
     def distinct_per_epoch(self) -> int:
-        """Distinct samples in an epoch: with r repeats 1/r of the rows of each lane, rounded up.
+        """The distinct samples in an epoch: with r repeats 1/r of each lane's rows, rounded up.
 
         An upper bound if sources are drawn more often than they have samples.
         """
-        drawn = self.num_lanes * -(-self.steps_per_epoch * self._lane_share // self.aug_repeats)
+        lane_rows = self.steps_per_epoch * self._lane_share
+        drawn = self.num_lanes * math.ceil(lane_rows / self.aug_repeats)
         # A source that is drawn more often than it has samples repeats them within an epoch.
         if not self.shares:
             return drawn
@@ -215,7 +223,7 @@ class Order:
 
     @property
     def _lane_share(self) -> int:
-        """Rows of a batch that come from one lane."""
+        """The rows of a batch that come from one lane."""
         return self.global_batch_size // self.num_lanes
 
     def batch(self, position: int) -> NDArray[np.int64]:
@@ -231,29 +239,33 @@ class Order:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return sample ids and copy numbers of rows [start, stop) of the batch at `position`.
 
-        Copies are 0 to `aug_repeats` - 1; more if a sample is drawn again in one epoch. No
-        (sample, copy) comes twice in an epoch: with the epoch they name an augmentation.
+        Copies are numbered 0 to `aug_repeats` - 1, and further if a sample is drawn again in one
+        epoch. A (sample, copy) pair occurs once in an epoch, because augmentation draws from
+        (epoch, sample, copy).
         """
         shuffle, step = divmod(position, self.steps_per_shuffle)
         share = self._lane_share
-        # Only the lanes that overlap the rows are computed: a rank pays for its own share.
+        # Compute only the lanes that overlap the rows, so that a rank pays for its own rows.
         first_lane = start // share
-        lanes = range(first_lane, -(-stop // share))
+        lanes = range(first_lane, math.ceil(stop / share))
         in_lane = np.arange(step * share, (step + 1) * share)
-        # Sorted by copy, so that copies of an image are not neighbours, which would mix. Stable:
-        # numpy's default order of equal keys differs between versions and processors.
+        # Sorted by copy: MixUp and CutMix mix neighbours, and copies of one image must not mix. The
+        # sort is stable because numpy's default order of equal keys differs between versions and
+        # processors, and the batch must not.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
-        # The copies of a batch may begin in the middle of an image's, in the form `sampler`.
+        # In the form `sampler` a batch may begin between two copies of one image, so its images do
+        # not follow from the step alone.
         low, high = int(images.min()), int(images.max()) + 1
-        # One call for all lanes: a hundred calls of numpy cost more than the few positions in them.
+        # One call for all lanes: a hundred calls of numpy would cost more than the few positions
+        # that each lane has.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         rows = slice(start - first_lane * share, stop - first_lane * share)
         drawn = samples[:, images - low].ravel()[rows]
         copies = np.tile(copies, len(lanes))[rows]
-        # Only then: for all of one split, which is the rule, draws are samples.
+        # Without shares, which is the common case, draws are samples already.
         if self.shares:
             return self._samples_of_draws(drawn, copies, shuffle)
         return drawn, copies
@@ -261,43 +273,48 @@ class Order:
     def _samples_of_draws(
         self, draws: NDArray[np.int64], copies: NDArray[np.int64], shuffle: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Map draws to samples, and give further copy numbers to samples that come again."""
+        """Map draws to samples, and give new copy numbers to samples that are drawn again."""
         samples = np.empty_like(draws)
         start = 0
         for number, share in enumerate(self.shares):
-            own = (draws >= start) & (draws < start + share.num_draws)
-            if own.any():
-                # By its place in the list, not by its name: a folder that was moved is no other
-                # source to a resumed run.
+            is_of_source = (draws >= start) & (draws < start + share.num_draws)
+            if is_of_source.any():
+                # The key has the source's number in the list, not its path: a run must resume with
+                # the same order after the user moves a folder.
                 key = fold(self.seed, 4, number)
-                samples[own], times = share(draws[own] - start, shuffle, self.block_samples, key)
-                # (sample, copy) is what augmentation draws from: the same pair again would be the
-                # same image again.
-                copies[own] += self.aug_repeats * times
+                samples[is_of_source], times = share(
+                    draws[is_of_source] - start, shuffle, self.block_samples, key
+                )
+                # Augmentation draws from (sample, copy). A repeated pair would show the same pixels
+                # twice.
+                copies[is_of_source] += self.aug_repeats * times
             start += share.num_draws
         return samples, copies
 
     def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
         """Return how many blocks an LRU cache must hold to fetch almost none of them twice.
 
-        For `num_rows` rows of each batch, requested `batches_ahead` batches before.
+        `num_rows` rows of each batch are read, and requested `batches_ahead` batches before.
         """
         if self.block_samples == 1:
-            return self.num_samples  # no block is used a second time soon
-        lanes = min(-(-num_rows // self._lane_share), self.num_lanes)
-        ahead = -(-batches_ahead * self._lane_share // (self.aug_repeats * self.block_samples))
-        # A quarter more than the windows, for finished ones whose blocks are not evicted yet; and 1
-        # of the next window, which has begun.
-        return lanes * (-(-self.window_blocks * 5 // 4) + 1 + ahead)
+            return self.num_samples  # a block of one sample is not used again in this epoch
+        lanes = min(math.ceil(num_rows / self._lane_share), self.num_lanes)
+        images_ahead = batches_ahead * self._lane_share
+        blocks_ahead = math.ceil(images_ahead / (self.aug_repeats * self.block_samples))
+        # A window and a quarter, because blocks of a finished window are not evicted at once; and 1
+        # block of the next window, which may have begun.
+        return lanes * (math.ceil(self.window_blocks * 5 / 4) + 1 + blocks_ahead)
 
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
-        """Return where images [start, stop) of a lane are in the epoch of shuffled blocks."""
-        length = -(-self.steps_per_shuffle * self._lane_share // self.aug_repeats)
-        # Blocks of one sample are permuted over the complete data set: windows would add nothing.
+        """Return the places of images [start, stop) of a lane in the shuffled sequence."""
+        length = math.ceil(self.steps_per_shuffle * self._lane_share / self.aug_repeats)
+        # Blocks of one sample are permuted over the complete data set; a window would only permute
+        # them again.
         if self.block_samples == 1:
             return lane * length + np.arange(start, stop)
         window = self.window_blocks * self.block_samples
-        # Staggered: if all lanes began a window at once, its blocks would be read in one burst.
+        # Each lane has a different phase: if all lanes began a window at the same batch, the disk
+        # would get a burst of reads there, and training would wait for it.
         phase = lane * window // self.num_lanes if length > window else 0
         out = np.empty(stop - start, dtype=np.int64)
         place = start
@@ -326,9 +343,9 @@ def make_order(
 ) -> Order:
     """Return an `Order`, with `None` replaced by the defaults.
 
-    num_lanes: the largest divisor of the batch up to 64 (with repeats see MIN_DEFAULT_LANE_IMAGES).
-    block_samples: 1 below 262,144 samples, else 64. Raises ValueError for sizes that cannot work,
-    with those that do.
+    Defaults: `num_lanes` is the largest divisor of the batch up to 64 (with repeats see
+    MIN_DEFAULT_LANE_IMAGES), `block_samples` is 1 below 262,144 samples, else 64. Raises ValueError
+    if the sizes do not fit together; the message lists sizes that do.
     """
     g = global_batch_size
     r = aug_repeats
@@ -337,18 +354,19 @@ def make_order(
             f"data.global_batch_size={g} exceeds the {num_samples} training samples: choose at most"
             f" {num_samples}"
         )
-    # One read serves all copies of an image only if they are in one batch.
+    # All copies of an image must be in one batch; otherwise each batch would read the image again.
     if aug_repeats_form == "batch" and g % r:
-        near = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
+        sizes = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
         raise ValueError(
-            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {near} images a"
+            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images a"
             f" batch, data.aug_repeats out of {divisors(g)}, or data.aug_repeats_form=sampler"
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
-        # Each lane reads from a place of its own: more lanes mix more, and have more blocks open.
-        room = MAX_DEFAULT_LANES if r == 1 else max(g // r // MIN_DEFAULT_LANE_IMAGES, 1)
-        num_lanes = max(d for d in lanes if d <= min(room, MAX_DEFAULT_LANES))
+        # Each lane reads at a different place of the data set. More lanes mix a batch better, but
+        # each has a window of blocks open.
+        most = MAX_DEFAULT_LANES if r == 1 else max(g // r // MIN_DEFAULT_LANE_IMAGES, 1)
+        num_lanes = max(d for d in lanes if d <= min(most, MAX_DEFAULT_LANES))
     elif num_lanes not in lanes:
         raise ValueError(
             f"data.num_lanes={num_lanes} does not divide {lanes[-1]}"
@@ -377,21 +395,22 @@ def shares_of(
 ) -> list[int]:
     """Return how many draws each of several sources, with `sizes` samples, gives to an epoch.
 
-    Without weights as many as samples. With them an epoch has as many draws as there are samples,
-    up to rounding: shares are full blocks, so that no block is of two sources. Raises ValueError if
-    a weight gives less than one block.
+    Without weights, a source has as many draws as samples. With weights, an epoch has as many draws
+    as there are samples in all, up to rounding to full blocks. Raises ValueError if a weight gives
+    less than one block.
     """
     if all(weight is None for weight in weights):
         return list(sizes)
-    known = [weight for weight in weights if weight is not None]
+    numbers = [weight for weight in weights if weight is not None]
     total = sum(sizes)
     block = block_samples or default_block_samples(total)
-    # A block of two sources would be read, or fetched, once for each.
-    draws = [round(weight / sum(known) * total / block) * block for weight in known]
+    # Shares are multiples of a block. A block with draws of two sources would be two reads, one in
+    # each source, and two half-used blocks in the cache.
+    draws = [round(weight / sum(numbers) * total / block) * block for weight in numbers]
     if not all(draws):
-        least = block * sum(known) / total
+        least = block * sum(numbers) / total
         raise ValueError(
-            f"data.sources: weight {min(known):g} of {sum(known):.6g} is less than {block} of"
+            f"data.sources: weight {min(numbers):g} of {sum(numbers):.6g} is less than {block} of"
             f" {total:,} draws: give {least:.2g} or more"
         )
     return draws
@@ -400,9 +419,10 @@ def shares_of(
 def possible_lanes(
     global_batch_size: int, aug_repeats: int, aug_repeats_form: Literal["batch", "sampler"]
 ) -> list[int]:
-    """Return the numbers of lanes that work, ascending.
+    """Return the valid numbers of lanes, ascending.
 
-    Divisors of the batch or, if a batch has complete sets of copies, of its distinct images.
+    These are the divisors of the batch or, if a batch has complete sets of copies, of the number of
+    its distinct images.
     """
     return divisors(global_batch_size // (aug_repeats if aug_repeats_form == "batch" else 1))
 
@@ -413,27 +433,29 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-# The shuffle of now, that of batches which are read ahead, and as many of another order.
+# Four: the current shuffle and the next one, which reading ahead has reached, for two orders.
 @lru_cache(maxsize=4)
 def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _EpochBlocks:
     return _EpochBlocks(num_samples, block, seed, epoch)
 
 
-# Consecutive batches share windows: each would sort a thousand hashes per lane again, 0.1 ms.
-# Two per lane, for reading ahead of a border, at up to 128 lanes; 2 MiB of a process.
+# Consecutive batches share windows. Without this cache each batch would sort a thousand hashes per
+# lane again, 0.1 ms. 256 is two windows per lane, because reading ahead crosses a border, for up to
+# 128 lanes: 2 MiB of a process.
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
     """Return the permutation inside one window."""
     hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
+    # Stable, or two equal hashes could come in a different order on another version of numpy.
     return np.argsort(hashes, kind="stable")
 
 
 def sample_checksum(ids: NDArray[np.int64]) -> int:
     """Return the sum of the hashed `ids` modulo 2**64.
 
-    Equal for equal multisets in any order and any partition, so that ranks can add theirs up.
+    Equal multisets have equal sums in any order and any partition, so ranks can add their sums.
     """
-    with np.errstate(over="ignore"):  # modulo 2**64 is what a sum that wraps gives
+    with np.errstate(over="ignore"):  # the overflow is intended: it computes modulo 2**64
         return int(hash64(ids).sum(dtype=U64))
 
 

@@ -1,10 +1,9 @@
-"""Which samples of a split are trained on: excluded keys and classes, a filter, a subset.
+"""Choose the training samples of a split: excluded keys and classes, a filter, a subset.
 
-Rows of the index pass in chunks. Excluded ones and those that do not pass the filter are removed;
-of the rest those with the smallest hash of (subset seed, sample number) are taken, of all or of
-each class, so that a smaller subset is a part of a larger one. The result is the numbers of the
-samples in ascending order: neighbours in the shards stay neighbours. Shards and index are not
-changed.
+The index is read in chunks of rows. Excluded samples and samples that do not pass the filter are
+removed. A subset takes the samples with the smallest hash of (subset seed, sample number), of all
+or of each class, so a smaller subset is a part of a larger one. The result is the sample numbers in
+ascending order: neighbours in the shards stay neighbours. Shards and index are not changed.
 """
 
 from __future__ import annotations
@@ -31,30 +30,30 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 CHUNK_ROWS = 1 << 20
-"""Rows of the index in memory at once."""
+"""The rows of the index in memory at once."""
 MAX_NAMED = 3
 QUARANTINE = ".jsonl"
-"""Suffix of a list of samples that data_prep left out, of which none needs to be there."""
+"""The suffix of a list of samples that data_prep skipped. They need not be in the split."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """Samples of a split."""
+    """The chosen samples of a split."""
 
     num_samples: int
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
     """(num_samples,) ascending; None: all of the split."""
     summary: str
-    """How many of how many, and what excluded the others; "" if everything was asked for."""
+    """The counts of chosen and excluded samples, for a message; "" without a selection."""
     identity: str
-    """Number and hash of `numbers`; "" if all are taken."""
+    """The number and a hash of `numbers`; "" if all samples are chosen."""
 
 
 def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
-    """Return the samples of `split` that `selection` asks for.
+    """Return the samples of `split` that `selection` chooses.
 
-    name: what precedes its settings in errors. Raises ShardError if nothing is left, and if a
-    setting names what is not there.
+    name: prefix of the setting names in errors. Raises ShardError if no sample is left, or if a
+    setting names keys or classes that do not exist.
     """
     total = split.num_samples
     if all(getattr(selection, key) == value for key, value in Selection()):
@@ -62,8 +61,8 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     is_left = np.ones(total, np.bool_)
     parts: list[str] = []
     if selection.exclude is not None:
-        how = _exclude(Path(selection.exclude), split, is_left, name)
-        parts.append(f"{total - int(is_left.sum()):,} by {name}exclude{how}")
+        note = _exclude(Path(selection.exclude), split, is_left, name)
+        parts.append(f"{total - int(is_left.sum()):,} by {name}exclude{note}")
     if selection.filter is not None:
         before = int(is_left.sum())
         _filter(selection.filter, split, is_left, name)
@@ -74,10 +73,10 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     if has_subset and len(numbers):
         before = len(numbers)
         numbers = _subset(numbers, labels, selection)
-        how = f"samples_per_class={selection.samples_per_class}"
+        setting = f"samples_per_class={selection.samples_per_class}"
         if selection.fraction is not None:
-            how = f"fraction={selection.fraction:g}"
-        parts.append(f"{before - len(numbers):,} by {name}{how}")
+            setting = f"fraction={selection.fraction:g}"
+        parts.append(f"{before - len(numbers):,} by {name}{setting}")
     summary = (
         f"{len(numbers):,} of {total:,} samples of {_name(split)}: left out are {', '.join(parts)}"
     )
@@ -85,24 +84,24 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
         raise ShardError(f"{summary}; nothing is left to train on")
     if len(numbers) == total:
         return Chosen(total, None, summary, "")
-    num_there, num_left = (
-        np.count_nonzero(count_labels(labels, which, split.num_classes))
-        for which in (range(total), numbers)
+    num_classes, num_left = (
+        np.count_nonzero(count_labels(labels, samples, split.num_classes))
+        for samples in (range(total), numbers)
     )
-    num_lost = num_there - num_left
+    num_lost = num_classes - num_left
     if num_lost:
-        summary += f"; no image is left of {num_lost:,} of {num_there:,} classes"
+        summary += f"; no image is left of {num_lost:,} of {num_classes:,} classes"
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
     identity = f"{len(numbers):,} of {total:,} samples ({digest})"
     return Chosen(len(numbers), numbers, summary, identity)
 
 
 def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) -> str:
-    """Remove what the file `path` names; return a note about keys that are not there."""
+    """Remove the samples that the file `path` names; return a note about missing keys."""
     keys, labels = _read_exclude(path, split, name)
     numbers = _numbers_of_keys(split, keys) if keys else {}
-    for found in numbers.values():
-        is_left[found] = False
+    for samples in numbers.values():
+        is_left[samples] = False
     if labels:
         for start in range(0, split.num_samples, CHUNK_ROWS):
             chunk = split.index[start : start + CHUNK_ROWS]["label"]
@@ -110,8 +109,8 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     missing = [key for key in keys if key not in numbers]
     if not missing:
         return ""
-    # Excluded keys that were never written are not a mistake, least of all in a list of what
-    # data_prep left out; a list without any of our keys is.
+    # Missing keys are not an error, because data_prep never writes the samples of its own list. A
+    # list in which no key matches is an error: it was made for another data set.
     if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
@@ -122,7 +121,7 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
 
 
 def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
-    """Remove what does not pass the filter."""
+    """Remove the samples that do not pass the filter `text`."""
     row_filter = RowFilter(text)
     for start in range(0, split.num_samples, CHUNK_ROWS):
         rows = split.index[start : start + CHUNK_ROWS]
@@ -135,7 +134,7 @@ def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> N
 def count_labels(
     labels: NDArray[np.integer], numbers: range | NDArray[np.integer], num_classes: int
 ) -> NDArray[np.int64]:
-    """Count the samples `numbers` of each class, (num_classes,)."""
+    """Return how many of the samples `numbers` each class has, (num_classes,)."""
     counts = np.zeros(num_classes, np.int64)
     for start in range(0, len(numbers), CHUNK_ROWS):
         chunk = numbers[start : start + CHUNK_ROWS]
@@ -147,7 +146,7 @@ def count_labels(
 def _subset(
     numbers: NDArray[np.integer], labels: NDArray[np.integer], selection: Selection
 ) -> NDArray[np.integer]:
-    """Return those of the samples `numbers` that have the smallest hashes, ascending."""
+    """Return the samples with the smallest hashes among `numbers`, ascending."""
     keys = fold_numbers(partial(fold, selection.subset_seed), numbers)
     if selection.fraction is not None and selection.fraction_of == "all":
         return numbers[are_ranked(keys, 0, max(round(selection.fraction * len(numbers)), 1))]
@@ -166,9 +165,9 @@ def _subset(
 
 
 def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[int]]:
-    """Return the keys and the labels that the file `path` excludes of `split`.
+    """Return the keys and the labels that the file `path` excludes from `split`.
 
-    Raises ShardError that lists the lines that cannot be read.
+    Raises ShardError with a list of the invalid lines.
     """
     try:
         lines = path.read_text("utf-8-sig", "surrogateescape").splitlines()
@@ -204,29 +203,30 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
 
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
-    """Return the samples of each key that is there."""
+    """Return the sample numbers of each key that the split has."""
     num_keys = Counter(idx_name(key) for key in keys)
     numbers = defaultdict[str, list[int]](list)
     for number, name in enumerate(_idx_names(split)):
         if name in num_keys:
             numbers[name].append(number)
-    found: dict[str, list[int]] = {}
+    numbers_of_key: dict[str, list[int]] = {}
     for key in keys:
         name = idx_name(key)
         candidates = numbers.get(name, [])
-        # `a b` and `a_b` have the same name: the tar's header decides, at the cost of a read.
+        # `.idx` files replace blanks, so `a b` and `a_b` have the same name. The tar's header
+        # distinguishes them, at the cost of a read.
         if len(candidates) > 1 or num_keys[name] > 1:
             candidates = [number for number in candidates if split.key(number) == key]
         if candidates:
-            found[key] = candidates
-    return found
+            numbers_of_key[key] = candidates
+    return numbers_of_key
 
 
 def _idx_names(split: Split) -> Iterator[str]:
     """Yield the `idx_name` of each sample.
 
-    From `.idx` next to the tar where it fits the index, else from the tar's headers: a read per
-    sample.
+    Names come from the `.idx` file next to the tar if it matches the index, else from the tar's
+    headers, which takes a read per sample.
     """
     if isinstance(split, SplitSlice):
         names = list(_idx_names(split.whole))
@@ -247,13 +247,13 @@ def _idx_names(split: Split) -> Iterator[str]:
             lines = []
         if len(lines) != stop - first:
             lines = [""] * (stop - first)
-        # As lists: a field of a structured array's row costs a microsecond.
+        # As lists, because reading a field of a structured array's row takes a microsecond.
         offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
         for number, line in enumerate(lines):
             fields = line.split(" ")
             image = [str(offsets[number]), str(sizes[number])]
             members = zip(fields[1::4], fields[2::4], fields[3::4], strict=False)
-            names = [name for *place, name in members if place == image]
+            names = [name for *offset_and_size, name in members if offset_and_size == image]
             yield split.key_in(names[0]) if names else idx_name(split.key(first + number))
 
 

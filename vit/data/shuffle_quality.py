@@ -1,11 +1,11 @@
-"""How well an order shuffles: two figures, next to those of a perfect shuffle.
+"""Measure how well an order shuffles, by two figures, and compare it with a perfect shuffle.
 
-Some batches, evenly spaced over one shuffle, give the number of classes in a batch and the distance
-of its samples from where they are stored; the counts of all labels give what a perfect shuffle
-would have. Only labels are read, no images.
+The figures are the number of classes in a batch and the distance of its samples from their place in
+storage, for some batches evenly spaced over one shuffle. The figures of a perfect shuffle follow
+from the counts of all labels. Only labels are read, not images.
 
-A shuffle that only mixes samples that are stored close together has few classes in a batch if
-shards are sorted by class, and moves samples little if shards come in the order of storage.
+A shuffle that mixes only samples close together in storage has few classes in a batch if shards are
+sorted by class, and moves samples little.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from vit.data.order import Order, Share
 from vit.data.select import count_labels
 
 NUM_BATCHES = 32
-"""Batches that are measured: 0.1 s at 4,096 of ImageNet's samples."""
+"""The number of measured batches: 0.1 s at 4,096 of ImageNet's samples each."""
 PERFECT_DISTANCE = 1 / 3
-"""Mean distance of two independent uniform numbers in [0, 1)."""
+"""The mean distance of two independent uniform numbers in [0, 1)."""
 POOR = 0.95
-"""An order with a smaller share of a perfect shuffle's classes is reported as poor."""
+"""An order with a smaller share of a perfect shuffle's classes per batch is reported as poor."""
 
 
 @dataclass(frozen=True)
 class ShuffleQuality:
-    """Figures of an order; `str` gives one line."""
+    """The figures of an order; `str` returns one line."""
 
     classes_per_batch: float
-    """Distinct classes in a batch, mean."""
+    """The mean number of distinct classes in a batch."""
     perfect_classes_per_batch: float
-    """The same of a perfect shuffle, expected."""
+    """The expected number for a perfect shuffle."""
     distance: float
-    """Mean distance between a sample's place in storage and in time, as a share of both; 1/3 for a
-    perfect shuffle."""
+    """The mean distance between a sample's place in storage and in the shuffle, each as a share of
+    the whole; 1/3 for a perfect shuffle."""
     remedy: str = ""
-    """What would shuffle better; "" if nothing is wrong."""
+    """The setting that would shuffle better; "" if the order is good."""
 
     def __str__(self) -> str:
         remedy = f"; {self.remedy}" if self.remedy else ""
@@ -52,10 +52,9 @@ class ShuffleQuality:
 
 
 def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality:
-    """Measure the first shuffle of `order` over samples with these labels (N,).
+    """Measure the first shuffle of `order` over samples with `labels` (N,).
 
-    If draws are not samples, places in storage are those of the draws: all of a source, then all of
-    the next.
+    With several sources, the place in storage is the number of the draw, source after source.
     """
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
@@ -90,21 +89,24 @@ def quality_of(
 
     A batch begins at its `starts` and takes `duration`, both as shares of the time of one shuffle.
     """
-    found = []
+    num_classes = []
     expected = []
     moved = []
     for (labels, places), start in zip(batches, np.asarray(starts), strict=True):
-        found.append(len(np.unique(labels)))
+        num_classes.append(len(np.unique(labels)))
         expected.append(_expected_classes(class_sizes, len(np.unique(places))))
         times = start + duration * (np.arange(len(places)) + 0.5) / len(places)
         moved.append(np.abs(times - (places + 0.5) / num_places).mean())
-    return ShuffleQuality(float(np.mean(found)), float(np.mean(expected)), float(np.mean(moved)))
+    return ShuffleQuality(
+        float(np.mean(num_classes)), float(np.mean(expected)), float(np.mean(moved))
+    )
 
 
 def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:
     """Return the expected number of classes among `num_images` drawn without replacement.
 
-    The hypergeometric probability of none of a class with n of N images is C(N - n, g) / C(N, g).
+    If a class has n of N images, C(N - n, g) / C(N, g) is the hypergeometric probability that g
+    images have none of it.
     """
     total = int(class_sizes.sum())
     expected = 0.0

@@ -1,12 +1,12 @@
 """The memory of batches: a ring of slots that training and its workers share.
 
-The ring is planned from the size of a batch, the number of workers and a budget in bytes, and made
-once: nothing is allocated while training runs, and page faults happen only in the first round.
+The ring is planned from the size of a batch, the number of workers and a budget in bytes. It is
+allocated once, before training, and page faults occur only in the first round.
 Workers write rows into a slot; training gets a batch whose tensors are views of it. The slot is
 free again when the last of these tensors is released.
 
-The memory is an anonymous file (memfd), which is not in /dev/shm: containers have 64 MiB there.
-Behind the slots is the status of each worker (`vit.system.stages`).
+The memory is an anonymous file (memfd), because containers limit /dev/shm to 64 MiB. The status of
+each worker (`vit.system.stages`) follows the slots.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from vit.data.batches import Batch, BatchLayout
 from vit.system.stages import STATUS_BYTES, WorkerStatus
 
 PART_ROWS = 128
-"""Rows that a worker makes at a time. Order and draws cost 2 ms a part and 0.01 ms a row, decoding
-1 ms a row (docs/experiments/)."""
+"""The rows of a part. Order and draws cost 2 ms a part and 0.01 ms a row, decoding 1 ms a row
+(docs/experiments/)."""
 DEFAULT_PREFETCH_BYTES = 2**30
 MAX_READY_BATCHES = 16
-"""With the default prefetch: more would not smooth the supply further."""
+"""The most ready batches with the default prefetch; more would not smooth the supply further."""
 EVAL_READY_BATCHES = 2
-"""Of evaluation, whose slots are kept while training goes on."""
+"""The ready batches of evaluation; its slots stay allocated during training."""
 
 
 @dataclass(frozen=True)
 class Ring:
-    """How the batches of a rank are divided among its workers, and the memory they take."""
+    """The division of a rank's batches among its workers, and their memory."""
 
     part_rows: int
-    """Rows that a worker makes at a time."""
+    """The rows of a part, which one worker makes."""
     num_slots: int
-    """Batches that are in work, ready or in use."""
+    """The batches that are being made, ready or in use."""
     slot_bytes: int
-    """Memory of one batch, in full pages."""
+    """The memory of one batch, in full pages."""
     held_slots: int
-    """Batches that training may hold at once; further ones are copies."""
+    """The batches that training may hold at once; further ones are copies."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all slots."""
+        """The memory of all slots."""
         return self.num_slots * self.slot_bytes
 
 
@@ -67,13 +67,14 @@ def plan_ring(
 ) -> Ring:
     """Plan the ring of one rank for `num_batches` batches in all.
 
-    Workers make parts of a multiple of `row_unit` rows. `prefetch_gib` bounds the memory; None: as
-    much as keeps all workers busy, and up to `max_ready` more batches if a GiB has room for them.
-    Raises ValueError if `prefetch_gib` is too little.
+    The rows of a part are a multiple of `row_unit`. `prefetch_gib` bounds the memory; None: enough
+    to keep all workers busy, and up to `max_ready` more batches if they fit in a GiB. Raises
+    ValueError if `prefetch_gib` is too small.
     """
     rows = layout.num_rows
-    slot_bytes = -(-layout.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    # On a GPU one batch is copied while one computes and the next is handed out.
+    slot_bytes = math.ceil(layout.num_bytes / mmap.PAGESIZE) * mmap.PAGESIZE
+    # With a GPU three batches are held: one computes, one is being copied, and one was just
+    # returned. With two, the loader would copy each batch on the host.
     held = 3 if on_gpu else 2
     part_rows = rows
     if num_workers:
@@ -85,7 +86,7 @@ def plan_ring(
         slots = min(max(least, DEFAULT_PREFETCH_BYTES // slot_bytes), least + max_ready)
     else:
         slots = int(prefetch_gib * 2**30) // slot_bytes
-    # Those that are held may be of a pass before (`Loader.restart`).
+    # Held batches may belong to an earlier pass (`Loader.restart`), so they add to `num_batches`.
     slots = min(slots, num_batches + held)
     least = min(least, num_batches + held)
     if slots < least:
@@ -99,13 +100,13 @@ def plan_ring(
 
 
 class Slots:
-    """The memory of a ring, and of the status of `num_workers` workers.
+    """The memory of a ring and the status of `num_workers` workers.
 
-    Passed to a worker process it is the same memory there.
+    Pickled to a worker process, the object maps the same memory.
     """
 
     def __init__(self, layout: BatchLayout, ring: Ring, num_workers: int = 0):
-        """layout: of the largest batch."""
+        """layout: the layout of the largest batch."""
         self.layout = layout
         self.ring = ring
         self._num_bytes = ring.num_bytes + max(num_workers, 1) * STATUS_BYTES
@@ -119,7 +120,7 @@ class Slots:
         os.ftruncate(self._file, self._num_bytes)
         self._map = mmap.mmap(self._file, self._num_bytes)
         self.close_file = weakref.finalize(self, os.close, self._file)
-        """For when no more workers start: the memory stays while any process has it mapped."""
+        """Closes the file when no more workers start. The memory lives as long as it is mapped."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {
@@ -136,10 +137,11 @@ class Slots:
         os.close(file)
 
     def take_back(self) -> None:
-        """Make all slots free that are not lent; nobody may write into one meanwhile."""
+        """Free all slots that are not lent. No worker may be writing to one."""
         self.free.clear()
         for slot in range(self.ring.num_slots):
-            # One that is given back meanwhile is free already.
+            # The garbage collector may call `give_back` during this loop. Then the slot is free
+            # already, and a second entry would lend it to two batches.
             if slot not in self._lent and slot not in self.free:
                 self.free.append(slot)
 
@@ -148,35 +150,39 @@ class Slots:
         return torch.frombuffer(self._map, dtype=torch.uint8, count=self.ring.num_bytes)
 
     def status(self, number: int) -> WorkerStatus:
-        """Return the status of worker `number`; 0 without workers is this process itself."""
+        """Return the status of worker `number`. Without workers, number 0 is this process."""
         start = self.ring.num_bytes + number * STATUS_BYTES
         return WorkerStatus(memoryview(self._map)[start : start + STATUS_BYTES])
 
     def batch(self, slot: int, layout: BatchLayout | None = None) -> Batch:
         """Return the batch in `slot`, to be written.
 
-        layout: its own, where not all batches have that of the slots.
+        layout: the layout of this batch, if batches differ in image size.
         """
         layout = layout or self.layout
         return layout.batch_in(self._memory(slot, layout))
 
     def lend(self, slot: int, layout: BatchLayout | None = None) -> Batch:
-        """Return the batch in `slot`, to be read: the slot is free once its tensors are released.
+        """Return the batch in `slot`, to be read. The slot is free when its tensors are released.
 
-        A copy, if too many batches are held. layout: as in `batch`.
+        Returns a copy if training already holds `Ring.held_slots` batches. layout: see `batch`.
         """
         layout = layout or self.layout
+        # Without this limit a caller that keeps batches would use up all slots. The next batch
+        # would then never be made, because no slot is free.
         if len(self._lent) >= self.ring.held_slots:
             batch = self.batch(slot, layout).clone()
             self.free.append(slot)
             return batch
 
-        # The garbage collector may call this at any point of other code: both lines are atomic.
+        # The garbage collector may call this between any two operations of other code, so it must
+        # not take a lock; both lines are atomic.
         def give_back(_: object) -> None:
             del self._lent[slot]
             self.free.append(slot)
 
-        # All tensors of the batch hold a reference to this object.
+        # All tensors of the batch, and all views of them, hold a reference to this object, so the
+        # weak reference dies with the last of them.
         memory = self._memory(slot, layout)
         self._lent[slot] = weakref.ref(memory, give_back)
         return layout.batch_in(memory)

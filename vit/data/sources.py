@@ -1,9 +1,9 @@
-"""Several splits as one to train on, and what an epoch draws from each.
+"""Join several splits into one training split, with the number of draws from each per epoch.
 
-Samples are numbered source after source; a number gives the source and its own number there.
-Labels follow the class names of the split that the run is evaluated on: a source with other names,
-or with names in a different order, is mapped by name. If one of the two has no names, labels are
-taken by number, which is reported, and then all sources with names must have the same.
+Samples are numbered source after source, so a number gives the source and the sample number in it.
+Labels follow the class names of the evaluation split: a source with other names, or with names in a
+different order, is mapped by name. If the source or the evaluation split has no names, labels are
+mapped by number, which is reported, and all sources that have names must have the same names.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ class TrainSet(NamedTuple):
     """The samples of a training."""
 
     split: Any
-    """`Split` or `Sources`; of another reader what it has in their place."""
+    """A `Split` or `Sources`, or the object of another reader."""
     num_draws: int
-    """Images in an epoch, including those that fill no batch."""
+    """The images in an epoch, including the tail that does not fill a batch."""
     shares: tuple[Share, ...] = ()
-    """For `Order.shares`."""
+    """The value of `Order.shares`."""
     summary: tuple[str, ...] = ()
-    """What was chosen, in lines; () for all of one split."""
+    """A description of the selection, in lines; () for all of one split."""
     identity: str = ""
-    """What must be the same when a run is resumed."""
+    """A text that must not change when a run is resumed."""
 
 
 def train_set_of(split: Split, selection: Selection) -> TrainSet:
-    """Return the samples of one split that `selection` asks for. Raises ShardError."""
+    """Return the samples of one split that `selection` chooses. Raises ShardError."""
     chosen = choose(split, selection)
     share = Share(chosen.num_samples, chosen.num_samples, 0, chosen.numbers)
     return TrainSet(
@@ -63,10 +63,10 @@ def train_set_of_sources(
     classes_of: Split,
     block_samples: int | None,
 ) -> TrainSet:
-    """Return the selected samples of several splits, each with as many draws as its weight gives.
+    """Return the selected samples of several splits, with the number of draws by weight.
 
-    classes_of: the split that is evaluated on. block_samples: as `data.block_samples`. Raises
-    ShardError and ValueError.
+    classes_of: the evaluation split. block_samples: see `data.block_samples`. Raises ShardError and
+    ValueError.
     """
     chosen = [
         choose(split, selection, f"data.sources[{number}].")
@@ -100,7 +100,7 @@ def train_set_of_sources(
 def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64]:
     """Return how many images of each class an epoch has, (num_classes,).
 
-    Not whole numbers where sources have weights: what an epoch of them has on average.
+    If sources have weights, these are averages over epochs, which need not be whole numbers.
     """
     labels = train_set.split.index["label"]
     counts = np.zeros(num_classes)
@@ -108,30 +108,30 @@ def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64
         numbers: range | NDArray[np.integer] = range(share.first, share.first + share.num_samples)
         if share.chosen is not None:
             numbers = share.first + share.chosen.astype(np.int64)
-        found = count_labels(labels, numbers, num_classes)
-        counts += found * (share.num_draws / share.num_samples)
+        source_counts = count_labels(labels, numbers, num_classes)
+        counts += source_counts * (share.num_draws / share.num_samples)
     return counts
 
 
 def content_sha256(split: Split | Sources) -> str:
-    """Return a hash of all checksums and labels of the images; "" where one has no checksum."""
+    """Return a hash of all images' checksums and labels; "" if a source has no checksums."""
     digest = hashlib.sha256()
-    for each in split.splits:
-        if not has_checksums(each.index):
+    for source in split.splits:
+        if not has_checksums(source.index):
             return ""
         for column in ("crc32c", "label"):
-            digest.update(each.index[column].tobytes())
+            digest.update(source.index[column].tobytes())
     return digest.hexdigest()
 
 
 class Sources:
-    """Splits that are read as one, with the interface of `Split`. May be forked and pickled."""
+    """Several splits that are read as one `Split`; may be forked and pickled."""
 
     name = "sources"
 
     def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
-        """Raises ShardError if `classes_of` lacks the class of a chosen sample, or has no names and
-        those of the sources differ."""
+        """Raises ShardError if `classes_of` lacks the class of a chosen sample, or if it has no
+        names and the names of the sources differ."""
         self.splits = list(splits)
         self.root = " + ".join(str(split.root) for split in splits)
         self.firsts = first_samples(split.num_samples for split in splits)
@@ -153,57 +153,57 @@ class Sources:
 
     @property
     def read_ahead_batches(self) -> int:
-        """How many batches ahead samples should be given to `prefetch`; 0: never."""
+        """The number of batches ahead for which `prefetch` should be called; 0: never."""
         return max(split.read_ahead_batches for split in self.splits)
 
     def identity(self) -> str:
-        """Return a hash of which samples are where in all sources."""
+        """Return a hash of the identities of all sources."""
         identities = " ".join(split.identity() for split in self.splits)
         return hashlib.sha256(identities.encode()).hexdigest()
 
     def prepare(self, num_processes: int) -> None:
-        """As `Split.prepare`."""
+        """See `Split.prepare`."""
         for split in self.splits:
             split.prepare(num_processes)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """As `Split.prefetch`."""
-        for split, own in self.divided(samples):
-            split.prefetch(own)
+        """See `Split.prefetch`."""
+        for split, numbers in self.divided(samples):
+            split.prefetch(numbers)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """As `Split.divided`."""
+        """See `Split.divided`."""
         divided = _divided(self.splits, self.firsts, samples)
-        return [pair for split, own, _ in divided for pair in split.divided(own)]
+        return [pair for split, numbers, _ in divided for pair in split.divided(numbers)]
 
     def read(self, i: int) -> bytes:
-        """As `Split.read`."""
-        split, own = self._of_source(i)
-        return split.read(own)
+        """See `Split.read`."""
+        split, number = self._of_source(i)
+        return split.read(number)
 
     def key(self, i: int) -> str:
-        """As `Split.key`."""
-        split, own = self._of_source(i)
-        return split.key(own)
+        """See `Split.key`."""
+        split, number = self._of_source(i)
+        return split.key(number)
 
     def where(self, i: int) -> str:
-        """As `Split.where`."""
-        split, own = self._of_source(i)
-        return split.where(own)
+        """See `Split.where`."""
+        split, number = self._of_source(i)
+        return split.where(number)
 
     def close(self) -> None:
-        """As `Split.close`."""
+        """See `Split.close`."""
         for split in self.splits:
             split.close()
 
     def _of_source(self, i: int) -> tuple[Split, int]:
-        """Return the split of sample `i`, and its number there."""
+        """Return the split of sample `i`, and its number in that split."""
         number = bisect.bisect_right(self.firsts, i) - 1
         return self.splits[number], i - self.firsts[number]
 
 
 class _Rows:
-    """The rows of several indexes by the sources' numbers, and complete columns; labels mapped."""
+    """The joined indexes of all sources, by row or by column, with mapped labels."""
 
     def __init__(self, splits: list[Split], maps: list[NDArray[np.int32]], firsts: list[int]):
         self._splits = splits
@@ -211,27 +211,27 @@ class _Rows:
         self._firsts = firsts
         self.nbytes = sum(split.index.nbytes for split in splits)
 
-    def __getitem__(self, which: Any) -> Any:
-        if isinstance(which, str):
-            columns = [split.index[which] for split in self._splits]
-            if which == "label":
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            columns = [split.index[key] for split in self._splits]
+            if key == "label":
                 columns = [map_[column] for map_, column in zip(self._maps, columns, strict=True)]
             return np.concatenate(columns)
-        samples = np.atleast_1d(which)
+        samples = np.atleast_1d(key)
         rows = np.zeros(samples.shape, INDEX_DTYPE)
         divided = _divided(self._splits, self._firsts, samples)
-        for number, (split, own, places) in enumerate(divided):
-            own_rows = split.index[own]
+        for number, (split, numbers, places) in enumerate(divided):
+            split_rows = split.index[numbers]
             for name in ("size", "offset", "label", "width", "height"):
-                rows[name][places] = own_rows[name]
+                rows[name][places] = split_rows[name]
             rows["label"][places] = self._maps[number][rows["label"][places]]
-        return rows if np.ndim(which) else rows[0]
+        return rows if np.ndim(key) else rows[0]
 
 
 def _divided(
     splits: list[Split], firsts: list[int], samples: NDArray[np.int64]
 ) -> Iterator[tuple[Split, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield each split, its samples among `samples` by its own numbers, and their places there."""
+    """Yield each split, the numbers in it of its samples, and their places in `samples`."""
     split_numbers = np.searchsorted(firsts, samples, side="right") - 1
     for number, split in enumerate(splits):
         places = np.flatnonzero(split_numbers == number)
@@ -250,7 +250,7 @@ def _how_to_name(root: Any) -> str:
 
 
 def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
-    """Raise ShardError if a number means one class here and another there."""
+    """Raise ShardError if a label has different class names in two sources."""
     named = [(number, split) for number, split in enumerate(splits) if split.class_names]
     for (first_number, first), (number, split) in pairwise(named):
         pairs = zip_longest(first.class_names, split.class_names)
@@ -265,7 +265,7 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
 
 
 def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32]:
-    """Return the label by `classes_of` of each label of `split`, -1 for one that is not used."""
+    """Return the label in `classes_of` of each label of `split`, or -1 if it has no such class."""
     names = classes_of.class_names
     if names and not split.class_names and split.num_classes > classes_of.num_classes:
         raise ShardError(

@@ -1,9 +1,9 @@
-"""Notices processes that make batches and hang, and reports what training waits for.
+"""Detect hanging processes that make batches, and report why training waits.
 
-While training waits for a batch, the status of each process (`vit.system.stages`) is looked at
-again and again. A process whose status does not change makes no progress: it is named in a warning,
-with what it has been doing and since when. `vit.data.worker_pool` replaces workers that hang for
-too long; a process that makes its own batches is only watched.
+While training waits for a batch, the watch checks the status of each process (`vit.system.stages`)
+about once a second. A process whose status does not change makes no progress: a warning names it,
+its stage and since when. `vit.data.worker_pool` replaces workers that hang for too long. A process
+that makes its own batches is only watched.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable
 from vit.system.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
-"""A wait of training for its next batch is reported after this time, or after a quarter of the
-stall timeout, and again each time as long."""
+"""The time after which a wait of training for its next batch is reported, and reported again; at
+most a quarter of the stall timeout."""
 LOOK_EACH_S = 1.0
-"""Between two looks while training waits; less if the stall timeout is short."""
+"""The time between two checks while training waits; less if the stall timeout is short."""
 MAX_NAMED = 4
-"""Processes that a warning names."""
+"""The most processes that a warning names."""
 log = logging.getLogger(__name__)
 
 
 class StallWatch:
-    """How long each of some processes has made no progress.
+    """The time for which each process has made no progress.
 
-    Time is counted in looks, not by the clock: if training itself was stopped (Ctrl-Z, a suspended
-    job), no process hangs.
+    Time is counted in checks, not by the clock, because a stopped training process (Ctrl-Z, a
+    suspended job) does not mean that a worker hangs.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class StallWatch:
         self.warn_after_s = min(WARN_AFTER_S, (stall_timeout_s or 1e9) / 4)
         self.look_each_s = min(LOOK_EACH_S, self.warn_after_s / 4)
         self.stuck_s = [0.0] * len(statuses)
-        """How long each process has been at the same point."""
+        """The time that each process has been at the same point."""
         self._changes = [status.num_changes for status in statuses]
         self.begin()
 
@@ -54,17 +54,17 @@ class StallWatch:
         self._waited_s = 0.0
         self._warn_s = self.warn_after_s
         self.idle_s = 0.0
-        """How long all processes have been without work."""
+        """The time that all processes have been without work."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to look again."""
+        """Whether it is time for the next check."""
         return time.monotonic() - self._looked_s >= self.look_each_s
 
     def look(self, name: Callable[[int], str]) -> None:
-        """Look at each status, and warn when it is time to. name: process number -> its name."""
+        """Check each status, and warn if a warning is due. name: process number -> its name."""
         now_s = time.monotonic()
-        # More time than two looks apart has passed only if this process was stopped, too.
+        # Counts at most two intervals: more time passes only if this process was stopped.
         passed_s = min(now_s - self._looked_s, 2 * self.look_each_s)
         self._looked_s = now_s
         self._waited_s += passed_s
@@ -86,15 +86,15 @@ class StallWatch:
         stuck = [n for n in numbers if self.stuck_s[n] >= 0.9 * self.warn_after_s]
         busy = [n for n in numbers if self._statuses[n].stage != Stage.IDLE]
         named = stuck or busy
-        what = "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])
+        activities = "; ".join(f"{name(n)} {self.activity(n)}" for n in named[:MAX_NAMED])
         if not named:
-            what = f"{', '.join(name(n) for n in numbers[:MAX_NAMED])} takes no work"
+            activities = f"{', '.join(name(n) for n in numbers[:MAX_NAMED])} takes no work"
         if len(named) > MAX_NAMED:
-            what += f"; and {len(named) - MAX_NAMED} more"
-        log.warning("training has waited %.0f s for its next batch: %s", self._waited_s, what)
+            activities += f"; and {len(named) - MAX_NAMED} more"
+        log.warning("training has waited %.0f s for its next batch: %s", self._waited_s, activities)
 
     def activity(self, number: int) -> str:
-        """Say what a process is doing: "has been reading ... since 12:13:14"."""
+        """Describe the activity of a process: "has been reading ... since 12:13:14"."""
         status = self._statuses[number]
         began_s = time.time() - (time.monotonic() - status.since_s)
         since = time.strftime("%H:%M:%S", time.localtime(began_s))
@@ -106,13 +106,13 @@ class StallWatch:
 
 
 def watch_in_thread(status: WorkerStatus, watch: StallWatch) -> Callable[[], None]:
-    """Watch this process, which makes its own batches, from a thread; return what ends that."""
+    """Watch this process from a thread, and return a function that ends the thread."""
     ended = threading.Event()
 
     def look() -> None:
         part = status.part
         while not ended.wait(watch.look_each_s):
-            if status.stage == Stage.IDLE or status.part != part:  # another batch, or none
+            if status.stage == Stage.IDLE or status.part != part:  # a new batch, or none
                 part = status.part
                 watch.begin()
             else:

@@ -1,12 +1,12 @@
-"""Batches on their way to the GPU, while it computes the step before.
+"""Copy batches to the GPU while it computes the previous step.
 
     slot, page-locked -> copying stream: copy, then `on_device` (augmentation) -> computing stream
 
-The host queues all of it ahead and goes on at once. What may go wrong is order: a slot that is
-filled again before the device has read it, device memory that is read before it was written or used
-again before it was read. Every wait here prevents one of these; `tests/data/test_to_gpu.py` runs
-`ToGpu` on a GPU whose work comes as late, and in as odd an order, as streams and events allow, and
-takes each wait away in turn.
+The host queues everything ahead and continues at once. The order can go wrong in three ways: a slot
+is filled again before the device has read it, device memory is read before it is written, or it is
+reused before it is read. Every wait below prevents one of these. `tests/data/test_to_gpu.py` runs
+`ToGpu` on a simulated GPU that works as late, and in as odd an order, as streams and events allow,
+and removes each wait in turn.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the point."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until the device has reached it."""
+        """Wait until the device has reached the point."""
         ...
 
 
 class Gpu(Protocol):
-    """All that `ToGpu` asks of a GPU: two streams, their order, and memory."""
+    """The operations of a GPU that `ToGpu` uses: two streams, their order, and memory."""
 
     def lock(self, memory: Tensor) -> bool:
-        """Page-lock host memory, from which the device copies by itself; return whether it did."""
+        """Page-lock host memory for asynchronous copies; return whether that worked."""
         ...
 
     def unlock(self, memory: Tensor) -> None:
@@ -47,11 +47,11 @@ class Gpu(Protocol):
         ...
 
     def pin(self, batch: Batch) -> Batch:
-        """Copy `batch` into page-locked memory that lasts until all copies out of it are done."""
+        """Copy `batch` into page-locked memory that lives until all copies out of it are done."""
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """Queue what follows on the copying stream, and allocate for it."""
+        """Return a context in which work is queued on the copying stream, with its memory."""
         ...
 
     def move(self, batch: Batch) -> Batch:
@@ -59,15 +59,15 @@ class Gpu(Protocol):
         ...
 
     def compute_after_copies(self) -> None:
-        """Let the computing stream wait for all that is queued on the copying stream."""
+        """Make the computing stream wait for all work queued on the copying stream."""
         ...
 
     def keep_for_computing(self, tensor: Tensor) -> None:
-        """Keep `tensor`'s memory, once it is freed, until the computing stream has come so far."""
+        """Reuse `tensor`'s memory only after the work now queued on the computing stream."""
         ...
 
     def record(self) -> Event:
-        """Mark the point up to which work is queued on the computing stream."""
+        """Return the current end of the work on the computing stream."""
         ...
 
     def synchronize(self) -> None:
@@ -76,10 +76,10 @@ class Gpu(Protocol):
 
 
 class ToGpu:
-    """Moves batches, one after the other, to the GPU."""
+    """Copies batches to the GPU, one after the other."""
 
     def __init__(self, gpu: Gpu, memory: Tensor, on_device: Callable[[Batch], Batch] | None = None):
-        """memory: of all slots, (num_bytes,) uint8. on_device: see `vit.data.loader.Loader`."""
+        """memory: all slots, (num_bytes,) uint8. on_device: see `vit.data.loader.Loader`."""
         self._gpu = gpu
         self._memory = memory
         self._on_device = on_device
@@ -90,38 +90,38 @@ class ToGpu:
     def __call__(self, batch: Batch) -> Batch:
         """Return `batch` on the device, for work that is queued on the computing stream from now.
 
-        Table and ids stay on the host; copies out of them, too, may be queued until the next call.
+        Table and ids stay on the host. Copies out of them may also be queued until the next call.
         """
         gpu = self._gpu
         if not self._is_locked:
             batch = gpu.pin(batch)
-        # Copies out of the last batch's slot are done when the device reaches this event: that of
-        # the batch itself, which the step has waited for, and any that came with the step. Until
-        # then holding the batch keeps its slot from being filled again.
+        # Holding the last batch keeps its slot from being filled again. All copies out of the slot
+        # are done when the device reaches this event: the batch's own copy, which the step waited
+        # for, and copies that were queued with the step.
         if self._last is not None:
             self._in_use.append((self._last, gpu.record()))
-        # A host-device sync only when two steps are queued already; else done events are skipped.
+        # The host waits only if two steps are queued already; else it drops finished events.
         while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
             self._in_use.popleft()[1].synchronize()
         self._last = batch
-        # On the stream of the step all this would wait for the step before.
+        # On the computing stream, copy and augmentation would wait for the previous step.
         with gpu.copying():
             moved = gpu.move(batch)
             if self._on_device is not None:
                 moved = self._on_device(moved)
-        # The device waits before the step; the host waits for nothing.
+        # The device waits before the step; the host does not wait.
         gpu.compute_after_copies()
         for tensor in (moved.images, moved.labels, moved.weights):
-            # Allocated for the copying stream: without this the allocator would give the memory to
-            # the next copy as soon as the host drops the tensor, and the step may not have run.
+            # The memory belongs to the copying stream. Without this line the allocator would give
+            # it to the next copy as soon as the host drops the tensor, before the step has run.
             gpu.keep_for_computing(tensor)
         return moved
 
     def close(self) -> None:
         """Wait until the device has finished, and unlock the memory."""
-        # A device that failed has raised its error before.
+        # Suppressed, because a device that failed has raised its error before.
         with suppress(RuntimeError):
-            # A copy that still reads memory as it is unlocked would be an error of the device.
+            # Unlocking memory that a copy still reads would be an error of the device.
             self._gpu.synchronize()
             if self._is_locked:
                 self._gpu.unlock(self._memory)
@@ -130,7 +130,7 @@ class ToGpu:
 
 
 class Cuda:
-    """A `Gpu` by torch.cuda. The computing stream is the one that is current at each call."""
+    """A `Gpu` by torch.cuda. The computing stream is the current stream of each call."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -147,7 +147,7 @@ class Cuda:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
     def pin(self, batch: Batch) -> Batch:
-        """See `Batch.pin_memory`; torch's allocator waits for copies before it uses it again."""
+        """See `Batch.pin_memory`; torch's allocator reuses the memory only after the copies."""
         return batch.pin_memory()
 
     def copying(self) -> AbstractContextManager[object]:
@@ -176,15 +176,15 @@ class Cuda:
 
 
 def page_lock(memory: Tensor, what: str, otherwise: str) -> bool:
-    """Page-lock `memory`, so that the GPU can read and write it by itself; return whether it could.
+    """Page-lock `memory` for asynchronous copies by the GPU; return whether that worked.
 
-    The CUDA runtime refuses inside gVisor, WSL and some virtual machines: then a note is printed,
-    of `what` is not locked and what happens `otherwise`.
+    The CUDA runtime refuses inside gVisor, WSL and some virtual machines. Then a note is printed
+    that `what` is not page-locked, with the consequence `otherwise`.
     """
     try:
         cuda = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-    except RuntimeError as error:  # torch.cuda.CudaError is one, and so is a missing driver
+    except RuntimeError as error:  # also torch.cuda.CudaError, and the error of a missing driver
         reason = str(error).splitlines()[0]
         # CUDA reports the error again after the next kernel: launch one here, or a step would fail.
         with suppress(RuntimeError):

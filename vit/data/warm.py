@@ -4,11 +4,11 @@
     python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache
     python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache
 
-The first fetches from a URL into the default cache, the second from a mounted folder to the disk of
-the node, the third what a run of this config will look for. Root, split and cache give the blocks,
-as in training; threads fetch those that are missing, and stop when the cache is full. Several
-commands at once on one host share the work: each starts at a different block, and each block has a
-lock.
+The first command fetches from a URL into the default cache, the second from a mounted folder to the
+disk of the node, the third fetches the data that a run of this config will read. Root, split and
+cache determine the blocks, as in training. Threads fetch the missing blocks and stop when the cache
+is full. Several commands on one host share the work: each starts at a different block, and each
+block has a lock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 NUM_THREADS = 16
-"""Blocks fetched at once; each is held in memory."""
+"""The blocks that are fetched at once, each in memory."""
 
 
 def warm(
@@ -48,10 +48,10 @@ def warm(
     fraction: float = 1.0,
     num_threads: int = NUM_THREADS,
 ) -> tuple[str, bool]:
-    """Fetch the blocks of these shards that the cache lacks, until it is full.
+    """Fetch the blocks of these shards that the cache lacks, until the cache is full.
 
-    fraction: of the blocks, from the first one on. Returns a report, and whether all that was
-    fetched has the bytes that the index says. Raises ShardError for what cannot be fetched or kept.
+    fraction: share of the blocks, from the first one on. Returns a report, and whether all fetched
+    bytes match the index. Raises ShardError if a block cannot be fetched or stored.
     """
     cache = tars.cache
     blocks = list(tars.blocks(shards))
@@ -76,7 +76,7 @@ def warm(
         return fetched
 
     def fetch(block: CacheBlock) -> int:
-        """Return the bytes that are in the cache now."""
+        """Return the number of bytes that this call added to the cache."""
         if not is_full.is_set() and cache.has_room(block.num_bytes):
             cache.fetch(block.name, lambda: get(block), may_remove=False)
             if cache.holds(block.name):
@@ -94,7 +94,7 @@ def warm(
                 fetched_bytes += future.result()
                 meter.update(done, num_bytes=fetched_bytes)
     finally:
-        is_full.set()  # after an error or Ctrl-C: threads start no further block
+        is_full.set()  # after an error or Ctrl-C, so that threads do not start another block
         threads.shutdown(wait=False, cancel_futures=True)
     lacking_bytes = sum(block.num_bytes for block in missing) - fetched_bytes
     report = (
@@ -125,17 +125,17 @@ def _size(num_bytes: float) -> str:
 
 
 def _shards_of(text: str | None, num_shards: int) -> range:
-    """Return the shards named by `3` or `0-9`; all for None."""
+    """Return the shards that `text` names, such as `3` or `0-9`; None: all."""
     if text is None:
         return range(num_shards)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    found = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
-    if not found or found.stop > num_shards:
+    shards = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
+    if not shards or shards.stop > num_shards:
         raise ValueError(
             f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards}"
             " shards"
         )
-    return found
+    return shards
 
 
 def _options(arguments: Sequence[str] | None) -> Namespace:
@@ -177,34 +177,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     guard_console()
     status = 0
     try:
-        given = _options(arguments)
-        if not 0 < given.fraction <= 1 or given.threads < 1:
+        options = _options(arguments)
+        if not 0 < options.fraction <= 1 or options.threads < 1:
             raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
         further: list[tuple[str, str]] = []
-        if given.config is not None:
-            config = load_config(given.config, given.root)
+        if options.config is not None:
+            config = load_config(options.config, options.root)
             data = config.data
             further = config.eval.further_places(data.root, data.val_split)
-        elif len(given.root) == 1:
-            data = DataConfig(root=given.root[0])
+        elif len(options.root) == 1:
+            data = DataConfig(root=options.root[0])
         else:
             raise ValueError(
                 "expected one data set: its folder or URL, or --config FILE (python -m"
                 " vit.data.warm --help)"
             )
-        wanted = [(data.root, split) for split in given.split or [data.val_split]]
-        if not given.split:
-            wanted[:0] = [
+        places = [(data.root, split) for split in options.split or [data.val_split]]
+        if not options.split:
+            places[:0] = [
                 (source.root or data.root, source.split or data.train_split)
                 for source in data.sources or (SourceConfig(),)
             ]
-            wanted += further
-        for root, split in dict.fromkeys((root, parse_name(name).split) for root, name in wanted):
+            places += further
+        for root, split in dict.fromkeys((root, parse_name(name).split) for root, name in places):
             tars = open_split(
                 resolve(root),
                 split,
-                given.cache_dir or data.cache_dir,
-                data.cache_gib if given.cache_gib is None else given.cache_gib,
+                options.cache_dir or data.cache_dir,
+                data.cache_gib if options.cache_gib is None else options.cache_gib,
                 RetryPolicy(data.patience_s),
             ).tars
             if not isinstance(tars, CachedTars):
@@ -212,8 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
                     " copies of its blocks go"
                 )
-            shards = _shards_of(given.shards, len(tars.filenames))
-            report, is_sound = warm(tars, split, shards, given.fraction, given.threads)
+            shards = _shards_of(options.shards, len(tars.filenames))
+            report, is_sound = warm(tars, split, shards, options.fraction, options.threads)
             if is_sound:
                 print(report, flush=True)
             else:

@@ -1,13 +1,13 @@
-"""Who makes parts of batches: worker processes, how they start, get work, hang, die and end.
+"""The worker processes that make parts of batches: start, work, hang, death and end.
 
-Parts go into one pipe, and whichever worker is free takes the next; results come back through one
-pipe per worker. Each worker writes what it is doing into its status in shared memory, which
-`vit.data.stall_watch` looks at while training waits. If a worker makes no progress for
-`stall_timeout_s`, or all say that they wait for work and parts do not come back (one was stopped as
-it waited), all are killed. Once they are dead and cannot write any more, others take their places,
-and parts that had not come back are made again, from nothing but their positions. A part at which
-two workers hang, and a worker that even the kernel cannot end, end the run. Without workers
-`OwnProcess` makes the parts.
+Parts go into one pipe, and a free worker takes the next part; results come back through one pipe
+per worker. Each worker writes its current stage into its status in shared memory, which
+`vit.data.stall_watch` checks while training waits. The pool kills all workers if one makes no
+progress for `stall_timeout_s`, or if all are idle for that time while parts are missing (a worker
+was stopped before it took its part). When the killed workers are dead and cannot write any more,
+the pool starts new workers, which make the missing parts again from their positions. The run ends
+if two workers hang at one part, or if the kernel cannot end a worker. Without workers `OwnProcess`
+makes the parts.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ from vit.system.host import num_oom_kills, process_state
 from vit.system.stages import Stage, WorkerStatus
 
 END_WAIT_S = 1.0
-"""Time in which a killed process ends, unless it waits inside the kernel."""
+"""The time in which a killed process ends, unless it waits inside the kernel."""
 NICENESS_BESIDE_GPU = 10
-"""Of workers: a tenth of the weight of the thread that launches kernels and of NCCL's. These need
-little time, but a GPU waits for it. On a CPU, where the step computes too, all weigh the same."""
+"""The niceness of workers beside a GPU: a tenth of the scheduler weight of the threads that launch
+kernels and run NCCL. These threads need little time, but the GPU waits for them. If the step runs
+on the CPU, workers and step have the same weight."""
 PARTS_PER_MEASUREMENT = 64
-"""Parts after which a worker measures its memory again."""
+"""The number of parts after which a worker measures its memory again."""
 MAX_QUEUED_PARTS = 256
-"""4 KiB, which every pipe has room for, so adding a part never waits: on Linux, a user with a
-thousand pipes gets only 8 KiB for each further one."""
+"""The most parts in the pipe: 4 KiB, which fits in any pipe, so adding a part never waits. Linux
+gives a user with a thousand pipes only 8 KiB for each further one."""
 _PART = struct.Struct("<qii")
-"""position, slot, first row. Few enough bytes that a pipe passes them in one piece, with any number
-of readers."""
+"""A part in the pipe: position, slot, first row. A pipe passes so few bytes in one piece, with any
+number of readers."""
 RowRange = tuple[int, int]
 """(position, first row)."""
 log = logging.getLogger(__name__)
 
 
 class WorkerError(ValueError):
-    """A loader worker has died or hangs: which, why or where, and what to do."""
+    """A loader worker died or hangs. The message has the worker, the cause and a remedy."""
 
 
 class Result(NamedTuple):
-    """What is reported about a part that is done, or failed."""
+    """The report on a part that was made or failed."""
 
     position: int
     first: int
@@ -71,13 +72,13 @@ class Result(NamedTuple):
     busy_s: float
     bad_keys: tuple[str, ...]
     error: Exception | None
-    """ShardError for a mistake of the user."""
+    """The error of a failed part; a ShardError if the user can fix it."""
 
 
 class OwnProcess:
     """The loader without workers: this process makes a part when training waits for it.
 
-    A thread watches it, which can only report.
+    A thread watches this process. The thread can report a hang, but not end it.
     """
 
     num_replaced = 0
@@ -88,7 +89,7 @@ class OwnProcess:
         self._parts = deque[tuple[int, int, int]]()
         self.statuses = [slots.status(0)]
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
-        # Also if the loader is never closed: the thread would look at nothing for ever.
+        # Also runs if the loader is never closed; otherwise the watch thread would never end.
         self.end = Finalize(self, watch_in_thread(self.statuses[0], self.watch))
 
     def put(self, position: int, slot: int, first: int) -> None:
@@ -96,12 +97,13 @@ class OwnProcess:
         self._parts.append((position, slot, first))
 
     def drop(self) -> None:
-        """Forget all parts that are not made."""
+        """Drop all parts that are not made yet."""
         self._parts.clear()
 
     def results(self, wait: bool) -> list[Result]:
         """Make the next part, if training waits for one."""
-        # Not before: what is made ahead in the same process costs training the same time.
+        # Parts are made only on demand: making them ahead in this process would take the same time
+        # from training, and more memory.
         if not wait:
             return []
         position, slot, first = self._parts.popleft()
@@ -110,18 +112,19 @@ class OwnProcess:
             batch = self._slots.batch(slot, self._batches.layout_at(position))
             return [_make(self._batches, self.statuses[0], position, first, batch)]
         except BaseException:
-            # Ctrl-C: the batch is lost, not its slot, for whoever goes on.
+            # After Ctrl-C the batch is lost. Its slot must not be: a caller that catches the error
+            # and continues would soon have no slot left.
             self._slots.free.append(slot)
             raise
         finally:
             self.statuses[0].enter(Stage.IDLE)
-            # What else this process decodes, as for a report, must not look like a batch that
-            # training waits for.
+            # Restore the old status: this process may decode other images, as for a report, and
+            # these must not count as a batch that training waits for.
             stages.use(status_before)
 
 
 class WorkerPool:
-    """Worker processes, the pipe that they take parts from, and the pipes of their results."""
+    """The worker processes, the pipe with their parts, and the pipes with their results."""
 
     def __init__(
         self,
@@ -131,9 +134,9 @@ class WorkerPool:
         stall_timeout_s: float | None,
         niceness: int = 0,
     ):
-        """niceness: what workers add to that of this process."""
-        # Without fork each worker has 340 MiB of its own, opens every shard again and takes seconds
-        # to start.
+        """niceness: added to the niceness of this process."""
+        # Forked workers share memory and open files with this process. Without fork each would take
+        # 340 MiB, open every shard again and need seconds to start.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches = batches
         self._slots = slots
@@ -141,20 +144,20 @@ class WorkerPool:
         self._niceness = niceness
         self.statuses = [slots.status(number) for number in range(num_workers)]
         self.num_replaced = 0
-        """Workers that hung and were replaced."""
+        """The number of workers that hung and were replaced."""
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
         self._oom_kills_before = num_oom_kills()
         self._waiting = deque[tuple[int, int, int]]()
-        """Parts that are not in the pipe yet."""
+        """The parts that are not in the pipe yet."""
         self._queued: dict[RowRange, int] = {}
-        """The slot of each part that is in the pipe, or that a worker has."""
+        """The slot of each part that is in the pipe or in a worker."""
         self._hung = set[RowRange]()
-        """Parts at which a worker hung: each is made once more."""
+        """The parts at which a worker hung. Each gets one retry, then the run ends."""
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
-        # Also if the loader is never closed: at exit Python would wait for the workers, and they
-        # ignore SIGTERM.
+        # Also runs if the loader is never closed. At exit Python sends SIGTERM to the workers and
+        # joins them; workers ignore SIGTERM, so the process would never end.
         self.end = Finalize(
             self,
             _end_workers,
@@ -165,50 +168,54 @@ class WorkerPool:
             self._start(number)
 
     def put(self, position: int, slot: int, first: int) -> None:
-        """Add a part, for the worker that is free first. Never waits."""
+        """Add a part, for the worker that is free first. Returns without waiting."""
         self._waiting.append((position, slot, first))
         self._fill_pipe()
 
     def drop(self) -> None:
-        """Forget all parts that are not in the pipe, and wait for the others: they fill slots."""
+        """Drop all parts that are not in the pipe, and wait for those that are.
+
+        Workers write into slots until their parts are done, so the slots cannot be used before.
+        """
         self._waiting.clear()
         self.watch.begin()
         while self._queued:
             self.results(wait=True)
 
     def results(self, wait: bool) -> list[Result]:
-        """Return the results of the parts that are done; with `wait`, of one or more.
+        """Return the results of the finished parts; with `wait`, wait until there is one.
 
-        While it waits, workers that hang are reported and replaced. Raises WorkerError if a worker
-        has died, or hangs and cannot be replaced.
+        Reports and replaces workers that hang during the wait. Raises WorkerError if a worker died,
+        or hangs and cannot be replaced.
         """
-        found = list[Result]()
+        results = list[Result]()
         while True:
-            # The only place where training waits for workers, and it never waits for one of them:
-            # whoever sends or dies first ends it, and at the latest the next look at all.
+            # Training waits for workers only here, and for all at once: a worker that sends or dies
+            # ends the wait, because the pipe of a dead worker becomes readable. The timeout ends it
+            # in time for the next check of all statuses.
             events = self._selector.select(self.watch.look_each_s if wait else 0)
             for key, _ in events:
-                if self._receive(key.data, found):
+                if self._receive(key.data, results):
                     raise WorkerError(self._cause_of_death(self._workers[key.data][0]))
             if wait and self.watch.is_due:
                 self.watch.look(self._name)
-                self._replace_stalled(found)
+                self._replace_stalled(results)
             self._fill_pipe()
-            if found or not wait:
-                return found
+            if results or not wait:
+                return results
 
     def _fill_pipe(self) -> None:
-        # A write that blocked would stop training: workers take parts only if they get rid of
-        # results, which training must read.
+        # The limit keeps the write from blocking. A blocked write would be a deadlock: workers take
+        # parts only while they can send results, and this process would not read any.
         while self._waiting and len(self._queued) < MAX_QUEUED_PARTS:
             position, slot, first = self._waiting.popleft()
             self._queued[position, first] = slot
             os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
-        # Before it lives: a status is written by its process alone.
+        # Before the worker starts: once it runs, the status has one writer, the worker.
         self.statuses[number].restart()
-        # A signal to the job must not end a worker before it has learnt to ignore it.
+        # Block signals until `_work` ignores them: a signal to the job must not end a new worker.
         with signals_blocked():
             results, send = self._context.Pipe(duplex=False)
             worker = self._context.Process(
@@ -217,21 +224,23 @@ class WorkerPool:
                 daemon=True,
             )
             worker.start()
-            send.close()  # now only the worker has it, so the pipe ends when the worker does
+            # The worker has the only other copy, so the pipe ends when the worker dies. With this
+            # copy open, a death would not be noticed.
+            send.close()
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
 
-    def _receive(self, number: int, found: list[Result]) -> bool:
-        """Append what worker `number` has sent to `found`; return True if it is dead."""
-        results = self._workers[number][1]
-        # The end of the pipe is the worker's, and comes after all that it sent before it died; half
-        # a message, of a worker that was killed as it wrote, reads as the end, too.
+    def _receive(self, number: int, received: list[Result]) -> bool:
+        """Append the results that worker `number` sent to `received`; return True if it is dead."""
+        pipe = self._workers[number][1]
+        # The pipe ends when the worker dies, behind everything that it sent before. If the kill cut
+        # a message in half, reading it raises the same EOFError.
         with suppress(EOFError, OSError):
-            while results.poll():
-                result = results.recv()
+            while pipe.poll():
+                result = pipe.recv()
                 self.watch.idle_s = 0.0
                 self._queued.pop((result.position, result.first))
-                found.append(result)
+                received.append(result)
             return False
         return True
 
@@ -241,11 +250,11 @@ class WorkerPool:
         pid = self._workers[number][0].pid
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
-    def _replace_stalled(self, found: list[Result]) -> None:
-        """Replace all workers if one hangs for too long, or if all have no work and parts wait.
+    def _replace_stalled(self, received: list[Result]) -> None:
+        """Replace all workers if one hangs for too long, or if all are idle and parts are missing.
 
-        In the second case one was stopped before it took a part, or before it began it; which,
-        cannot be known.
+        In the second case a worker was stopped before it took a part, or before it began it; the
+        statuses do not show which worker.
         """
         stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
         if stuck:
@@ -271,21 +280,23 @@ class WorkerPool:
             raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
         self._hung |= hung
         log.warning("%s: all workers are replaced, and others make their parts again", problem)
-        self._replace_all(found, f"{problem}, and cannot be killed; {remedy}")
+        self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
         self.num_replaced += len(stuck) or len(self._workers)
 
-    def _replace_all(self, found: list[Result], problem: str) -> None:
-        """Kill all workers, start others, and add the parts again that have not come back.
+    def _replace_all(self, received: list[Result], problem: str) -> None:
+        """Kill all workers, start new ones, and add the missing parts again.
 
-        All, not only the one that hangs: a worker may die between taking a part and saying so, and
-        with all dead and the pipe empty, the parts that are left need no guess. It costs what the
-        others had begun, at most a part of each. Raises WorkerError(problem) if one does not die.
+        A worker may die after it took a part and before it wrote that into its status. So the pool
+        kills all workers: when all are dead and the pipe is empty, the missing parts are exactly
+        those without a result. The cost is at most one part of each worker. Raises
+        WorkerError(problem) if a worker does not die.
         """
         for worker, _ in self._workers.values():
             worker.kill()
-        # In the kernel a process dies only when its wait ends, as when a mount comes back.
+        # A process that waits inside the kernel dies only when that wait ends, as when a mount
+        # comes back.
         deadline = time.monotonic() + self._timeout_s
-        for number, (worker, results) in list(self._workers.items()):
+        for number, (worker, pipe) in list(self._workers.items()):
             while worker.exitcode is None:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
@@ -293,16 +304,16 @@ class WorkerPool:
                 worker.join(min(self.watch.warn_after_s, left_s))
                 if worker.exitcode is None:
                     log.warning("%s has been killed, and has not ended yet", self._name(number))
-            self._receive(number, found)
-            self._selector.unregister(results)
-            results.close()
-        # Only now: while one of them lived, it could still write into a slot, or take a part.
+            self._receive(number, received)
+            self._selector.unregister(pipe)
+            pipe.close()
+        # Only when all are dead: a living worker could still write into a slot or take a part.
         os.set_blocking(self._parts.fileno(), False)
         with suppress(BlockingIOError):
             while os.read(self._parts.fileno(), _PART.size):
                 pass
-        os.set_blocking(self._parts.fileno(), True)  # those to come share this end, and wait at it
-        # In front of what waits, in their order: training waits for the first of them.
+        os.set_blocking(self._parts.fileno(), True)  # new workers inherit this end and wait at it
+        # At the front and in the old order, because training waits for the first of these parts.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )
@@ -332,14 +343,15 @@ class WorkerPool:
             )
         if number == signal.SIGKILL:
             num_kills = num_oom_kills()
-            before = self._oom_kills_before
-            counted = "it counted none here" if num_kills is not None else "see `dmesg`"
+            kills_before = self._oom_kills_before
+            kernel_note = "it counted none here" if num_kills is not None else "see `dmesg`"
             cause = (
                 "by a person or program, or by the kernel, which does so when memory runs out"
-                f" ({counted}); if it did, lower data.num_workers or data.prefetch_gib"
+                f" ({kernel_note}); if it did, lower data.num_workers or data.prefetch_gib"
             )
-            # Without both counts (None: it cannot be read) nothing is known.
-            if num_kills and before is not None and num_kills > before:
+            # Conclusive only if both counts could be read (None: unreadable). The count is that of
+            # the whole host or container, so other processes may have died, but not none.
+            if num_kills and kills_before is not None and num_kills > kills_before:
                 cause = (
                     "because memory ran out: the kernel has counted it. Lower data.num_workers or"
                     " data.prefetch_gib"
@@ -353,7 +365,7 @@ def _end_workers(
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Kill all workers: nobody waits for what they are making, and a slow store may hold it up."""
+    """Kill the workers: their results are not needed, and a slow read could delay a clean exit."""
     selector.close()
     for worker, _ in workers.values():
         worker.kill()
@@ -361,8 +373,8 @@ def _end_workers(
         results.close()
         worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            # It waits inside the kernel, as for a dead mount, and ends with that wait. Python must
-            # not join it at exit.
+            # The worker waits inside the kernel, as for a dead mount. Python would join it at exit
+            # and hang with it, so remove it from the list of children.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()
@@ -376,31 +388,33 @@ def _work(
 ) -> None:
     """Make parts until killed."""
     os.nice(niceness)
-    # Of all cores of the host a worker takes one: its resizes would start a thread on each.
+    # A worker must use one core; by default its resizes would start a thread on every core.
     torch.set_num_threads(1)
-    # Signals are ignored here: a worker that died of one meant for its rank would cost the rank's
-    # last save.
+    # Also ignores signals: if a SIGTERM to the job killed a worker, its rank would fail before it
+    # wrote the last checkpoint.
     follow_parent()
     status = slots.status(number)
     stages.use(status)
     batch_in = functools.cache(slots.batch)
     num_made = 0
-    with suppress(BrokenPipeError):  # the parent is dead, as if there is no message
+    # The worker ends when its parent is dead: reading then gives b"", and sending BrokenPipeError.
+    with suppress(BrokenPipeError):
         while message := os.read(parts.fileno(), _PART.size):
             position, slot, first = _PART.unpack(message)
             batch = batch_in(slot, batches.layout_at(position))
             rows = batch.rows(first, first + slots.ring.part_rows)
             result = _make(batches, status, position, first, rows)
             if result.error is not None and not isinstance(result.error, ShardError):
-                # As text: not every exception can be pickled, and none takes its stack along.
+                # Sent as text: some exceptions cannot be pickled, and a pickle loses the traceback.
                 stack = "".join(traceback.format_exception(result.error))
                 result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
             num_made += 1
-            # At the second part: the first has opened and allocated what each worker needs.
+            # Measured at the second part, because the first one still opens files and allocates.
             if num_made % PARTS_PER_MEASUREMENT == 2:
                 status.measure_memory()
             send.send(result)
-            # After the result is in the pipe: whoever says that it has no work owes nothing.
+            # Only after sending: an idle worker must have no unsent result. `_replace_stalled`
+            # takes "all idle and parts missing" for a lost part.
             status.enter(Stage.IDLE)
 
 
@@ -413,7 +427,7 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
     try:
         bad_keys = batches.fill(position, first, rows)
     except Exception as raised:
-        # Not raised here: an error is due with its batch, after all batches before it.
+        # Returned, not raised: training gets the error with its batch, after all earlier batches.
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()

@@ -1,13 +1,12 @@
 """Augmentation of batches on the device: a pure function of (images, labels, table).
 
-Images arrive as uint8 and stay so for everything that works on grey levels: the reflected margin of
+Images arrive as uint8. They stay uint8 for all operations on grey levels: the reflected margin of
 the simple crop, the flip, then one operation after the other (RandAugment, 3-Augment, colour
-jitter), those of a kind together (`vit.data.augment.rounds`). They become float32 with mean and
-deviation of the data removed; boxes are erased; at last rows, and their labels, mix with their
-partners.
+jitter), grouped by kind (`vit.data.augment.rounds`). Then images become float32, normalized by the
+mean and deviation of the data; boxes are erased; at last rows and labels mix with their partners.
 
-Nothing here draws a random number or waits for the device: the host knows from the same table
-(`vit.data.augment.draw`) which rows an operation takes.
+This module draws no random numbers and never waits for the device: the table, which is on the host
+(`vit.data.augment.draw`), has the rows of each operation.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
-"""Values of images that are changed at once. On a CPU what an operation writes is still in the
-cache when it is read: one image of 224 pixels (docs/experiments/). On a GPU as many as its memory
-has room for, beside a model: 891 images."""
+"""The image values that are changed at once. On a CPU a block fits in the cache between two
+operations: one image of 224 pixels (docs/experiments/). On a GPU a block fits in memory beside a
+model: 891 images."""
 
 
 def rows_at_once(images: Tensor) -> int:
@@ -38,14 +37,14 @@ def rows_at_once(images: Tensor) -> int:
 
 
 class Augment:
-    """Everything between decoded pixels and the model's inputs and targets.
+    """The path from decoded pixels to the model's inputs and targets.
 
-    A call does all of it. `change` takes the host as long for few images as for many, so it serves
-    all micro-batches at once, ahead of their step; `finish` makes float32, and so takes one at a
-    time.
+    A call does all of it, in two parts. `change` costs the host as much time for few images as for
+    many, so it gets all micro-batches at once, ahead of their step. `finish` makes float32, which
+    takes four times the memory, so it gets one micro-batch at a time.
 
     `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: `torch.compile` the part
-    that has one shape in all steps. Evaluation, which has no table, only uses `normalize`.
+    that has one shape in all steps. Evaluation has no table and uses only `normalize`.
     """
 
     def __init__(
@@ -65,7 +64,8 @@ class Augment:
         # (x / 255 - mean) / std as one multiplication and addition.
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
-        # Made here: a graph would compute them on the host in each step, and wait for the copy.
+        # Computed once: a compiled graph would compute them on the host in each step, and wait for
+        # the copy.
         self.quantiles = pixel_ops.normal_quantiles(device)
         self._finish = self._finish_on_device
         if compiled:
@@ -80,9 +80,9 @@ class Augment:
         return self.finish(self.change(images, table), labels, table)
 
     def change(self, images: Tensor, table: Tensor) -> Tensor:
-        """Do what works on grey levels: margin, flip, operations; returns new uint8 images.
+        """Apply margin, flip and operations to grey levels; return new uint8 images.
 
-        Channels are apart in memory: twice as fast on a CPU in all that follows.
+        The result has separate channels in memory, which makes later steps twice as fast on a CPU.
         """
         out = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
         size = (images.shape[2], images.shape[3])
@@ -100,30 +100,30 @@ class Augment:
         return out
 
     def change_batch(self, batch: Any) -> Any:
-        """Return `batch` with images after `change`: what `vit.data.loader.Loader` takes."""
+        """Return `batch` with changed images; the `on_device` of `vit.data.loader.Loader`."""
         return replace(batch, images=self.change(batch.images, batch.table))
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise, erase and mix `images` uint8 after `change`; the rest as in a call."""
+        """Normalize, erase and mix `images` (uint8, after `change`); see `__call__`."""
         device = images.device
-        # Only the rows that are erased, as noise is costly. `nonzero` of the table on the host: on
-        # the device it would be a host-device sync. Compiled, one shape for all rows is cheaper
-        # than a graph per number of rows.
+        # Only rows with a box, because noise is costly. `nonzero` runs on the host; on the device
+        # it would be a host-device sync. If compiled, all rows: one shape is cheaper than a graph
+        # for each number of rows.
         erased = np.arange(len(table))
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]
             erased = (bottom > top).numpy().nonzero()[0]
         values = table.numpy()
-        # The partner's share of each pixel: 0 or 1 by the box (CutMix), or 1 - lambda (MixUp). Rows
-        # that do not mix have lambda 1, so no rows need to be selected.
-        others = 1.0 - values[:, LAMBDA, None]
+        # The partner's share of each pixel is 0 or 1 by the box (CutMix), or 1 - lambda (MixUp).
+        # Rows that do not mix have lambda 1, so rows need not be selected.
+        partner_share = 1.0 - values[:, LAMBDA, None]
         is_cut = values[:, CUTMIX] > 0
         partner = partners(self.config, len(table))
-        on_device = to_device([values, erased, partner, others, is_cut], device)
+        on_device = to_device([values, erased, partner, partner_share, is_cut], device)
         return self._finish(images, labels, *on_device)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Turn uint8 (B, C, H, W) into float32 with mean and deviation of the data removed."""
+        """Convert uint8 (B, C, H, W) to float32, normalized by mean and deviation."""
         out = torch.empty_like(images, dtype=torch.float32)
         rows = rows_at_once(images)
         for part, to in zip(images.split(rows), out.split(rows), strict=True):
@@ -137,13 +137,13 @@ class Augment:
         table: Tensor,
         erased: Tensor,
         partner: Tensor,
-        others: Tensor,
+        partner_share: Tensor,
         is_cut: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Do as `finish`, whose arguments are on the device here.
+        """Do the work of `finish`, with all arguments on the device.
 
-        `erased` (int64): rows whose box may not be empty; `partner` (B,) int64: the row that each
-        row mixes with, `others` (B, 1) float32 its share, and `is_cut` (B,) bool: as a box.
+        `erased` (int64): rows with a box. `partner` (B,) int64: the row that each row mixes with.
+        `partner_share` (B, 1) float32: its share. `is_cut` (B,) bool: whether it is a box.
         """
         inputs = self.normalize(images)
         targets = torch.zeros(len(labels), self.num_classes, device=labels.device)
@@ -158,20 +158,23 @@ class Augment:
         for start in range(0, len(inputs), block_rows):
             rows = slice(start, start + block_rows)
             box = pixel_ops.in_box(inputs, table[rows, TOP : RIGHT + 1])
-            share = torch.where(is_cut[rows, None, None, None], box, others[rows, :, None, None])
+            share = torch.where(
+                is_cut[rows, None, None, None], box, partner_share[rows, :, None, None]
+            )
             torch.lerp(inputs[rows], inputs[partner[rows]], share, out=mixed[rows])
-        return mixed, torch.lerp(targets, targets[partner], others)
+        return mixed, torch.lerp(targets, targets[partner], partner_share)
 
     def _erase(self, inputs: Tensor, columns: Tensor) -> Tensor:
-        """Erase boxes of normalised images (Zhong et al. 2020).
+        """Erase boxes of normalized images (Zhong et al. 2020).
 
-        Filled as in timm: with 0, a standard normal colour, or normal noise.
+        As in timm, boxes are filled with 0, a standard normal colour, or normal noise.
         """
         fill: Tensor | float = 0.0
         if self.config.erasing_mode == "rand":
             fill = columns[:, 4 : 4 + inputs.shape[1], None, None]
         elif self.config.erasing_mode == "pixel":
-            # A hash of the row's seed: the same noise on any device and in any micro-batch.
+            # Noise is a hash of the row's seed, so it is the same on any device and in any
+            # micro-batch.
             seeds = columns[:, 4].int()
             fill = pixel_ops.noise(seeds, self.quantiles, *inputs.shape[1:])
         return torch.where(pixel_ops.in_box(inputs, columns[:, :4]), fill, inputs)
@@ -185,9 +188,9 @@ def create_augment(
     *,
     compiled: bool = False,
 ) -> Augment:
-    """Create the device's part of the image path, for training and evaluation.
+    """Create the part of the image path that runs on the device, for training and evaluation.
 
-    `compiled` has no effect on a CPU, which would gain nothing from it.
+    `compiled` has no effect on a CPU, where compiling gains nothing.
     """
     compiled = compiled and device.type == "cuda"
     return Augment(config, num_classes, data.mean, data.std, device, compiled=compiled)

@@ -1,15 +1,15 @@
 """The operations of each set at a drawn strength: RandAugment in four dialects, AutoAugment in two,
 TrivialAugment, 3-Augment, colour jitter.
 
-The table has the number of an operation and its strength, on the set's own scale
-(`vit.data.augment.draw`). Here both become what the device needs: a `Kind`, and a table of levels
-or a few numbers, computed on the host as the set's source does.
+The augmentation table has the number of an operation and its strength, on the scale of its set
+(`vit.data.augment.draw`). This module turns both into the inputs of the device: a `Kind`, and a
+table of levels or a few numbers, computed on the host as in the set's source.
 
 Sources: timm/data/auto_augment.py, bilinear, of which "increasing" operations
 (`rand-m9-mstd0.5-inc1`) change an image more at a larger strength, and others at a smaller one;
 torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
 torchvision's references, on black; big_vision/pp/autoaugment.py of google-research/big_vision
-(nearest pixel, on grey), including the side effects of TensorFlow, which comments explain.
+(nearest pixel, on grey), including TensorFlow's side effects, which comments explain.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Size = tuple[int, int]
 
 
 class Drawn(NamedTuple):
-    """An operation as it was drawn for n images of `size`."""
+    """The draws of one operation for n images of `size`."""
 
     strength: Tensor
     """(n, 1) float32."""
@@ -40,10 +40,10 @@ class Drawn(NamedTuple):
 
 
 class Op(NamedTuple):
-    """An operation: how it is done, and its numbers.
+    """An operation: its kind and its numbers.
 
-    `numbers` gives levels 0..255 (n, 256) for `Kind.TABLE`, and else as many numbers, each (n, 1)
-    or the same for all images, as `Kind` says.
+    For `Kind.TABLE`, `numbers` returns levels 0..255 (n, 256). For other kinds it returns the
+    numbers listed in `Kind`, each (n, 1) or one number for all images.
     """
 
     kind: Kind
@@ -55,13 +55,13 @@ AUTO_CONTRAST = Op(Kind.AUTO_CONTRAST, lambda drawn: ())
 EQUALIZE = Op(Kind.EQUALIZE, lambda drawn: ())
 
 MEAN_COLOUR = (124.0, 116.0, 104.0)
-"""What timm's warps leave empty: `img_mean`, ImageNet's mean colour, whatever `data.mean` is."""
+"""The fill colour of timm's warps: `img_mean`, ImageNet's mean colour, also for other data."""
 BLACK = (0.0, 0.0, 0.0)
 MIDDLE_GREY = (128.0, 128.0, 128.0)
 
 
 def _by_table(levels: Callable[[Tensor, Tensor], Tensor]) -> Op:
-    """Make an operation that maps levels to levels: `levels`(images, strength)."""
+    """Return an operation that maps levels to levels by `levels`(images, strength)."""
     return Op(Kind.TABLE, lambda drawn: levels(pixel_ops.LEVELS, drawn.strength))
 
 
@@ -79,23 +79,23 @@ def _warp(fill: Sequence[float], matrix: Callable[[Tensor, Size], Matrix]) -> Op
 
 
 def _turned(degrees: Tensor) -> Matrix:
-    """Turn the content counter-clockwise about the centre."""
+    """Return the matrix that turns the content counter-clockwise about the centre."""
     angle = degrees * (math.pi / 180.0)
     return angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0
 
 
 def _sheared_x(shear: Tensor, size: Size) -> Matrix:
-    """Move row y left by `shear` * y pixels, y counted from the upper border."""
+    """Return the matrix that moves row y left by `shear` * y pixels, y from the upper border."""
     return 1.0, shear, shear * (size[0] / 2), 0.0, 1.0, 0.0
 
 
 def _sheared_y(shear: Tensor, size: Size) -> Matrix:
-    """Move column x up by `shear` * x pixels, x counted from the left border."""
+    """Return the matrix that moves column x up by `shear` * x pixels, x from the left border."""
     return 1.0, 0.0, 0.0, shear, 1.0, shear * (size[1] / 2)
 
 
 def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
-    """Move the content left and up by so many pixels."""
+    """Return the matrix that moves the content by `left` and `up` pixels."""
     return 1.0, 0.0, left, 0.0, 1.0, up
 
 
@@ -103,7 +103,7 @@ def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # In double, as in the source: the last bit decides a level.
+    # In double, as in the source, because the last bit can change a level.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -151,7 +151,7 @@ _TIMM_AUTO: dict[str, Op] = {
 
 
 def _magnitude_of(strength: Tensor, largest: float, num: int) -> Tensor:
-    """Return the source's float32 magnitude, in double; its last bits decide some levels."""
+    """Return the source's float32 magnitude in double, because its last bits change some levels."""
     magnitudes = torch.linspace(0.0, largest, num).double()
     return magnitudes[strength.abs().long()].copysign(strength)
 
@@ -164,10 +164,10 @@ def _torchvision(
     bits: Callable[[Tensor], Tensor],
     threshold: Callable[[Tensor], Tensor],
 ) -> dict[str, Op]:
-    """Return the operations, by what a strength means.
+    """Return torchvision's operations for functions of the strength.
 
-    pixels: full ones, also of the side; positive moves the content right or down. change: of a
-    factor, from 1, in double.
+    pixels: a function of strength and side that returns whole pixels; positive moves the content
+    right or down. change: returns a factor minus 1, in double.
     """
 
     def factor(strength: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def _torchvision(
 
 
 _LONGEST_MOVE = 150.0 / 331.0
-"""Of the side, in RandAugment and AutoAugment."""
+"""The longest translation in RandAugment and AutoAugment, as a share of the side."""
 _TORCHVISION = _torchvision(
     shear=lambda s: 0.01 * s,
     pixels=lambda s, side: (s * (_LONGEST_MOVE * side / 30.0)).trunc(),
@@ -227,24 +227,25 @@ def _big_vision_factor(strength: Tensor) -> Tensor:
 
 
 def _tf_contrast(drawn: Drawn) -> Tensor:
-    # The source's mean is that of the histogram's 256 counts, not of the levels: a constant, 196
-    # for 224 x 224 pixels.
+    # The source averages the 256 counts of the histogram instead of the levels. The result is a
+    # constant, 196 for 224 x 224 pixels.
     mean = float(min(math.prod(drawn.size) // 256, 255))
     return mean + _big_vision_factor(drawn.strength) * (pixel_ops.LEVELS - mean)
 
 
 def _tf_posterize(images: Tensor, strength: Tensor) -> Tensor:
-    # Keeping 0 bits is a shift by 8, which TensorFlow makes one by 7.
+    # To keep 0 bits is a shift by 8, which TensorFlow replaces by a shift by 7.
     return pixel_ops.posterize(images, (0.4 * strength.abs()).floor().clamp(min=1.0))
 
 
 def _tf_solarize(images: Tensor, strength: Tensor) -> Tensor:
-    # The threshold is cast to uint8: 256, at strength 10, becomes 0, and all pixels are inverted.
+    # The source casts the threshold to uint8. At strength 10, 256 becomes 0, which inverts all
+    # pixels.
     return pixel_ops.solarize(images, (25.6 * strength.abs()).floor().remainder(256.0))
 
 
 def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
-    """Cover a square of up to 80 pixels (at strength 10), centred anywhere."""
+    """Return top, bottom, left, right of a square of up to 80 pixels (at strength 10)."""
     height, width = drawn.size
     half = (4.0 * drawn.strength.abs()).floor()
     x = (drawn.place[:, :1] * width).floor()
@@ -253,7 +254,7 @@ def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
 
 
 def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
-    """Rotate about the centre (tensorflow_addons/image/transform_ops.py)."""
+    """Return the rotation about the centre of tensorflow_addons/image/transform_ops.py."""
     last_y, last_x = (side - 1 for side in size)
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()

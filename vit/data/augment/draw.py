@@ -1,14 +1,15 @@
-"""Random numbers of augmentation, drawn on the host: where to crop, what to change, how to mix.
+"""The random numbers of augmentation, drawn on the host: crops, operations and mixing.
 
-A counter-based hash of (seed, epoch, sample, copy) gives each sample its own key. From the key come
-the crop, which goes to the decoder, and a row of a small float table (B, K) that says everything
-that `vit.data.augment.apply` does on the device (`vit.data.augment.table` has its columns). How to
-mix is drawn for groups, pairs or rows of the *global* batch from (seed, position). So what happens
-to a sample depends only on these numbers: not on ranks, workers, the batch around it or the device.
+A counter-based hash of (seed, epoch, sample, copy) gives each sample a key. From the key come the
+crop, for the decoder, and a row of a small float table (B, K) with all work of
+`vit.data.augment.apply` on the device (`vit.data.augment.table` has its columns). Mixing is drawn
+for groups, pairs or rows of the *global* batch from (seed, position). So the augmentation of a
+sample depends only on these numbers, and not on ranks, workers, the rest of the batch or the
+device.
 
-A stream of random numbers stays once it is published: `tests/data/augment/golden_draws.json` has
-the draws of the recipes. A new kind of draw takes a new number below. The sets of operations are
-frozen: their length is part of the draw, so a new operation needs a set of its own.
+A published stream of random numbers never changes: `tests/data/augment/golden_draws.json` has the
+draws of the recipes. A new kind of draw takes a new number below. The sets of operations are
+frozen, because their length is part of the draw; a new operation needs a new set.
 """
 
 from __future__ import annotations
@@ -33,26 +34,28 @@ from vit.data.augment.table import (
 )
 from vit.system.hashing import fold, uniform
 
-# What a hash is used for, as a part of its key. The numbers are part of the stream.
+# The purpose of a hash, which is a part of its key. These numbers are part of the stream.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)
 _AUTO_AUGMENT = 9
 
 RANDAUGMENT_PROB = 0.5
-"""timm applies each chosen operation with this probability; torchvision and big_vision: always."""
+"""The probability with which timm applies a chosen operation; torchvision and big_vision always
+apply it."""
 TRIVIAL_AUGMENT_BINS = 31
-"""Strengths of TrivialAugment, each as likely (torchvision's `num_magnitude_bins`)."""
+"""The number of strengths of TrivialAugment, all equally likely (torchvision's
+`num_magnitude_bins`)."""
 SIMPLE_CROP_MARGIN = 4
-"""Pixels of reflected margin around the resized image for the simple crop (DeiT III)."""
+"""The reflected margin around the resized image for the simple crop, in pixels (DeiT III)."""
 BLUR_RADIUS = (0.1, 2.0)
-"""Range of 3-Augment's Gaussian radius in pixels."""
+"""The range of 3-Augment's Gaussian radius in pixels."""
 NUM_TRIES = 10
-"""Tries of a random box before crop and erasing give up, as in torchvision and timm."""
+"""The tries for a random box before crop and erasing give up, as in torchvision and timm."""
 
 
 def sample_keys(
     seed: int, epoch: int, ids: NDArray[np.int64], copies: NDArray[np.int64] | int = 0
 ) -> NDArray[np.uint64]:
-    """Return a key for each sample (B,) and its copy; all its draws in an epoch come from it."""
+    """Return a key for each (sample, copy), (B,); all its draws in an epoch come from this key."""
     return fold(seed, epoch, ids, copies)
 
 
@@ -75,9 +78,9 @@ def _draw_boxes(
     area: tuple[float, float],
     aspect: tuple[float, float],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Draw both sides (B, NUM_TRIES) of random boxes, first / second side = aspect.
+    """Draw both sides (B, NUM_TRIES) of random boxes; aspect = first / second side.
 
-    area: range of the share of `whole_area`, uniform; aspect: range, log-uniform.
+    area: range of the share of `whole_area`, drawn uniformly. aspect: range, drawn log-uniformly.
     """
     tries = np.arange(NUM_TRIES)
     log_aspect = (math.log(aspect[0]), math.log(aspect[1]))
@@ -98,7 +101,7 @@ def draw_crops(
 ) -> NDArray[np.int64]:
     """Return windows (B, 4) of the stored images: left, top, width, height in pixels.
 
-    They are to be resized to `size` = (height, width).
+    The decoder resizes them to `size` = (height, width).
     """
     if config.crop == "simple":
         return _simple_crops(keys, widths, heights, size)[0]
@@ -110,8 +113,8 @@ def _random_resized_crops(
 ) -> NDArray[np.int64]:
     """Draw the crops of Szegedy et al. 2015 with torchvision's details.
 
-    transforms/v2/_geometry.py, RandomResizedCrop: up to ten tries of area and log-uniform aspect,
-    rounded; else the largest centred window whose aspect is allowed.
+    As RandomResizedCrop in transforms/v2/_geometry.py: up to ten tries of area and log-uniform
+    aspect, rounded; if none fits, the largest centred window with an allowed aspect.
     """
     w, h = widths.astype(np.float64), heights.astype(np.float64)
     tries_w, tries_h = _draw_boxes(
@@ -121,14 +124,16 @@ def _random_resized_crops(
     rows = np.arange(len(keys))
     first = fits.argmax(1)
     clipped = np.clip(w / h, *config.crop_ratio)
-    found = fits.any(1)
-    # If no try fits: the full side, or as much of it as the aspect allows.
+    has_fit = fits.any(1)
+    # If no try fits, take the full side, or as much of it as the aspect allows.
     widest = np.where(w / h > clipped, np.rint(h * clipped), w)
     tallest = np.where(w / h < clipped, np.rint(w / clipped), h)
-    crop_w = np.where(found, tries_w[rows, first], widest)
-    crop_h = np.where(found, tries_h[rows, first], tallest)
-    left = np.where(found, np.floor(uniform(keys, _CROP, 2) * (w - crop_w + 1)), (w - crop_w) // 2)
-    top = np.where(found, np.floor(uniform(keys, _CROP, 3) * (h - crop_h + 1)), (h - crop_h) // 2)
+    crop_w = np.where(has_fit, tries_w[rows, first], widest)
+    crop_h = np.where(has_fit, tries_h[rows, first], tallest)
+    left = np.where(
+        has_fit, np.floor(uniform(keys, _CROP, 2) * (w - crop_w + 1)), (w - crop_w) // 2
+    )
+    top = np.where(has_fit, np.floor(uniform(keys, _CROP, 3) * (h - crop_h + 1)), (h - crop_h) // 2)
     return np.stack([left, top, np.maximum(crop_w, 1), np.maximum(crop_h, 1)], 1).astype(np.int64)
 
 
@@ -138,9 +143,9 @@ def _simple_crops(
     """Draw DeiT III's simple random crops (facebookresearch/deit:augment.py).
 
     Resize until `size` is just covered, reflect four pixels beyond each border, take a window of
-    `size`. Returns windows (B, 4) as `draw_crops`, and how far (B, 2), in x and y, each view is
-    beyond the image, in pixels of `size`. Windows begin at the pixel of the stored image that is
-    nearest to the drawn place.
+    `size`. Returns windows (B, 4) as `draw_crops`, and the shift (B, 2) of each view beyond the
+    border of the image in x and y, in pixels of `size`. Windows begin at the pixel of the stored
+    image that is nearest to the drawn place.
     """
     height, width = size
     w = widths.astype(np.float64)
@@ -153,7 +158,7 @@ def _simple_crops(
         covered = np.maximum(resized, side)
         places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
         drawn = np.floor(uniform(keys, _CROP, 4, axis) * places) - SIMPLE_CROP_MARGIN
-        # The decoder crops what is inside the image; the device reflects the rest by the shift.
+        # The decoder crops the part inside the image; the device fills the rest by reflection.
         inside = np.clip(drawn, 0, covered - side)
         crop = np.clip(np.rint(np.minimum(w / width, h / height) * side), 1, stored)
         starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))
@@ -199,7 +204,8 @@ def draw_table(
 def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: int) -> list[NDArray]:
     """Draw one layer of RandAugment (Cubuk et al. 2020).
 
-    Columns: operation, signed strength on the set's own scale, cutout's place.
+    The columns are the operation, its signed strength on the scale of the set, and the place of the
+    cutout.
     """
     chosen, applied, negated, u1, u2 = (uniform(keys, _RANDAUGMENT, layer, i) for i in range(5))
     op = np.floor(chosen * len(OP_NAMES[config.randaugment_ops]))
@@ -219,9 +225,9 @@ def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: in
 def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
     """Draw AutoAugment (Cubuk et al. 2019) or TrivialAugment (Mueller and Hutter 2021).
 
-    Of each operation, those that follow each other: its number, signed strength on the set's own
-    scale. AutoAugment: one of the policy's pairs, each of its operations with its own probability;
-    TrivialAugment: one operation at any strength.
+    Returns the number and the signed strength of each operation, in the order of application.
+    AutoAugment draws one pair of the policy, and applies each operation of the pair with its own
+    probability. TrivialAugment draws one operation at any strength.
     """
     if config.auto_augment is None:
         return []
@@ -244,11 +250,11 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
 
 
 def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
-    """Draw the jitter operations that are on, in a random order for each sample.
+    """Draw the enabled jitter operations, in a random order for each sample.
 
-    Each gives its number and its factor (hue: its shift). torchvision/transforms/v2/_color.py,
-    ColorJitter: factors are uniform in [max(0, 1 - amount), 1 + amount], shifts in [-amount,
-    amount].
+    Returns the number and the factor (hue: the shift) of each operation. As in ColorJitter of
+    torchvision/transforms/v2/_color.py, factors are uniform in [max(0, 1 - amount), 1 + amount],
+    shifts in [-amount, amount].
     """
     ops = np.flatnonzero(np.array(config.color_jitter) > 0)
     factors = np.empty((len(ops), len(keys)))
@@ -267,8 +273,9 @@ def _draw_erasing(
 ) -> list[NDArray]:
     """Draw top, bottom, left, right of the erased box (Zhong et al. 2020), in pixels; 0: none.
 
-    timm/data/random_erasing.py, RandomErasing with one box: up to ten tries of area and log-uniform
-    aspect (height over width), rounded; the first that is smaller than the image on both sides.
+    As RandomErasing with one box in timm/data/random_erasing.py: up to ten tries of area and
+    log-uniform aspect (height over width), rounded; the first box that is smaller than the image on
+    both sides.
     """
     height, width = size
     tries_h, tries_w = _draw_boxes(
@@ -286,7 +293,7 @@ def _draw_erasing(
 
 
 def _draw_noise(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[NDArray]:
-    """Draw what fills the box: a standard normal colour, or the seed of its pixels' noise."""
+    """Draw the fill of the box: a standard normal colour, or the seed of its pixels' noise."""
     if config.erasing_mode == "rand":
         u1, u2 = (uniform(keys[:, None], _ERASE, i, np.arange(3)) for i in (5, 6))
         return list(_normal(u1, u2).T)
@@ -304,9 +311,11 @@ def mixes(config: AugmentConfig) -> bool:
 
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
-    """Return for each row the row it mixes with.
+    """Return for each row the row that it mixes with.
 
-    The next of its group, in a ring; with `pair` the first with the last, and so on inwards.
+    Each row mixes with the next one of its group, and the last with the first. With
+    `mixup_mode: pair` the first row mixes with the last, the second with the last but one, and so
+    on.
     """
     size = config.mix_group_size
     rows = np.arange(num_rows)
@@ -327,10 +336,10 @@ def draw_mix(
 ) -> None:
     """Fill the mixing columns of `table` (B, K).
 
-    Its rows are [first_row, first_row + B) of the global batch at `position`, in `epoch`, from 0;
-    `size` = (height, width) of the images. MixUp (Zhang et al. 2018) and CutMix (Yun et al. 2019).
-    Lambda, box and the choice between the two belong to a group, a pair, or each row
-    (`mixup_mode`). A row whose partner has weight 0 (it could not be read) stays unmixed.
+    The table has rows [first_row, first_row + B) of the global batch at `position`, in `epoch`
+    (from 0), for images of `size` = (height, width). MixUp (Zhang et al. 2018) and CutMix (Yun et
+    al. 2019). Lambda, box and the choice between the two are drawn for a group, a pair, or each row
+    (`mixup_mode`). A row whose partner has weight 0 (it could not be decoded) stays unmixed.
     """
     is_over = config.mixup_off_epoch is not None and epoch >= config.mixup_off_epoch
     if not mixes(config) or is_over:
@@ -338,13 +347,13 @@ def draw_mix(
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, (
         "a group must not be divided"
     )
-    # Rows of the global batch: the same draws for any number of ranks and workers.
+    # Keyed by rows of the global batch, so that draws do not depend on ranks and workers.
     row = first_row + np.arange(len(table))
     partner = partners(config, len(table))
     if config.mixup_mode == "batch":
         keys = fold(seed, position, row // config.mix_group_size, _MIX)
     elif config.mixup_mode == "pair":
-        # The lower row of the pair names it, so that both partners draw the same.
+        # Keyed by the lower row of the pair, so that both partners have the same draws.
         keys = fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
     else:
         keys = fold(seed, position, row, _MIX_ROW)
@@ -365,11 +374,11 @@ def draw_mix(
     half_w = np.floor(cut * width) // 2
     top, bottom = np.clip(middle_y - half_h, 0, height), np.clip(middle_y + half_h, 0, height)
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
-    # Lambda is the area that is left, since the box may be cut off by the border.
-    kept = 1.0 - (bottom - top) * (right - left) / (height * width)
-    # The partner's weight: with a black image it would mix a label that nothing shows.
+    # Lambda is the area outside the box as clipped by the border, as in the paper's code.
+    area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
+    # A partner with weight 0 is a black image: mixing would add a label without a picture.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
-    table[:, LAMBDA] = np.where(mixed, np.where(cutmix, kept, mixup_lambda), 1.0)
+    table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
     table[:, CUTMIX] = cutmix & mixed
     for column, values in ((TOP, top), (BOTTOM, bottom), (LEFT, left), (RIGHT, right)):
         table[:, column] = np.where(cutmix & mixed, values, 0)
@@ -378,7 +387,8 @@ def draw_mix(
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Draw Beta(alpha, alpha) for each key by Johnk's method (1964).
 
-    A rejection only advances a counter of the same key, so no key's draw depends on another's.
+    A rejection advances only the counter of its key, so the draws of different keys are
+    independent.
     """
     out = np.empty(len(keys))
     todo = np.arange(len(keys))

@@ -1,9 +1,8 @@
-"""The kinds of operations, and how the device does all operations of a kind at once.
+"""The kinds of operations; the device applies all operations of a kind at once.
 
-An operation is one for each image, the next one for each, and so on. Images of such a round lie
-sorted by kind, so that those of a kind, and of kinds that share work, are one slice: levels are
-looked up together, warped together, blended together. A GPU launches as many kernels for 500 images
-as for one of each kind.
+In a round each image has one operation. The images are sorted by kind, so that images of one kind,
+and of kinds that share work, are one slice: levels are looked up together, warped together, blended
+together. A GPU launches as many kernels for 500 images as for one image of each kind.
 """
 
 from __future__ import annotations
@@ -19,40 +18,37 @@ import vit.data.augment.pixel_ops as pixel_ops
 
 
 class Kind(IntEnum):
-    """What an operation is to the device, in the order of images in a round.
-
-    With the numbers that it needs of each image.
-    """
+    """The kinds of operations, in the order of images in a round, and their numbers per image."""
 
     NONE = 0
     FLIP = auto()
     TABLE = auto()
-    """Levels by a table that the host made."""
+    """A look-up of levels in a table from the host."""
     AUTO_CONTRAST = auto()
     TF_AUTO_CONTRAST = auto()
     EQUALIZE = auto()
     TF_WARP = auto()
-    """The same as of `WARP`, for `pixel_ops.affine_nearest`."""
+    """A warp by `pixel_ops.affine_nearest`, with the numbers of `WARP`."""
     WARP = auto()
-    """a to f of `pixel_ops.affine`, and the colour of what is outside."""
+    """A warp by a to f of `pixel_ops.affine`, and the colour outside the image."""
     CONTRAST = auto()
-    """Blended with its mean grey, which is the image at factor 0; 1: no change."""
+    """A blend between the mean grey (factor 0) and the image (factor 1)."""
     SATURATION = auto()
-    """Factor between grey and the image."""
+    """A blend between grey (factor 0) and the image (factor 1)."""
     TF_SATURATION = auto()
     SHARPNESS = auto()
-    """Factor between the smoothed image and the image."""
+    """A blend between the smoothed image (factor 0) and the image (factor 1)."""
     TF_SHARPNESS = auto()
     BLUR = auto()
-    """`pixel_ops.box_weights`."""
+    """A blur by `pixel_ops.box_weights`."""
     HUE = auto()
-    """Turns of the colour wheel."""
+    """A turn of the colour wheel, in turns."""
     CUTOUT = auto()
-    """Top, bottom, left, right of a square that becomes grey."""
+    """A grey square, by top, bottom, left, right."""
 
 
 NUM_NUMBERS = 9
-"""The most numbers that a kind has: those of warps."""
+"""The most numbers of a kind: warps have 9."""
 CUTOUT_GREY = 128
 
 
@@ -66,8 +62,8 @@ _TABLES: dict[Kind, Callable[[Tensor, Tensor, Tensor], None]] = {
 class Round:
     """A round of operations on images (B, C, H, W) uint8, sorted by kind; changes them in place.
 
-    starts: for each kind its first row, and B. numbers (B, NUM_NUMBERS) float32, and tables of
-    levels (at least as many as images of `Kind.TABLE`, 256) uint8: on the device.
+    starts: the first row of each kind, and B. numbers: (B, NUM_NUMBERS) float32 on the device.
+    tables: levels on the device, (n, 256) uint8, n at least the number of `Kind.TABLE` images.
     """
 
     def __init__(self, images: Tensor, starts: Sequence[int], numbers: Tensor, tables: Tensor):
@@ -99,14 +95,14 @@ class Round:
 
     def _change_levels(self, images: Tensor, numbers: Tensor) -> None:
         levels = images.flatten(2).long()
-        own = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
-        tables = own[:, None].expand(-1, images.shape[1], -1)
+        host_tables = self._tables[self._rows(Kind.TABLE, Kind.TABLE, Kind.TABLE)]
+        tables = host_tables[:, None].expand(-1, images.shape[1], -1)
         rows = self._rows(Kind.AUTO_CONTRAST, Kind.EQUALIZE, Kind.TABLE)
         if rows.start < rows.stop:
-            of_host = tables
-            tables = of_host.new_empty(*images.shape[:2], 256)
+            expanded = tables
+            tables = expanded.new_empty(*images.shape[:2], 256)
             if rows.start:
-                tables[: rows.start] = of_host
+                tables[: rows.start] = expanded
             highest = levels[rows].amax(2, keepdim=True)
             for kind, make in _TABLES.items():
                 rows = self._rows(kind, kind, Kind.TABLE)
@@ -141,7 +137,7 @@ class Round:
         pixel_ops.affine(floats, numbers[:, :6], numbers[:, 6:9, None, None], out=floats)
 
     def _blend(self, floats: Tensor, numbers: Tensor) -> None:
-        """Blend with something else: it is the result at factor 0, and the images are at 1."""
+        """Blend each image with a base, which is the result at factor 0; factor 1 is the image."""
         contrast, colour, tf_colour, sharp, tf_sharp = (
             self._rows(kind, kind, Kind.CONTRAST)
             for kind in (
@@ -152,22 +148,24 @@ class Round:
                 Kind.TF_SHARPNESS,
             )
         )
-        others: list[Tensor] = []
+        bases: list[Tensor] = []
         if colour.stop:
             grey = pixel_ops.grey(floats[: colour.stop])
-            others += [pixel_ops.mean_level(grey[contrast])] if contrast.stop else []
-            others += [grey[colour]] if colour.start < colour.stop else []
+            bases += [pixel_ops.mean_level(grey[contrast])] if contrast.stop else []
+            bases += [grey[colour]] if colour.start < colour.stop else []
         if tf_colour.start < tf_colour.stop:
-            others.append(pixel_ops.tf_grey(floats[tf_colour]))
+            bases.append(pixel_ops.tf_grey(floats[tf_colour]))
         if sharp.start < tf_sharp.stop:
-            others.append(floats[sharp.start :])  # of which the border stays
+            # The image itself; smoothing below replaces all but its border.
+            bases.append(floats[sharp.start :])
         shape = floats.shape[1:]
-        other = torch.cat([each.expand(-1, *shape) for each in others])
+        base_images = torch.cat([base.expand(-1, *shape) for base in bases])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
-                pixel_ops.smooth(floats[rows], rounding, other[rows])
-        # In the order of Pillow's Blend.c, in place, since new memory costs more than the sums.
-        floats.sub_(other).mul_(numbers[:, :1, None, None]).add_(other)
+                pixel_ops.smooth(floats[rows], rounding, base_images[rows])
+        # In the order of Pillow's Blend.c, because another order rounds differently. In place,
+        # because allocating memory costs more than the sums.
+        floats.sub_(base_images).mul_(numbers[:, :1, None, None]).add_(base_images)
 
     @staticmethod
     def _blur(floats: Tensor, numbers: Tensor) -> None:

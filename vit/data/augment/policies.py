@@ -1,8 +1,8 @@
-"""AutoAugment's policies (Cubuk et al. 2019): 25 pairs of operations, each with a probability and a
-strength, of which `vit.data.augment.draw` draws one for each image.
+"""The policies of AutoAugment (Cubuk et al. 2019): 25 pairs of operations.
 
-torchvision (transforms/autoaugment.py, `_get_policies`) and timm (data/auto_augment.py,
-`auto_augment_policy_*`) have the same ImageNet pairs, but mean other things by a strength
+Each operation has a probability and a strength; `vit.data.augment.draw` draws a pair for each
+image. torchvision (transforms/autoaugment.py, `_get_policies`) and timm (data/auto_augment.py,
+`auto_augment_policy_*`) have the same ImageNet pairs, but different scales of strength
 (`vit.data.augment.dialects`): timm has three operations "posterize".
 """
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from vit.data.augment.table import AUTO_AUGMENT_SETS, OP_NAMES
 
-# An operation, its probability, and its strength where it has one; a pair a line.
+# A pair in each line: operation, probability and, if the operation has one, strength.
 _IMAGENET = """
 posterize .4 8, rotate .6 9
 solarize .6 5, auto_contrast .6
@@ -140,15 +140,15 @@ class SubPolicies(NamedTuple):
     """The pairs of a policy, each (25, 2)."""
 
     ops: NDArray[np.int64]
-    """Numbers in `OP_NAMES` of the policy's set."""
+    """The numbers of the operations in `OP_NAMES` of the policy's set."""
     probs: NDArray[np.float64]
     strengths: NDArray[np.float64]
-    """0 for an operation without strength."""
+    """The strengths; 0 for an operation without strength."""
 
 
 @lru_cache
 def sub_policies(name: str) -> SubPolicies:
-    """Return the pairs of `augment.auto_augment` = `name`, which is not `ta_wide`."""
+    """Return the pairs of the policy `name`, a value of `augment.auto_augment` but `ta_wide`."""
     numbers = OP_NAMES[AUTO_AUGMENT_SETS[name][0]]
     rows = []
     for line in _PAIRS[name].strip().splitlines():

@@ -1,11 +1,12 @@
-"""What the device needs to know of a batch's operations, made on the host from the batch's table.
+"""Plan a batch's augmentation operations on the host, from the batch's table, for the device.
 
-Which row has which operation is known here, so nothing waits for the device: images lie sorted by
-kind (`vit.data.augment.kinds`) in each round, and all numbers reach the device in one copy.
+The host knows the operation of each row, so the plan needs no answer from the device. In each round
+images are sorted by kind (`vit.data.augment.kinds`), and all numbers reach the device in one copy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,18 +26,19 @@ _KIND_BOUNDS = np.arange(len(Kind) + 1)
 
 
 class Rounds(NamedTuple):
-    """The operations of B rows in R rounds, the flip being the first one.
+    """The operations of B rows in R rounds; the first round is the flip.
 
-    Rows lie in blocks, which they do not leave; in each round those of a block are sorted by kind.
+    In each round the rows of a block are sorted by kind. A row never leaves its block.
     """
 
     kinds: NDArray[np.int64]
-    """(R, B), in the order of each round."""
+    """(R, B) the kind of each row, in the order of each round."""
     num_tables: NDArray[np.int64]
-    """(R, B): rows of `Kind.TABLE` that come before it, in all rounds."""
+    """(R, B) the number of rows of `Kind.TABLE` before each row, in all rounds."""
     moves: Tensor
-    """(R + 1, B) int64: which row of the order before comes here, counted from the block's first
-    row; at first the order before is that of the batch, and at last the order is."""
+    """(R + 1, B) int64: `moves[r, i]` is the place, in the order of round r - 1, of the row that is
+    at place i in round r, counted from the block's first row. The order before the first round and
+    behind the last one is that of the batch."""
     numbers: Tensor
     """(R, B, NUM_NUMBERS) float32, in the order of each round."""
     tables: Tensor
@@ -50,48 +52,69 @@ def plan_rounds(
     block_rows: int,
     device: torch.device,
 ) -> Rounds:
-    """Make the rounds for the rows of `table` (B, K), images of `size`; tensors on `device`."""
+    """Plan the rounds for the rows of `table` (B, K) and images of `size`; tensors on `device`."""
+    # Four rows in one block, two rounds, kinds 0 to 2:
+    #
+    #                                  round 0    round 1
+    #     kinds, in batch order        1 0 2 0    0 2 0 1
+    #     orders                       1 3 0 2    0 2 3 1    row of the batch at each place
+    #     places                       2 0 3 1    0 3 1 2    place of each row of the batch
+    #     moves, round 0               1 3 0 2               = orders[0], from the batch order
+    #     moves, round 1                          2 3 1 0    = places[0][orders[1]]
+    #     moves, back to the batch                0 3 1 2    = places[1]
+    #
+    # For round 1, place 1 gets row 2 of the batch, which round 0 left at place 3. `places` is the
+    # inverse of `orders`: the argsort of a permutation is its inverse.
     columns = (OpColumn("flip", FLIP), *layout.op_columns)
-    kinds, where, numbers, tables = _find_numbers(columns, table, size)
+    kinds, sources, numbers, tables = _find_numbers(columns, table, size)
     batch = np.arange(len(table))
     block = batch // block_rows
-    order = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
-    place = np.argsort(order, axis=1)
-    moves = np.take_along_axis(np.vstack([batch, place]), np.vstack([order, batch]), 1)
-    kinds, where = (np.take_along_axis(values, order, 1) for values in (kinds, where))
+    # The block comes first in the key, so that rows stay in their block: `apply_rounds` gets one
+    # block at a time. Stable, so that the plan is the same with every version of numpy.
+    orders = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
+    places = np.argsort(orders, axis=1)
+    moves = np.take_along_axis(np.vstack([batch, places]), np.vstack([orders, batch]), 1)
+    kinds, sources = (np.take_along_axis(values, orders, 1) for values in (kinds, sources))
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
-    arrays: list[NDArray] = [moves - block * block_rows, numbers[where], tables[where[by_table]]]
+    # `apply_rounds` indexes the rows of one block, so moves count from the block's first row.
+    block_moves = moves - block * block_rows
+    arrays: list[NDArray] = [block_moves, numbers[sources], tables[sources[by_table]]]
     return Rounds(kinds, num_tables, *to_device(arrays, device))
 
 
 def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> None:
-    """Write `images`, which are those of `rows`, a block, into `out` after their operations."""
+    """Apply the rounds to `images`, one block of the batch (`rows`), and write to `out`."""
     moves = rounds.moves[:, rows]
-    # A single row, as of large images on a CPU, stays where it is.
-    alone = len(images) == 1
-    current = out.copy_(images) if alone else images
+    # A block of one row, as of large images on a CPU, has nothing to sort. Skipping the moves saves
+    # a copy of the image in each round; the operations then work in `out`.
+    is_single = len(images) == 1
+    current = out.copy_(images) if is_single else images
     for index, kinds in enumerate(rounds.kinds[:, rows]):
-        if not alone:
+        if not is_single:
             current = current.index_select(0, moves[index])
+        # Kinds are sorted, so each kind is a slice, and a slice is one call on the device.
         starts = np.searchsorted(kinds, _KIND_BOUNDS).tolist()
         tables = rounds.tables[rounds.num_tables[index, rows.start] :]
         Round(current, starts, rounds.numbers[index, rows], tables)()
-    if not alone:
+    if not is_single:
         torch.index_select(current, 0, moves[-1], out=out)
 
 
 def _find_numbers(
     columns: Sequence[OpColumn], table: NDArray[np.float32], size: Size
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.uint8]]:
-    """Return kinds (R, B), and where in numbers (R * B, NUM_NUMBERS) and tables (R * B, 256)."""
+    """Return the kinds (R, B), sources (R, B), numbers (R * B, NUM_NUMBERS), tables (R * B, 256).
+
+    `sources` has the row of `numbers` and `tables` that belongs to each row of each round.
+    """
     shape = len(columns), len(table)
     drawn = np.zeros((shape[0] * shape[1], 4), np.float32)  # operation, strength, place
     for rows, column in zip(np.split(drawn, len(columns)), columns, strict=True):
         width = 4 if column.op_set == "big_vision" else 2
         rows[:, :width] = table[:, column.column : column.column + width]
         rows[:, 0] += np.where(rows[:, 0] < 0, 0, _FIRST_OP[column.op_set])
-    # Sorted by operation, so that each has a slice.
+    # Sorted by operation over all rounds, so that each operation computes its numbers in one call.
     order = np.argsort(drawn[:, 0], kind="stable")
     drawn = drawn[order]
     kinds = np.zeros(len(drawn), np.int64)
@@ -99,25 +122,28 @@ def _find_numbers(
     tables = np.empty((len(drawn), len(pixel_ops.LEVELS)), np.uint8)
     ops, starts = np.unique(drawn[:, 0], return_index=True)
     for number, start, stop in zip(ops, starts, [*starts[1:], len(drawn)], strict=True):
-        if number < 0:  # these rows drew none
+        if number < 0:  # -1: these rows drew no operation
             continue
         op = _ALL_OPS[int(number)]
         kinds[start:stop] = op.kind
         values = torch.from_numpy(drawn[start:stop])
-        found = op.numbers(Drawn(values[:, 1:2], values[:, 2:], size))
-        if isinstance(found, Tensor):
-            tables[start:stop] = pixel_ops.to_levels(found)
+        op_numbers = op.numbers(Drawn(values[:, 1:2], values[:, 2:], size))
+        if isinstance(op_numbers, Tensor):
+            tables[start:stop] = pixel_ops.to_levels(op_numbers)
             continue
-        for place, value in enumerate(found):
+        for place, value in enumerate(op_numbers):
             numbers[start:stop, place : place + 1] = value
-    where = np.argsort(order).reshape(shape)
-    return kinds[where], where, numbers, tables
+    # The inverse of `order`: the place of each (round, row) in the sorted arrays.
+    sources = np.argsort(order).reshape(shape)
+    return kinds[sources], sources, numbers, tables
 
 
 def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
     """Copy `arrays` to `device` in one copy, for which the host does not wait."""
-    starts = np.cumsum([0, *(-(-array.nbytes // 8) * 8 for array in arrays)]).tolist()
-    # Only from page-locked memory. Fake tensors may be on a GPU where there is none.
+    # Padded to 8 bytes, because a view as int64 must begin at a multiple of 8.
+    starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
+    # A copy is asynchronous only from page-locked memory. Without a GPU, `device` can still be
+    # "cuda" for fake tensors, and pinning would fail.
     pinned = device.type == "cuda" and torch.cuda.is_available()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)
     views = [

@@ -1,7 +1,7 @@
-"""The augmentation table: what each column of a batch's table (B, K) means.
+"""The columns of a batch's augmentation table (B, K).
 
-`vit.data.augment.draw` writes it on the host, `vit.data.augment.apply` reads it on the device. Its
-columns follow from the config: a flip, how to mix, then operation by operation.
+`vit.data.augment.draw` writes the table on the host, `vit.data.augment.apply` reads it on the
+device. The columns follow from the config: flip, mixing, then operation by operation.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from vit.config.schema import AugmentConfig
 
-# Columns that every table has; `table_layout` gives those that follow. LAMBDA is the weight of the
-# row's own image and label (MixUp), TOP to RIGHT the box that CutMix takes from its partner.
+# The first columns, which every table has; `table_layout` has the others. LAMBDA is the weight of
+# the row's own image and label (MixUp). TOP to RIGHT is the box that CutMix takes from the partner.
 FLIP, LAMBDA, CUTMIX, TOP, BOTTOM, LEFT, RIGHT, FIRST_OP = range(8)
 
 _TIMM = (
@@ -78,17 +78,17 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
     "three_augment": ("grayscale", "solarize", "blur"),
     "color_jitter": ("brightness", "contrast", "saturation", "hue"),
 }
-"""The sets of operations. Order and length are the source's, and part of the random stream, so none
-is added to:
-RandAugment's of timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`, `_RAND_TRANSFORMS`),
-torchvision/transforms/autoaugment.py and big_vision/pp/autoaugment.py; AutoAugment's of both, and
-TrivialAugment's; DeiT III's 3-Augment; torchvision's colour jitter."""
+"""The sets of operations. Their order and length are those of the source, and part of the random
+stream, so sets never change. RandAugment: timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`,
+`_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py, big_vision/pp/autoaugment.py.
+AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT III. Colour jitter:
+torchvision."""
 AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
     "ta_wide": ("ta_wide",),
     **dict.fromkeys(("imagenet", "cifar10", "svhn"), ("torchvision_auto",) * 2),
     **dict.fromkeys(("original", "originalr", "v0", "v0r"), ("timm_auto",) * 2),
 }
-"""`augment.auto_augment` -> the sets of its operations, one after the other."""
+"""The sets of each value of `augment.auto_augment`, in the order of application."""
 _WITHOUT_STRENGTH = {
     "three_augment": ("grayscale", "solarize"),
     "randaugment": ("identity", "auto_contrast", "equalize", "invert"),
@@ -97,10 +97,11 @@ _WITHOUT_STRENGTH = {
 
 @dataclass(frozen=True)
 class OpColumn:
-    """One operation per sample: its number in `OP_NAMES[op_set]`, -1 for none, and its strength.
+    """The columns of one operation per sample.
 
-    The number is in `column`, the strength in the next one. big_vision's operations have two more,
-    the place of its cutout: uniform numbers in [0, 1) for x and y.
+    `column` has the number in `OP_NAMES[op_set]` (-1: no operation), the next column the strength.
+    big_vision's operations have two more columns, the place of the cutout: uniform numbers in
+    [0, 1) for x and y.
     """
 
     op_set: str
@@ -112,18 +113,18 @@ class TableLayout:
     """The columns that depend on the config; None: not drawn."""
 
     op_columns: tuple[OpColumn, ...]
-    """In the order in which they are applied: RandAugment's or AutoAugment's, 3-Augment's, colour
-    jitter's."""
+    """The operations in the order of application: RandAugment or AutoAugment, 3-Augment, colour
+    jitter."""
     shift: int | None
-    """Two columns: pixels by which the view is beyond the image's left (negative) or right border,
-    and beyond its upper (negative) or lower one."""
+    """The first of two columns: the pixels by which the view is beyond the left (negative) or right
+    border of the image, and beyond its upper (negative) or lower border."""
     erase: int | None
-    """Four columns: top, bottom, left, right of the erased box, which is empty at 0; then
+    """The first of four columns, top, bottom, left, right of the erased box (all 0: no box), and of
     `num_noise` more."""
     num_noise: int
-    """3: a colour; 1: an integer below 2**24 that seeds the noise of all pixels."""
+    """The columns of the fill. 3: a colour; 1: an integer below 2**24 that seeds the noise."""
     width: int
-    """K."""
+    """The number of columns, K."""
 
 
 def table_layout(config: AugmentConfig) -> TableLayout:
@@ -152,20 +153,20 @@ def table_layout(config: AugmentConfig) -> TableLayout:
 
 
 def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
-    """Name what a row (K,) does to its image, mixing apart: "flip", "rotate -8.7", "erase"."""
+    """List the operations of a row (K,) except mixing: "flip", "rotate -8.7", "erase"."""
     layout = table_layout(config)
-    found = []
+    operations = []
     if layout.shift is not None and row[layout.shift : layout.shift + 2].any():
-        found.append("shift {:+.0f} {:+.0f}".format(*row[layout.shift : layout.shift + 2]))
+        operations.append("shift {:+.0f} {:+.0f}".format(*row[layout.shift : layout.shift + 2]))
     if row[FLIP]:
-        found.append("flip")
+        operations.append("flip")
     for op_column in layout.op_columns:
         op, strength = row[op_column.column : op_column.column + 2]
         if op < 0:
             continue
         name = OP_NAMES[op_column.op_set][int(op)]
         without = _WITHOUT_STRENGTH.get(op_column.op_set, _WITHOUT_STRENGTH["randaugment"])
-        found.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # no -0
+        operations.append(name if name in without else f"{name} {strength + 0.0:.2g}")  # no -0
     if layout.erase is not None and row[layout.erase + 1] > row[layout.erase]:
-        found.append("erase")
-    return found
+        operations.append("erase")
+    return operations

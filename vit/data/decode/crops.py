@@ -1,7 +1,7 @@
-"""Encoded image bytes in, cropped and resized uint8 views out.
+"""Decode encoded image bytes into cropped and resized uint8 views.
 
 `vit.data.decode.images` decodes a window of the image, and torch's antialiased uint8 resize writes
-it straight into its row of the batch. Nothing is converted to float here.
+it straight into its row of the batch. Pixels are never converted to float.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from vit.system import stages
 from vit.system.stages import Stage
 
 REDUCE_FROM = 2.5
-"""With `scaled`, a window is decoded smaller if both of its sides are this many times the view's:
+"""With `scaled`, a window is decoded at a reduced size if both sides are so many times the view's:
 
     window / view    2.5    5      10
     decoded at       1/2    1/4    1/8
 
-Views of photographs then differ from exact ones by 44 dB (median; 38 dB in the worst twentieth).
-A limit of 2 would give 41 dB; for comparison, bilinear and bicubic differ by 39 dB."""
+Views of photographs then differ from exact views by 44 dB (median; 38 dB in the worst twentieth).
+A limit of 2 would give 41 dB. For comparison, bilinear and bicubic differ by 39 dB."""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ def resize(
 ) -> Tensor:
     """Resize (H, W, C) uint8 pixels to `size` = (height, width), with antialiasing.
 
-    scales: new size / old size, of height and width; if given, `size` is only the beginning of the
-        resized image.
+    scales: new size / old size, for height and width; with scales, `pixels` are only the beginning
+        of an image, and `size` is the beginning of the resized image.
     Returns (C, height, width) uint8, channels last in memory, or `out`.
     """
     if out is None:
@@ -73,11 +73,11 @@ def _resize_by_torch(image: Tensor, size: tuple[int, int], interpolation: str) -
 
 @cache
 def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
-    """Return the operator behind torch's public function; None if it has changed.
+    """Return the operator behind torch's public function; None if the operator has changed.
 
-    It takes 0.6 of the time, because it writes into existing memory with any order of channels. It
-    is not a public interface, so each process first compares both on a small image: a later release
-    of torch, in which the operator is missing or different, must not change any pixels.
+    The operator takes 0.6 of the time, because it writes into existing memory with any order of
+    channels. It is not a public interface, so each process first compares both on a small image: a
+    release of torch in which the operator is missing or different must not change any pixels.
     """
     y, x = torch.arange(60)[:, None], torch.arange(90)
     planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
@@ -95,11 +95,11 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
                 (image, size, (None, None)),
                 (beginning, (down.resized, across.resized), (down.scale, across.scale)),
             ):
-                found = _new_view(part_size, 3)
-                operator(part[None], part_size, False, *scales, out=found[None])
-                if not torch.equal(found, expected[:, : part_size[0], : part_size[1]]):
+                view = _new_view(part_size, 3)
+                operator(part[None], part_size, False, *scales, out=view[None])
+                if not torch.equal(view, expected[:, : part_size[0], : part_size[1]]):
                     raise ValueError("it gives other pixels")
-    except Exception as error:  # whatever a later release makes of it
+    except Exception as error:  # a later release may raise anything
         log.warning(
             "torch %s: its public function resizes, at 1.7 times the time, as the operator behind"
             " it has changed: %s",
@@ -123,17 +123,17 @@ def decode_views(
 ) -> Sequence[Tensor]:
     """Decode an image once for several views: each of `windows`, resized to `size`.
 
-    size: (height, width). scaled: make views of windows that are `REDUCE_FROM` times as large from
-        a reduced JPEG; these are not exact. stored_size: see `decode_box`.
+    size: (height, width). scaled: if a window is `REDUCE_FROM` times as large as the view, decode a
+        reduced JPEG; such views are not exact. stored_size: see `decode_box`.
     Returns (channels, height, width) uint8 tensors, one per window, channels last in memory; `out`
     if given. Raises ValueError like `decode_box`.
     """
     if out is None:
         out = [_new_view(size, channels) for _ in windows]
     reductions = [_reduction(window, size) if scaled else 1 for window in windows]
-    # Grouped by reduction, so that a view does not depend on the others.
+    # Windows of equal reduction share a decoded box, so a view does not depend on other windows.
     for reduce in set(reductions):
-        numbers = [number for number, other in enumerate(reductions) if other == reduce]
+        numbers = [number for number, reduction in enumerate(reductions) if reduction == reduce]
         box = _bounding_box([windows[number] for number in numbers])
         left, top = box[:2]
         pixels, reduced = decode_box(data, box, channels, reduce=reduce, stored_size=stored_size)
@@ -144,7 +144,7 @@ def decode_views(
             if reduced == 1:
                 resize(part, size, interpolation, out[number])
             else:
-                # By Pillow, because torch cannot resize from borders between pixels.
+                # By Pillow, because torch cannot resize a part with borders between pixels.
                 x, y = x % reduced, y % reduced
                 borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
                 out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
@@ -160,7 +160,7 @@ def _bounding_box(windows: Sequence[Window]) -> Window:
 
 
 def _reduction(window: Window, size: tuple[int, int]) -> int:
-    """Return 2, 4 or 8 if 1/2, 1/4 or 1/8 of the image suffices for this view; else 1."""
+    """Return 2, 4 or 8 if 1/2, 1/4 or 1/8 of the image suffices for this view, else 1."""
     times = min(window[2] / size[1], window[3] / size[0]) / REDUCE_FROM
     return next((reduce for reduce in (8, 4, 2) if times >= reduce / 2), 1)
 
@@ -171,9 +171,9 @@ def _resize_by_pillow(
     interpolation: str,
     borders: tuple[float, float, float, float] | None = None,
 ) -> Tensor:
-    """Like `resize`, with Pillow's arithmetic.
+    """Resize as `resize`, with Pillow's arithmetic.
 
-    borders: left, top, right, bottom of the part to resize; by default all.
+    borders: left, top, right, bottom of the part to resize; by default all of it.
     """
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
     resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation], borders))
@@ -196,11 +196,11 @@ def decode_center(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the evaluation view: the image resized as `view` says, and its centre of `size`.
+    """Return the evaluation view: the centre of `size` of the image resized by `view`.
 
     Pixels are exactly those of torchvision's `v2.Resize` and `v2.CenterCrop` of a tensor; with
-    `view.resizer` pillow, those of torchvision and timm's `create_transform` of a Pillow image. Of
-    a JPEG only the visible part is decoded.
+    `view.resizer` pillow, those of torchvision and timm's `create_transform` of a Pillow image.
+    Only the visible part of a JPEG is decoded.
     With `view.apply_exif` the image is turned upright first.
     Returns (channels, height, width) uint8. Raises ValueError like `decode_box`.
     """
@@ -210,7 +210,7 @@ def decode_center(
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
-    if math.prod(resized) > MAX_PIXELS:  # a line of pixels, made as tall as the view
+    if math.prod(resized) > MAX_PIXELS:  # an extreme aspect, with the short side of the view
         reason = (
             f"{width} x {height} pixels are too long a line: resized, more than {MAX_PIXELS} pixels"
         )
@@ -218,7 +218,7 @@ def decode_center(
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
-    # Pixels outside of `place` do not reach the crop, so they are left uninitialized.
+    # Pixels outside of `place` do not reach the crop, so they stay uninitialized.
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
     box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
@@ -237,18 +237,18 @@ def decode_center(
 
 
 class _Line(NamedTuple):
-    """A row or column of the image on its way to the centre crop."""
+    """The plan for a row or column of the image, from stored pixels to the centre crop."""
 
     start: int
     stop: int
-    """Pixels [start, stop) of the image are visible."""
+    """The end of the visible pixels [start, stop) of the image."""
     length: int
-    """Pixels [0, length) are resized: from the image's beginning on, or the filter's positions
-    would be rounded differently."""
+    """The end of the resized pixels [0, length). They begin at the image's first pixel, because the
+    filter's positions would otherwise be rounded differently."""
     resized: int
-    """Pixels that these become."""
+    """The number of pixels after the resize."""
     scale: float | None
-    """For torch, if a line ends where the view ends."""
+    """The scale for torch, if the line ends where the view ends."""
     first: int
     """The crop's first pixel in the resized line."""
 
@@ -258,7 +258,7 @@ def _plan_line(
 ) -> _Line:
     """Plan the centre `cropped` pixels of a line of `original` pixels resized to `resized`.
 
-    can_stop: the resize can be given a scale, and so end before the line ends.
+    can_stop: whether the resize accepts a scale, and so can end before the line ends.
     """
     first = round((resized - cropped) / 2)
     scale = original / resized
@@ -267,8 +267,8 @@ def _plan_line(
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
     if can_stop and stop != first + cropped:  # torch would only copy a line that keeps its length
-        # torch inverts the scale it is given, and the result must be exactly the number that it
-        # uses otherwise; for one line in eight there is none.
+        # torch inverts its argument, and the inverse must be exactly the scale that it uses without
+        # the argument. For one line in eight such a number does not exist.
         near = resized / original
         for inverse in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)):
             if 1 / inverse == scale:
@@ -279,7 +279,7 @@ def _plan_line(
 def resized_size(
     image: tuple[int, int], size: tuple[int, int], view: EvalConfig
 ) -> tuple[int, int]:
-    """Return the (height, width) that an `image` is resized to before the centre of `size` is cut.
+    """Return the (height, width) of the resized `image`, before the crop to the centre of `size`.
 
     image, size: (height, width).
     """

@@ -1,6 +1,6 @@
-"""Files that may hold an image: by which names they go, and their bytes.
+"""Find and read files that may hold an image, by suffix and first bytes.
 
-What the bytes are is decided by `vit.data.decode.images`. Needs no torch.
+`vit.data.decode.images` decodes the bytes. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -10,57 +10,67 @@ import re
 from importlib.util import find_spec
 
 MAX_IMAGE_BYTES = 1 << 28
-"""An encoded image of more than 256 MiB is refused: it is a bomb, or no image."""
+"""The largest encoded image, 256 MiB. A larger file is a decompression bomb or not an image."""
 HEIF = (".heic", ".heif", ".hif")
-"""Suffixes of phones' photos, which the package pillow-heif reads."""
+"""Suffixes of phone photos, which the package pillow-heif reads."""
 READS_HEIF = find_spec("pillow_heif") is not None
 EXTENSIONS = (
     *(HEIF if READS_HEIF else ()),
-    *(
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".mpo",
-        ".png",
-        ".apng",
-        ".webp",
-        ".bmp",
-        ".dib",
-        ".gif",
-        ".tif",
-        ".tiff",
-    ),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
+    ".jpg",
+    ".jpeg",
+    ".jpe",
+    ".jfif",
+    ".mpo",
+    ".png",
+    ".apng",
+    ".webp",
+    ".bmp",
+    ".dib",
+    ".gif",
+    ".tif",
+    ".tiff",
+    ".ppm",
+    ".pgm",
+    ".pbm",
+    ".pnm",
+    ".avif",
+    ".jp2",
+    ".j2k",
 )
-"""Suffixes of what `vit.data.decode.images` reads."""
+"""The suffixes of images that `vit.data.decode.images` reads."""
 NOT_READ = (
     *(() if READS_HEIF else HEIF),
-    *(".jxl", ".jpf", ".jpx", ".psd", ".svg", ".eps", ".tga", ".ico", ".qoi"),
-    *(
-        ".exr",
-        ".hdr",
-        ".dng",
-        ".cr2",
-        ".cr3",
-        ".nef",
-        ".arw",
-        ".raf",
-        ".orf",
-        ".rw2",
-        ".pef",
-        ".srw",
-    ),
+    ".jxl",
+    ".jpf",
+    ".jpx",
+    ".psd",
+    ".svg",
+    ".eps",
+    ".tga",
+    ".ico",
+    ".qoi",
+    ".exr",
+    ".hdr",
+    ".dng",
+    ".cr2",
+    ".cr3",
+    ".nef",
+    ".arw",
+    ".raf",
+    ".orf",
+    ".rw2",
+    ".pef",
+    ".srw",
 )
-"""Suffixes of images that are not read: from phones, cameras' raw data, drawings, rarities."""
+"""The suffixes of images that cannot be read: phones, raw data of cameras, drawings, others."""
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
     re.DOTALL,
 )
-"""First bytes of images that are read."""
+"""The first bytes of images that can be read."""
 HEIC_MAGIC = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
-"""First bytes of HEIC and HEIF, in which phones store photos."""
+"""The first bytes of HEIC and HEIF, in which phones store photos."""
 
 
 def how_to_convert(suffix: str) -> str:
@@ -77,7 +87,7 @@ def _starts_as_image(head: bytes) -> bool:
 
 
 def is_image(path: str) -> bool:
-    """Whether a file is an image that is read, by its suffix, or without one by its first bytes."""
+    """Return whether a file is a readable image, by its suffix or, without one, its first bytes."""
     suffix = os.path.splitext(path)[1].lower()
     if suffix or not os.path.isfile(path):  # a pipe would block
         return suffix in EXTENSIONS
@@ -91,7 +101,7 @@ def is_image(path: str) -> bool:
 def read_image(path: str) -> bytes:
     """Return the bytes of a file.
 
-    Raises OSError, and ValueError for anything but a regular file of at most MAX_IMAGE_BYTES.
+    Raises OSError, and ValueError if it is not a regular file or exceeds MAX_IMAGE_BYTES.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
         raise ValueError("not a regular file")

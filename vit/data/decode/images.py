@@ -1,26 +1,27 @@
-"""Decode images for all callers: encoded bytes in, uint8 pixels out.
+"""Decode encoded images to uint8 pixels.
 
-An ordinary JPEG (8 bits, grey or colour) goes to libjpeg-turbo, which decodes only a window where
-possible: by the optional C decoder (`vit.data.decode.native`), else the window is cut out of the
-bytes as a smaller JPEG (`vit.data.decode.jpeg_cut`) for simplejpeg, else simplejpeg decodes the
-entire image. What simplejpeg refuses, and all other images, go to Pillow, with a list of allowed
-formats: none of them is a program, as EPS is. All ways give the same pixels.
+An ordinary JPEG (8 bits, grey or colour) is decoded by libjpeg-turbo, only in the window if
+possible. The first decoder that works is used: the optional C decoder (`vit.data.decode.native`);
+simplejpeg on a smaller JPEG that is cut out of the bytes (`vit.data.decode.jpeg_cut`); simplejpeg
+on the entire image. Pillow decodes JPEGs that simplejpeg refuses and all other images, with a list
+of allowed formats that excludes programs such as EPS. All decoders give the same pixels.
 
 Colours are those of `Image.convert("RGB")`, as in torchvision and timm: transparency is dropped
 without blending, palettes are looked up, CMYK is read as Adobe writes it, profiles are ignored.
-There are two exceptions where clipping would ruin the image. 16-bit greys are scaled to 8 bits (of
-16-bit colours Pillow reads the upper 8), and 32-bit integers and floats, whose range is unknown,
-are refused. Of an animation the first frame is used. EXIF orientation is ignored, as in all
-published results; Pillow itself turns TIFFs.
+There are two exceptions, because clipping would ruin the image: 16-bit greys are scaled to 8 bits
+(for 16-bit colours Pillow reads the upper 8), and 32-bit integers and floats are refused, because
+their range is unknown. The first frame of an animation is used. EXIF orientation is ignored, as in
+all published results; Pillow itself turns TIFFs.
 
-The size in a header is compared with `MAX_PIXELS` before memory is allocated. In addition to what
-Pillow's decoder takes (1 to 4 bytes per pixel) only the requested pixels are allocated, so the
-largest image takes some 0.7 GB and its window.
+The size in a header is compared with `MAX_PIXELS` before memory is allocated. Apart from Pillow's
+decoder (1 to 4 bytes per pixel) only the requested pixels are allocated, so the largest image takes
+some 0.7 GB and its window.
 """
 
 from __future__ import annotations
 
 import io
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,18 +41,19 @@ from vit.system.tar_walk import TAR_BLOCK, describe_content
 Pixels = NDArray[np.uint8]
 """(H, W, channels)."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF")
-"""Formats that Pillow may try, by its names. JPEG includes MPO, a JPEG followed by others."""
+"""The formats that Pillow may try, by its names. JPEG includes MPO, several JPEGs in a row."""
 MAX_JPEG_SIDE = 65_500
 """libjpeg's limit of width and height."""
 TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
 STRIP_PIXELS = 1 << 20
-"""Converted at a time: a converted copy of a large image would be larger than itself."""
+"""The pixels that are converted at a time; a converted copy of a large image could be larger than
+the image."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
-"""Random pixels that no decoder writes; see `_decode_cut`."""
+"""Random pixels that a decoder does not produce; see `_decode_cut`."""
 
 
 def decoder_name() -> str:
-    """Return what decodes ordinary JPEGs here: native (the package's C part) or simplejpeg."""
+    """Return the decoder of ordinary JPEGs: native (the package's C part) or simplejpeg."""
     return "native" if native.AVAILABLE else "simplejpeg"
 
 
@@ -62,7 +64,7 @@ def read_image_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) in pixels as stored, from the headers.
 
     `data` may end anywhere after the headers. Raises ValueError with the reason if it is not an
-    image, or is beyond a limit.
+    image or exceeds a limit.
     """
     try:
         header = read_header(data)  # takes an eighth of Pillow's time
@@ -73,7 +75,7 @@ def read_image_size(data: bytes) -> tuple[int, int]:
 
 
 def check_jpeg(header: JpegHeader) -> None:
-    """Raise ValueError for a JPEG that no decoder here accepts."""
+    """Raise ValueError for a JPEG that all decoders refuse."""
     if header.precision != 8 or header.num_components not in (1, 3, 4):
         raise ValueError(
             f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8"
@@ -90,20 +92,20 @@ def _check_size(width: int, height: int, is_jpeg: bool) -> None:
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Return Pillow's image of `data`, in one of FORMATS, with its headers read only.
+    """Return Pillow's image of `data`, in one of FORMATS; only the headers are read.
 
-    Raises ValueError with the reason if it is not an image, is beyond a limit, or has pixels of an
+    Raises ValueError with the reason if it is not an image, exceeds a limit, or has pixels of an
     unknown range.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             image = Image.open(io.BytesIO(data), formats=_formats())
-            # libtiff allocates a tile of a TIFF, however small the image is.
+            # libtiff allocates a complete tile, even if the image is smaller than its tiles.
             tags = getattr(image, "tag_v2", {})
             tile_width, tile_height = (int(tags.get(tag, 0)) for tag in TILE_TAGS)
     except Image.DecompressionBombError:
         raise ValueError(f"more than {MAX_PIXELS} pixels") from None
-    except Exception as error:  # each of Pillow's plugins raises its own
+    except Exception as error:  # each of Pillow's plugins raises other exceptions
         raise ValueError(_why_not(data, error)) from None
     _check_size(*image.size, is_jpeg=_is_jpeg(image))
     _check_size(tile_width, tile_height, is_jpeg=False)
@@ -116,7 +118,7 @@ def open_image(data: bytes) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """The FORMATS that this Pillow has, and HEIC where pillow-heif is installed."""
+    """Return the FORMATS that the installed Pillow supports, and HEIC with pillow-heif."""
     Image.init()
     if READS_HEIF:
         import pillow_heif
@@ -164,7 +166,7 @@ def to_mode(image: Image.Image, mode: str) -> Image.Image:
 
 
 def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
-    """Decode `open_image`'s image, or its part `box`: (H, W, channels) uint8, 1 (grey) or 3 (RGB).
+    """Decode `open_image`'s image, or its part `box`, to (H, W, channels) uint8; 1: grey, 3: RGB.
 
     Raises ValueError with the reason if it cannot be decoded.
     """
@@ -189,21 +191,21 @@ def _reasons() -> Iterator[None]:
         with warnings.catch_warnings(action="ignore"):
             yield
     except Exception as error:
-        # Each of Pillow's plugins has its own: OSError, SyntaxError, RuntimeError, TypeError, ...
+        # Pillow's plugins raise OSError, SyntaxError, RuntimeError, TypeError and others.
         raise ValueError(str(error) or type(error).__name__) from None
 
 
 def _load(image: Image.Image, mode: str) -> None:
     size = image.size
     if mode == "L" and _is_jpeg(image):
-        image.draft("L", None)  # the luma as it is stored, as the other decoders give it
+        image.draft("L", None)  # the stored luma, as in the other decoders
     image.load()
     if image.size != size:
         raise ValueError(
             f"it has {image.size[0]} x {image.size[1]} pixels, where its headers say {size[0]} x"
             f" {size[1]}"
         )
-    # Transparency is dropped; otherwise Pillow would look for a colour that stands for it.
+    # Drop transparency; otherwise Pillow would convert a colour that marks transparent pixels.
     image.info.pop("transparency", None)
 
 
@@ -242,12 +244,13 @@ def decode_jpeg(
     """Decode an ordinary JPEG of `size` = (width, height) by simplejpeg.
 
     reduce: divide each side by 1, 2, 4 or 8, rounded up. into: an array for the pixels.
-    strict: refuse any damage, instead of only such as no decoder can handle.
+    strict: refuse any damage; otherwise refuse only damage that libjpeg cannot repair.
     Raises ValueError.
     """
     colorspace = "RGB" if channels == 3 else "GRAY"
-    # libjpeg offers sizes of n/8 of the image; the smallest with this many pixels is the one meant.
-    least = -(-size[1] // reduce), -(-size[0] // reduce)
+    # libjpeg offers sizes of n/8 of the image, and simplejpeg takes the smallest one that has at
+    # least these pixels.
+    least = math.ceil(size[1] / reduce), math.ceil(size[0] / reduce)
     return simplejpeg.decode_jpeg(data, colorspace, False, False, *least, reduce, into, strict)
 
 
@@ -263,8 +266,8 @@ def decode_box(
     """Decode the part `box` of an image.
 
     Returns (H, W, channels) uint8 and the reduction of each side: `reduce` (2, 4 or 8) for a JPEG,
-    else 1. Without reduction these are the pixels of `decode`; with it, borders are at the next
-    reduced pixel outside. Damage outside of the box may go unnoticed.
+    else 1. Without reduction the pixels equal those of `decode`; with it, the box is extended to
+    full reduced pixels. Damage outside of the box may go unnoticed.
 
     stored_size: (width, height) that the image must have. place: an array of the right shape that
         may be used for the pixels.
@@ -294,19 +297,19 @@ def decode_box(
 
 
 def span(start: int, length: int, origin: int, reduce: int) -> slice:
-    """Return where pixels [start, start + length) are in a reduced image that begins at `origin`.
+    """Return the slice of [start, start + length) in a reduced image that begins at `origin`.
 
     start, length, origin: in pixels of the original.
     """
     first = start // reduce
-    stop = -(-(start + length) // reduce)
+    stop = math.ceil((start + length) / reduce)
     return slice(first - origin // reduce, stop - origin // reduce)
 
 
 def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
-    """Return the header of a JPEG for simplejpeg, None for what Pillow decodes.
+    """Return the header of a JPEG for simplejpeg, or None if Pillow has to decode the image.
 
-    Raises ValueError for a JPEG that neither of them accepts.
+    Raises ValueError for a JPEG that both refuse.
     """
     try:
         header = read_header(data)
@@ -329,7 +332,7 @@ def _by_pillow(
 ) -> Pixels:
     """Decode the image, or its part `box`, by Pillow.
 
-    problem: why simplejpeg has refused it; reported if Pillow refuses it, too.
+    problem: the error of simplejpeg, which is reported if Pillow also fails.
     """
     try:
         image = open_image(data)
@@ -344,12 +347,12 @@ def _by_pillow(
 
 
 def undecodable(data: bytes, reason: ValueError) -> ValueError:
-    """Return the error of all decoding."""
+    """Return the error for `data` that cannot be decoded."""
     return ValueError(f"cannot decode {len(data)} bytes: {reason}")
 
 
 def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] | None) -> None:
-    """Raise ValueError if `actual` = (width, height) is not `expected`, or has no such part."""
+    """Raise ValueError if `actual` (width, height) is not `expected` or does not contain `box`."""
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(
@@ -366,17 +369,18 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
 
 
 def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
-    """Return the pixels of a cut, None if anything is wrong with it."""
+    """Return the pixels of a cut, or None if it cannot be decoded without doubt."""
     size = cut.width, cut.height
     if reduce > 1 and max(size) < 8:
         return None  # several of libjpeg's sizes have as many pixels, see `decode_jpeg`
     try:
         if not cut.has_rest:
             return decode_jpeg(cut.data, size, channels, reduce)
-        # libjpeg warns of the codes after the last line, and simplejpeg reports all warnings alike.
-        # So none is an error here, and damage looks as in Pillow. After an error libjpeg writes no
-        # more lines: all are right if the last one was written.
-        pixels = np.empty((-(-cut.height // reduce), -(-cut.width // reduce), channels), np.uint8)
+        # libjpeg warns of the codes behind the last line, and simplejpeg does not distinguish
+        # warnings, so `strict` must be off; damaged parts then look as in Pillow. After an error
+        # libjpeg writes no more lines, so all lines are right if the last one was written.
+        height, width = math.ceil(cut.height / reduce), math.ceil(cut.width / reduce)
+        pixels = np.empty((height, width, channels), np.uint8)
         unwritten = UNWRITTEN[: pixels[-1].size].reshape(pixels[-1].shape)
         pixels[-1] = unwritten
         decode_jpeg(cut.data, size, channels, reduce, pixels, strict=False)

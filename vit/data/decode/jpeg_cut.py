@@ -1,4 +1,4 @@
-"""A small JPEG cut out of a large one, as bytes, so that a decoder skips the rest.
+"""Cut a small JPEG out of the bytes of a large one, so that a decoder skips the rest.
 
 A baseline JPEG is a grid of blocks (MCUs), line by line, in one stream of codes that can only be
 read from the beginning. Restart markers, bytes 0xFF 0xD0 to 0xFF 0xD7 in turn, cut the stream into
@@ -14,8 +14,8 @@ changed, are a JPEG again, with exactly the pixels of the original:
     |    | :..|..: |    |
     +----+----+----+----+
 
-Without restart markers the lines below the window are skipped: the header gets a smaller height,
-and the decoder stops there.
+Without restart markers the header gets a smaller height, so that the decoder stops below the
+window.
 
 Source: ITU-T T.81, annexes B and E.1.4; the margin is libjpeg-turbo's "fancy" upsampling of colour
 (jdsample.c), which uses one colour sample to each side.
@@ -23,6 +23,7 @@ Source: ITU-T T.81, annexes B and E.1.4; the margin is libjpeg-turbo's "fancy" u
 
 from __future__ import annotations
 
+import math
 import struct
 from typing import NamedTuple
 
@@ -32,10 +33,10 @@ from numpy.typing import NDArray
 from vit.data.decode.jpeg_header import JpegHeader
 
 Window = tuple[int, int, int, int]
-"""left, top, width, height in pixels of the original image."""
+"""A window: left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""A cut with more of the image than this costs more than it saves: finding the markers takes a 25th
+"""The largest share of the image that is worth a cut: finding the markers takes a 25th of the time
 of decoding the entire image."""
 
 
@@ -47,20 +48,20 @@ class Cut(NamedTuple):
     top: int
     width: int
     height: int
-    """The part, in pixels of the original."""
+    """The height of the part. All four numbers are pixels of the original."""
     has_rest: bool
-    """The codes of further lines follow, of which libjpeg warns as "extraneous bytes"."""
+    """Whether codes of further lines follow, for which libjpeg warns of "extraneous bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
     """Cut the part of a JPEG that a decoder needs for `window`, which is inside the image.
 
-    margin: pixels around the window that its pixels depend on, by the upsampling of colour; n if
-        the decoder reduces the image to 1/n.
+    margin: width of the border on which the window's pixels depend, by the upsampling of colour; n
+        if the decoder reduces the image to 1/n.
 
-    Returns None if nothing can be saved, and for progressive and arithmetic coding, several scans,
-    files that do not end with EOI (cut off, or with something after the image), and restart markers
-    at other places than the header says: decoding the entire image will report what is wrong.
+    Returns None if a cut saves nothing, and for progressive and arithmetic coding, several scans,
+    files that do not end with EOI (truncated, or with bytes after the image), and restart markers
+    that do not match the header; decoding the entire image will report the error.
     """
     left, top, width, height = window
     mcu_width, mcu_height = header.mcu_size
@@ -69,11 +70,11 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
         return None
     if 0 in header.mcu_size or not data.endswith(EOI):
         return None
-    mcus_per_line = -(-header.width // mcu_width)
+    mcus_per_line = math.ceil(header.width / mcu_width)
     interval = header.restart_interval
     bottom = min(top + height + margin, header.height)
     if interval == 0:
-        num_lines = -(-bottom // mcu_height)
+        num_lines = math.ceil(bottom / mcu_height)
         if num_lines * mcu_height >= header.height:
             return None
         smaller = _head(data, header, header.width, bottom)
@@ -85,16 +86,17 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     # The tiles under the window.
     tile_width = min(interval, mcus_per_line) * mcu_width
     tile_height = max(interval // mcus_per_line, 1) * mcu_height
-    num_columns = -(-header.width // tile_width)
-    num_rows = -(-header.height // tile_height)
+    num_columns = math.ceil(header.width / tile_width)
+    num_rows = math.ceil(header.height / tile_height)
     first_column = max(left - margin, 0) // tile_width
     first_row = max(top - margin, 0) // tile_height
-    stop_column = min(-(-(left + width + margin) // tile_width), num_columns)
-    stop_row = -(-bottom // tile_height)
+    stop_column = min(math.ceil((left + width + margin) / tile_width), num_columns)
+    stop_row = math.ceil(bottom / tile_height)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
     if cut_width <= 4 * margin:
-        # libjpeg upsamples lines of one or two colour samples differently: take one more tile.
+        # Take one more tile, because libjpeg upsamples lines of one or two colour samples
+        # differently.
         if first_column > 0:
             first_column -= 1
         else:
@@ -103,7 +105,8 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
 
-    # Their segments, each with the marker after it; those of a row of tiles are contiguous.
+    # The segments of these tiles, each with the marker behind it. The segments of a row of tiles
+    # are contiguous.
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != num_columns * num_rows - 1:
         return None
@@ -114,7 +117,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     rows = zip(starts.tolist(), stops[:, -1].tolist(), strict=True)
     smaller = bytearray().join([head, *(data[start:stop] for start, stop in rows)])
     shifts = len(head) + np.cumsum(stops[:, -1] - starts) - stops[:, -1]
-    numbers = (stops + shifts[:, None] - 1).ravel()  # where the number of each marker is
+    numbers = (stops + shifts[:, None] - 1).ravel()  # the offset of each marker's number
     np.frombuffer(smaller, np.uint8)[numbers] = 0xD0 + np.arange(len(numbers)) % 8
     smaller[-2:] = EOI
     return Cut(
@@ -123,17 +126,17 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
 
 
 def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray:
-    """Return all bytes before the codes, with a different size."""
+    """Return all bytes before the codes, with the size replaced."""
     head = bytearray(data[: header.scan_offset])
-    # The size comes after marker, length and precision: 5 bytes.
+    # The size follows marker, length and precision, which are 5 bytes.
     struct.pack_into(">HH", head, header.frame_offset + 5, height, width)
     return head
 
 
 def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
-    """Return where the scan's restart markers are in the file; none if they are not in turn."""
+    """Return the offsets of the scan's restart markers; none if they are not in sequence."""
     codes = np.frombuffer(data, np.uint8, offset=scan_offset)
-    at = (codes[:-1] == 0xFF).nonzero()[0]  # one byte in 256, so the rest is short
+    at = (codes[:-1] == 0xFF).nonzero()[0]  # about one byte in 256
     numbers = codes[at + 1] ^ 0xD0
     is_restart = numbers < 8
     at = at[is_restart]

@@ -1,8 +1,8 @@
-"""The headers of a JPEG, read without a decoder.
+"""Read the headers of a JPEG without a decoder.
 
 A JPEG is a chain of segments, each with a marker and its length. They are read from the start of
-the image to its first scan; other segments (EXIF, ICC profiles, tables) are skipped, however long
-they are. The entropy-coded data are not read.
+the image to its first scan. Other segments (EXIF, ICC profiles, tables) are skipped by their
+length, and the entropy-coded data are not read.
 
 Source: ITU-T T.81, annex B; Exif 2.32, section 4.6 for the orientation.
 """
@@ -15,13 +15,13 @@ from typing import NamedTuple
 MAX_PIXELS = 178_956_970
 """Pillow's limit: a damaged header may promise 65,535 x 65,535 pixels, which take 13 GB."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""Markers of frames, SOF0 to SOF15, without Huffman tables, a reserved marker and arithmetic
-conditioning."""
+"""The markers of frames, SOF0 to SOF15, except three in this range: Huffman tables, reserved,
+arithmetic conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
-"""Markers of other segments with a length: tables, start of scan, lines, restart interval,
+"""The markers of other segments with a length: tables, start of scan, lines, restart interval,
 APPn, comment."""
 LONE = frozenset((0x01, *range(0xD0, 0xD8)))
-"""Markers without a length: TEM and the restart markers."""
+"""The markers without a length: TEM and the restart markers."""
 
 
 class JpegHeader(NamedTuple):
@@ -29,27 +29,28 @@ class JpegHeader(NamedTuple):
 
     width: int
     height: int
-    """Pixels, as stored: before any turn by EXIF."""
+    """The stored height; like the width in pixels, before any turn by EXIF."""
     num_components: int
-    """1 (grey), 3 (colour), 4 (CMYK or YCCK)."""
+    """The number of components: 1 (grey), 3 (colour), 4 (CMYK or YCCK)."""
     precision: int
-    """Bits a sample; 8 for all but medical and scientific images."""
+    """The bits of a sample; 8 for all but medical and scientific images."""
     process: int
-    """n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless; from 5 on
+    """The n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless, 5 and more:
     hierarchical or arithmetic coding."""
     orientation: int
-    """EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
+    """The EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
     restart_interval: int
-    """Blocks (MCUs) between two restart markers; 0: no restart markers."""
+    """The blocks (MCUs) between two restart markers; 0: no restart markers."""
     scan_offset: int
-    """Bytes from the start of the file to the entropy-coded data of the first scan."""
+    """The offset of the entropy-coded data of the first scan, in bytes."""
     frame_offset: int
-    """Bytes from the start of the file to the marker of the frame."""
+    """The offset of the marker of the frame, in bytes."""
     sampling: tuple[tuple[int, int], ...]
-    """Samples across and down in a block (MCU), for each component; 4:2:0 is (2, 2), (1, 1),
+    """The samples across and down in a block (MCU), for each component; 4:2:0 is (2, 2), (1, 1),
     (1, 1)."""
     is_one_scan: bool
-    """The first scan holds all components: unless coding is progressive, it is the only one."""
+    """Whether the first scan has all components; unless coding is progressive, it is the only
+    scan."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -71,8 +72,8 @@ class JpegHeader(NamedTuple):
 def read_header(data: bytes) -> JpegHeader:
     """Read the header of a JPEG; `data` may end anywhere after the start of the first scan.
 
-    Raises ValueError if libjpeg could not begin to decode, or only after skipping bytes that belong
-    to no segment: not a JPEG, cut off in its headers, damaged headers, no pixels.
+    Raises ValueError if `data` are not a JPEG, are truncated in the headers, have damaged headers
+    or no pixels, or have bytes between segments, which libjpeg would skip.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
@@ -161,5 +162,5 @@ def _exif_orientation(tiff: bytes) -> int:
             if tag == 0x0112:
                 return value if 1 <= value <= 8 else 1
     except struct.error:
-        pass  # cut off: some cameras and editors write such blocks
+        pass  # truncated: some cameras and editors write such blocks
     return 1

@@ -1,13 +1,13 @@
-"""The optional C decoder for a window of a JPEG, built if a C compiler was there at installation.
+"""The optional C decoder for a window of a JPEG, built at installation if a C compiler exists.
 
-The bytes of a JPEG and a window go to `vit/data/decode/c/window.c`. It reads the codes of the
-window only (without restart markers: all codes before the window's end) and writes the window's
-pixels into an array, exactly as simplejpeg (libjpeg-turbo) makes them. For what it does not accept
-(progressive, CMYK, damaged, ...) it returns a status, in microseconds if the headers show it; then
-the caller decodes with simplejpeg. It runs without the interpreter's lock.
+`vit/data/decode/c/window.c` gets the bytes of a JPEG and a window. It reads only the codes of the
+window (without restart markers: all codes before the window's end) and writes the window's pixels
+into an array, exactly equal to simplejpeg's (libjpeg-turbo). For a JPEG that it does not support
+(progressive, CMYK, damaged, ...) it returns a status, in microseconds if the headers show the
+reason; then the caller decodes with simplejpeg. It runs without the interpreter's lock.
 
-`load` refuses a library that does not fit this file, was built from other C files than those next
-to it, or fails on a small JPEG. `VIT_NATIVE=0` in the environment turns the decoder off.
+`load` refuses a library with another interface, a library that was built from different C files,
+and a library that fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ABI = 1
 """The interface version that this file calls, `vit_native_abi` of vit/data/decode/c/window.c."""
 PACKAGE = Path(__file__).parents[2]
 SOURCES = Path(__file__).parent / "c"
-"""The C files, if the package is a checkout."""
+"""The folder of the C files, which exists only in a checkout."""
 NOT_BUILT = (
     "the C decoder was not built; install a C compiler (Debian, Ubuntu: apt-get install"
     " build-essential), then pip install -e ."
@@ -35,41 +35,41 @@ NOT_BUILT = (
 
 
 class Status(IntEnum):
-    """Why pixels were not decoded; `Status` of vit/data/decode/c/status.h."""
+    """The reason why pixels were not decoded; `Status` of vit/data/decode/c/status.h."""
 
     OK = 0
     DAMAGED = 1
-    """Cut off, or not according to the standard, in the part that was read."""
+    """The part that was read is truncated or violates the standard."""
     PROGRESSIVE = 2
     PROCESS = 3
-    """Arithmetic coding, lossless, hierarchical."""
+    """The coding is arithmetic, lossless or hierarchical."""
     PRECISION = 4
-    """Not 8 bits per sample."""
+    """The samples do not have 8 bits."""
     COMPONENTS = 5
-    """Neither 1 nor 3, as in CMYK."""
+    """The number of components is neither 1 nor 3, as in CMYK."""
     SCANS = 6
-    """Components in separate scans."""
+    """The components are in separate scans."""
     MEMORY = 7
     WINDOW = 8
     """The window is not inside the image."""
     SAMPLING = 9
     """A component's resolution does not divide the image's, or the first one's differs from it."""
     COLOURS = 10
-    """Grey pixels of an RGB image."""
+    """The caller requests grey pixels of an RGB image."""
     IMAGE = 11
-    """The image has a different size than expected, or one that is too large."""
+    """The image does not have the expected size, or is too large."""
 
 
 class UnusableLibrary(Exception):
-    """A library that must not be used: what is wrong with it, and what to do."""
+    """The library must not be used. The message has the reason and a remedy."""
 
 
 def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
-    """Load the library at `path`, after checks that it gives the right pixels on this processor.
+    """Load the library at `path`, and check that it gives the right pixels on this processor.
 
-    Checked in this order: the version of the interface; the sources it was built from, if the C
-    files are there (a checkout that was updated without building again); the pixels of a small
-    JPEG. Raises UnusableLibrary.
+    The checks, in this order: the version of the interface; in a checkout, the hash of the C files,
+    because a checkout may be updated without a new build; the pixels of a small JPEG. Raises
+    UnusableLibrary.
     """
     again = "build it again: pip install -e ."
     try:
@@ -120,7 +120,7 @@ def stamp_of(sources: Path) -> str:
 
 
 def _decodes_correctly(library: ctypes.CDLL) -> bool:
-    """Compare windows of a small JPEG, without and with restart markers, with simplejpeg's."""
+    """Return whether windows of a small JPEG, with and without markers, equal simplejpeg's."""
     y, x = np.mgrid[:50, :150]
     image = np.stack((x + y, x * y // 7, 255 - x), axis=2).astype(np.uint8)
     plain = simplejpeg.encode_jpeg(image, 92, colorsubsampling="420")
@@ -139,7 +139,7 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 
 
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    """Return the library, or None and the reason; no reason if the user has turned it off."""
+    """Return the library, or None and the reason; the reason is None if the user disabled it."""
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
     for suffix in EXTENSION_SUFFIXES:
@@ -164,13 +164,13 @@ def decode_into(
 ) -> Status:
     """Decode the window with upper left pixel (left, top) and the shape of `pixels` into it.
 
-    pixels: (height, width, 1 or 3) uint8; rows may have gaps between them, pixels may not. Valid if
-        the status is OK.
+    pixels: (height, width, 1 or 3) uint8. Gaps between rows are allowed, between pixels not. Valid
+        if the status is OK.
     stored_size: (width, height) that the image must have.
-    portable: use no special instructions of the processor, for tests.
+    portable: do not use special instructions of the processor; for tests.
     library: LIBRARY by default.
 
-    Damage outside of the window may go unnoticed; inside, whatever libjpeg refuses or warns of is
+    Damage outside of the window may go unnoticed. Inside, all that libjpeg refuses or warns of is
     refused. (simplejpeg also refuses unusual subsamplings of colour.)
     """
     library = library or LIBRARY
@@ -219,8 +219,8 @@ def decode_window(
 
 
 LIBRARY, UNAVAILABLE_REASON = _find()
-"""The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and why.
+"""The library (`vit_decode_window`, and `vit_jpeg_transcode` for data_prep), or None and a reason.
 
 The reason is None if VIT_NATIVE=0."""
 AVAILABLE = LIBRARY is not None
-"""Whether the library is usable and wanted."""
+"""Whether the library is usable and not disabled."""

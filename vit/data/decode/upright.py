@@ -1,8 +1,8 @@
-"""Images turned upright, as their EXIF orientation says.
+"""Turn images upright by their EXIF orientation.
 
-Cameras store what the sensor saw, and a number for how it was held. Published results come from
-unturned images; photos of one's own are turned when shards are written (`data_prep`), and then also
-where a model is used (`eval.apply_exif`).
+Cameras store the sensor's picture and a number for the camera's orientation. Published results come
+from unturned images. New photos are turned when shards are written (`data_prep`); the model's
+inputs must then be turned as well (`eval.apply_exif`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""How an image with this EXIF orientation is made upright."""
+"""The transpose that turns an image with an EXIF orientation upright."""
 ORIENTATION_TAG = 0x0112
 
 
@@ -36,8 +36,9 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright(data: bytes, channels: int = 3) -> bytes:
-    """Return an encoded image turned upright, without loss, in 1 (grey) or 3 channels (RGB); `data`
-    itself if nothing is to be turned. Raises ValueError like `decode`.
+    """Return an encoded image turned upright, without loss, in 1 (grey) or 3 channels (RGB).
+
+    Returns `data` itself if the image is upright. Raises ValueError like `decode`.
     """
     try:
         orientation = read_header(data).orientation

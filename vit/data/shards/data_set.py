@@ -1,7 +1,7 @@
-"""The on-disk format of a data set, and how one of its splits is opened.
+"""Open a split of a data set, and the on-disk format of data sets.
 
 Images and labels are stored in tar files ("shards"), two members per sample. An index with one row
-per sample holds the position of the image, so that reading sample i is one `pread`.
+per sample has the position of the image, so reading sample i is one `pread`.
 
     <root>/
       _info.json        splits, shard lengths, sizes and sha256, class names, source; written last
@@ -12,8 +12,8 @@ per sample holds the position of the image, so that reading sample i is one `pre
       val-00000.tar ...
 
 The tars are the source of truth: `.idx` and `.index.npy` can be rebuilt from them. `_info.json` has
-timm's layout plus our own keys; a file without our keys is accepted. `<root>` may be a URL, or a
-folder that contains only `_info.json` and the index of shards at a URL ("shards_at").
+timm's layout plus additional keys, which may be missing. `<root>` may be a URL, or a folder that
+contains only `_info.json` and the index of shards at a URL ("shards_at").
 """
 
 from __future__ import annotations
@@ -75,21 +75,20 @@ def open_split(
 ) -> Split:
     """Open one split of the data set at `root`, a folder or a URL, without reading any image.
 
-    `split` may be a part of one, as `train[:99%]` (`vit.data.shards.split_slice`). An index that is
-    missing or does not match the tars of a folder is rebuilt from all of them, which is logged as a
-    warning.
+    `split` may be a slice, as `train[:99%]` (`vit.data.shards.split_slice`). An index that is
+    missing or does not match the tars of a folder is rebuilt from all tars, with a warning.
 
     cache_dir, cache_gib: see `BlockCache`. Shards in a folder are read in place if cache_dir is
         None.
-    retry: how long to wait for storage that does not answer.
-    is_checked: another process of this host has just opened the split, so the rows of the index are
-        not checked again, nor the shards of a folder: of 4,096 ranks and 1,000 shards that would
-        be 4 million requests to the server of a shared file system.
+    retry: limits of the retries for storage that does not answer.
+    is_checked: another process of this host has just opened the split, so this process does not
+        check the rows of the index and the shards of a folder. 4,096 ranks with 1,000 shards would
+        send 4 million requests to the server of a shared file system.
     versions: `Split.versions` of another process that has just opened the split. Without it each
-        of 64 ranks would ask the server for each of 5,000 shards.
+        of 64 ranks would send 5,000 requests, one for each shard, to the server.
 
     Raises ShardError, which lists all problems of the same kind: missing folder, `_info.json`,
-    split or shards; shards of a size other than recorded; lengths that do not add up; labels
+    split or shards; shards whose size is not the recorded one; lengths that do not add up; labels
     outside [0, num_classes).
     """
     part = parse_name(split)
@@ -106,29 +105,29 @@ def _open_whole(
     is_checked: bool,
     versions: Sequence[Sequence[Any]] | None,
 ) -> Split:
-    # 1. The shards: in this folder, or at a URL.
+    # 1. Find the shards, in this folder or at a URL.
     home, shown, info, described, folder = _find(root, split, retry)
     filenames = described.filenames
-    found: list[Version] = []
+    found_versions: list[Version] = []
     if not isinstance(folder, Path) or cache_dir is not None or not is_checked:
-        found = _check_shards(folder, described, versions)
+        found_versions = _check_shards(folder, described, versions)
 
-    # 2. The index, rebuilt if the shards of a folder do not match it, and how the shards are read.
+    # 2. Open the index, or rebuild it if the shards of a folder do not match, and the shards.
     layout = recorded_layout(info, home and home / filenames[0])
     firsts = first_samples(described.lengths)
     tars: Tars
     if isinstance(folder, Path):
-        index = _local_index(folder, split, described, found, layout, is_checked)
+        index = _local_index(folder, split, described, found_versions, layout, is_checked)
         tars = LocalTars(folder, filenames, retry)
         if cache_dir is not None:
             cache = open_cache(cache_dir, cache_gib, "data.cache_dir")
-            tars = open_cached_tars(folder, filenames, found, index, firsts, cache, retry)
+            tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
     else:
         cache = open_cache(cache_dir, cache_gib, shown)
-        index = _remote_index(folder, home, split, described, found, cache, is_checked)
-        tars = open_cached_tars(folder, filenames, found, index, firsts, cache, retry)
+        index = _remote_index(folder, home, split, described, found_versions, cache, is_checked)
+        tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
 
-    # 3. The labels.
+    # 3. Check the labels.
     class_names = list(info.get("class_names") or [])
     num_classes = len(class_names) or info.get("num_classes") or 0
     if layout.label != NO_LABEL and not (is_checked and num_classes):
@@ -143,7 +142,7 @@ def _open_whole(
         num_classes,
         class_names,
         tars,
-        replace(layout, class_names=()),  # because a split is pickled for each worker
+        replace(layout, class_names=()),  # the split has the names; it is pickled for each worker
         bool((info.get("options") or {}).get("apply_exif")),
     )
 
@@ -151,19 +150,19 @@ def _open_whole(
 # ---- the shards ----------------------------------------------------------------------------------
 
 
-class _Found(NamedTuple):
+class _Location(NamedTuple):
     home: Path | None
     """The folder with `_info.json`; None: it is at a URL."""
     shown: str
-    """`home`, or the URL without any login."""
+    """The folder, or the URL without any login, for messages."""
     info: dict[str, Any]
     described: SplitInfo
     folder: Path | Store
-    """Where the shards are."""
+    """The folder or the store of the shards."""
 
 
-def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Found:
-    """Read what is said about a split, and find where its shards are. Raises ShardError."""
+def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Location:
+    """Read the description of a split, and find its shards. Raises ShardError."""
     home = local_path(root)
     url = str(root).rstrip("/")
     if home is not None:
@@ -182,14 +181,14 @@ def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Found:
         not info.get("shards_at") or any((home / name).exists() for name in described.filenames)
     )
     folder = Path(shown) if is_local else open_store(shards_url, retry)
-    return _Found(home, shown, info, described, folder)
+    return _Location(home, shown, info, described, folder)
 
 
 def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
-    """Look from this host at every shard of a split; return how many there are, and their bytes.
+    """Check every shard of a split from this host; return the number of shards and of bytes.
 
-    Writes nothing. Raises ShardError as `open_split` does, and where that would first make the
-    index of a folder.
+    Writes nothing. Raises ShardError like `open_split`, and if `open_split` would have to make the
+    index of a folder first.
     """
     _, shown, _, described, folder = _find(root, split, retry)
     versions = _check_shards(folder, described, None)
@@ -213,19 +212,20 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
 
 
 def _check_shards(
-    folder: Path | Store, described: SplitInfo, known: Sequence[Sequence[Any]] | None
+    folder: Path | Store, described: SplitInfo, of_other_process: Sequence[Sequence[Any]] | None
 ) -> list[Version]:
-    """Return the version of each shard. Raises ShardError listing all that do not match."""
-    found: list[Version | str]
-    if known is not None and len(known) == len(described.filenames):
-        found = [Version(*version) for version in known]
+    """Return the version of each shard. Raises ShardError with a list of all that do not match."""
+    names = described.filenames
+    results: list[Version | str]
+    if of_other_process is not None and len(of_other_process) == len(names):
+        results = [Version(*version) for version in of_other_process]
     elif isinstance(folder, Path):
-        found = [_local_version(folder / name) for name in described.filenames]
+        results = [_local_version(folder / name) for name in names]
     else:
-        found = folder.stats(described.filenames)
+        results = folder.stats(names)
     versions = []
     problems = []
-    for name, version, expected in zip(described.filenames, found, described.sizes, strict=True):
+    for name, version, expected in zip(names, results, described.sizes, strict=True):
         if isinstance(version, str):
             problems.append(f"{name}: {version}")
         elif expected not in (None, version.size):
@@ -241,7 +241,7 @@ def _check_shards(
 
 
 def _local_version(path: Path) -> Version | str:
-    """Size and modification time of a file, or the reason why they are unknown."""
+    """Return the size and modification time of a file, or the reason why they are unknown."""
     try:
         status = os.stat(path)
     except OSError as error:
@@ -255,9 +255,8 @@ def _local_version(path: Path) -> Version | str:
 def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayout) -> np.ndarray:
     """Read the tars of a split, write `<root>/<split>.index.npy` and return its rows.
 
-    layout: which members are image and label. If the folder cannot be written, the index is only
-    returned, and without checksums: it will be rebuilt each time, and reading all images would take
-    long.
+    layout: the members with image and label. If the folder is read-only, the index is not saved and
+    has no checksums: it is rebuilt each time, and checksums would need a read of all images.
     Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError like `rows_of_tars`.
     """
     path = root / f"{split}.index.npy"
@@ -300,7 +299,7 @@ def _local_index(
             if not is_checked and not has_checksums(index):
                 log.warning("%s: %s", path, UNCHECKED)
             return index
-    if not sizes:  # the process before could not save what it made
+    if not sizes:  # the first process could not save its index
         sizes = [version.size for version in _check_shards(root, described, None)]
     log.warning(
         "%s is %s: rebuilding it from %d shards, %.1f GB to read",
@@ -313,10 +312,10 @@ def _local_index(
 
 
 def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Sequence[int]) -> str:
-    """Return why the index does not match the tars, "" if it does.
+    """Return the reason why the index does not match the tars, "" if it does.
 
-    Raises ShardError if a tar's sha256 is not the recorded one: then the index is right, and
-    rebuilding it would train on other images.
+    Raises ShardError if a tar's sha256 is not the recorded one: then the index is right, and a
+    rebuilt index would train on the wrong images.
     """
     if mismatch := index_mismatch(index, described.lengths, sizes):
         return mismatch
@@ -326,7 +325,7 @@ def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Seq
         if not has_checksums(index) and os.access(root, os.W_OK):
             return "without checksums of images (an earlier version wrote it)"
         return ""
-    # Only the first one: hashing an entire data set would take minutes.
+    # Hash only the first one, because hashing an entire data set would take minutes.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
         return "stale (images are elsewhere in their shard)"
@@ -376,9 +375,9 @@ def _remote_index(
 def _check_labels(
     index: np.ndarray, num_classes: int, root: str, split: str, described: SplitInfo
 ) -> int:
-    """Return the number of classes: `num_classes`, or if that is 0 the largest label plus 1.
+    """Return the number of classes: `num_classes` or, if it is 0, the largest label plus 1.
 
-    Raises ShardError if there are labels outside.
+    Raises ShardError if a label lies outside.
     """
     labels = index["label"]
     num_classes = num_classes or int(labels.max()) + 1

@@ -1,12 +1,12 @@
-"""The index of a split: one row per sample, saved, opened, compared with its shards or rebuilt.
+"""The index of a split, one row per sample: save, open, compare with the shards, or rebuild.
 
 Rows are in (shard, position) order, so a shard's rows are a slice, and the number of each shard's
-first sample is enough to find the shard of a sample. Opening maps the file into memory. Checks of
-all rows go shard by shard, so that an index of a billion samples needs no memory of its own.
+first sample is enough to find the shard of a sample. Opening maps the file into memory. All checks
+go shard by shard, so that an index of a billion samples is never loaded at once.
 
-Each row has the CRC-32C of the encoded image, which reading compares; 0 means unknown, for rows
-made without reading the images. Indexes of earlier versions have the shard's number in its place
-(`UNCHECKED_DTYPE`) and are read as they are.
+Each row has the CRC-32C of the encoded image, which is compared when the image is read; 0 means
+unknown, in rows that were made without reading the images. Indexes of earlier versions have the
+shard's number instead (`UNCHECKED_DTYPE`) and remain readable.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ UNCHECKED_DTYPE = np.dtype(
         *[(name, INDEX_DTYPE[name]) for name in ("size", "offset", "label", "width", "height")],
     ]
 )
-"""Rows of indexes written before images had checksums."""
+"""The rows of an index that was written before images had checksums."""
 NUM_READERS = 8
-"""Shards read at the same time when an index is rebuilt: network file systems serve several files
-faster than one."""
+"""The shards that are read at the same time to rebuild an index, because network file systems serve
+several files faster than one."""
 
 
 def first_samples(lengths: Iterable[int]) -> list[int]:
@@ -57,7 +57,7 @@ def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
 
 
 def _write_header(file: BinaryIO, num_samples: int) -> None:
-    """Write the header of a .npy file; numpy pads it, so its length is the same for any number."""
+    """Write the header of a .npy file; numpy pads it to a length that holds for any number."""
     header = {
         "descr": np.lib.format.dtype_to_descr(INDEX_DTYPE),
         "fortran_order": False,
@@ -75,16 +75,16 @@ def open_index(path: Path) -> np.ndarray:
         index = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
-    except Exception as error:  # numpy parses a header as Python, whose parser has its own errors
+    except Exception as error:  # numpy parses a header as Python, which can raise anything
         raise ValueError("cut off, or its header is damaged") from error
-    is_ours = index.dtype in (INDEX_DTYPE, UNCHECKED_DTYPE) and index.ndim == 1 and len(index)
-    if not is_ours or index.offset % np.lib.format.ARRAY_ALIGN:
+    is_index = index.dtype in (INDEX_DTYPE, UNCHECKED_DTYPE) and index.ndim == 1 and len(index)
+    if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
         raise ValueError("of another format, or its header is damaged")
     return index
 
 
 def unmapped(index: np.ndarray) -> np.ndarray | Path:
-    """Return what to pickle of an index: the path of one that is mapped from a file."""
+    """Return the picklable form of an index: its path if it is mapped from a file."""
     return Path(str(index.filename)) if isinstance(index, np.memmap) else index
 
 
@@ -94,7 +94,7 @@ def has_checksums(index: np.ndarray) -> bool:
 
 
 def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int]) -> str:
-    """Return why an index does not match its shards, "" if its rows show no reason.
+    """Return the reason why an index does not match its shards, "" if its rows show none.
 
     lengths: samples of each shard. sizes: bytes of each shard.
     """
@@ -104,16 +104,16 @@ def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[in
         starts = rows["offset"]
         if (starts[1:] <= starts[:-1]).any():
             return "stale (other shard lengths than _info.json)"
-        # The second comparison is for sums that overflow 64 bits.
+        # The second comparison finds offsets whose sum with the size overflows 64 bits.
         if (starts + rows["size"] > size).any() or (starts > size).any():
             return "stale (images beyond the end of their shard)"
     return ""
 
 
 def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]) -> list[int]:
-    """Return the shards that were replaced by others of equal length.
+    """Return the shards that were replaced by tars with as many samples.
 
-    Costs one read per shard: the tar header before its last image, which must have its size.
+    Costs one read per shard: the tar header before its last image must have the image's size.
     """
     return [
         shard
@@ -123,7 +123,7 @@ def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Pa
 
 
 def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
-    """Hash which samples are where, whether or not the index has checksums."""
+    """Return a hash of all samples' places, which is the same with and without checksums."""
     digest = hashlib.sha256()
     for shard, rows in enumerate(_by_shard(index, lengths)):
         plain = np.array(rows).view(UNCHECKED_DTYPE)
@@ -137,7 +137,7 @@ def _by_shard(index: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]
 
 
 def _size_in_header(tar: Path, offset: int) -> int:
-    """Return the size in the tar header before `offset`, -1 if there is no header."""
+    """Return the size in the tar header before `offset`, -1 if the bytes are not a header."""
     try:
         with open(tar, "rb") as file:
             file.seek(max(0, offset - TAR_BLOCK))
@@ -158,9 +158,9 @@ def rows_of_tars(
 ) -> list[np.ndarray]:
     """Return the index rows of each tar.
 
-    lengths: samples that each tar must hold. sha256: recorded for each tar, None if unknown.
+    lengths: samples that each tar must have. sha256: recorded hash of each tar, None if unknown.
     with_checksums: read all images for their checksums, and compare each tar with its sha256;
-    otherwise read headers only.
+    otherwise read only headers.
     Raises ShardError like `scan_tar`, and for tars that are not the recorded ones.
     """
 
@@ -174,26 +174,27 @@ def rows_of_tars(
         is_altered = with_checksums and expected not in (None, sha256_of(tar))
         return rows, describe_altered(tar) if is_altered else ""
 
-    found = []
+    results = []
     done_bytes = 0
     all_bytes = sum(tar.stat().st_size for tar in tars if tar.exists())
     threads = ThreadPoolExecutor(NUM_READERS)
     try:
         with Meter(f"reading {tars[0].parent}", all_bytes >> 20, "MiB") as meter:
-            for tar, read in zip(tars, threads.map(read_rows, tars, lengths, sha256), strict=True):
-                found.append(read)
+            rows_by_tar = threads.map(read_rows, tars, lengths, sha256)
+            for tar, result in zip(tars, rows_by_tar, strict=True):
+                results.append(result)
                 done_bytes += tar.stat().st_size
                 meter.update(done_bytes >> 20)
     finally:
         # After an error or a signal, do not wait for shards that are being read.
         threads.shutdown(wait=False, cancel_futures=True)
-    if problems := [problem for _, problem in found if problem]:
+    if problems := [problem for _, problem in results if problem]:
         raise ShardError("\n".join(problems))
-    return [rows for rows, _ in found]
+    return [rows for rows, _ in results]
 
 
 def left_out(tar: Path) -> set[int]:
-    """Return where the samples begin that `data_prep.index` left out, according to the sidecar.
+    """Return the offsets of the samples that `data_prep.index` skipped, according to the sidecar.
 
     Without them the shard has the length in `_info.json`.
     """
@@ -207,7 +208,7 @@ def left_out(tar: Path) -> set[int]:
 
 
 def describe_altered(tar: Path) -> str:
-    """Return the message for a tar that is not the recorded one."""
+    """Return the message for a tar whose content is not the recorded one."""
     return (
         f"{tar}: replaced by a file with other content, its sha256 is not the one in _info.json;"
         " copy it again; if that is meant, move _info.json away and run `python -m data_prep.index"

@@ -1,9 +1,8 @@
-"""`_info.json`, which describes a data set, and the sidecar of each shard it is made from.
+"""Read and write `_info.json`, which describes a data set, and the sidecars of its shards.
 
 A writer calls `write_sidecar` for each complete tar and `make_info` at the end. A reader calls
-`read_info`, which checks the values before any is used, since people may edit them, and
-`describe_split` for one split. JSON is read as a dictionary; missing keys and unknown keys are left
-to the caller.
+`read_info`, which checks all values because users may edit them, and `describe_split` for one
+split. JSON is read as a dictionary; the caller handles missing and unknown keys.
 """
 
 from __future__ import annotations
@@ -79,10 +78,10 @@ INFO = TypeAdapter(_Info)
 SIDECAR = TypeAdapter(_Sidecar)
 
 
-def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], where: Path | str) -> None:
+def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], path: Path | str) -> None:
     """Raise ShardError for the first value in `content` that is not of its type in `kind`.
 
-    where: the file, to show.
+    path: the file with the content, for the message.
     """
     try:
         kind.validate_python(content, strict=True)
@@ -91,13 +90,13 @@ def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], where: Path 
         place = ".".join(map(str, first["loc"]))
         expected = first["msg"].replace("Input should be", "expected")
         raise ShardError(
-            f"{where}: {place} is {str(first['input'])[:60]!r}, {expected}; restore it from its"
+            f"{path}: {place} is {str(first['input'])[:60]!r}, {expected}; restore it from its"
             " source"
         ) from error
 
 
 def is_sidecar(content: Mapping[str, Any]) -> bool:
-    """Return whether a JSON file next to a tar is a sidecar of ours."""
+    """Return whether the content of a JSON file next to a tar is that of a sidecar."""
     return {"filename", "num_samples", "bytes", "sha256"} <= content.keys()
 
 
@@ -109,7 +108,7 @@ def write_sidecar(
 ) -> dict[str, Any]:
     """Write and return the sidecar of a complete tar.
 
-    sha256: of the tar; by default it is computed, which reads the tar again.
+    sha256: hash of the tar; by default it is computed, which reads the tar again.
     """
     sidecar = {
         "filename": tar.name,
@@ -123,7 +122,7 @@ def write_sidecar(
 
 
 def read_sidecar(tar: Path) -> dict[str, Any] | None:
-    """Read the sidecar of `tar`; None if there is none. Raises ShardError for any other file."""
+    """Return the sidecar of `tar`, None if it has none. Raises ShardError for any other file."""
     path = tar.with_suffix(".json")
     sidecar = read_json(path)
     if sidecar is not None and not is_sidecar(sidecar):
@@ -145,7 +144,7 @@ def make_info(
     """Return the content of `_info.json`.
 
     splits: shard file names of each split, in order. sidecars: by file name.
-    source, options: where the data come from, recorded as given.
+    source, options: origin of the data, recorded without a check.
     class_names: name of each label, or [] if unknown.
     """
     # The order of keys is part of the format: equal data sets have equal bytes.
@@ -174,12 +173,12 @@ def make_info(
 
 
 def info_sha256(info: Mapping[str, Any]) -> str:
-    """Hash the content of `_info.json` except for `info_sha256`, which holds this hash."""
+    """Return the hash of `_info.json` without its key `info_sha256`, which has this hash."""
     return _content_sha256({key: value for key, value in info.items() if key != "info_sha256"})
 
 
 def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
-    """Hash the content of a split's sidecars, except for where and when the tars were found."""
+    """Return the hash of a split's sidecars without the place and the time of the tars."""
     return _content_sha256(
         [
             {key: value for key, value in sidecar.items() if key not in ("mtime_ns", "shards_at")}
@@ -215,7 +214,7 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`, else repeat the command that writes them"
         )
-    # data_prep refuses to write shards into the folder of the images themselves.
+    # Another folder, because data_prep refuses to write shards into the folder of the images.
     command = shlex.join(
         ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
@@ -255,9 +254,9 @@ class SplitInfo(NamedTuple):
 def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     """Return the shards of a split of the data set at `root`. Raises ShardError."""
     if split not in info["splits"]:
-        there = ", ".join(info["splits"])
+        names = ", ".join(info["splits"])
         hint = did_you_mean(split, info["splits"])
-        raise ShardError(f"{root}: no split {split!r}; there are {there}{hint}")
+        raise ShardError(f"{root}: no split {split!r}; there are {names}{hint}")
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
     required = ("filenames", "shard_lengths", "num_samples")
@@ -272,18 +271,18 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
             " it from its source"
         )
     unknown: list[Any] = [None] * len(entry["filenames"])
-    found = SplitInfo(
+    shards = SplitInfo(
         entry["filenames"],
         entry["shard_lengths"],
         entry.get("shard_bytes") or unknown,
         entry.get("shard_sha256") or unknown,
     )
-    num_shards = {len(found.filenames), len(found.lengths), len(found.sizes), len(found.sha256)}
-    is_consistent = len(num_shards) == 1 and sum(found.lengths) == entry["num_samples"]
-    if not is_consistent or not found.filenames:
+    num_shards = {len(shards.filenames), len(shards.lengths), len(shards.sizes), len(shards.sha256)}
+    is_consistent = len(num_shards) == 1 and sum(shards.lengths) == entry["num_samples"]
+    if not is_consistent or not shards.filenames:
         raise ShardError(
-            f"{place}: {len(found.filenames)} filenames, {len(found.lengths)} shard_lengths (sum"
-            f" {sum(found.lengths)}), {len(found.sizes)} shard_bytes and num_samples"
+            f"{place}: {len(shards.filenames)} filenames, {len(shards.lengths)} shard_lengths (sum"
+            f" {sum(shards.lengths)}), {len(shards.sizes)} shard_bytes and num_samples"
             f" {entry['num_samples']} do not fit together; restore it from its source"
         )
-    return found
+    return shards

@@ -1,7 +1,7 @@
-"""The shards of a split as files in a folder: positional reads through descriptors that stay open.
+"""Read the shards of a split in a folder, by positional reads through open descriptors.
 
-Errors that may pass, such as a file server that is away or a stale handle, are retried with the
-file opened again.
+Temporary errors, such as an unreachable file server or a stale handle, are retried after opening
+the file again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.system.stages import Stage
 from vit.system.tar_walk import TAR_BLOCK
 
 NUM_OPENING = 16
-"""Files opened at the same time."""
+"""The files that are opened at the same time."""
 RETRYABLE_ERRNOS = {
     errno.EIO,
     errno.ESTALE,
@@ -48,16 +48,17 @@ RETRYABLE_ERRNOS = {
     errno.ECONNREFUSED,
     errno.EPIPE,
 }
-"""Errors of NFS, Lustre and FUSE while their server is away, or for a handle from before."""
+"""The errors of NFS, Lustre and FUSE while their server is unreachable, or for a stale handle."""
 
 
 class LocalTars:
-    """The shards of a split in a folder. Any number of threads; pickled without descriptors."""
+    """The shards of a split in a folder. Thread-safe; pickled without descriptors."""
 
     cached = None
     store = None
     read_ahead_batches = 0
-    """`prefetch` right before reading suffices: the disk works while the first image is decoded."""
+    """No batches: `prefetch` right before reading suffices, because the disk works while the first
+    image is decoded."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self.root = root
@@ -74,14 +75,14 @@ class LocalTars:
         return str(self.root / self.filenames[shard])
 
     def prepare(self, num_processes: int) -> None:
-        """Open all shards, so that processes forked from now on share the descriptors."""
+        """Open all shards, so that processes that are forked later share the descriptors."""
         self._open(range(len(self.filenames)))
 
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
-        """Have the system read these images, with their tar headers, in the background."""
+        """Request these images and their tar headers from the system, in the background."""
         rows = index[samples]
         shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()
-        self._open(sorted(set(shards)))  # without workers nothing has prepared them
+        self._open(sorted(set(shards)))  # without workers, `prepare` was not called
         places = zip(shards, rows["offset"].tolist(), rows["size"].tolist(), strict=True)
         for shard, offset, size in places:
             if (fd := self._fds.get(shard)) is not None:
@@ -93,15 +94,15 @@ class LocalTars:
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
         """Return `size` bytes at `offset` of a shard, fewer at its end.
 
-        sample: unused here; `CachedTars` finds the block by it.
-        Raises OSError, and ShardError if retries did not help.
+        sample: unused; `CachedTars` uses it to find the block.
+        Raises OSError, and ShardError if all retries failed.
         """
         data = self.read(shard, size, offset)
         stages.current.count(read_bytes=len(data))
         return data
 
     def read(self, shard: int, size: int, offset: int) -> bytes:
-        """Like `pread`, but not counted as bytes of a sample."""
+        """Read as `pread`, without counting the bytes as those of a sample."""
         fd = self._fds.get(shard)
         if fd is not None:
             try:
@@ -113,7 +114,7 @@ class LocalTars:
         return self.retry.call(self.where(shard), attempt, stages.current.beat)
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Drop these bytes from the page cache: the next `pread` asks the disk or server."""
+        """Drop these bytes from the page cache; the next `pread` reads the disk or server."""
         with suppress(OSError, AttributeError), open(self.where(shard), "rb") as file:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             num_bytes = offset + size - start + mmap.PAGESIZE
@@ -124,7 +125,7 @@ class LocalTars:
         _close(self._fds)
 
     def _open(self, shards: Sequence[int]) -> None:
-        """Open those of `shards` that are not, as far as there are descriptors for them."""
+        """Open the closed ones among `shards`, as far as descriptors suffice."""
         missing = [shard for shard in shards if shard not in self._fds]
         missing = missing[: max(self._max_open() - len(self._fds), 0)]
         if not missing:
@@ -134,7 +135,7 @@ class LocalTars:
             with suppress(OSError):  # raised again, with its context, when the shard is read
                 self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
 
-        # On a network file system each open is a round trip.
+        # In threads, because each open is a round trip on a network file system.
         with stages.current.within(Stage.READ), ThreadPoolExecutor(NUM_OPENING) as threads:
             list(threads.map(open_shard, missing))
 
@@ -152,14 +153,14 @@ class LocalTars:
     def _keep(self, shard: int, fd: int) -> None:
         """Keep `fd` open for the next reads, or close it if too many are open."""
         if (before := self._fds.get(shard)) is not None:
-            # Replaced in place: another thread may be reading from this descriptor.
+            # Replace the file behind the old number: another thread may be reading from it.
             os.dup2(fd, before, inheritable=False)
         elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
             return
         os.close(fd)
 
     def _max_open(self) -> int:
-        """Half of the process's descriptors: the other half is for everything else."""
+        """Return half of the process's descriptors; the other half is for everything else."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 

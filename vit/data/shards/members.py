@@ -1,8 +1,8 @@
-"""Which members of a tar make a sample, and which of them are its image and its label.
+"""Find the samples in the members of a tar, and the image and the label of a sample.
 
 A member's name is cut into a key and a suffix; consecutive members with one key make a sample. A
-layout says which suffix is the image and where the label is: in a text member, or in a field of a
-JSON member. Reading at random and streaming share it.
+layout has the suffix of the image and the place of the label: a text member, or a field of a JSON
+member. Random access and streaming use the same layouts.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
 MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
-"""Suffixes of what may be the image, if a layout names it."""
+"""The suffixes that may be the image if a layout names them."""
 LABEL_WORDS = {"cls", "label", "class", "y"}
-"""Names of members and of fields that hold a label."""
+"""The usual names of members and fields with a label."""
 MAX_LABEL_BYTES = 64 << 10
-"""Read of a member in search of a label."""
+"""The bytes of a member that are read in search of a label."""
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
-"""webdataset's rule (tariterators.base_plus_ext): the suffix begins at the first dot after the last
-slash."""
+"""The rule of webdataset (tariterators.base_plus_ext): the suffix begins at the first dot after the
+last slash."""
 DOTTED_KEY_AND_EXT = re.compile(r"((?:.*/|)[^./][^/]*)[.]([^./]+)")
-"""The suffix begins at the last dot."""
+"""The rule for keys with dots: the suffix begins at the last dot."""
 META = re.compile(r"__[^/]*__($|/)")
-"""webdataset's own metadata, which belong to no sample."""
+"""The metadata of webdataset, which are not part of a sample."""
 INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 class InvalidSample(ValueError):
-    """A sample that does not fit a layout; the text does not name the sample."""
+    """A sample does not fit a layout. The message does not name the sample."""
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
@@ -52,14 +52,14 @@ FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """Where image and label of a sample are; the default is what most tools write.
+    """The place of image and label in a sample; the defaults are those of most tools.
 
-    image: suffix of the image, or several joined by `;` of which each sample has one; None: one of
-        IMAGE_EXTENSIONS.
+    image: suffix of the image, or several suffixes joined by `;`, one of which each sample has;
+        None: one of IMAGE_EXTENSIONS.
     label: suffix of a text member, or `<suffix>:<field>` of a JSON member, with dots for nested
         fields, or NO_LABEL.
-    keys_with_dots: a key ends at the last dot of the name instead of the first.
-    class_names: for labels that are names, in the order of labels.
+    keys_with_dots: whether a key ends at the last dot of the name instead of the first.
+    class_names: names of the classes in label order, if labels are names.
     """
 
     image: str | None = None
@@ -70,8 +70,10 @@ class SampleLayout:
     @classmethod
     def recorded(cls, options: Mapping[str, Any], class_names: Sequence[str]) -> SampleLayout:
         """Return the layout with these `options()`. class_names: those of the data set."""
-        own = {key: options[key] for key in ("image", "label", "keys_with_dots") if key in options}
-        return cls(**own, class_names=tuple(class_names) if "class_names_sha256" in options else ())
+        keys = ("image", "label", "keys_with_dots")
+        values = {key: options[key] for key in keys if key in options}
+        names = tuple(class_names) if "class_names_sha256" in options else ()
+        return cls(**values, class_names=names)
 
     def options(self) -> dict[str, Any]:
         """Return the values that differ from the default, for JSON; class names as their sha256."""
@@ -83,17 +85,17 @@ class SampleLayout:
         return options
 
     def problems(self, names: Names) -> list[str]:
-        """Return what is wrong with the values themselves."""
+        """Return the problems of the values, which do not depend on a sample."""
         return layout_problems(self.image, self.label, self.keys_with_dots, names)
 
     @cached_property
     def image_suffixes(self) -> tuple[str, ...]:
-        """In lower case; each sample has one of them."""
+        """The suffixes of images in lower case; each sample has one of them."""
         return image_suffixes(self.image)
 
     @cached_property
     def label_suffix(self) -> str:
-        """In lower case."""
+        """The suffix of the member with the label, in lower case."""
         return self.label.partition(":")[0].lower()
 
     @cached_property
@@ -101,13 +103,13 @@ class SampleLayout:
         return {name: label for label, name in enumerate(self.class_names)}
 
     def cut(self, name: str) -> tuple[str, str] | None:
-        """Return (key, lower-case suffix) of a member; None if it belongs to no sample."""
+        """Return (key, lower-case suffix) of a member, None if it is not part of a sample."""
         rule = DOTTED_KEY_AND_EXT if self.keys_with_dots else KEY_AND_EXT
-        found = rule.fullmatch(name)
-        return (found[1], found[2].lower()) if found and not META.match(name) else None
+        match = rule.fullmatch(name)
+        return (match[1], match[2].lower()) if match and not META.match(name) else None
 
     def find(self, suffixes: Sequence[str]) -> str:
-        """Return the suffix of the image among a sample's suffixes.
+        """Return the suffix of the image among the suffixes of a sample.
 
         Raises InvalidSample, also if the label is missing.
         """
@@ -149,10 +151,10 @@ class SampleLayout:
 
 
 def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
-    """Return where image and label of a sample are, as `data_prep.index` has recorded it.
+    """Return the layout that `data_prep.index` has recorded.
 
-    It and the writers record the layout in their own `_info.json`; it does so in the sidecar of
-    `first_tar` next to another program's `_info.json`, which it does not change.
+    `data_prep.index` and the writers record it in their `_info.json`. The `_info.json` of another
+    program stays as it is; then the layout is in the sidecar of `first_tar`.
     """
     options = info.get("options") if "source" in info else None
     if options is None and first_tar is not None and "source" not in info:
@@ -166,30 +168,31 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
     return SampleLayout.recorded(options or {}, info.get("class_names") or [])
 
 
-def remedy(members: Mapping[str, bytes], asked: SampleLayout, names: Names) -> str:
-    """Return what to do about a sample that does not fit, as the end of a sentence.
+def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> str:
+    """Return the remedy for a sample that does not fit, as the end of a sentence.
 
-    members: the sample's, by suffix. With one image and one possible label the options are told
-    that would take them: of members and fields named in LABEL_WORDS, else of integers and classes.
+    members: content of the sample's members, by suffix. If there is one image and one possible
+    label, the remedy has the options that would accept them. Possible labels are members and fields
+    named in LABEL_WORDS, or else integers and class names.
     """
-    told = ""
+    text = ""
     values: dict[str, Any] = {}
     images = [suffix for suffix in members if suffix.rpartition(".")[2] in MORE_IMAGES]
     for suffix in (suffix for suffix in members if suffix not in images):
         content = _parsed(members[suffix][:MAX_LABEL_BYTES])
         if isinstance(content, dict) and content:
-            told += f"; its .{suffix} has the fields {printable(', '.join(content)[:200])}"
+            text += f"; its .{suffix} has the fields {printable(', '.join(content)[:200])}"
             values |= {f"{suffix}:{field}": value for field, value in content.items()}
         else:
             values[suffix] = members[suffix][:MAX_LABEL_BYTES].decode("utf-8-sig", "replace")
-    known = {
+    valid = {
         label
         for label, value in values.items()
-        if as_integer(value) is not None or str(value).strip() in asked.class_names
+        if as_integer(value) is not None or str(value).strip() in layout.class_names
     }
     texts = {label for label, value in values.items() if isinstance(value, str) and value.strip()}
     named = {label for label in values if LABEL_WORDS & set(re.split("[.:]", label))}
-    labels = named & (known | texts) or known
+    labels = named & (valid | texts) or valid
     if len(images) == len(members) == 1 and names is FLAGS:
         return f"; if no sample has a label, try {names.label}{NO_LABEL}"
     if len(images) == len(labels) == 1:
@@ -197,17 +200,23 @@ def remedy(members: Mapping[str, bytes], asked: SampleLayout, names: Names) -> s
         [label] = labels
         start = image[: image.rfind(".") + 1]
         has_dots = start != "" and label.startswith(start)  # a.1.jpg, a.1.cls
-        found = [text.removeprefix(start if has_dots else "") for text in (image, label)]
-        options = [
-            f"{names.image}{shlex.quote(found[0])}" * (found[0] not in asked.image_suffixes),
-            f"{names.label}{shlex.quote(found[1])}" * (found[1] != asked.label),
-            names.keys_with_dots * has_dots,
-            names.class_names * (label not in known and not asked.class_names),
-        ]
-        if any(options):
-            return f"{told}; try {printable(' '.join(filter(None, options)))}"
+        if has_dots:
+            image, label_option = image.removeprefix(start), label.removeprefix(start)
+        else:
+            label_option = label
+        options = []
+        if image not in layout.image_suffixes:
+            options.append(f"{names.image}{shlex.quote(image)}")
+        if label_option != layout.label:
+            options.append(f"{names.label}{shlex.quote(label_option)}")
+        if has_dots:
+            options.append(names.keys_with_dots)
+        if label not in valid and not layout.class_names:
+            options.append(names.class_names)
+        if options:
+            return f"{text}; try {printable(' '.join(options))}"
     return (
-        f"{told}. Mend such samples, move the shard away, or describe others by"
+        f"{text}. Mend such samples, move the shard away, or describe others by"
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
         f" {names.keys_with_dots}, and labels that are names by {names.class_names}"
     )
@@ -233,28 +242,31 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
         raise InvalidSample(f"has a .{suffix} that is no JSON ({error})") from error
     value = _look_up(content, field)
     if value is _ABSENT:
-        found = ", ".join(content) if isinstance(content, dict) else repr(content)
+        fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)
         raise InvalidSample(
-            f"has no field {field!r} in its .{suffix} (there: {printable(found[:200])})"
+            f"has no field {field!r} in its .{suffix} (there: {printable(fields_text[:200])})"
         )
     return value
 
 
 def _look_up(content: Any, field: str) -> Any:
-    """Return the value at `field`; a name with dots is tried as it is, then as a path."""
+    """Return the value at `field`; a name with dots is tried as one name, then as a path."""
     for name in (field, *(field[:at] for at, letter in enumerate(field) if letter == ".")):
         if isinstance(content, dict) and name in content:
-            found = content[name]
+            value = content[name]
         elif isinstance(content, list) and name.isdecimal() and int(name) < len(content):
-            found = content[int(name)]
+            value = content[int(name)]
         else:
             continue
-        return found if name == field else _look_up(found, field[len(name) + 1 :])
+        return value if name == field else _look_up(value, field[len(name) + 1 :])
     return _ABSENT
 
 
 def as_integer(value: Any) -> int | None:
-    """Return a label that is a number or its text; tables with gaps are exported with 3.0 for 3."""
+    """Return a label that is a number or its text, else None.
+
+    Tables with gaps are exported with 3.0 for 3.
+    """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, (int, str)):
@@ -264,5 +276,5 @@ def as_integer(value: Any) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Escape what could confuse a terminal: names come from other people's tars."""
+    """Escape characters that a terminal would interpret; names in foreign tars may have any."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,14 +1,15 @@
-"""One opened split of a data set: the encoded image of any sample, by its number.
+"""An opened split of a data set, which reads the encoded image of any sample by its number.
 
-The index gives the position of a sample's image, `tars` reads the bytes, and their checksum must
-be the index's. Without checksums, the tar header before the image must give the index's size.
-`vit.data.shards.data_set.open_split` opens a split and checks it first.
+The index has the position of a sample's image, `tars` reads the bytes, and their checksum must
+equal that in the index. Without checksums, the size in the tar header before the image must equal
+that in the index. `vit.data.shards.data_set.open_split` checks and opens a split.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 class Split:
     """One split of a data set, opened by `open_split`.
 
-    It may be read from any number of threads, after a fork, and after pickling (to worker
+    A split may be read from any number of threads, after a fork, and after pickling (to worker
     processes): reads are positional, descriptors and connections are not pickled, and a mapped
     index is pickled as its path.
     """
@@ -59,9 +60,9 @@ class Split:
         """root: folder or URL. lengths: samples of each shard.
 
         index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or
-            what gives the same rows, as that of `vit.data.shards.split_slice`.
+            an object that returns rows like one, as in `vit.data.shards.split_slice`.
         class_names: name of each label, [] if unknown.
-        apply_exif: images were turned upright when the shards were written.
+        apply_exif: whether images were turned upright when the shards were written.
         """
         self.root = root
         self.name = name
@@ -90,7 +91,7 @@ class Split:
         return Image.fromarray(decode(self.read(i))), int(self.index[i]["label"])
 
     def read(self, i: int) -> bytes:
-        """Return the encoded image of sample `i` (0 <= i < num_samples) as it is stored.
+        """Return the encoded image of sample `i` (0 <= i < num_samples) as stored.
 
         Raises ShardError with shard, key and offset if the shard is missing, truncated, replaced or
         unreadable, or if the bytes do not match the index's checksum, even when read again.
@@ -102,7 +103,8 @@ class Split:
         checksum = int(row["crc32c"]) if self._has_checksums else 0
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
-            # Read again without what the system, or the cache, keeps of these bytes.
+            # Read again after dropping these bytes from the page cache and the block cache, which
+            # may have the damaged copy.
             self.tars.forget(i, shard, size, offset)
             data, problem = self._read_once(i, shard, offset, size, checksum)
             if not problem:
@@ -119,13 +121,13 @@ class Split:
     def _read_once(
         self, i: int, shard: int, offset: int, size: int, checksum: int
     ) -> tuple[bytes, str]:
-        """Return the bytes of a sample, and what is wrong with them, "" for nothing.
+        """Return the bytes of a sample and their problem, "" if they are right.
 
         checksum: 0 if unknown.
         """
         try:
             if checksum:
-                # The header is not read along: cutting it off would copy the entire image.
+                # Without the header: cutting it off would copy the entire image.
                 data = self.tars.pread(i, shard, size, offset)
                 if len(data) == size and crc32c(data) == checksum:
                     return data, ""
@@ -158,35 +160,36 @@ class Split:
         return bisect.bisect_right(self._firsts, i) - 1
 
     def where(self, i: int) -> str:
-        """Return the path or URL of the shard that sample `i` is in."""
+        """Return the path or URL of the shard of sample `i`."""
         return self.tars.where(self._shard_of(i))
 
     def prepare(self, num_processes: int) -> None:
-        """Open what worker processes will inherit; call it before they start.
+        """Open files that worker processes will inherit; call it before they start.
 
-        num_processes: how many processes of this host will read.
+        num_processes: number of processes of this host that will read.
         """
         self.tars.prepare(num_processes)
 
     @property
     def versions(self) -> list[Version] | None:
-        """The server's version of each shard at a URL; None for a folder, which each host sees."""
+        """The server's version of each shard at a URL; None for a folder, which each host reads."""
         cached = self.tars.cached
         return None if cached is None or cached.store is None else cached.versions
 
     @property
     def read_ahead_batches(self) -> int:
-        """How many batches before its use a sample should be passed to `prefetch`; 0: never."""
+        """The number of batches before its use that a sample should be passed to `prefetch`; 0:
+        never."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Read or fetch these (n,) samples in the background, as they will be needed soon."""
+        """Read or fetch these (n,) samples in the background, because they are needed soon."""
         self.tars.prefetch(samples, self.index, self._firsts)
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i`, read from the tar headers after the image before.
+        """Return the key of sample `i`, from the tar headers between the previous image and this.
 
-        There may be several: a long name has a header of its own (GNU, pax).
+        There may be several headers, because a long name has an additional one (GNU, pax).
         """
         row = self.index[i]
         shard = self._shard_of(i)
@@ -194,7 +197,8 @@ class Split:
         start = 0
         if i > self._firsts[shard]:
             before = self.index[i - 1]
-            start = -(-(int(before["offset"]) + int(before["size"])) // TAR_BLOCK) * TAR_BLOCK
+            end = int(before["offset"]) + int(before["size"])
+            start = math.ceil(end / TAR_BLOCK) * TAR_BLOCK
         reason = "no tar header"
         try:
             for member in walk(
@@ -218,16 +222,16 @@ class Split:
         return cut[0] if cut else name
 
     def identity(self) -> str:
-        """Return a hash of which samples are where."""
+        """Return a hash of all samples' places in the shards."""
         return index_sha256(self.index, self.lengths)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """Return each source with its samples by its own numbers: here this split with all."""
+        """Return the sources and the numbers in them of `samples`; a split is its only source."""
         return [(self, samples)]
 
     @property
     def splits(self) -> list[Split]:
-        """All sources: here this split."""
+        """The sources; a split is its only source."""
         return [self]
 
     def close(self) -> None:

@@ -1,9 +1,9 @@
-"""A part of a split, as `train[:99%]` to train on and `train[99%:]` to evaluate on.
+"""A slice of a split, such as `train[:99%]` for training and `train[99%:]` for evaluation.
 
-The notation is that of TensorFlow Datasets and Hugging Face's. Samples are counted in the order of
-a hash of their numbers, not as they are stored: a hundredth of shards that are sorted by class is a
-hundredth of each class. Parts that meet at a percentage have no sample in common and leave none
-out. `SplitSlice` is a split like any other, with numbers of its own from 0.
+The notation is that of TensorFlow Datasets and Hugging Face. Samples are counted in the order of a
+hash of their numbers, not in storage order, so a hundredth of shards that are sorted by class is
+about a hundredth of each class. Slices that meet at a percentage are disjoint and complete. A
+`SplitSlice` is used like any split; its samples are numbered from 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 _PART = 1
-"""Folded behind the samples' numbers. `data.fraction` draws by its seed in front of them, so that
-no `subset_seed` gives the order of parts."""
+"""The constant that is hashed behind the samples' numbers. `data.fraction` hashes its seed in front
+of them, so no `subset_seed` gives the order of slices."""
 _PERCENT = r"\d+(?:\.\d+)?"
 _NAME = re.compile(
     rf"(?P<split>[^\[\]]+)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]"
@@ -28,28 +28,29 @@ _NAME = re.compile(
 
 
 class PartName(NamedTuple):
-    """The name of a part, or of a split."""
+    """The parsed name of a split or of a slice."""
 
     split: str
-    """In which it is."""
+    """The name of the split."""
     start: float | None
-    """Per cent of the samples, from 0 to 100; None: the whole split."""
+    """The begin of the slice in per cent of the samples, from 0 to 100; None: the whole split."""
     stop: float
+    """The end of the slice in per cent."""
 
 
 def parse_name(name: str) -> PartName:
-    """Return what `train`, `train[:99%]` or `train[10%:20%]` names.
+    """Parse a name such as `train`, `train[:99%]` or `train[10%:20%]`.
 
-    Raises ShardError for brackets with anything else.
+    Raises ShardError if the brackets contain anything else.
     """
     if not name.endswith("]"):
         return PartName(name, None, 100.0)
-    found = _NAME.fullmatch(name)
-    if found is not None:
-        start = float(found["start"] or 0)
-        stop = float(found["stop"] or 100)
+    match = _NAME.fullmatch(name)
+    if match is not None:
+        start = float(match["start"] or 0)
+        stop = float(match["stop"] or 100)
         if start < stop <= 100:
-            return PartName(found["split"], start, stop)
+            return PartName(match["split"], start, stop)
     raise ShardError(
         f"split {name!r}: expected a part as train[:99%], train[99%:] or train[10%:20%], from less"
         " to more"
@@ -57,7 +58,7 @@ def parse_name(name: str) -> PartName:
 
 
 def part_size(name: str, total: int) -> int:
-    """Return how many of the `total` samples of its split `name` has."""
+    """Return how many of the `total` samples of the split are in the slice `name`."""
     _, start, stop = parse_name(name)
     first, end = _between(start or 0.0, stop, total)
     return end - first
@@ -68,10 +69,10 @@ def _between(start: float, stop: float, total: int) -> tuple[int, int]:
 
 
 class SplitSlice(Split):
-    """The samples of a split between two percentages; 1 to 8 bytes a sample in each process."""
+    """The samples of a split between two percentages; takes 1 to 8 bytes a sample per process."""
 
     def __init__(self, whole: Split, name: str):
-        """name: as `parse_name` reads it, with percentages. Raises ShardError if it is empty."""
+        """name: a name with percentages, see `parse_name`. Raises ShardError for an empty slice."""
         _, start, stop = parse_name(name)
         assert start is not None, f"{name} is a whole split"
         total = whole.num_samples
@@ -82,7 +83,7 @@ class SplitSlice(Split):
         keys = fold_numbers(lambda numbers: fold(numbers, _PART), all_numbers)
         self.whole = whole
         self.numbers: NDArray[np.integer] = all_numbers[are_ranked(keys, first, end)]
-        """(num_samples,) their numbers in `whole`, ascending."""
+        """(num_samples,) the samples' numbers in `whole`, ascending."""
         super().__init__(
             whole.root,
             name,
@@ -96,27 +97,27 @@ class SplitSlice(Split):
         )
 
     def read(self, i: int) -> bytes:
-        """As `Split.read`."""
+        """See `Split.read`."""
         return self.whole.read(int(self.numbers[i]))
 
     def where(self, i: int) -> str:
-        """As `Split.where`."""
+        """See `Split.where`."""
         return self.whole.where(int(self.numbers[i]))
 
     def key(self, i: int) -> str:
-        """As `Split.key`."""
+        """See `Split.key`."""
         return self.whole.key(int(self.numbers[i]))
 
     def key_in(self, name: str) -> str:
-        """As `Split.key_in`."""
+        """See `Split.key_in`."""
         return self.whole.key_in(name)
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """As `Split.prefetch`."""
+        """See `Split.prefetch`."""
         self.whole.prefetch(self._in_whole(samples))
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """As `Split.divided`: the whole split, with its own numbers."""
+        """See `Split.divided`; the source is the whole split."""
         return self.whole.divided(self._in_whole(samples))
 
     def _in_whole(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -124,7 +125,7 @@ class SplitSlice(Split):
 
 
 class _PartRows:
-    """The rows of a part, read from the index of the whole split by their numbers."""
+    """The index rows of a slice, read from the index of the whole split."""
 
     def __init__(self, whole: Split, numbers: NDArray[np.integer]):
         self._whole = whole
@@ -135,8 +136,8 @@ class _PartRows:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def __getitem__(self, which: Any) -> Any:
-        """Return the rows of a number, a slice or an array; a column, of all rows, is a copy."""
-        if isinstance(which, str):
-            return self._whole.index[which][self._numbers]
-        return self._whole.index[self._numbers[which]]
+    def __getitem__(self, key: Any) -> Any:
+        """Return the rows of a number, a slice or an array, or a copy of a column, by its name."""
+        if isinstance(key, str):
+            return self._whole.index[key][self._numbers]
+        return self._whole.index[self._numbers[key]]

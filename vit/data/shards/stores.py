@@ -1,8 +1,8 @@
-"""Where the shards of a split are, and what reads them: in a folder, at a URL, through a cache.
+"""The interfaces of the readers of shards in a folder, at a URL, or through a cache.
 
-Shards in a folder are read by `local_tars`. All others are read by `vit.data.storage`, which is
-loaded only by a process that opens such shards: the names of its modules stand here, and so do the
-classes that describe what they give.
+`local_tars` reads shards in a folder. `vit.data.storage` reads all others; it is imported only if a
+process opens such shards, so this module has the names of its modules and the protocols of its
+classes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CACHED_TARS = "vit.data.storage.cached_tars:open_cached"
 
 
 class Version(NamedTuple):
-    """Size of a file in bytes, -1 if unknown, and a tag that differs from version to version."""
+    """The size of a file in bytes, -1 if unknown, and a tag that differs between versions."""
 
     size: int
     tag: str
@@ -49,10 +49,10 @@ class Store(Protocol):
         """Return `_info.json`."""
 
     def fetch_index(self, split: str, cache: Any) -> Path:
-        """Return the path of the index, which was copied into the folder of `cache`."""
+        """Copy the index into the folder of `cache`, and return its path."""
 
     def stats(self, names: list[str]) -> list[Version | str]:
-        """Return the version of each file, or the reason why it has none."""
+        """Return the version of each file, or the reason why it is unknown."""
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
         """Return the version of a file."""
@@ -62,59 +62,59 @@ class Store(Protocol):
 
 
 class Cache(Protocol):
-    """Blocks of shards on a disk of this host (`vit.data.storage.block_cache`)."""
+    """A cache of blocks of shards on a disk of this host (`vit.data.storage.block_cache`)."""
 
     folder: Path
     limit_bytes: int
 
 
 class Tars(Protocol):
-    """Reads the shards of a split. Threads, forks and pickling as for `Split`."""
+    """A reader of the shards of a split. Threads, forks and pickling as for `Split`."""
 
     @property
     def cached(self) -> CachedTars | None:
-        """This object, if its shards are read through a cache."""
+        """This object if it reads shards through a cache, else None."""
 
     @property
     def store(self) -> Store | None:
-        """Where shards at a URL are; None: they are in a folder."""
+        """The store of shards at a URL; None for shards in a folder."""
 
     @property
     def read_ahead_batches(self) -> int:
-        """As `Split.read_ahead_batches`."""
+        """See `Split.read_ahead_batches`."""
 
     def where(self, shard: int) -> str:
         """Return the shard's path or URL."""
 
     def prepare(self, num_processes: int) -> None:
-        """As `Split.prepare`."""
+        """See `Split.prepare`."""
 
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
-        """As `Split.prefetch`; index, firsts: rows, and the first sample of each shard."""
+        """See `Split.prefetch`. index, firsts: the rows, and the first sample of each shard."""
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
         """Return `size` bytes at `offset` of a shard, fewer at its end."""
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Have the next `pread` of these bytes ask the disk or server again."""
+        """Drop these bytes from all caches, so that the next `pread` reads the disk or server."""
 
     def close(self) -> None:
-        """Close what is open; the next read opens it again."""
+        """Close all files; the next read opens them again."""
 
 
 class CachedTars(Tars, Protocol):
-    """Shards behind a cache (`vit.data.storage.cached_tars`)."""
+    """A reader of shards through a cache (`vit.data.storage.cached_tars`)."""
 
     folder: Any
     cache: Any
     versions: list[Version]
     block_samples: int
-    """Samples in a block of the cache."""
+    """The samples in a block of the cache."""
     stored_bytes: int
-    """Of all shards."""
+    """The size of all shards."""
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the bytes of all blocks of these samples, and of those that are not cached."""
+        """Return the bytes of all blocks of these samples, and of the uncached ones."""
 
     def process_bytes(self, num_processes: int) -> int:
         """Return the memory for fetching in each of `num_processes` processes of a host."""
@@ -127,7 +127,7 @@ def open_store(url: str, retry: RetryPolicy | None) -> Store:
 
 
 def open_cache(folder: Path | str | None, limit_gib: float | None, needed_for: str) -> Cache:
-    """Return the cache in `folder`, see `BlockCache`. needed_for: root or cache_dir."""
+    """Return the cache in `folder`, see `BlockCache`. needed_for: root or setting, for errors."""
     cache: Cache = load(CACHE, needed_for)(folder, limit_gib)
     return cache
 
@@ -141,7 +141,7 @@ def open_cached_tars(
     cache: Cache,
     retry: RetryPolicy | None,
 ) -> CachedTars:
-    """Return what reads the shards in `folder` through `cache`."""
+    """Return the reader of the shards in `folder` through `cache`."""
     opened: CachedTars = load(CACHED_TARS, str(folder))(
         folder, filenames, versions, index, firsts, cache, retry
     )

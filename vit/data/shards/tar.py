@@ -1,8 +1,8 @@
-"""One shard: a plain tar, scanned into samples and index rows.
+"""Scan a shard, which is a plain tar, into samples and index rows.
 
 Headers are read one after the other; consecutive members with one key make a sample. The size in
-pixels comes from the head of the image, the label from its own member (`.cls`, or what the layout
-says); no image is decoded. Samples that do not fit are listed with the reason.
+pixels comes from the head of the image, the label from its member (`.cls`, or as in the layout).
+Images are not decoded. Samples that do not fit are listed with the reason.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 crc32c: Callable[[bytes], int] = google_crc32c.value
-"""CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds per photograph; zlib's CRC-32 takes 16."""
+"""The CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds per photograph; zlib's CRC-32 takes 16."""
 DEFAULT_LAYOUT = SampleLayout()
 BLANK = re.compile(r"\s")
 HEAD_BYTES = 16384
-"""Read of an image for its size in pixels; most headers are shorter."""
+"""The bytes that are read of an image for its size in pixels; most headers are shorter."""
 
 
 class Member(NamedTuple):
-    """One file in a tar. ext: lower case, the rest of the name after the key. In bytes."""
+    """A file in a tar. ext: the name after the key, in lower case. offset, size: in bytes."""
 
     ext: str
     offset: int
@@ -61,7 +61,7 @@ class Member(NamedTuple):
 
 
 class ScannedSample(NamedTuple):
-    """One sample of a tar, with all its members in tar order. crc32c: of the image, 0: unknown."""
+    """A sample of a tar, with all its members in tar order. crc32c: of the image; 0: unknown."""
 
     key: str
     label: int
@@ -73,7 +73,7 @@ class ScannedSample(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A sample that does not fit. name, offset: of its first member."""
+    """A sample that does not fit. name, offset: name and offset of its first member."""
 
     key: str
     name: str
@@ -82,9 +82,9 @@ class LeftOut(NamedTuple):
 
 
 class Survey(NamedTuple):
-    """All that is in a tar.
+    """The content of a tar.
 
-    passed_over: members that belong to no sample, by what they are; folders and webdataset's own
+    passed_over: counts of members that are not part of a sample, by kind; folders and webdataset's
     metadata are not counted.
     """
 
@@ -129,10 +129,10 @@ def scan_sample(
     layout: SampleLayout,
     with_checksum: bool = True,
 ) -> ScannedSample:
-    """Check and read one sample, whose (key, member, kind) are `group`. Raises InvalidSample."""
+    """Check and read a sample with the (key, member, kind) in `group`. Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    # Links are only named: two of them with one suffix are no reason to refuse the files.
+    # Links appear only in the error: two links with one suffix do not make the files invalid.
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
@@ -156,13 +156,13 @@ def survey_tar(
 ) -> Survey:
     """Read the samples of a tar, in order, without decoding an image.
 
-    left_out: `LeftOut.offset` of samples to ignore, as when the shard was indexed.
-    with_checksums: read the images completely; otherwise only their heads.
-    Raises ShardError if the tar is damaged or cut off, or if no sample fits `layout`. A tar without
-    an end mark is accepted if its last sample fits.
+    left_out: `LeftOut.offset` of samples to skip, because they were skipped when the shard was
+    indexed. with_checksums: read the images completely; otherwise only their heads.
+    Raises ShardError if the tar is damaged or truncated, or if no sample fits `layout`. A tar
+    without an end mark is accepted if its last sample fits.
     """
     path = Path(path)
-    found = Survey([], [], Counter())
+    survey = Survey([], [], Counter())
     try:
         fd = os.open(path, os.O_RDONLY)
     except OSError as error:
@@ -173,7 +173,7 @@ def survey_tar(
             raise ShardError(f"{path}: an empty file; copy or write the shard again")
         last_error = None
         first_unfit: list[tuple[str, Member, str]] = []
-        members = _members(pread(fd), end, layout, found.passed_over)
+        members = _members(pread(fd), end, layout, survey.passed_over)
         for key, run in itertools.groupby(members, key=lambda member: member[0]):
             group = list(run)
             first = group[0][1]
@@ -181,37 +181,37 @@ def survey_tar(
                 continue
             last_error = None
             try:
-                found.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
+                survey.samples.append(scan_sample(pread(fd), key, group, layout, with_checksums))
             except InvalidSample as error:
                 last_error = error
                 first_unfit = first_unfit or group
-                found.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
+                survey.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
                 f"{path}: sample {key!r} {last_error}. The shard ends there, without an end mark."
                 " Truncated: copy or write it again"
             )
-        if found.unfit and not found.samples:
+        if survey.unfit and not survey.samples:
             contents = {
                 member.ext: os.pread(fd, min(member.size, MAX_LABEL_BYTES), member.offset)
                 for _, member, kind in first_unfit
                 if kind == FILE
             }
             raise ShardError(
-                f"{path}: {_describe_unfit(found)}"
-                f"{_describe_grouped(path, found) or remedy(contents, layout, FLAGS)}"
+                f"{path}: {_describe_unfit(survey)}"
+                f"{_describe_grouped(path, survey) or remedy(contents, layout, FLAGS)}"
             )
     except TarDamaged as error:
         raise ShardError(f"{path}: {error}; copy or write the shard again") from error
     finally:
         os.close(fd)
-    if not found.samples:
-        ignored = f" ({describe_ignored(found.passed_over)})" if found.passed_over else ""
+    if not survey.samples:
+        ignored = f" ({describe_ignored(survey.passed_over)})" if survey.passed_over else ""
         raise ShardError(
             f"{path}: holds no samples; expected pairs of <key>.jpg and <key>.cls{ignored};"
             " copy it again, or move it away"
         )
-    return found
+    return survey
 
 
 def scan_tar(
@@ -220,30 +220,30 @@ def scan_tar(
     left_out: Collection[int] = (),
     with_checksums: bool = True,
 ) -> list[ScannedSample]:
-    """Return the samples of `survey_tar`; one that does not fit raises ShardError, too."""
-    found = survey_tar(path, layout, left_out, with_checksums)
-    if found.unfit:
-        what_to_do = _describe_grouped(Path(path), found) or (
+    """Return the samples of `survey_tar`. Also raises ShardError if a sample does not fit."""
+    survey = survey_tar(path, layout, left_out, with_checksums)
+    if survey.unfit:
+        what_to_do = _describe_grouped(Path(path), survey) or (
             ". Mend these, or write the shard again without them; `python -m data_prep.index`"
             " leaves them out"
         )
-        raise ShardError(f"{path}: {_describe_unfit(found)}{what_to_do}")
-    return found.samples
+        raise ShardError(f"{path}: {_describe_unfit(survey)}{what_to_do}")
+    return survey.samples
 
 
-def _describe_unfit(found: Survey) -> str:
-    """Describe the first sample that does not fit, and how many there are."""
-    first = found.unfit[0]
+def _describe_unfit(survey: Survey) -> str:
+    """Describe the first sample that does not fit, and the number of such samples."""
+    first = survey.unfit[0]
     return (
-        f"sample {first.key!r} {first.reason} ({len(found.unfit):,} of"
-        f" {len(found.unfit) + len(found.samples):,} samples do not fit)"
+        f"sample {first.key!r} {first.reason} ({len(survey.unfit):,} of"
+        f" {len(survey.unfit) + len(survey.samples):,} samples do not fit)"
     )
 
 
-def _describe_grouped(path: Path, found: Survey) -> str:
-    """Describe how to write a tar whose members are grouped by suffix; "" for any other."""
-    num_places = Counter(key for key, _ in {(left.key, left.name) for left in found.unfit})
-    keys = [left.key for left in found.unfit if num_places[left.key] > 1]
+def _describe_grouped(path: Path, survey: Survey) -> str:
+    """Return the remedy for a tar whose members are grouped by suffix; "" for any other tar."""
+    num_places = Counter(key for key, _ in {(left.key, left.name) for left in survey.unfit})
+    keys = [left.key for left in survey.unfit if num_places[left.key] > 1]
     return (
         f". Members of {keys[0]!r} are at several places of this tar, and those of a sample must be"
         f" neighbours: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
@@ -253,7 +253,7 @@ def _describe_grouped(path: Path, found: Survey) -> str:
 
 
 def describe_ignored(passed_over: Counter[str]) -> str:
-    """Describe members that belong to no sample."""
+    """Describe the members that are not part of a sample."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
     return f"passed over, as part of no sample: {kinds}"
 
@@ -285,9 +285,9 @@ def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
 
 
 def idx_name(name: str) -> str:
-    """Return a member's name, or a part of it, as `.idx` has it: printable and without blanks.
+    """Return a member's name, or a part of it, in the form of `.idx`: printable, without blanks.
 
-    DALI splits the line at blanks; one in a name would shift the fields.
+    DALI splits a line at blanks, so a blank in a name would shift the fields.
     """
     return escape_unprinted(BLANK.sub("_", name))
 
@@ -295,7 +295,7 @@ def idx_name(name: str) -> str:
 def member_size(header: bytes) -> int:
     """Return the size in bytes of the member after a tar header, -1 if it is not a header."""
     try:
-        # Some 50 times as fast as tarfile, and done for each image.
+        # Some 50 times as fast as tarfile, which matters because each image needs it.
         return int(header[124:136].rstrip(b"\0 "), 8)
     except ValueError:
         try:

@@ -1,8 +1,9 @@
-"""Blocks of bytes on the local disk, shared by all processes of a host, within a size limit.
+"""A cache of blocks on the local disk, shared by all processes of a host, within a size limit.
 
-The first process that needs a block fetches it while the others wait. A block appears complete, by
-a rename, and ends with a checksum for each of its parts. Reading a part is one `pread` for the data
-and one for the checksum. At the limit, the least recently read blocks are removed.
+The first process that needs a block fetches it while other processes wait for it. A rename makes
+the complete block visible. A block ends with a checksum for each of its parts; reading a part is
+one `pread` for the data and one for the checksum. At the limit, the least recently read blocks are
+removed.
 
     <folder>/                 of one user, or of a group if the folder is writable by one
       used_bytes              size of all blocks, updated before each is written; its lock guards it
@@ -10,9 +11,9 @@ and one for the checksum. At the limit, the least recently read blocks are remov
       <data set>/<shard>.<version>.<samples>.block
       <data set>/<...>.part   being fetched, by the process that holds its lock
 
-If a lock cannot be had in time, the block is fetched, used and not stored. Nothing is synced to the
-disk: after a power cut a block may contain zeros, which its checksums reveal. A cache that can no
-longer be written costs time and nothing else.
+If a process cannot get a lock in time, it fetches and uses the block without storing it. Blocks are
+not synced to the disk: after a power cut a block may contain zeros, which its checksums reveal. A
+cache that becomes read-only costs time, but does not cause an error.
 """
 
 from __future__ import annotations
@@ -46,32 +47,32 @@ from vit.system.host import default_folder
 GIB = 1 << 30
 CHECKSUM_BYTES = 4
 USED_WIDTH = 20
-"""Digits of the number in `used_bytes`."""
+"""The digits of the number in `used_bytes`."""
 DEFAULT_GIB = 50.0
-"""Default limit, if the disk has twice as much free."""
+"""The default limit, if the disk has twice as much free space."""
 TRY_AGAIN_S = 60.0
-"""After a block could not be written, writing is tried again this often."""
+"""The time between two attempts to write after a block could not be written."""
 TOUCH_AFTER_S = 60.0
-"""Reading a block updates its modification time, which is its time of last use, this often."""
+"""The least time between two updates of a block's modification time, which is its last use."""
 ABANDONED_AFTER_S = 3600
-"""A `.part` that has not changed for so long and is not locked is removed."""
+"""The age at which an unlocked `.part` is removed."""
 log = logging.getLogger(__name__)
 
 
 class Fetched(NamedTuple):
-    """A block's bytes. part_ends: where its parts end; None if the block must not be stored."""
+    """The bytes of a block. part_ends: ends of its parts; None if the block must not be stored."""
 
     data: bytes
     part_ends: list[int] | None
 
 
 class BlockCache:
-    """The blocks below `folder`. Any number of threads and processes; can be pickled."""
+    """The blocks below `folder`. Safe for threads and processes; can be pickled."""
 
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
 
-        limit_gib: by default half of the disk's free space and the cache's own, at most 50 GiB.
+        limit_gib: by default half of the free space and the cache's size together, at most 50 GiB.
         Raises ShardError if the folder cannot be used or the disk is too small for the limit.
         """
         self.folder = default_folder() if folder is None else Path(folder).expanduser().absolute()
@@ -99,7 +100,7 @@ class BlockCache:
                     f" {available / GIB:.1f}; give less, or another disk with data.cache_dir"
                 )
         self._refused_at_s = -TRY_AGAIN_S
-        with suppress(OSError):  # then other processes do not know this limit
+        with suppress(OSError):  # without the file, other processes do not see this limit
             weakref.finalize(self, os.close, self._announce_limit())
 
     # ---- reading ----
@@ -109,7 +110,7 @@ class BlockCache:
     ) -> bytes | None:
         """Return bytes [start, stop) of a block, which are its part number `part`.
 
-        None if the block is not cached; a damaged block is removed.
+        Returns None if the block is not cached, or damaged; a damaged block is removed.
         """
         path = f"{self.folder}/{name}"  # making a pathlib.Path would take as long as the read
         try:
@@ -125,7 +126,8 @@ class BlockCache:
                 log.warning("%s: damaged; it is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
-            # Also of a time to come: a clock was ahead, and the block would count as just used.
+            # `abs`, because a clock may have been ahead: such a block would count as just used for
+            # a long time.
             if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
                 with suppress(OSError):  # a read-only cache
                     os.utime(fd)
@@ -137,7 +139,7 @@ class BlockCache:
             os.close(fd)
 
     def holds(self, name: str) -> bool:
-        """Return whether there is a block of this name."""
+        """Return whether the cache has a block of this name."""
         return os.path.exists(f"{self.folder}/{name}")
 
     def has_room(self, num_bytes: int) -> bool:
@@ -150,11 +152,11 @@ class BlockCache:
     # ---- storing ----
 
     def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
-        """Make sure that a block is cached, if there is room.
+        """Make sure that a block is cached, if it fits.
 
-        get: fetches the block. may_remove: remove other blocks to make room.
-        Returns None if the block was there, or another process has fetched it meanwhile; else its
-        bytes.
+        get: fetches the block. may_remove: whether to remove other blocks to make room.
+        Returns the bytes of the block if this call fetched it; None if it was cached, or if another
+        process fetched it during the call.
         """
         path = self.folder / name
         with ExitStack() as stack:
@@ -163,7 +165,7 @@ class BlockCache:
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
                 data = get().data
-                if not isinstance(error, TimeoutError):  # which concerns this block only
+                if not isinstance(error, TimeoutError):  # a timeout concerns only this block
                     self._refuse()
                 return data
             if part is None:
@@ -183,9 +185,9 @@ class BlockCache:
             return data
 
     def refuses(self) -> bool:
-        """Return whether a block could not be written in the last `TRY_AGAIN_S`.
+        """Return whether writing a block failed in the last `TRY_AGAIN_S`.
 
-        Then fetching an entire block for one sample would be wasted.
+        If so, fetching an entire block for one sample would waste time.
         """
         return time.monotonic() - self._refused_at_s < TRY_AGAIN_S
 
@@ -195,7 +197,7 @@ class BlockCache:
     def _make_room(self, num_bytes: int, may_remove: bool) -> bool:
         """Add `num_bytes` to the count, after removing the least recently used blocks if necessary.
 
-        Returns False if they do not fit.
+        Returns False if the bytes do not fit.
         """
         if num_bytes > self.limit_bytes:
             return False
@@ -205,14 +207,15 @@ class BlockCache:
                 if used + num_bytes > limit:
                     if not may_remove:
                         return False
-                    # A little more than needed, because listing all blocks takes a while.
+                    # Remove a little more than needed, because listing all blocks is slow.
                     used = self._remove_oldest(limit - num_bytes - limit // 16)
-            # Of constant width: overwritten, never truncated, so that a reader sees a number.
+            # The number has a constant width and is overwritten in place, so that a reader without
+            # the lock never sees an empty or truncated file.
             os.pwrite(fd, b"%*d\n" % (USED_WIDTH, used + num_bytes), 0)
         return True
 
     def _remove_oldest(self, keep_bytes: int) -> int:
-        """Remove blocks until the others take at most `keep_bytes`; return what they take."""
+        """Remove blocks until the rest takes at most `keep_bytes`; return the size of the rest."""
         blocks = []
         for path in self.folder.glob("*/*"):
             with suppress(OSError):  # another process has removed it
@@ -228,13 +231,13 @@ class BlockCache:
         for _, size, path in sorted(blocks):
             if left <= max(keep_bytes, 0):
                 break
-            path.unlink(missing_ok=True)  # processes that have it open can still read it
+            path.unlink(missing_ok=True)  # a process that has the file open can still read it
             left -= size
         return left
 
     @contextmanager
     def _locked_count(self) -> Iterator[tuple[int, int]]:
-        """Lock `used_bytes`; yield its descriptor and number. Written without a buffer."""
+        """Lock `used_bytes` and yield its descriptor and number. The file is unbuffered."""
         path = self.folder / "used_bytes"
         fd = open_shared(path, os.O_RDWR)
         try:
@@ -247,22 +250,24 @@ class BlockCache:
     # ---- the limits of several jobs in one folder ----
 
     def _announce_limit(self) -> int:
-        """Return a descriptor that holds a shared lock on `limit.<bytes>` while it is open.
+        """Return a descriptor with a shared lock on `limit.<bytes>`.
 
-        That is as long as this process, or one forked from it, lives.
+        The lock lives as long as this process or a process forked from it.
         """
         path = self.folder / f"limit.{self.limit_bytes}"
         while True:
-            fd = open_shared(path, os.O_RDONLY)  # so that the disk can be remounted read-only
+            # Read-only, because an open writable file would keep an administrator from remounting
+            # the disk read-only.
+            fd = open_shared(path, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_SH)
             if is_at(fd, path):
                 return fd
-            os.close(fd)  # removed as abandoned before it was locked
+            os.close(fd)  # another process removed the file as abandoned before the lock
 
     def _largest_limit(self) -> int:
-        """Return the largest limit of all processes that use this folder now.
+        """Return the largest limit of all processes that currently use this folder.
 
-        A job with a smaller limit must not remove the blocks of a job with a larger one.
+        A job with a smaller limit must not remove the blocks of a job with a larger limit.
         """
         largest = self.limit_bytes
         for path in self.folder.glob("limit.*"):
@@ -274,12 +279,12 @@ class BlockCache:
 
 
 def _parse_used(text: bytes) -> int | None:
-    """The number in `used_bytes`; None if it is new or damaged."""
+    """Return the number in `used_bytes`, None if the file is new or damaged."""
     return int(text) if text.strip().isdigit() else None
 
 
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """Warn once per process: a full disk refuses every block to every thread."""
+    """Warn once per process, because a full disk refuses every block to every thread."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
         log.warning("%s: cannot be written (%s); blocks are used and not kept", folder, reason)
@@ -304,11 +309,11 @@ def ends_with_checksum(path: Path) -> bool:
     """Return whether a file exists and ends with the checksum of its other bytes."""
     try:
         data = np.memmap(path, np.uint8, "r").data
-    except (OSError, ValueError):  # ValueError: it is empty
+    except (OSError, ValueError):  # ValueError: the file is empty
         return False
     return data[-CHECKSUM_BYTES:] == _checksum(data[:-CHECKSUM_BYTES])
 
 
 def _checksum(data: bytes | memoryview) -> bytes:
-    """CRC-32, four bytes. At 5 GB/s, a photograph takes 25 microseconds."""
+    """Return the CRC-32 as four bytes. At 5 GB/s a photograph takes 25 microseconds."""
     return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little")

@@ -1,10 +1,10 @@
-"""The shards of a split at a URL or in a mounted folder, read through a cache on the local disk.
+"""Read shards at a URL or in a mounted folder through a cache on the local disk.
 
-A block is some 8 MB of a shard, a number of consecutive samples, so that samples that are close in
-the order of training come with one request. One process of a host fetches a block,
-`vit.data.storage.block_cache` stores it, and samples are read from there. Threads started by
-`prefetch` fetch what will be needed soon. A block whose tar headers or checksums do not match the
-index is not stored: its shard was replaced, or damaged on the way.
+A block has consecutive samples of a shard, some 8 MB, so that samples that are close in the order
+of training come with one request. One process of a host fetches a block,
+`vit.data.storage.block_cache` stores it, and all processes read the samples from the cache.
+`prefetch` starts threads that fetch blocks ahead. A block whose tar headers or checksums do not
+match the index is not stored: its shard was replaced, or damaged in transit.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from vit.system.retry import RetryPolicy
 from vit.system.stages import Stage
 
 BLOCK_BYTES = 8 << 20
-"""Target size. Smaller blocks pay the network's latency more often; larger ones delay the first
-batch."""
+"""The target size of a block. Smaller blocks pay the network's latency more often; larger blocks
+delay the first batch."""
 READ_AHEAD_BATCHES = 8
-"""How many batches before its use a block is requested. The cache has to hold these batches and
-their shuffle windows."""
+"""The number of batches before its use that a block is requested. The cache must have room for
+these batches and their shuffle windows."""
 ASK_AGAIN_S = 60.0
-"""After requesting a block, a process does not check for so long whether it is still cached."""
+"""The time after a request in which a process does not check whether the block is still cached."""
 MAX_ASKED = 4096
-"""Requested blocks that a process remembers before it forgets them."""
+"""The requested blocks that a process remembers before it clears the list."""
 BEAT_S = 1.0
-"""How often a process that waits for a block updates its row in `vit.system.stages`."""
+"""The interval at which a process that waits for a block updates its row in `vit.system.stages`."""
 NUM_THREADS = 8
-"""Concurrent requests of one process."""
+"""The most concurrent requests of one process."""
 NUM_THREADS_OF_HOST = 64
-"""Concurrent requests of all loader processes of a host."""
+"""The most concurrent requests of all loader processes of a host."""
 FETCH_BYTES = 14 << 20
-"""Measured memory of a request, with its block and connection."""
+"""The measured memory of a request, with its block and connection."""
 
 
 class MountedFolder:
-    """A folder on a network file system whose blocks are cached like those of a URL."""
+    """A folder on a network file system; its blocks are cached like those of a URL."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self._tars = LocalTars(root.absolute(), filenames, retry)
@@ -72,7 +72,7 @@ class MountedFolder:
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
-        """Return bytes [start, stop) of a file. Raises OSError if it is gone or was replaced."""
+        """Return bytes [start, stop) of a file. Raises OSError if it was removed or replaced."""
         shard = self._tars.filenames.index(name)
         data = self._tars.read(shard, stop - start, start)
         status = os.stat(self._tars.where(shard))
@@ -82,7 +82,7 @@ class MountedFolder:
 
 
 class CacheBlock(NamedTuple):
-    """Samples [first, last) of one shard, and the bytes [start, stop) that hold them."""
+    """The samples [first, last) of a shard, and their bytes [start, stop)."""
 
     name: str
     shard: int
@@ -93,7 +93,7 @@ class CacheBlock(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes to fetch."""
+        """The number of bytes to fetch."""
         return self.stop - self.start
 
 
@@ -111,7 +111,7 @@ def open_cached(
     cache: BlockCache,
     retry: RetryPolicy | None,
 ) -> CachedTars:
-    """Return what reads shards at a URL, or in a mounted folder, through `cache`."""
+    """Return a reader of shards at a URL, or in a mounted folder, through `cache`."""
     place = MountedFolder(folder, filenames, retry) if isinstance(folder, Path) else folder
     return CachedTars(place, filenames, versions, index, firsts, cache)
 
@@ -119,8 +119,8 @@ def open_cached(
 class CachedTars:
     """The shards of a split behind a cache. Threads, forks and pickling as for `Split`.
 
-    A sample's bytes begin where the image before it ends, so they include the tar header and any
-    other members in between.
+    The bytes of a sample begin at the end of the previous image, so they include the tar header and
+    any other members in between.
     """
 
     read_ahead_batches = READ_AHEAD_BATCHES
@@ -134,7 +134,7 @@ class CachedTars:
         firsts: list[int],
         cache: BlockCache,
     ):
-        """index: the rows, or their file.
+        """index: the rows, or the path of their file.
 
         firsts: the first sample of each shard, then the number of samples.
         """
@@ -145,7 +145,8 @@ class CachedTars:
         self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
-        # A power of two, so that each of the order's blocks of 64 is one block here, or several.
+        # A power of two, so that a block of 64 samples of the order is one or more cache blocks and
+        # never a part of two.
         fitting = max(BLOCK_BYTES * len(self.index) // max(self.stored_bytes, 1), 1)
         most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
@@ -168,7 +169,7 @@ class CachedTars:
 
     @property
     def store(self) -> Store | None:
-        """Where shards at a URL are; None: they are in a mounted folder."""
+        """The store of shards at a URL; None for shards in a mounted folder."""
         return None if isinstance(self.folder, MountedFolder) else self.folder
 
     def where(self, shard: int) -> str:
@@ -184,12 +185,13 @@ class CachedTars:
         """
         start = self._start(sample, shard)
         stop = self._stop(sample)
-        # Repeated only if other processes need the entire cache and remove the block at once.
+        # More than one round only if other processes need the entire cache and remove the block
+        # before this process has read it.
         for _ in range(3):
             block = self._block(sample, shard)
             data = self._read_cached(block, sample, start, stop)
             if data is None and self.cache.refuses():
-                # The cache has no room for a block of usual size: fetch one sample only.
+                # The cache cannot store a block of the usual size, so fetch only this sample.
                 block = self._make_block(shard, sample, sample + 1)
                 data = self._read_cached(block, sample, start, stop)
             stages.current.count(cache_hits=data is not None, cache_misses=data is None)
@@ -204,12 +206,12 @@ class CachedTars:
         )
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Remove the sample's blocks, so that the next `pread` fetches them again."""
+        """Remove the blocks of `sample`, so that the next `pread` fetches them again."""
         for block in (self._block(sample, shard), self._make_block(shard, sample, sample + 1)):
             (self.cache.folder / block.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Do nothing: no file stays open between reads."""
+        """Do nothing, because files are closed after each read."""
 
     def _read_cached(self, block: CacheBlock, sample: int, start: int, stop: int) -> bytes | None:
         return self.cache.read(
@@ -222,7 +224,7 @@ class CachedTars:
         )
 
     def _fetch(self, block: CacheBlock) -> bytes | None:
-        """Wait for a block, and show in this process's status what it waits for."""
+        """Wait for a block, and write the reason of the wait into the status of this process."""
         path = self.cache.folder / block.name
         future = self._request(block, is_urgent=True)
         timeout_s = 0.05
@@ -239,9 +241,9 @@ class CachedTars:
     # ---- reading ahead ----
 
     def prepare(self, num_processes: int) -> None:
-        """Limit this process's threads: each of `num_processes` processes of the host has its own.
+        """Limit the threads of this process, one of `num_processes` processes of the host.
 
-        Each thread holds a block in memory.
+        Each thread has a block in memory.
         """
         self.most_threads = fetch_threads_per_process(num_processes)
 
@@ -252,13 +254,13 @@ class CachedTars:
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
         """Fetch the blocks of these samples in the background, if the cache can store them.
 
-        index, firsts: unused here. An error is raised when the sample is read.
+        index, firsts: unused. An error is raised later, when the sample is read.
         """
         if self.cache.refuses():
             return
         now_s = time.monotonic()
         shards = self._shards_of(samples)
-        # One number per block: a block never spans two shards.
+        # One number per block; the shard is part of it, because a block never spans two shards.
         numbers, rows = np.unique(
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
@@ -283,7 +285,7 @@ class CachedTars:
                 sample = block.last
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the bytes of all blocks of these samples, and of those that are not cached."""
+        """Return the bytes of all blocks of these samples, and of the uncached ones."""
         pairs = zip(samples.tolist(), self._shards_of(samples).tolist(), strict=True)
         blocks = {self._block(sample, shard) for sample, shard in pairs}
         missing = [block.num_bytes for block in blocks if not self.cache.holds(block.name)]
@@ -315,7 +317,7 @@ class CachedTars:
     # ---- fetching ----
 
     def get(self, block: CacheBlock) -> Fetched:
-        """Fetch a block; it may be cached if its headers and checksums match the index."""
+        """Fetch a block, and check its headers and checksums, without which it is not stored."""
         data = self.folder.read(
             self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
         )
@@ -334,7 +336,7 @@ class CachedTars:
         return Fetched(data, ends)
 
     def _reset(self) -> None:
-        """Begin in a new process, which inherits neither threads nor the holder of the lock."""
+        """Initialize the threads' state; a forked process inherits neither threads nor locks."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._num_threads = 0
@@ -344,9 +346,9 @@ class CachedTars:
         self._num_waiting = threading.Semaphore(0)
 
     def _request(self, block: CacheBlock, is_urgent: bool = False) -> Future[bytes | None]:
-        """Return a future of the block's bytes, None if another process has fetched it.
+        """Return a future of the block's bytes, or of None if another process has fetched it.
 
-        First in, first out; but a block that is read now (`is_urgent`) goes to the front.
+        Requests are served in order, but a block that is being read (`is_urgent`) goes first.
         """
         if self._pid != os.getpid():
             self._reset()
@@ -358,7 +360,7 @@ class CachedTars:
                 self._num_waiting.release()
                 if self._num_threads < min(self.most_threads, len(self._under_way)):
                     self._num_threads += 1
-                    # A daemon thread: exiting does not wait for a slow server.
+                    # A daemon thread, so that exiting does not wait for a slow server.
                     threading.Thread(target=self._serve, daemon=True).start()
             if is_urgent and block.name in self._waiting:
                 self._waiting.move_to_end(block.name, last=False)
@@ -375,4 +377,4 @@ class CachedTars:
                 future.set_exception(error)
             with self._lock:
                 del self._under_way[block.name]
-            del future  # frees the block's bytes before the thread waits for the next one
+            del future  # free the block's bytes before the thread waits for the next block

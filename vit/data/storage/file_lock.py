@@ -1,7 +1,7 @@
-"""Files of a cache folder that several processes and users share, and the locks on them.
+"""Make and lock files of a cache folder that several processes and users share.
 
-A file is made under the name `<path>.part` by the process that holds its lock, and then renamed.
-No lock is waited for without end, because its holder may have been suspended.
+The process that holds the lock makes a file under the name `<path>.part` and then renames it. Every
+wait for a lock has a limit, because the holder may be suspended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vit.system import stages
 from vit.system.host import process_state
 
 LOCK_WAIT_S = 120.0
-"""Wait for a lock while its file does not grow: as long as an attempt to fetch may take."""
+"""The longest wait for a lock whose file does not grow: as long as an attempt to fetch may take."""
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 60.0
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ def locked_part(
 ) -> Iterator[FileIO | None]:
     """Open and lock `<path>.part` for the one thread that makes `path`; None if `path` exists.
 
-    The part is gone at the end, renamed by the caller or not. Raises OSError before it yields, not
-    after; TimeoutError if another process holds the lock for `LOCK_WAIT_S` and the part does not
+    If the caller does not rename the part, it is removed at the end. Raises OSError only before it
+    yields; TimeoutError if another process holds the lock for `LOCK_WAIT_S` and the part does not
     grow.
     """
     name = path.with_name(f"{path.name}.part")
@@ -42,13 +42,13 @@ def locked_part(
     while not exists(path):
         with FileIO(str(name), "r+", opener=open_shared) as file, lock(file.fileno(), name):
             if not is_at(file.fileno(), name):
-                continue  # the previous holder of the lock has renamed or removed this file
+                continue  # the previous holder of the lock renamed or removed this file
             try:
                 yield None if exists(path) else file
             finally:
-                with suppress(OSError):  # a folder that has become read-only
-                    # Before the lock is released; and after a rename the name may already belong to
-                    # another process's part.
+                with suppress(OSError):  # the folder may have become read-only
+                    # While the lock is held, and only if the name still belongs to this file: after
+                    # a rename it may be the part of another process.
                     if is_at(file.fileno(), name):
                         name.unlink(missing_ok=True)
             return
@@ -57,9 +57,10 @@ def locked_part(
 
 @contextmanager
 def lock(fd: int, path: Path) -> Iterator[None]:
-    """Hold the exclusive lock of `path`, which `fd` has open. Raises TimeoutError.
+    """Hold the exclusive lock of `path`, whose descriptor is `fd`. Raises TimeoutError.
 
-    The lock is released explicitly: a process forked meanwhile keeps the file open.
+    The lock is released explicitly, because a process that was forked during the lock keeps the
+    file open.
     """
     try:
         _wait_for_lock(fd, path)
@@ -100,9 +101,9 @@ def _wait_for_lock(fd: int, path: Path) -> None:
 
 
 _given_up = set[Path]()
-"""Locks that timed out. The next request for one of them does not wait again."""
+"""The locks that timed out. The next request for one of them does not wait again."""
 _waited_for = set[Path]()
-"""Locks that threads of this process wait for now."""
+"""The locks for which threads of this process are waiting."""
 
 
 def is_waited_for(path: Path) -> bool:
@@ -112,7 +113,7 @@ def is_waited_for(path: Path) -> bool:
 
 
 def _holder(fd: int) -> str:
-    """Describe the process that holds the lock of an open file, as far as the system says."""
+    """Describe the process that holds the lock of an open file, if the system shows it."""
     status = os.fstat(fd)
     inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError):
@@ -127,7 +128,7 @@ def _holder(fd: int) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder, writable by the group if its parent is."""
+    """Make a folder; it is writable by the group if its parent is."""
     if not folder.is_dir():
         folder.mkdir(exist_ok=True, mode=0o700)
         if folder.parent.stat().st_mode & stat.S_IWGRP:
@@ -138,8 +139,8 @@ def _make_folder(folder: Path) -> None:
 def open_shared(name: str | Path, flags: int) -> int:
     """Open a file of a cache folder and return its descriptor; make the file if necessary.
 
-    Raises OSError for what another user may have put there: a link, or a file of a user outside
-    the group that the folder belongs to.
+    Raises OSError if another user may have planted the file: for a link, and for a file of a user
+    outside the folder's group.
     """
     path = Path(name)
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -158,7 +159,7 @@ def open_shared(name: str | Path, flags: int) -> int:
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return whether `path` is the file that `fd` has open."""
+    """Return whether `path` is the open file `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -168,7 +169,7 @@ def is_at(fd: int, path: Path) -> bool:
 def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
     """Replace the content of an unbuffered file.
 
-    A buffered file would try again, when it is closed, what a full disk has refused.
+    A buffered file would repeat a write that failed on a full disk when it is closed.
     """
     file.truncate(0)
     for piece in pieces:
@@ -178,7 +179,7 @@ def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
 
 
 def remove_unless_locked(path: Path) -> bool:
-    """Remove what an ended process has left; return False if a live process holds the lock."""
+    """Remove the file of an ended process; return False if a live process holds its lock."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,13 +1,13 @@
-"""Files on the web: a client whose transfers continue where a connection broke off.
+"""Read files on the web; a transfer continues where a connection broke.
 
-A `WebFile` requests a range of bytes and returns them in pieces as they come. If the connection
-ends, stalls or takes too long, it requests the rest on another one; `vit.system.retry` says
-for how long. The first answer reveals the file's version (size, ETag); later answers must be of the
-same version. An answer is read to the byte that was requested and no further, so that the
-connection can be used again.
+A `WebFile` requests a range of bytes and returns them in pieces as they arrive. If the connection
+ends, stalls or takes too long, it requests the rest on a new connection, within the limits of
+`vit.system.retry`. The first response reveals the file's version (size, ETag); later responses must
+have the same version. A response is read exactly to the last requested byte, so that the connection
+can be reused.
 
-Built on urllib3, whose responses show ranges and ETags. Any number of threads; a forked process
-opens its own connections.
+Built on urllib3, whose responses show ranges and ETags. Thread-safe; a forked process opens new
+connections.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from vit.system.urls import address, login_hint
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10.0
-"""Limit of connecting."""
+"""The time limit of connecting."""
 SILENCE_S = 30.0
-"""Limit of waiting for the next byte."""
+"""The time limit of waiting for the next byte."""
 ATTEMPT_S = 120.0
-"""Limit of one request; then another continues where it stopped."""
+"""The time limit of one request; the next request continues where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
-"""A transfer that is slower for as long as the retry limit counts as failed."""
+"""The slowest valid transfer. A transfer that is slower during the retry limit has failed."""
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
-"""All of 5xx, because proxies have codes of their own, except "not implemented" and "version not
-supported"."""
+"""The status codes of temporary errors: all of 5xx, because proxies add codes, except "not
+implemented" and "version not supported"."""
 
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
-"""Values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
+"""The values of Content-Encoding that change the bytes of a file. S3's `aws-chunked` does not."""
 
 
 class Refused(ShardError):
-    """The server refuses with a `status` that another attempt would meet, too."""
+    """The server refuses with a `status` that a retry would not change."""
 
     status: int
 
 
 def replaced(was: Version, now: Version) -> OSError:
-    """Return the error for a file that is of another version than before."""
+    """Return the error for a file whose version has changed."""
     message = f"it was replaced at its URL while it was in use (it had {was}, now it has {now})"
     if was.size == now.size:
         message += (
@@ -62,10 +62,10 @@ def replaced(was: Version, now: Version) -> OSError:
 
 
 class WebFile(io.RawIOBase):
-    """Bytes [start, stop) of a file, read once from the beginning to the end."""
+    """The bytes [start, stop) of a file, read once from the beginning to the end."""
 
     version: Version | None
-    """Known from the first answer on, if it was not given."""
+    """The version of the file; None before the first response, if the caller did not pass it."""
 
     def __init__(
         self,
@@ -79,9 +79,9 @@ class WebFile(io.RawIOBase):
         parts_only: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ):
-        """url: of a folder and `name` of the file in it, or of the file itself and "".
+        """url, name: URL of a folder and name of a file in it, or URL of a file and "".
 
-        stop: None: to the end. version: of a file that is in use; a different one is an error.
+        stop: None: to the end. version: version of a file in use; a different version is an error.
         parts_only: fail if the server sends the entire file instead of the requested range.
         while_waiting: see `RetryPolicy.call`.
         """
@@ -96,38 +96,38 @@ class WebFile(io.RawIOBase):
         self._while_waiting = while_waiting
         self._response: Any = None
         self._is_whole = False
-        """The answer is the file from its beginning, whatever range was requested."""
+        """Whether the response is the entire file, regardless of the requested range."""
         self._position = 0
-        """Of the answer's next byte in the file."""
+        """The offset in the file of the response's next byte."""
         self._end: int | None = None
-        """Of the answer, in the file; None if unknown."""
-        # Time in which the network has kept the reader waiting; the reader's own time is free.
+        """The offset in the file of the response's end; None if unknown."""
+        # Only the time that the reader waits for the network; the reader's own work is not limited.
         self._waited_s = 0.0
         self._attempt_s = 0.0
-        """`_waited_s` when this attempt began."""
+        """The value of `_waited_s` at the begin of this attempt."""
         self._mark_s = 0.0
         self._mark_at = start
-        """`_waited_s` and `at` when the speed was checked last."""
+        """The values of `_waited_s` and `at` at the last check of the speed."""
 
     def readable(self) -> bool:
         """Return True, for `io.BufferedReader`."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into `buffer` and return their number, 0 at the end."""
+        """Read the next bytes into `buffer` and return their number; 0 at the end."""
         piece = self.read1(len(buffer))
         buffer[: len(piece)] = piece
         return len(piece)
 
     def read1(self, most: int = PIECE_BYTES) -> bytes:
-        """Return the next bytes as they come, b"" at the end.
+        """Return the next bytes as they arrive, b"" at the end.
 
         Raises FileNotFoundError, OSError if the file was replaced, ShardError if retries failed.
         """
         while self.at != self.stop:
             began_s = time.monotonic()
             piece = self.retry.call(self._where, lambda: self._next(most), self._while_waiting)
-            # A longer time means that this process was suspended.
+            # Clipped, because a longer time means that this process was suspended.
             self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)
             if not piece:
                 break
@@ -143,12 +143,12 @@ class WebFile(io.RawIOBase):
         return b""
 
     def close(self) -> None:
-        """End the transfer, complete or not."""
+        """End the transfer, even if it is incomplete."""
         self._end_answer()
         super().close()
 
     def open(self) -> Version:
-        """Return the file's version, after a request if it is not known."""
+        """Return the file's version, which takes a request if it is unknown."""
         if self._response is None and self.version is None:
             self.retry.call(self._where, self._request, self._while_waiting)
         assert self.version is not None
@@ -179,7 +179,7 @@ class WebFile(io.RawIOBase):
             self._end_answer()
             if self._end is not None:
                 raise RetryableError(f"the connection ended {self._progress()}")
-            self.stop = self.at  # the server has given no length
+            self.stop = self.at  # the server did not send a length, so the file ends here
         return piece
 
     def _request(self) -> None:
@@ -219,12 +219,12 @@ class WebFile(io.RawIOBase):
             self._response = response
 
     def _check_answer(self, response: Any, requested: str) -> int:
-        """Note where the answer is in the file; return the file's size, -1 if unknown.
+        """Store the response's place in the file; return the file's size, -1 if unknown.
 
         Raises RetryableError, or an error that is final.
         """
         encoding = response.headers.get("Content-Encoding", "")
-        # A file without a name in a folder is a stream or an archive, which may be compressed.
+        # Without `name` the file is a stream or an archive, which may be compressed.
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
                 f"{self._where}: the server compresses it (Content-Encoding: {encoding}), although"
@@ -283,9 +283,9 @@ class WebFile(io.RawIOBase):
         self.version = now
 
     def _refusal(self, response: Any) -> Exception:
-        """Return the error for an answer that is not the file.
+        """Return the error for a response without the file.
 
-        For a file in use it may pass: a token may just be renewed.
+        For a file in use the error is temporary, because a token may just be being renewed.
         """
         reason = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)
@@ -302,7 +302,8 @@ class WebFile(io.RawIOBase):
 
     def _end_answer(self) -> None:
         if self._response is not None and self._response.connection is not None:
-            self._response.close()  # not read to its end: the connection cannot be used again
+            # The response was not read to its end, so its connection cannot be reused.
+            self._response.close()
         self._response = None
 
     def _progress(self) -> str:
@@ -310,7 +311,7 @@ class WebFile(io.RawIOBase):
 
 
 class WebFolder:
-    """The files directly at `<url>/`. Any number of threads; pickled as its URL."""
+    """The files directly at `<url>/`. Thread-safe; pickled as its URL."""
 
     def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url.rstrip("/")
@@ -320,7 +321,7 @@ class WebFolder:
         return shown(self.url)
 
     def list(self) -> dict[str, Version]:
-        """Return {}: web servers have no listings."""
+        """Return {}, because web servers have no listings."""
         return {}
 
     def stat(
@@ -328,19 +329,19 @@ class WebFolder:
     ) -> Version:
         """Return the version of a file. Raises FileNotFoundError.
 
-        Requests the first byte, which reveals at once a server that ignores ranges.
+        Requests the first byte, because that reveals a server that ignores ranges.
         """
         with WebFile(
             self.url, name, self.retry, stop=1, parts_only=parts_only, while_waiting=while_waiting
         ) as file:
             if parts_only:
-                file.read1()  # so that the connection can be used again
+                file.read1()  # reads to the end, so that the connection can be reused
             return file.open()
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Return bytes [start, stop).
 
-        Raises OSError if the file is gone or was replaced, ShardError.
+        Raises OSError if the file was removed or replaced, and ShardError.
         """
         with WebFile(
             self.url, name, self.retry, start=start, stop=stop, version=version, parts_only=True
@@ -352,6 +353,6 @@ def _retry_after_s(response: Any) -> float | None:
     import urllib3
 
     try:
-        return urllib3.Retry().get_retry_after(response)  # given in seconds or as a date
+        return urllib3.Retry().get_retry_after(response)  # parses seconds and dates
     except urllib3.exceptions.InvalidHeader:
         return None

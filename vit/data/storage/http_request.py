@@ -1,4 +1,4 @@
-"""A GET on the web: redirects, credentials, proxies, and which failures may pass."""
+"""Send GET requests: redirects, credentials, proxies, and the classification of failures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vit.system.retry import NUM_REFUSALS, RetryableError
 from vit.system.urls import address, credentials, on_the_web
 
 NUM_CONNECTIONS = 16
-"""Kept open to a server by one process."""
+"""The connections that a process keeps open to a server."""
 MAX_REDIRECTS = 5
 NUM_CLOSED = 9
-"""Attempts (some 70 s) at a port that has never answered: the server may be starting."""
+"""The attempts (some 70 s) at a port that has never answered; the server may be starting."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
 
 
@@ -32,11 +32,11 @@ def get(
     connect_s: float,
     silence_s: float,
 ) -> Any:
-    """Return the answer to a GET after redirects, with its content unread.
+    """Return the response to a GET after redirects, with its content unread.
 
-    Each server gets its own credentials only. url, name: see `address`. was_there: the server has
-    answered before, so an unknown host is an outage and not a misspelling.
-    connect_s, silence_s: limits of connecting, and of waiting for the next byte.
+    Each server gets only its own credentials. url, name: see `address`. was_there: whether the
+    server has answered before; if so, an unknown host is an outage, not a misspelling.
+    connect_s, silence_s: time limits of connecting, and of waiting for the next byte.
     Raises RetryableError or ShardError.
     """
     import urllib3  # imported here because shards on a disk do not need it
@@ -71,7 +71,7 @@ def get(
                 f"{shown(address(url, name))}: redirected to {shown(at)}, which is no address of"
                 " the web and not followed; correct the address"
             )
-        # A login in a URL is valid for its entire server, but must not reach another one.
+        # The login in a URL is valid for its entire server, but must not reach another server.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
     raise ShardError(
@@ -81,7 +81,7 @@ def get(
 
 
 _answered = set[tuple[str, str]]()
-"""Servers, as `_server` gives them, that have answered this process."""
+"""The servers, in the form of `_server`, that have answered this process."""
 
 
 def _server(url: str) -> tuple[str, str]:
@@ -90,9 +90,9 @@ def _server(url: str) -> tuple[str, str]:
 
 
 def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
-    """Return the error for a request without an answer.
+    """Return the error for a request without a response.
 
-    A server that has never answered probably has a different address: that ends a start soon.
+    If the server has never answered, the address is probably wrong, so retries end soon.
     """
     inner = error.args[0] if error.args else None
     cause = error.__cause__
@@ -130,7 +130,7 @@ def _proxy(url: str) -> str | None:
 
 @functools.cache
 def pool(pid: int, proxy: str | None) -> Any:
-    """The connections of this process; a forked one has a different pid."""
+    """Return the connections of process `pid`; keyed by pid because a fork must not share them."""
     import urllib3
 
     if proxy:
@@ -139,6 +139,6 @@ def pool(pid: int, proxy: str | None) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the cause of an error of urllib3, without its own wrapping."""
+    """Return the cause of an error of urllib3, without urllib3's wrapping."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     return shown(str(cause).rpartition("): ")[2])

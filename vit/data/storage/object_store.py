@@ -1,9 +1,9 @@
-"""Object stores and everything else that fsspec knows by URL: s3://, gs://, hf://, ftp://.
+"""Read and write object stores and all other URLs of fsspec: s3://, gs://, hf://, ftp://.
 
-Each call asks fsspec for its client, which fsspec keeps per process, and is repeated by
-`vit.system.retry` while errors may pass. Errors that a user can correct name the place, the
-reason and the remedy. Files are transferred completely or not at all; a range of bytes comes with a
-check of the file's version.
+Each call gets its client from fsspec, which caches clients per process. `vit.system.retry` repeats
+calls with temporary errors. Errors that a user can correct have the place, the reason and the
+remedy. Files are transferred completely or not at all; reading a range of bytes also checks the
+file's version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vit.system.redact import shown
 from vit.system.retry import RetryableError, RetryPolicy, note_progress
 
 SMALLEST_PIECE = 64 << 10
-"""Bytes per request, after timeouts of larger ones."""
+"""The least bytes per request, to which timeouts of larger requests lead."""
 VERSION_TAGS = (
     "ETag",
     "md5Hash",
@@ -36,12 +36,12 @@ VERSION_TAGS = (
     "last_modified",
     "created",
 )
-"""Fields of a file's description, by preference: tags that change with the bytes come before those
-that also change with permissions and labels."""
+"""The version fields in a file's description, by preference: tags that change only with the bytes
+come before tags that also change with permissions and labels."""
 LOCAL_ERRORS = (*FULL, errno.EROFS)
-"""Errors of this machine's disk; no store's client uses them."""
+"""The errors of this machine's disk; the clients of stores do not use them."""
 NO_BUCKET = "bucket does not exist"
-"""Part of S3's answer to any request below a bucket that does not exist."""
+"""A part of S3's response to any request below a bucket that does not exist."""
 T = TypeVar("T")
 
 
@@ -49,14 +49,14 @@ class Kind(NamedTuple):
     """A kind of object store, in which an object becomes visible only when it is complete."""
 
     package: str
-    """What fsspec needs for it."""
+    """The package that fsspec needs."""
     credentials: str
-    """Where its client looks for them."""
+    """The places in which the client looks for credentials."""
     transfer: dict[str, Any]
-    """Options of uploads and downloads."""
+    """The options of uploads and downloads."""
 
 
-# A file transferred in parts takes up to 4 x 16 MiB of memory per worker; s3fs's defaults are
+# A transfer in parts takes up to 4 x 16 MiB of memory per worker. The defaults of s3fs would take
 # 10 x 50 MB.
 S3 = Kind(
     "s3fs",
@@ -69,9 +69,9 @@ KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 
 
 class ObjectStore:
-    """The files at `<url>/`, by their names below it. Any number of threads; pickled as its URL.
+    """The files at `<url>/`, by their names below it. Thread-safe; pickled as its URL.
 
-    All methods raise Refused for what a user can correct, ShardError if retries failed,
+    All methods raise Refused if the user can correct the error, ShardError if all retries failed,
     FileNotFoundError, and OSError for errors of this machine's disk.
     """
 
@@ -89,31 +89,32 @@ class ObjectStore:
         return self._call("", _list)
 
     def list_below(self) -> dict[str, Version]:
-        """Return all files below the folder, as `a/b`; "" is the URL itself, where that is a file.
+        """Return all files below the folder, as `a/b`; "" is the URL itself, if it is a file.
 
-        {} where nothing is there. Raises Refused for a name that, as a path, leads out of the
-        folder: keys of a store are any text, and what lists them writes files of these names.
+        Returns {} if the folder does not exist. Raises Refused for a name that, as a path, leads
+        out of the folder: the keys of a store may be any text, and callers write files of these
+        names.
         """
         try:
-            found = self._call("", _list_below)
-        except FileNotFoundError as error:  # Google's answer for a bucket that is not there
+            versions = self._call("", _list_below)
+        except FileNotFoundError as error:  # Google's response for a bucket that does not exist
             raise self._no_bucket(error) from error
-        for name in found:
+        for name in versions:
             if name.startswith("/") or ".." in name.split("/"):
                 raise Refused(
                     f"{self}: holds a file named {name!r}, which leads out of its folder; nothing"
                     " of it is fetched: remove that file, or ask where it comes from"
                 )
-        return found
+        return versions
 
     def changed_at(self, name: str) -> datetime | None:
-        """Return when a file was written, by the store's own clock; None where it does not say."""
-        with suppress(Refused):  # fsspec's word for a store that does not say
+        """Return the time at which a file was written, by the store's clock; None if unknown."""
+        with suppress(Refused):  # from fsspec's NotImplementedError of a store without times
             return self._call(name, lambda fs, path: _changed_at(fs, f"{path}/{name}"))
         return None
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
-        """Return the size, and the ETag or time of change."""
+        """Return the version of a file: its size, and its ETag or time of change."""
         return self._call(
             name, lambda fs, path: _version(fs, path, name), while_waiting=while_waiting
         )
@@ -121,8 +122,8 @@ class ObjectStore:
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Return bytes [start, stop) of a file that is in use.
 
-        Raises OSError if it is of another version. The version is checked after the bytes have
-        come, because it may change before.
+        Raises OSError if the version has changed. The version is checked after the bytes have
+        arrived, because it may change during the transfer.
         """
         pieces: list[bytes] = []
         at = start
@@ -134,7 +135,7 @@ class ObjectStore:
                 end = min(at + piece_bytes, stop)
                 try:
                     piece = fs.cat_file(f"{path}/{name}", start=at, end=end, **_timeout(fs))
-                except TimeoutError:  # also fsspec's own; a smaller piece may come in time
+                except TimeoutError:  # also of fsspec; a smaller piece may arrive in time
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
@@ -143,7 +144,7 @@ class ObjectStore:
                 pieces.append(piece)
                 at += len(piece)
             now = _version(fs, path, name)
-            # `version` may be from a listing, where some stores show a different tag.
+            # `version` may come from a listing, in which some stores show a different tag.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
@@ -157,7 +158,7 @@ class ObjectStore:
         return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
     def try_writing(self, name: str) -> None:
-        """Make an empty file and remove it. Raises Refused also for a bucket that is not there."""
+        """Make and remove an empty file. Also raises Refused if the bucket does not exist."""
 
         def probe(fs: Any, path: str) -> None:
             self._make_parent(fs, f"{path}/{name}")
@@ -166,18 +167,18 @@ class ObjectStore:
 
         try:
             self._call("", probe)
-        except FileNotFoundError as error:  # Google's answer names only the path
+        except FileNotFoundError as error:  # Google's response, which has only the path
             raise self._no_bucket(error) from error
 
     def upload(self, path: Path, name: str = "", in_use: bool = False) -> None:
-        """Upload a local file, under its own name if no other is given, and compare the sizes.
+        """Upload a local file as `name` (default: its own name), and compare the sizes.
 
-        in_use: as in `_call`.
+        in_use: see `_call`.
         """
         name = name or path.name
 
         def put(fs: Any, folder: str) -> None:
-            size = path.stat().st_size  # a log may grow from one attempt to the next
+            size = path.stat().st_size  # read in each attempt, because a log may grow between them
             self._make_parent(fs, f"{folder}/{name}")
             fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
             _check_arrived(_version(fs, folder, name).size, size)
@@ -185,29 +186,29 @@ class ObjectStore:
         self._call(name, put, in_use)
 
     def write(self, name: str, data: bytes, only_new: bool = False, in_use: bool = False) -> bool:
-        """Write a small file; return whether that was done.
+        """Write a small file; return whether it was written.
 
-        only_new: not if there is one of this name, where the store can tell (fsspec's "create");
-        others replace it. in_use: as in `_call`.
+        only_new: do not replace an existing file. Stores without conditional writes (fsspec's
+        "create") replace it anyway. in_use: see `_call`.
         """
 
         def put(fs: Any, folder: str) -> bool:
-            where = f"{folder}/{name}"
-            self._make_parent(fs, where)
+            target = f"{folder}/{name}"
+            self._make_parent(fs, target)
             if only_new:
                 try:
-                    fs.pipe_file(where, data, mode="create", **_timeout(fs))
+                    fs.pipe_file(target, data, mode="create", **_timeout(fs))
                     return True
                 except FileExistsError:
                     return False
                 except OSError as error:
-                    # s3fs knows the answer of Amazon; others refuse without naming the condition,
-                    # or know no conditions.
-                    if error.errno == errno.EINVAL and fs.exists(where, **_timeout(fs)):
+                    # s3fs handles Amazon's response. Other servers reject with a bare EINVAL, or
+                    # do not support conditional writes (ENOSYS).
+                    if error.errno == errno.EINVAL and fs.exists(target, **_timeout(fs)):
                         return False
                     if error.errno != errno.ENOSYS:
                         raise
-            fs.pipe_file(where, data, **_timeout(fs))
+            fs.pipe_file(target, data, **_timeout(fs))
             return True
 
         return self._call(name, put, in_use)
@@ -217,7 +218,7 @@ class ObjectStore:
     ) -> None:
         """Copy a file to a local path, completely or not at all.
 
-        on_bytes: gets the number of bytes that have come so far.
+        on_bytes: called with the number of bytes that have arrived so far.
         """
 
         def get(fs: Any, folder: str) -> None:
@@ -231,10 +232,11 @@ class ObjectStore:
 
             version = _version(fs, folder, name)
             with temporary_file(path) as file:
-                where = f"{folder}/{name}" if name else folder
-                fs.get_file(where, file.name, callback=Progress(), **self._transfer)
+                source = f"{folder}/{name}" if name else folder
+                fs.get_file(source, file.name, callback=Progress(), **self._transfer)
                 _check_arrived(os.path.getsize(file.name), version.size)
-                # It comes in several requests: of a run that goes on, weights of two steps.
+                # The file arrives in several requests. If a running job replaced it in between, the
+                # copy would mix the weights of two steps.
                 now = _version(fs, folder, name)
                 if now != version:
                     reason = str(replaced(version, now).strerror)
@@ -244,7 +246,7 @@ class ObjectStore:
         self._call(name, get)
 
     def remove(self, name: str, in_use: bool = False) -> None:
-        """Remove a file, if it is there. in_use: as in `_call`."""
+        """Remove a file if it exists. in_use: see `_call`."""
 
         def remove(fs: Any, path: str) -> None:
             with suppress(FileNotFoundError):
@@ -253,18 +255,18 @@ class ObjectStore:
         self._call(name, remove, in_use)
 
     def remove_unfinished(self) -> None:
-        """Remove parts of uploads below the folder that were cut off: unseen, they cost money.
+        """Abort incomplete uploads below the folder, because they are invisible but billed.
 
-        Only S3 keeps such parts until they are removed. Tried once, and raises nothing: listing
-        them is a permission of its own, which few have, and not all servers know how.
+        Only S3 keeps such parts until they are removed. One attempt, and errors are ignored:
+        listing the parts needs a rare permission, and some servers do not support it.
         """
         if self.kind is not S3:
             return
 
         def abort(fs: Any, path: str) -> None:
             bucket, key, _ = fs.split_path(path)
-            found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
-            for upload in found.get("Uploads", []):
+            uploads = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=f"{key}/")
+            for upload in uploads.get("Uploads", []):
                 with suppress(FileNotFoundError):
                     fs.call_s3(
                         "abort_multipart_upload",
@@ -290,12 +292,12 @@ class ObjectStore:
     ) -> T:
         """Return the result of `action`, given fsspec's client and the folder's path.
 
-        name: of the file, or "" for the folder, to show. in_use: the file was there before, so that
-        even a refusal may pass.
+        name: name of the file for messages, or "" for the folder. in_use: whether the file existed
+        before; if so, even a refusal may be temporary.
         """
         import fsspec  # imported here because shards on a disk do not need it
 
-        where = f"{self}/{name}" if name else str(self)
+        shown_name = f"{self}/{name}" if name else str(self)
 
         def attempt() -> T:
             fs = None
@@ -304,7 +306,7 @@ class ObjectStore:
                 return action(fs, path.rstrip("/"))
             except RetryableError:
                 raise
-            except Exception as error:  # each store's client has exceptions of its own
+            except Exception as error:  # each store's client has different exceptions
                 if isinstance(error, OSError) and error.errno in LOCAL_ERRORS:
                     error.filename = error.filename or tempfile.gettempdir()
                     raise
@@ -312,25 +314,26 @@ class ObjectStore:
                 final: Exception | None = error
                 is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
                 if not is_replaced and not is_no_file:
-                    final = self._refusal(error, where)
-                # Not even a renewed token would mend these.
+                    final = self._refusal(error, shown_name)
+                # A renewed token would not fix these errors, so they are final even for a file in
+                # use.
                 is_misuse = isinstance(
                     error, (ImportError, ValueError, TypeError, NotImplementedError)
                 )
                 if final is not None and (is_misuse or not in_use):
                     raise final from error
                 if fs is not None and (final is not None or not fs.async_impl):
-                    # The next attempt gets a client with new credentials and a new connection.
+                    # So that the next attempt gets a client with new credentials and connections.
                     fs.clear_instance_cache()
                 reason = _reason(error)
                 if not is_replaced:
                     reason = f"cannot be reached ({reason})"
                 raise RetryableError(reason, final=final) from error
 
-        return self.retry.call(where, attempt, while_waiting)
+        return self.retry.call(shown_name, attempt, while_waiting)
 
-    def _refusal(self, error: Exception, where: str) -> Refused | None:
-        """Return what to raise for an error that waiting does not mend; None if it may pass."""
+    def _refusal(self, error: Exception, shown_name: str) -> Refused | None:
+        """Return the error to raise if waiting would not help, None if `error` may be temporary."""
         reason = _reason(error)
         name = type(error).__name__
         if isinstance(error, FileNotFoundError):
@@ -338,15 +341,15 @@ class ObjectStore:
         credentials = f"; credentials come from {self.kind.credentials}" if self.kind else ""
         if isinstance(error, ImportError):
             remedy = f": pip install {self.kind.package}" if self.kind else ""
-            return Refused(f"{where}: {reason}{remedy}")
+            return Refused(f"{shown_name}: {reason}{remedy}")
         if isinstance(error, PermissionError):
-            return Refused(f"{where}: no permission to do this ({reason}){credentials}")
+            return Refused(f"{shown_name}: no permission to do this ({reason}){credentials}")
         # NoCredentialsError, DefaultCredentialsError, ProfileNotFound, ...
         if "Credential" in name or "Profile" in name:
-            return Refused(f"{where}: {reason}{credentials}")
+            return Refused(f"{shown_name}: {reason}{credentials}")
         if isinstance(error, (ValueError, TypeError, NotImplementedError)) or "Validation" in name:
             return Refused(
-                f"{where}: {reason}; expected a folder or a URL such as s3://bucket/folder"
+                f"{shown_name}: {reason}; expected a folder or a URL such as s3://bucket/folder"
             )
         return None
 
@@ -367,12 +370,12 @@ def _check_arrived(arrived: int, size: int) -> None:
 
 
 def _timeout(fs: Any) -> dict[str, float]:
-    """The time limit of a request, for clients that take one."""
+    """Return the option with a request's time limit, for clients that support it."""
     return {"timeout": ATTEMPT_S} if fs.async_impl else {}
 
 
 def _list(fs: Any, path: str) -> dict[str, Version]:
-    fs.invalidate_cache(path)  # other processes write there, too
+    fs.invalidate_cache(path)  # other processes also write to this folder
     return {
         entry["name"].rsplit("/", 1)[-1]: _version_of(entry)
         for entry in fs.ls(path, detail=True, **_timeout(fs))
@@ -382,8 +385,8 @@ def _list(fs: Any, path: str) -> dict[str, Version]:
 
 def _list_below(fs: Any, path: str) -> dict[str, Version]:
     fs.invalidate_cache()
-    found = fs.find(path, detail=True, **_timeout(fs))
-    return {name[len(path) + 1 :]: _version_of(entry) for name, entry in found.items()}
+    entries = fs.find(path, detail=True, **_timeout(fs))
+    return {name[len(path) + 1 :]: _version_of(entry) for name, entry in entries.items()}
 
 
 def _changed_at(fs: Any, path: str) -> datetime:
@@ -399,11 +402,11 @@ def _listed_version(fs: Any, path: str, name: str) -> Version | None:
 
 
 def _version(fs: Any, path: str, name: str) -> Version:
-    fs.invalidate_cache(path)  # of earlier answers
+    fs.invalidate_cache(path)  # drop earlier responses
     return _version_of(fs.info(f"{path}/{name}" if name else path, **_timeout(fs)))
 
 
 def _version_of(entry: dict[str, Any]) -> Version:
-    # Some stores, such as Azure's, give the same tag with and without quotes.
+    # Some stores, such as Azure's, return one tag with and without quotes.
     tags = (str(entry[key]).strip('"') for key in VERSION_TAGS if entry.get(key))
     return Version(int(entry["size"]), next(tags, ""))

@@ -1,8 +1,8 @@
-"""The shards, the index and `_info.json` of a data set at a URL.
+"""Read the shards, the index and `_info.json` of a data set at a URL.
 
-Files on the web are read by `vit.data.storage.http`, all others by `vit.data.storage.object_store`;
-both retry errors that may pass. The first answer about a file gives its version (size, ETag); later
-answers must be of the same version.
+`vit.data.storage.http` reads files on the web, `vit.data.storage.object_store` all others; both
+retry after temporary errors. The first response about a file has its version (size, ETag); later
+responses must have the same version.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, on_the_web
 
 PIECE_BYTES = 8 << 20
-"""Bytes per request for an entire file, which may be a large index."""
+"""The bytes of one request for an entire file, which may be a large index."""
 log = logging.getLogger(__name__)
 
 
@@ -49,7 +49,7 @@ class RemoteFolder:
         return hashlib.sha256(bare(self._server.url).encode()).hexdigest()[:16]
 
     def read_info(self) -> dict[str, Any]:
-        """Return `_info.json`. Raises ShardError if there is none, with the command to make it."""
+        """Return `_info.json`. If it is missing, raises ShardError with the command to make it."""
         try:
             pieces = self._pieces("_info.json", self.stat("_info.json"))
         except FileNotFoundError:
@@ -59,8 +59,9 @@ class RemoteFolder:
     def fetch_index(self, split: str, cache: BlockCache) -> Path:
         """Return the path of `<split>.index.npy` in the cache's folder.
 
-        One process of a host fetches it while the others wait. It ends with a checksum, which numpy
-        ignores: a file that was damaged by a power cut is fetched again. Raises ShardError.
+        One process of a host fetches it while other processes wait. The file ends with a checksum,
+        which numpy ignores, so a file that was damaged by a power cut is fetched again. Raises
+        ShardError.
         """
         name = f"{split}.index.npy"
         try:
@@ -80,7 +81,7 @@ class RemoteFolder:
                         path.parent,
                         error.strerror,
                     )
-                    # Both processes write the same bytes, so it does not matter which is first.
+                    # Both processes write the same bytes, so either may finish first.
                     temporary = stack.enter_context(temporary_file(path)).name
                     part = stack.enter_context(FileIO(temporary, "r+"))
                 if part is not None:
@@ -96,11 +97,11 @@ class RemoteFolder:
         return path
 
     def stats(self, names: list[str]) -> list[Version | str]:
-        """Return the version of each file, or the reason why it has none."""
+        """Return the version of each file, or the reason why it is unknown."""
         try:
-            known = self._server.list()
+            listed = self._server.list()
         except (FileNotFoundError, Refused):  # reading may be allowed without listing
-            known = {}
+            listed = {}
         stopped = threading.Event()
 
         def raise_if_stopped() -> None:
@@ -109,7 +110,7 @@ class RemoteFolder:
 
         def version(name: str) -> Version | str:
             try:
-                return known.get(name) or self.stat(name, raise_if_stopped)
+                return listed.get(name) or self.stat(name, raise_if_stopped)
             except FileNotFoundError:
                 return "no such file"
 
@@ -117,7 +118,7 @@ class RemoteFolder:
         try:
             return list(threads.map(version, names))
         finally:
-            # After an error or a signal, do not wait for threads that are in a pause of a retry.
+            # After an error or a signal, do not wait for threads that pause before a retry.
             stopped.set()
             threads.shutdown(wait=False, cancel_futures=True)
 
@@ -131,7 +132,7 @@ class RemoteFolder:
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
         """Return bytes [start, stop) of a file.
 
-        Raises OSError if it is gone or of another version, ShardError.
+        Raises OSError if the file was removed or its version has changed, and ShardError.
         """
         return self._server.read(name, start, stop, version)
 
@@ -141,7 +142,7 @@ class RemoteFolder:
             file.writelines(self._pieces(name, version))
 
     def _pieces(self, name: str, version: Version) -> Iterator[bytes]:
-        """Yield a file in pieces. Raises ShardError if it is of another version by now."""
+        """Yield a file in pieces. Raises ShardError if its version has changed."""
         for start in range(0, version.size, PIECE_BYTES):
             try:
                 yield self.read(name, start, min(start + PIECE_BYTES, version.size), version)

@@ -1,5 +1,5 @@
-"""What a run will need, before any of it exists: neither a GPU nor the data are used.
+"""Forecast the needs of a run without a GPU and without the data.
 
-`memory` runs the training step on tensors without memory and counts bytes, `forecast` puts that
-together with the plan of steps and the GPU's peak: hours, GPU-hours, cores and disk.
+`memory` runs the training step on tensors without memory and counts bytes. `forecast` combines that
+with the plan of steps and the GPU's peak to hours, GPU-hours, cores and disk.
 """

@@ -1,7 +1,7 @@
-"""What each layer of a model costs, and the memory of using and of training it.
+"""Count the cost of each layer of a model, and the memory of using and of training the model.
 
 Shapes and operations come from one forward pass on the meta device, memory from passes without
-memory (`vit.extras.planner.memory`): nothing is computed or allocated, however large the model is.
+memory (`vit.extras.planner.memory`), so even a large model needs no computation and no memory.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from vit.training.plan import Plan
 
 MIB = 2**20
 FROM_IMAGES = 64
-"""From so many on the peak of a step is that of activations, which grow with the batch; with fewer
-it may be that of the update."""
+"""The least batch at which the peak of a step is that of activations, which grow with the batch.
+For smaller batches it may be that of the update."""
 
 
 class LayerCost(NamedTuple):
-    """One row: a stage of the model, or a block of its encoder."""
+    """The cost of a stage of the model, or of a block of its encoder."""
 
     name: str
     kind: str
-    """Class of the module; "parameter" for what belongs to the model itself."""
+    """The class of the module; "parameter" for parameters of the model itself."""
     output: str
-    """Shape of its output, as (B, 197, 768); of a parameter its own."""
+    """The shape of the output, such as (B, 197, 768), or of the parameter."""
     parameters: int
     flops: int
-    """Of one image's forward pass; a multiply-add counts as 2."""
+    """The operations of one image's forward pass; a multiply-add counts as 2."""
 
 
 def layer_costs(model: Any) -> list[LayerCost]:
     """Return a row for each stage of `model`, on the meta device, in the order of the pass.
 
-    The rows' parameters add up to the model's. Stages without parameters and operations are left
-    out.
+    The sum over all rows is the model's number of parameters. Stages without parameters and
+    operations are omitted.
     """
     stages = {}
     for name, module in model.named_children():
@@ -87,19 +87,20 @@ def layer_costs(model: Any) -> list[LayerCost]:
 
 
 class MemoryNeeds(NamedTuple):
-    """Bytes on one device, as `launch/plan.py` counts them."""
+    """The bytes on one device, counted as in `launch/plan.py`."""
 
     weights: int
     forward: int
-    """Temporaries of the forward pass of one image without gradients, at their peak."""
+    """The temporaries of the forward pass of one image without gradients, at their peak."""
     training: int
-    """A training step of micro-batches of one image: weights, gradients, optimizer, activations."""
+    """The bytes of a training step with micro-batches of one image: weights, gradients, optimizer,
+    activations."""
     per_image: int
-    """What each image adds to a larger micro-batch."""
+    """The bytes that each image adds to a larger micro-batch."""
 
 
 def memory_needs(config: Config, num_classes: int) -> MemoryNeeds:
-    """Count the bytes of the model of `config`: in use, in fp32; in training, as it says."""
+    """Count the bytes of the model of `config`, used in fp32 and trained as configured."""
     one, some, more = (
         step_memory(config, _plan_of(size), num_classes)
         for size in (1, FROM_IMAGES, 2 * FROM_IMAGES)

@@ -1,6 +1,6 @@
-"""What to lower when memory has run out: sizes that divide, and what is counted to fit.
+"""Advise which setting to lower after an out-of-memory error, with sizes that divide and fit.
 
-`explain` leaves an error of memory as it is, with a note that `vit.distributed.exit` prints.
+`explain` adds a note to the error; `vit.distributed.exit` prints the note.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from vit.training.plan import Plan
 def naming_what_fits(
     config: Config, plan: Plan, num_classes: int, device: torch.device
 ) -> Iterator[None]:
-    """Add the note of `explain` to an error of memory."""
+    """Add the note of `explain` to an out-of-memory error."""
     try:
         yield
     except Exception as error:
@@ -40,18 +40,18 @@ def naming_what_fits(
 def explain(
     error: Exception, config: Config, plan: Plan, num_classes: int, device: torch.device
 ) -> None:
-    """Add a note to an error of memory: which setting to lower, to which values."""
+    """Add a note to an out-of-memory error: the setting to lower, and its possible values."""
     files = {Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)}
     if Path(evaluate.__file__) in files:
         error.add_note(f"Lower eval.batch_size ({config.eval.batch_size} now)")
     else:
-        # If anything fails here, the error to report is still the one of memory.
+        # If the advice fails, the original error must still be reported.
         with suppress(Exception):
             error.add_note(what_to_lower(config, plan, num_classes, gpu_of(device)))
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the GPU that `device` is, with the memory that it has; None for a CPU."""
+    """Return the description of the GPU `device`, with its actual memory; None for a CPU."""
     if device.type != "cuda":
         return None
     driver = torch.cuda.get_device_properties(device)
@@ -63,12 +63,13 @@ def gpu_of(device: torch.device) -> Gpu | None:
         bandwidth_gbs=0.0,
         pattern=driver.name,
     )
-    # Not the table's: one name is sold with several sizes, and a MIG instance has a part of it.
+    # The driver's memory, not the table's: one name is sold with several sizes of memory, and a MIG
+    # instance has only a part of it.
     return replace(find_device(driver.name) or unknown, memory_gib=driver.total_memory / GIB)
 
 
 def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None) -> str:
-    """Return the advice for a training step of `plan` that has not fitted, into `gpu` if given."""
+    """Return the advice for a training step of `plan` that did not fit, into `gpu` if given."""
     rank_batch_size = plan.rank_batch_size
     unit = config.augment.mix_group_size if mixes(config.augment) else 1
     now = plan.micro_batch_size
@@ -97,7 +98,7 @@ def what_to_lower(config: Config, plan: Plan, num_classes: int, gpu: Gpu | None)
 
 
 def _with_less_kept(config: Config, plan: Plan, num_classes: int, gpu: Gpu) -> str:
-    """Return the advice to keep fewer activations, if `plan` then fits into `gpu`; else ""."""
+    """Return the advice to keep fewer activations, "" if `plan` would still not fit into `gpu`."""
     if config.train.activation_checkpointing != "none":
         return ""
     train = config.train.model_copy(update={"activation_checkpointing": "block"})

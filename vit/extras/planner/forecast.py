@@ -1,10 +1,9 @@
-"""How long a run takes, what it costs and whether it fits, from a config and a number of GPUs.
+"""Forecast the time, the cost and the memory of a run, from a config and a number of GPUs.
 
-Steps and batches are those of `vit.training.plan`, bytes those of `vit.extras.planner.memory`. Time
-follows from
-operations: three forward passes an image (one forward, two backward; without what drop path leaves
-out, and with what is computed again), and one of a teacher's, at a share of the GPU's peak (MFU)
-that was measured on such a GPU, or else at a stated range of it.
+`vit.training.plan` has steps and batches, `vit.extras.planner.memory` the bytes. Time follows from
+operations. An image takes three forward passes (one forward, two backward; minus the samples that
+drop path skips, plus recomputed activations) and one pass of a teacher. The rate is a share of the
+GPU's peak (MFU), measured on such a GPU or else a published range.
 """
 
 from __future__ import annotations
@@ -35,41 +34,46 @@ from vit.training.print_config import IMAGENET_IMAGES
 from vit.training.teacher import find_teacher
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-"""Files `*-gpu-*.json` there hold measured shares of the peak; an installed package has none."""
+"""The folder of `*-gpu-*.json` files with measured shares of the peak; absent in an installed
+package."""
 MFU_RANGE = (0.2, 0.4)
-"""Where nothing was measured. Published for training ViTs: ViT-5-B on H100s 22.5 % end to end and
-28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA NeMo)."""
+"""The range for GPUs without a measurement. Published for training ViTs: ViT-5-B on H100s 22.5 %
+end to end and 28 % without data (nvSubquadratic, docs/benchmarks.md), ViT g/14 29 % (NVIDIA
+NeMo)."""
 RESERVED_GIB = 1.5
-"""CUDA's context, work space of cuBLAS and cuDNN, buffers of NCCL; not measured here."""
+"""The memory of CUDA's context, work space of cuBLAS and cuDNN, buffers of NCCL; an estimate, not a
+measurement."""
 USABLE_SHARE = 0.95
-"""Of the rest: the allocator cannot use every gap between tensors. Not measured here."""
+"""The usable share of the rest, because the allocator cannot fill every gap between tensors; an
+estimate, not a measurement."""
 IMAGES_PER_CORE_S = 1034
-"""Training images of 116 kB that a core of an Intel Xeon makes ready at 224 px
+"""The training images of 116 kB that a core of an Intel Xeon prepares per second at 224 px
 (benchmarks/results/2026-11-21-loader-intel-xeon-processor.md)."""
 SHARD_BYTES_PER_IMAGE = 122_000
-"""ImageNet's shards take 156 GB (docs/data.md)."""
+"""The size of a stored image; ImageNet's shards take 156 GB (docs/data.md)."""
 IMAGENET_VAL_IMAGES = 50_000
 SAME_NETWORK = 0.1
-"""Another number of classes, and of samples that drop path keeps, change operations by less."""
+"""The largest relative difference in operations within one network: other numbers of classes, and
+of samples that drop path keeps, change less."""
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class DataSize:
-    """What a forecast needs to know of the data."""
+    """The sizes of the data for a forecast."""
 
     num_classes: int
     num_val_images: int
     num_images: int
     further_images: tuple[int, ...]
-    """Of each other split that `eval.sets` names."""
+    """The images of each further split in `eval.sets`."""
     assumed: str
-    """Why the numbers are ImageNet-1k's; "" if they are those of the data."""
+    """The reason why the numbers are those of ImageNet-1k; "" if they are those of the data."""
 
 
 @dataclass(frozen=True)
 class Speed:
-    """The share of the peak that a GPU is expected to reach, least and most."""
+    """The least and the largest share of the peak that a GPU is expected to reach."""
 
     low: float
     high: float
@@ -78,14 +82,14 @@ class Speed:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run whose images have one size."""
+    """A part of a run with one image size."""
 
     image_size: tuple[int, int]
     """(height, width) in pixels."""
     stop: int
-    """The step at which it ends."""
+    """The step at which the stage ends."""
     train_flops: int
-    """Operations of one of its images in training."""
+    """The operations of one image in training."""
 
 
 @dataclass(frozen=True)
@@ -98,24 +102,24 @@ class Forecast:
     plan: Plan
     data: DataSize
     memory: StepMemory
-    """At `plan.micro_batch_size`."""
+    """The memory of a step at `plan.micro_batch_size`."""
     largest_micro_batch_size: int
     """The largest that divides the rank's batch and fits; 0 if none does."""
     host_memory: HostMemory
     disk: DiskNeeds
     speed: Speed
     forward_flops: int
-    """Operations of one image's forward pass in an evaluation."""
+    """The operations of one image's forward pass in an evaluation."""
     train_flops: int
-    """Operations of one image in training, forward and backward; the mean over the run."""
+    """The operations of one image in training, forward and backward; the mean over the run."""
     teacher_flops: int
-    """Operations of one image in the teacher's forward pass, 0 without one."""
+    """The operations of one image in the teacher's forward pass, 0 without a teacher."""
     stages: tuple[Stage, ...]
-    """Of the sizes of training images, if there are several; the last one ends with the run."""
+    """The stages, if training images have several sizes; the last stage ends with the run."""
     train_images: int
-    """Trained on from the first step to the last, each as often as it comes."""
+    """The images of all training steps, repeated images counted each time."""
     eval_images: int
-    """Forward passes of all evaluations."""
+    """The forward passes of all evaluations."""
 
     @property
     def fits(self) -> bool:
@@ -124,26 +128,26 @@ class Forecast:
 
     @property
     def images_per_s(self) -> tuple[float, float]:
-        """Training images per second, of all GPUs together."""
+        """The training images per second of all GPUs together."""
         return self.images_per_s_at(self.train_flops)
 
     def images_per_s_at(self, train_flops: int) -> tuple[float, float]:
-        """Return the images per second that each take so many operations."""
+        """Return the images per second if an image takes `train_flops` operations."""
         slow, fast = self._flops_per_s
         flops = train_flops + self.teacher_flops
         return slow / flops, fast / flops
 
     @property
     def hours(self) -> tuple[float, float]:
-        """Hours of training with its evaluations."""
-        of_image = self.train_flops + self.teacher_flops
-        flops = of_image * self.train_images + self.forward_flops * self.eval_images
+        """The hours of training with its evaluations."""
+        image_flops = self.train_flops + self.teacher_flops
+        flops = image_flops * self.train_images + self.forward_flops * self.eval_images
         slow, fast = self._flops_per_s
         return flops / fast / 3600, flops / slow / 3600
 
     @property
     def cores_per_gpu(self) -> tuple[float, float]:
-        """Cores that make images ready as fast as one GPU takes them: the smallest, in stages."""
+        """The cores that prepare images as fast as one GPU uses them, at the smallest size."""
         flops = min((stage.train_flops for stage in self.stages), default=self.train_flops)
         slow, fast = self.images_per_s_at(flops)
         return slow / self.num_gpus / IMAGES_PER_CORE_S, fast / self.num_gpus / IMAGES_PER_CORE_S
@@ -154,8 +158,8 @@ class Forecast:
         return self.speed.low * peak, self.speed.high * peak
 
 
-def _nobody_listens(size: int) -> None:
-    """Nobody is told what is counted."""
+def _ignore(size: int) -> None:
+    """Do nothing; the default of `on_count`."""
 
 
 def make_forecast(
@@ -163,21 +167,21 @@ def make_forecast(
     num_gpus: int,
     gpu: Gpu,
     results: Path = RESULTS,
-    on_count: Callable[[int], object] = _nobody_listens,
+    on_count: Callable[[int], object] = _ignore,
 ) -> Forecast:
-    """Forecast the run of `config`; where its data cannot be opened, of one over ImageNet-1k.
+    """Forecast the run of `config`, on ImageNet-1k if its data cannot be opened.
 
-    on_count: is told each size of micro-batch before its memory is counted, which takes seconds.
-    Raises ValueError as `vit.training.plan.make_plan`, for sizes that do not divide, and as
-    `host_memory`.
+    on_count: called with each size of micro-batch before its memory is counted, which takes
+    seconds. Raises ValueError like `vit.training.plan.make_plan`, for sizes that do not divide, and
+    like `host_memory`.
     """
     data, plan = size_and_plan(config, num_gpus)
     with torch.device("meta"):
         model = create_trained_model(config, data.num_classes)
-        taught = find_teacher(config, data.num_classes)
+        teacher = find_teacher(config, data.num_classes)
     num_evaluations = plan.total_steps // plan.eval_every_steps
     if plan.total_steps % plan.eval_every_steps:
-        num_evaluations += plan.evaluates_at(plan.total_steps)  # once more, at the end
+        num_evaluations += plan.evaluates_at(plan.total_steps)  # the evaluation at the end
     num_models = 1 if config.train.ema_decay is None else 2
     disk = disk_needs(config, plan, data.num_classes)
     trained_flops = train_flops_per_image(model, plan.micro_batch_size)
@@ -195,7 +199,11 @@ def make_forecast(
         memory=memory,
         largest_micro_batch_size=largest,
         host_memory=host_memory(
-            *(config, plan, data.num_images, data.num_val_images, disk.checkpoint_bytes),
+            config,
+            plan,
+            data.num_images,
+            data.num_val_images,
+            disk.checkpoint_bytes,
             further_images=data.further_images,
         ),
         disk=disk,
@@ -204,7 +212,7 @@ def make_forecast(
         ),
         forward_flops=flops_per_image(model),
         train_flops=train_flops,
-        teacher_flops=0 if taught is None else flops_per_image(taught[0]),
+        teacher_flops=0 if teacher is None else flops_per_image(teacher[0]),
         stages=stages if len(stages) > 1 else (),
         train_images=plan.total_steps * plan.global_batch_size,
         eval_images=num_evaluations * num_models * (data.num_val_images + sum(data.further_images)),
@@ -222,18 +230,18 @@ def largest_micro_batch(
     num_classes: int,
     gpu: Gpu,
     planned: StepMemory | None = None,
-    on_count: Callable[[int], object] = _nobody_listens,
+    on_count: Callable[[int], object] = _ignore,
 ) -> int:
     """Return the largest micro-batch that divides a rank's batch and fits into `gpu`, 0 for none.
 
-    planned: what `plan` was counted to take, if it was. Activations grow with the micro-batch, so
-    its share for an image says about where the limit is; the two sizes beside it are counted.
+    planned: the counted memory of `plan`, if it is known. Activations grow with the micro-batch, so
+    their share per image gives an estimate of the limit; then the sizes next to it are counted.
     """
     rank_batch = plan.global_batch_size // plan.world_size
     sizes = [0, *micro_batch_sizes(config.augment, rank_batch)]
-    if config.train.exact_over_ranks:  # whole leaves for each rank, not as many
-        of_batch = micro_batch_sizes(config.augment, plan.global_batch_size)
-        sizes = [0, *(size for size in of_batch if size <= rank_batch)]
+    if config.train.exact_over_ranks:  # ranks have whole leaves, and not equally many
+        batch_sizes = micro_batch_sizes(config.augment, plan.global_batch_size)
+        sizes = [0, *(size for size in batch_sizes if size <= rank_batch)]
     if planned is None:
         planned = step_memory(config, plan, num_classes)
     totals = {0: 0, plan.micro_batch_size: planned.total}
@@ -258,10 +266,10 @@ def largest_micro_batch(
 def expected_speed(
     model_name: str, precision: str, flops: int, gpu: Gpu, results: Path = RESULTS
 ) -> Speed:
-    """Return the MFU that `results` have for this model on this GPU, or the published range.
+    """Return the measured MFU in `results` for this model on this GPU, or the published range.
 
-    The fastest row counts, since it is what the settings it names reach. flops: of training on an
-    image, which tell apart networks of one name: other image sizes, another depth.
+    The fastest row counts, because the best settings reach it. flops: operations of training on an
+    image, which distinguish networks of one name with other image sizes or depths.
     """
     best: tuple[float, str] | None = None
     for path in sorted(results.glob("*-gpu-*.json")):
@@ -269,7 +277,7 @@ def expected_speed(
         for row in measured["training"]:
             same = row["model"] == model_name and measured["gpu"] == gpu.name
             same = same and abs(row["flops_per_image"] / flops - 1) <= SAME_NETWORK
-            # What is computed a second time is no part of this share: `_train_flops` adds it.
+            # Only rows without recomputation: `_train_flops` adds the recomputed operations.
             once = row.get("activation_checkpointing", "none") == "none"
             if same and once and row["precision"] == precision:
                 best = max(best or (0.0, ""), (row["mfu"], path.name))
@@ -280,7 +288,7 @@ def expected_speed(
 
 
 def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
-    """Return the parts of the run by the size of their images."""
+    """Return the stages of the run, one for each image size."""
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     ends = [(until * plan.steps_per_epoch, size) for until, size in form.stages]
     return tuple(
@@ -290,7 +298,7 @@ def _stages(config: Config, plan: Plan, model: nn.Module) -> tuple[Stage, ...]:
 
 
 def _mean_flops(stages: tuple[Stage, ...]) -> int:
-    """Return the operations of one image of a run, on average over its steps."""
+    """Return the operations of one image, averaged over the steps of the run."""
     starts = (0, *(stage.stop for stage in stages))
     total = sum(
         (stage.stop - start) * stage.train_flops
@@ -300,18 +308,18 @@ def _mean_flops(stages: tuple[Stage, ...]) -> int:
 
 
 def _train_flops(config: Config, plan: Plan, model: nn.Module, image_size: tuple[int, int]) -> int:
-    """Return the operations of one image in training; embedding and head count as blocks."""
+    """Return the operations of one image in training; embedding and head count like blocks."""
     size = plan.micro_batch_size if config.model.drop_path_form == "subset" else None
     forward = flops_per_image(model, size, image_size)
-    # Frozen parts have no backward pass, and nothing is computed for it again.
+    # Frozen parts have no backward pass and no recomputation.
     backward = forward - frozen_flops_per_image(model, size, image_size)
-    which = config.train.activation_checkpointing
-    computed_again = {"none": 0.0, "block": 1.0}[which] if isinstance(which, str) else 1 / which
-    return int(forward + backward * (2 + computed_again))
+    every = config.train.activation_checkpointing  # "none", "block", or every n-th block
+    recomputed = {"none": 0.0, "block": 1.0}[every] if isinstance(every, str) else 1 / every
+    return int(forward + backward * (2 + recomputed))
 
 
 def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
-    """Return the size of the data and the plan for them; both of ImageNet-1k without data."""
+    """Return the size of the data and the plan; without data those of ImageNet-1k."""
     places = config.eval.further_places(config.data.root, config.data.val_split)
     at_once = config.data.model_copy(update={"patience_s": 0.0})
     try:
@@ -333,5 +341,5 @@ def size_and_plan(config: Config, num_gpus: int) -> tuple[DataSize, Plan]:
     train = choose_train_set(config.data, splits, val_split, num_classes=config.model.num_classes)
     plan, order = make_plan(config, train.num_draws, num_gpus, train.shares)
     classes = choose_num_classes(config.model, config.data, train.split, val_split)
-    found = tuple(each.num_samples for each in further)
-    return DataSize(classes, val_split.num_samples, order.num_samples, found, ""), plan
+    further_images = tuple(split.num_samples for split in further)
+    return DataSize(classes, val_split.num_samples, order.num_samples, further_images, ""), plan

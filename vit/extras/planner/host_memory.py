@@ -1,12 +1,14 @@
-"""Memory that a run takes of its hosts, by the plan of the loader's ring: no batch is made.
+"""Count the memory that a run takes of its hosts, from the plan of the loader's ring.
 
     config, size of the data -> layout and ring of training and of evaluation -> `HostMemory`
 
-It is what `vit.hooks.preflight` asks of a host at the start, for the parts that a config decides.
+`vit.hooks.preflight` requires the same memory of a host at the start, for all parts that follow
+from the config.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,20 +23,20 @@ from vit.training.plan import Plan, create_order
 
 @dataclass(frozen=True)
 class HostMemory:
-    """Bytes; all but the last one for each GPU."""
+    """The memory of a host in bytes; all but the last field are per GPU."""
 
     slots: int
-    """Batches that are made, ready or in use; page-locked."""
+    """The batches that are being made, ready or in use; page-locked."""
     eval_slots: int
-    """The same for evaluations, kept between them; page-locked."""
+    """The batches of evaluations, which stay allocated between them; page-locked."""
     workers: int
-    """Loader workers, and as many again for evaluations."""
+    """The loader workers, and as many for evaluations."""
     saved_copy: int
-    """The copy from which a thread writes a checkpoint, page-locked; on the first host only."""
+    """The copy from which a thread writes a checkpoint, page-locked; only on the first host."""
 
     @property
     def of_each_gpu(self) -> int:
-        """The sum of what each GPU needs."""
+        """The sum of the fields that are per GPU."""
         return self.slots + self.eval_slots + self.workers
 
 
@@ -48,10 +50,10 @@ def host_memory(
 ) -> HostMemory:
     """Plan the rings of each GPU's batches.
 
-    saved_bytes: of a checkpoint. further_images: of each split that `eval.sets` names besides
-    `data.val_split`: one at a time has workers and batches next to those.
+    saved_bytes: size of a checkpoint. further_images: images of each further split in `eval.sets`;
+    one of these splits at a time has workers and batches, in addition to `data.val_split`.
 
-    Raises ValueError as `vit.data.slots.plan_ring`, for a `data.prefetch_gib` that is too little.
+    Raises ValueError like `vit.data.slots.plan_ring` if `data.prefetch_gib` is too small.
     """
     data = config.data
     image_format = ImageFormat.from_config(config.model, data)
@@ -73,7 +75,7 @@ def host_memory(
         return plan_ring(
             BatchLayout(eval_rows, image_format, 0),
             1,
-            -(-num_samples // (eval_rows * plan.world_size)),
+            math.ceil(num_samples / (eval_rows * plan.world_size)),
             data.num_workers,
             None,
             on_gpu=True,

@@ -1,15 +1,15 @@
-"""Bytes of a training step on one device, counted without computing it.
+"""Count the bytes of a training step on one device without computing the step.
 
-`vit.step.TrainStep` itself runs under torch's FakeTensorMode: each operation gets the shape of its
-result and no memory. Every storage that appears is added to a sum, and taken off when the last
-tensor that uses it goes, as an allocator would do it:
+`vit.step.TrainStep` itself runs under torch's FakeTensorMode: the result of each operation has a
+shape and no memory. As in an allocator, every new storage is added to a sum, and subtracted when
+the last tensor that uses it is freed:
 
     config -> model, optimizer and batch without memory -> TrainStep -> `StepMemory`, part by part
     config -> a drawn table, images without memory -> Augment -> its temporaries, one part more
 
-The device is a "cpu" that computes nothing, because torch's autograd asks for a real context on a
-GPU that is not there. What is kept for the backward pass is the same on both: autocast casts the
-same tensors, and attention keeps its inputs, its output and one number a row.
+The device is a "cpu" without computation, because torch's autograd needs a real context for a fake
+GPU. Both devices keep the same tensors for the backward pass: autocast casts the same tensors, and
+attention keeps its inputs, its output and one number a row.
 """
 
 from __future__ import annotations
@@ -45,13 +45,15 @@ from vit.training.reduce import DataParallel
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 BATCHES_ON_DEVICE = 3
-"""A rank's batch in use, and the next one as it comes and as augmented, during the step."""
+"""The batches of a rank during the step: the one in use, and the next one before and after its
+augmentation."""
 
 
 class _OnlyFloats(Augment):
-    """Makes inputs and targets of images, and nothing else: tables have no values here.
+    """The conversion of images to inputs and targets without augmentation; tables have no values.
 
-    All images at once, as on a GPU; a CPU takes them in parts, each of which would be counted.
+    Converts all images at once, as on a GPU; the conversion in parts of a CPU would be counted
+    differently.
     """
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,22 +64,22 @@ class _OnlyFloats(Augment):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes on one device at the peak of a training step."""
+    """The bytes on one device at the peak of a training step."""
 
     weights: int
-    """Parameters and buffers."""
+    """The parameters and buffers."""
     teacher: int
-    """Those of the teacher (`distill`)."""
+    """The parameters and buffers of the teacher (`distill`)."""
     gradients: int
-    """Those that exist at the peak; with `train.exact_over_ranks` its partial sums, too."""
+    """The gradients that exist at the peak; with `train.exact_over_ranks` also its partial sums."""
     optimizer: int
     average: int
     batches: int
     activations: int
-    """What the backward pass needs of the forward pass, and temporaries at the peak."""
+    """The activations for the backward pass, and the temporaries at the peak."""
     augmentation: int
-    """Temporaries of the next batch's augmentation, which runs beside the step on a stream of its
-    own; torch's allocator gives memory of one stream to no other."""
+    """The temporaries of the next batch's augmentation, which runs during the step on another
+    stream; torch's allocator does not share memory between streams."""
 
     @property
     def total(self) -> int:
@@ -86,16 +88,15 @@ class StepMemory:
 
     @property
     def in_turn(self) -> int:
-        """The sum where a batch is augmented before its step, as `vit.extras.planner.benchmark`
-        does it."""
+        """The sum if augmentation runs before the step, as in `vit.extras.planner.benchmark`."""
         return self.total - self.augmentation
 
 
 def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
-    """Count the bytes of one step of `plan` on each rank; without torch.compile, which needs less.
+    """Count the bytes of one step of `plan` on each rank, without torch.compile, which needs less.
 
-    config: its sections model, init, distill, optim, schedule, train, augment, log; batches are
-    those of `plan`, their images the largest of the run.
+    config: the sections model, init, distill, optim, schedule, train, augment and log are used.
+    Batches are those of `plan`, with the largest images of the run.
     """
     optim = config.optim
     train = config.train
@@ -103,7 +104,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
     device = torch.device("cpu")
     with torch.device("meta"):
         model: Any = create_trained_model(config, num_classes)
-        found = find_teacher(config, num_classes)
+        teacher_parts = find_teacher(config, num_classes)
     model.train()
     checkpoint_activations(model, train.activation_checkpointing)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveBytes() as live:
@@ -111,24 +112,25 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
         parameters = [p for p in model.parameters() if p.requires_grad]
         weights = live.now
         teacher = None
-        if found is not None:
-            drop_memory(found[0], device)
-            teacher = Teacher(*found, config)
-        of_teacher = live.now - weights
+        if teacher_parts is not None:
+            drop_memory(teacher_parts[0], device)
+            teacher = Teacher(*teacher_parts, config)
+        teacher_bytes = live.now - weights
         optimizer = create_optimizer(model, optim)
-        state = live.now - weights - of_teacher
+        state = live.now - weights - teacher_bytes
         average = 0
         if train.ema_decay is not None:
-            # `Ema` copies a module, which fake tensors do not allow; its update is in place.
+            # Counted by hand, because `Ema` copies a module, which fake tensors do not allow. Its
+            # update is in place and needs no memory.
             average = sum(tensor.nbytes for tensor in model.state_dict().values())
         if train.exact_over_ranks:
             draw_by_sample(model, plan.micro_batch_size, device)
-        # DDP keeps the gradients in its buckets from step to step, `TreeSum` its partial sums.
+        # Gradients exist between steps: DDP keeps them in buckets, `TreeSum` keeps partial sums.
         are_kept = plan.world_size > 1 or train.exact_over_ranks
         if are_kept:
             for parameter in parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        # One pass after another: what counts is that gradients exist when the second one begins.
+        # Two passes suffice for any number of passes, because gradients exist from the second on.
         largest = ImageFormat.from_config(config.model, config.data, config.schedule).largest
         batch = _batch(largest, min(rank_batch_size, 2 * plan.micro_batch_size), device)
         augment = _OnlyFloats(AugmentConfig(), num_classes, (0.5,), (0.5,), device)
@@ -142,13 +144,13 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             micro_batch_size=plan.micro_batch_size,
             precision=train.precision,
             clip_grad_norm=optim.clip_grad_norm,
-            # At the step that is counted, the first one of one.
+            # One step in all, so that the counted step measures the norms.
             probes=create_probes(model, config, augment, plan.micro_batch_size, 1),
         )
         before = live.now
         live.begin(lambda: sum(p.grad.nbytes for p in parameters if p.grad is not None))
         train_step(batch, 0)
-        # Gradients in buckets are part of `before`.
+        # Gradients in buckets are already in `before`.
         in_buckets = sum(p.nbytes for p in parameters) if are_kept else 0
         activations = live.peak - before - (live.gradients_at_peak - in_buckets)
         image_bytes = batch.images[0].nbytes
@@ -158,7 +160,7 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
             gradients = held_bytes(num_values, plan.num_leaves, plan.world_size)
     return StepMemory(
         weights=weights,
-        teacher=of_teacher,
+        teacher=teacher_bytes,
         gradients=gradients,
         optimizer=state,
         average=average,
@@ -174,15 +176,15 @@ def step_memory(config: Config, plan: Plan, num_classes: int) -> StepMemory:
 def augmentation_bytes(
     config: AugmentConfig, image_shape: tuple[int, int, int], num_rows: int
 ) -> int:
-    """Count what the augmentation of `num_rows` images needs at its peak besides its result.
+    """Count the peak memory of the augmentation of `num_rows` images, without its result.
 
-    image_shape: (C, H, W). For the operations that one batch of the recipe draws: another one
-    differs by some percent.
+    image_shape: (C, H, W). Counts the operations that one batch of the recipe draws; other batches
+    differ by some percent.
     """
     keys = sample_keys(0, 0, np.arange(num_rows))
     sides_px = np.full(num_rows, 400)
     table = torch.from_numpy(draw_table(config, keys, sides_px, sides_px, image_shape[1:]))
-    # The meta device: as on a GPU, many images are changed at once.
+    # On the meta device many images are changed at once, as on a GPU.
     meta = torch.device("meta")
     augment = Augment(config, 1, (0.5,), (0.5,), meta)
     shape = (num_rows, *image_shape)
@@ -194,9 +196,9 @@ def augmentation_bytes(
 
 
 def drop_memory(model: nn.Module, device: torch.device) -> None:
-    """Put `model`, which is on the meta device, on a device without memory; under FakeTensorMode.
+    """Move `model` from the meta device to `device` without memory, under FakeTensorMode.
 
-    `Module.to_empty` does not work there: it swaps tensors, which fake ones refuse.
+    `Module.to_empty` does not work, because it swaps tensors, which fake tensors refuse.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -209,7 +211,7 @@ def drop_memory(model: nn.Module, device: torch.device) -> None:
 
 
 def _batch(form: ImageFormat, rows: int, device: torch.device) -> Batch:
-    """Return a batch of images of that form that nothing is done to."""
+    """Return a batch of images of this form without augmentation."""
     columns = table_layout(AugmentConfig()).width
     return Batch(
         torch.empty(rows, form.channels, *form.size, dtype=torch.uint8, device=device),

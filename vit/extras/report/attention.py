@@ -1,4 +1,4 @@
-"""Attention maps of a ViT, and attention rollout: which patches the output gathers from."""
+"""Attention maps of a ViT, and attention rollout: the patches from which the output gathers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vit.layers.parts import grid_size
 
 
 def check_rollout(model: nn.Module) -> tuple[int, int]:
-    """Return the grid (h, w) of patches; ValueError if `attention_rollout` means nothing here."""
+    """Return the grid (h, w) of patches. Raises ValueError if `attention_rollout` cannot work."""
     grid = grid_size(model)
     global_pool = getattr(model, "global_pool", "avg")
     if grid is None or not _is_read(model):
@@ -26,25 +26,25 @@ def check_rollout(model: nn.Module) -> tuple[int, int]:
 
 
 def _is_read(model: nn.Module) -> bool:
-    """Whether `attention_maps` knows with which weights the head reads the tokens."""
+    """Return whether `attention_maps` can compute the weights with which the head reads tokens."""
     global_pool = getattr(model, "global_pool", "avg")
     if global_pool != "map":
         return global_pool in ("token", "avg")
     pool: Any = getattr(model, "attn_pool", None)
-    if type(pool).__name__ == "AttentionPoolLatent":  # timm's, whose other forms ours has not
+    if type(pool).__name__ == "AttentionPoolLatent":  # timm's pool, which also has other forms
         return pool.latent_len == 1 and pool.pos_embed is None
     return hasattr(pool, "project")
 
 
 class AttentionMaps(NamedTuple):
-    """What looks where in one forward pass of B images; rows of weights have the sum 1."""
+    """The attention in one forward pass of B images; each row of weights has the sum 1."""
 
     blocks: list[Tensor]
-    """Of every block (B, heads, N, N) float32; row i is where token i looks."""
+    """The attention of every block, (B, heads, N, N) float32; row i has the weights of token i."""
     reading: Tensor | None
-    """With which weights the head reads the tokens of the last block, (B or 1, heads or 1, N)
-    float32: all of it the class token; each patch the same; or what the query of a MAP head attends
-    to. None for a head that reads something else."""
+    """The weights with which the head reads the tokens of the last block, (B or 1, heads or 1, N)
+    float32: 1 for the class token; equal for all patches; or the attention of a MAP head's query.
+    None for a head that reads something else."""
     logits: Tensor
 
 
@@ -52,9 +52,9 @@ class AttentionMaps(NamedTuple):
 def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
     """Return the attention of every block and of the head.
 
-    images: (B, C, H, W) float, normalised. ViT-B/16 at 224 pixels takes 22 MB per image. Works for
-    our VisionTransformer and timm's. Raises ValueError for a model whose blocks have another kind
-    of attention, or none.
+    images: (B, C, H, W) float, normalized. ViT-B/16 at 224 pixels takes 22 MB per image. Works for
+    VisionTransformer of this package and of timm. Raises ValueError for a model whose blocks have
+    another kind of attention, or none.
     """
     maps = list[Tensor]()
 
@@ -64,7 +64,7 @@ def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
     attentions = attention_modules(model)
     pool = getattr(model, "attn_pool", None)
     if pool is not None and _is_read(model):
-        attentions.append(pool)  # called last
+        attentions.append(pool)  # last, because the model calls it last
     with catching(attentions, catch):
         logits = model(images)
     blocks = maps[: len(getattr(model, "blocks", ()))]
@@ -72,15 +72,15 @@ def attention_maps(model: nn.Module, images: Tensor) -> AttentionMaps:
 
 
 def _reading(model: Any, blocks: list[Tensor], pool: list[Tensor]) -> Tensor | None:
-    """Return `AttentionMaps.reading`; pool: a MAP head's own map, (B, heads, 1, what it sees)."""
+    """Return `AttentionMaps.reading`. pool: the map of a MAP head, (B, heads, 1, tokens)."""
     if not _is_read(model):
         return None
     num_tokens = blocks[0].shape[-1]
     if pool:
         weights = pool[0][:, :, 0]
-        # It sees the patches alone, in timm also all tokens.
+        # A MAP head reads only the patches; timm's may read all tokens.
         return nn.functional.pad(weights, (num_tokens - weights.shape[-1], 0))
-    # timm's option to count class token and registers into the mean
+    # An option of timm includes class token and registers in the mean.
     averages_all = getattr(model, "pool_include_prefix", False)
     num_prefix_tokens = 0 if averages_all else model.num_prefix_tokens
     return even_reading(num_tokens, num_prefix_tokens, model.global_pool).to(blocks[0].device)
@@ -97,25 +97,25 @@ def even_reading(num_tokens: int, num_prefix_tokens: int, global_pool: str) -> T
 
 
 def output_attention(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int) -> Tensor:
-    """Return where the output looks in each layer and head: (B, layers, heads, h*w) float32.
+    """Return the patches' attention from the output, (B, layers, heads, h*w) float32.
 
-    maps, reading: of `AttentionMaps`. The rows of the tokens that the head reads, by how much it
-    reads each: the class token's own row, or how much attention a patch gets.
+    maps, reading: fields of `AttentionMaps`. The result is the mean over the rows of each map,
+    weighted by `reading`: the class token's row, or the attention that a patch gets from all.
     """
     read = reading.mean(1)
-    layers = [torch.einsum("bi,bhij->bhj", read.expand(len(map), -1), map) for map in maps]
+    layers = [torch.einsum("bi,bhij->bhj", read.expand(len(m), -1), m) for m in maps]
     return torch.stack(layers, 1)[..., num_prefix_tokens:]
 
 
 def attention_distance(
     maps: list[Tensor], grid: tuple[int, int], patch_size: tuple[int, int], num_prefix_tokens: int
 ) -> Tensor:
-    """Return how far away the heads look: (B, layers, heads) float32, in pixels.
+    """Return the mean attention distance of the heads, (B, layers, heads) float32, in pixels.
 
-    The distance between a patch and those it attends to, from centre to centre, weighted by the
-    attention, as a mean over all patches: Figure 7 (right) of Dosovitskiy et al. 2021 (arXiv
-    2010.11929, section 4.5). Attention to prefix tokens, which are nowhere, is left out, and the
-    rest of a row counts as 1.
+    The distance between the centres of a patch and of the patches that it attends to, weighted by
+    the attention, as a mean over all patches: Figure 7 (right) of Dosovitskiy et al. 2021 (arXiv
+    2010.11929, section 4.5). Attention to prefix tokens is omitted, because they have no place, and
+    the rest of a row is scaled to 1.
 
     maps: (B, heads, N, N) for each block; grid: (h, w) patches of `patch_size` (height, width)
     pixels.
@@ -139,31 +139,31 @@ def patch_distances(grid: tuple[int, int], patch_size: tuple[int, int]) -> Tenso
 def rollouts(model: Any, inputs: Tensor) -> tuple[Tensor, Tensor]:
     """Return the attention rollout, (B, h, w) float32, and the logits of B inputs, on the CPU.
 
-    inputs: (B, C, H, W) float, normalised. Raises ValueError for a model that has none.
+    inputs: (B, C, H, W) float, normalized. Raises ValueError for a model without a rollout.
     """
     grid = check_rollout(model)
     relevance = []
     logits = []
-    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
-    for one in inputs.split(1):
-        seen = attention_maps(model, one)
-        assert seen.reading is not None, "check_rollout"
-        rolled = attention_rollout(seen.blocks, seen.reading, model.num_prefix_tokens)
+    # One image at a time, because a ViT-H at 518 pixels has 4 GB of attention per image.
+    for image in inputs.split(1):
+        maps = attention_maps(model, image)
+        assert maps.reading is not None, "check_rollout"
+        rolled = attention_rollout(maps.blocks, maps.reading, model.num_prefix_tokens)
         relevance.append(rolled.unflatten(1, grid).cpu())
-        logits.append(seen.logits.float().cpu())
+        logits.append(maps.logits.float().cpu())
     return torch.cat(relevance), torch.cat(logits)
 
 
 def attention_rollout(maps: list[Tensor], reading: Tensor, num_prefix_tokens: int) -> Tensor:
-    """Return how much each patch of the input reaches the output: (B, h*w) float32, at most 1.
+    """Return the share of each input patch in the output, (B, h*w) float32, at most 1.
 
-    maps, reading: of `AttentionMaps`. Attention rollout, Abnar & Zuidema 2020 (arXiv 2005.00928):
-    the residual branch counts as half of each layer, A = 0.5 W + 0.5 I with rows of sum 1, and
-    layers multiply; heads are averaged, as for figure 6 of the ViT paper. What the head reads is
-    one more factor, in front: the row of the class token, the mean over the rows of patches, or
-    their sum by what the query of a MAP head gives each. That query has no residual branch: it is
-    the same for all images and brings nothing of them. An image of which nothing reaches the class
-    token gets zeros.
+    maps, reading: fields of `AttentionMaps`. Attention rollout, Abnar & Zuidema 2020 (arXiv
+    2005.00928): the residual branch counts as half of each layer, A = 0.5 W + 0.5 I with rows of
+    sum 1, and layers multiply; heads are averaged, as for figure 6 of the ViT paper. The head's
+    reading is an additional factor in front: the row of the class token, the mean over the rows of
+    patches, or their sum weighted by the query of a MAP head. That query has no residual branch,
+    because it is the same for all images. If nothing of an image reaches the class token, the
+    result is 0.
     """
     identity = torch.eye(maps[0].shape[-1], device=maps[0].device)
     rollout = identity

@@ -1,7 +1,7 @@
-"""Principal components: of the patch embedding's filters, and of the features of patches.
+"""Compute principal components of the patch embedding's filters and of the features of patches.
 
-Components have no sign of their own: the largest entry of each is made positive, so that the same
-weights give the same picture everywhere.
+The sign of a component is arbitrary. The largest entry of each is made positive, so that the same
+weights always give the same picture.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 def principal_components(rows: Tensor, num: int) -> tuple[Tensor, Tensor]:
     """Return the first `num` principal components of `rows` and their shares of the variance.
 
-    rows: (N, D) float. Returns (k, D) float64, orthonormal, and (k,) float64 that add up to 1 over
-    all components; k is `num`, or less if rows or columns are fewer. Their mean is taken off first.
+    rows: (N, D) float; their mean is subtracted first. Returns (k, D) float64, orthonormal, and
+    (k,) float64; the shares of all components add up to 1. k is `num`, or less if rows or columns
+    are fewer.
     """
     centred = rows.detach().cpu().double()
     centred = centred - centred.mean(0)
@@ -31,9 +32,9 @@ def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
     """Return the first components of the patch embedding's filters, and their shares.
 
     As in Figure 7 (left) of Dosovitskiy et al. 2021 (arXiv 2010.11929): the D filters are points in
-    the space of a patch's pixels, and the components span what they respond to. Returns (k, C, h,
-    w) float64 and (k,). Raises ValueError for a model whose patches are not embedded by one
-    convolution or linear map.
+    the space of a patch's pixels, and the components span their responses. Returns (k, C, h, w)
+    float64 and (k,). Raises ValueError for a model that does not embed patches by one convolution
+    or linear map.
     """
     embed: Any = getattr(model, "patch_embed", None)
     weight = getattr(getattr(embed, "proj", None), "weight", None)
@@ -50,7 +51,7 @@ def filter_components(model: nn.Module, num: int) -> tuple[Tensor, Tensor]:
 def token_features(model: Any, inputs: Tensor) -> Tensor:
     """Return the patches' features behind the last block: (B, h*w, D) float32.
 
-    inputs: (B, C, H, W) float, normalised.
+    inputs: (B, C, H, W) float, normalized.
     """
     return model.forward_features(inputs)[:, model.num_prefix_tokens :].float()
 
@@ -58,11 +59,11 @@ def token_features(model: Any, inputs: Tensor) -> Tensor:
 def token_colors(features: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor]:
     """Return the first three components of patches' features as colours, and their shares.
 
-    Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). One set of components for all images:
-    patches of the same colour have similar features, also in different images.
+    As in Oquab et al. 2023 (DINOv2, arXiv 2304.07193, Figure 1). All images share one set of
+    components, so patches of one colour have similar features, also in different images.
 
-    features: (B, h*w, D). Returns (B, 3, h, w) float in [0, 1], where the outer hundredth at each
-    end is cut off, and (3,) float64.
+    features: (B, h*w, D). Returns (B, 3, h, w) float in [0, 1], with the outer hundredth at each
+    end clipped, and (3,) float64.
     """
     rows = features.detach().cpu().double().flatten(0, 1)
     components, shares = principal_components(rows, 3)

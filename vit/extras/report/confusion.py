@@ -1,7 +1,8 @@
-"""The confusion matrix of an evaluation: counted, ranked by mistakes, and drawn."""
+"""Count, rank and draw the confusion matrix of an evaluation."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) -> NDArray[np.int64]:
     """Count images by class and predicted class: (C, C) int64, rows true, columns predicted.
 
-    labels, predictions: (N,) integers. A prediction of -1 (the logits were not numbers) is in no
-    cell; the caller reports how many there are.
+    labels, predictions: (N,) integers. A prediction of -1 (the logits were not numbers) is not
+    counted; the caller reports the number of such images.
     """
     seen = predictions >= 0
     cells = labels[seen].astype(np.int64) * num_classes + predictions[seen]
@@ -40,8 +41,8 @@ def confusion_matrix(labels: NDArray, predictions: NDArray, num_classes: int) ->
 def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, int, int, int]]:
     """Return the `num` commonest mistakes: (true, predicted, images, images of the true class).
 
-    Most images first; of equals the larger share of its class, then the smaller class numbers.
-    Fewer if there are fewer mistakes.
+    Sorted by the number of images; ties by the larger share of the class, then by class numbers.
+    The list is shorter if there are fewer mistakes.
     """
     totals = matrix.sum(1)
     pairs = [
@@ -55,10 +56,10 @@ def most_confused(matrix: NDArray[np.int64], num: int = 10) -> list[tuple[int, i
 def plot_confusion(matrix: NDArray[np.int64], class_names: Sequence[str], picture: Path) -> Path:
     """Draw a confusion matrix (C, C), rows true, columns predicted. Returns `picture`.
 
-    Up to 20 classes: counts and names; correct ones blue by their share of the row, mistakes
-    orange, the largest share darkest. More: only the mistakes, as an image on a logarithmic scale.
-    Neighbouring classes are pooled to at most 350 cells on a side, since cells smaller than a pixel
-    would be invisible.
+    With up to 20 classes, draws counts and names: correct cells blue by their share of the row,
+    mistakes orange, the largest share darkest. With more classes, draws only the mistakes, as an
+    image on a logarithmic scale. Neighbouring classes are pooled to at most 350 cells on a side,
+    because cells smaller than a pixel would be invisible.
     """
     is_small = len(matrix) <= 20
     with drawing(picture, 7.6 if is_small else 6.9, layout="constrained") as figure:
@@ -89,7 +90,7 @@ def _draw_counts(axes: Axes, matrix: NDArray[np.int64], names: list[str]) -> Non
     )[..., :3]
     colors[matrix == 0] = 1.0
     axes.imshow((255 * colors).astype(np.uint8))
-    # the longest number fits a cell
+    # The longest number must fit into a cell.
     size = min(11.0, cell_in * 72 / (0.66 * len(str(matrix.max())) + 0.2))
     for t, p in np.argwhere(matrix > 0).tolist():
         is_dark = colors[t, p] @ (0.299, 0.587, 0.114) < 0.55
@@ -118,7 +119,7 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
     from matplotlib.colors import LogNorm
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    pool = -(-len(matrix) // 350)
+    pool = math.ceil(len(matrix) / 350)
     edges = np.arange(0, len(matrix), pool)
     mistakes = matrix.copy()
     np.fill_diagonal(mistakes, 0)
@@ -128,7 +129,7 @@ def _draw_mistakes(axes: Axes, matrix: NDArray[np.int64]) -> None:
     drawn = axes.imshow(
         np.ma.masked_equal(percent, 0),
         cmap=colormaps["inferno"].with_extremes(bad="black"),
-        # the darkest colours are left out: they would not show on black
+        # The scale starts below the lowest value, because the darkest colours vanish on black.
         norm=LogNorm(lowest / 3, max(percent.max(), 3 * lowest)),
         extent=(0, len(edges) * pool, len(edges) * pool, 0),
         interpolation="nearest",
@@ -151,7 +152,7 @@ def plot_most_confused(
 ) -> Path:
     """Draw a row for each mistake of `most_confused`: a bar for its count and up to 6 images.
 
-    examples: for each pair a list of (1 or 3, H, W) uint8, which may be short or empty. Returns
+    examples: a list of (1 or 3, H, W) uint8 for each pair, which may be short or empty. Returns
     `picture`.
     """
     row = 0.92

@@ -1,13 +1,14 @@
-"""A contact sheet of the augmentation of a config, drawn before anything is trained.
+"""Draw a contact sheet of the augmentation of a config, before training.
 
-The first training images are made into batches as for training, once for each draw: an epoch has as
-many images as the sheet has rows, so that each epoch shows the same images with other random
-numbers. The host's table gives the caption of each; `Augment` does what the table says, without
-mixing, and once more with it for the last column.
+Batches of the first training images are made as for training, once for each draw. An epoch has as
+many images as the sheet has rows, so each epoch shows the same images with new random numbers. The
+captions come from the host's table. `Augment` applies the table without mixing, and with mixing for
+the last column.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from textwrap import wrap
@@ -34,9 +35,10 @@ def make_contact_sheet(
 ) -> Path:
     """Draw a row for each of the first `num_images` of the training split. Returns `picture`.
 
-    A row shows the centre of the original, `num_draws` draws of the augmentation, and one with
-    mixing; where images mix, there are rows for complete groups of `augment.mix_group_size`. Raises
-    ShardError if the data cannot be read, ValueError if there are too few images.
+    A row shows the centre of the original, `num_draws` draws of the augmentation, and one draw with
+    mixing. If images mix, the number of rows is rounded up to complete groups of
+    `augment.mix_group_size`. Raises ShardError if the data cannot be read, ValueError if there are
+    too few images.
     """
     data = config.data
     shares: tuple[Share, ...] = ()
@@ -50,7 +52,7 @@ def make_contact_sheet(
     num_available = shares[0].num_samples if shares else split.num_samples
     does_mix = mixes(config.augment)
     group = config.augment.mix_group_size if does_mix else 1
-    num_rows = -(-num_images // group) * group
+    num_rows = math.ceil(num_images / group) * group
     if num_rows > num_available:
         raise ValueError(
             f"{num_rows} images are asked for, {data.root} has {num_available} to train on: ask"
@@ -59,7 +61,7 @@ def make_contact_sheet(
     shares = tuple(replace(share, num_draws=num_rows, num_samples=num_rows) for share in shares)
     num_classes = choose_num_classes(config.model, data, split)
     form = ImageFormat.from_config(config.model, data)
-    # an epoch is one batch: each batch has the same images
+    # An epoch is one batch, so each batch has the same images.
     order = make_order(num_rows, num_rows, config.train.seed, shares=shares)
     height, width = form.size
     aspect = width / height
@@ -71,7 +73,7 @@ def make_contact_sheet(
     num_batches = num_draws + does_mix
     side = cell_width_in(1 + num_batches)
     unmixed = config.augment.model_copy(update={"mixup_alpha": 0.0, "cutmix_alpha": 0.0})
-    # Each column is an epoch of its own here: the last one is to show how the first ones mix.
+    # Each column is an epoch, so `mixup_off_epoch` must be off to show mixing in the last column.
     mixed = config.augment.model_copy(update={"mixup_off_epoch": None})
     batches = TrainBatches(split, order, mixed, form, on_bad_image=data.on_bad_image)
     with Loader(batches, 0, num_batches) as loader:

@@ -1,12 +1,12 @@
-"""Curves of a run: loss, accuracy, learning rate and throughput over the steps.
+"""Draw the curves of a run: loss, accuracy, learning rate and throughput over the steps.
 
-The lines of a `metrics.jsonl` that count are sorted by kind, averaged where there are more than a
-picture can show, and drawn as four panels: together as a PNG, or each as SVG for a page. Loss and
-accuracy of several runs are drawn over their epochs.
+The lines of a `metrics.jsonl` are sorted by kind, averaged if a picture cannot show all of them,
+and drawn as four panels: together as a PNG, or each as SVG for a page. Loss and accuracy of several
+runs are drawn over their epochs.
 
-Accuracy in training is counted from the margins that were kept of each image
-(`vit.hooks.sample_losses`), as it was augmented. While images are mixed, an input has no one class
-that would be right, so there is none.
+Training accuracy is counted from the recorded margins of augmented images
+(`vit.hooks.sample_losses`). Mixed inputs have no single right class, so epochs with mixing have no
+training accuracy.
 """
 
 from __future__ import annotations
@@ -46,25 +46,29 @@ if TYPE_CHECKING:
 
 PLAIN_LOSS = "cross-entropy"
 MOST_INSIDE = 4
-"""Names in a legend within the axes; more of them stand below, where they cover no curve."""
+"""The most names of a legend inside the axes; a longer legend is drawn below, off the curves."""
 SET_LINES = (
-    *((PURPLE, "^-."), (SKY, "v-."), (GREY, "D-.")),
-    *((PURPLE, "^:"), (SKY, "v:"), (GREY, "D:")),
+    (PURPLE, "^-."),
+    (SKY, "v-."),
+    (GREY, "D-."),
+    (PURPLE, "^:"),
+    (SKY, "v:"),
+    (GREY, "D:"),
 )
-"""Colour and style of each further set's accuracy; more of them begin again."""
+"""The colours and styles of further sets' accuracies, which repeat for more sets."""
 
 
 def _read_curves(metrics: Path) -> History:
-    """Read a record; each train line gets `data_wait_percent` if the record has its parts.
+    """Read a record, and add `data_wait_percent` to each train line if the record allows it.
 
-    That is the share of the interval before it that was spent waiting for data.
+    This is the share of the preceding interval that training waited for data.
     """
     history = read_history(metrics)
     if not history.lines:
         raise ValueError("Nothing is in the record yet")
     for line, _, spent_s in history.intervals():
         line["data_wait_percent"] = min(100.0 * line["data_wait_s"] / spent_s, 100.0)
-    with suppress(ValueError):  # a record by itself, or of another version
+    with suppress(ValueError):  # a record without a config, or with one of another version
         config = load_config(metrics.parent / CONFIG_FILE)
         history.training_loss = _training_loss(config)
         _add_training_accuracy(metrics.parent, history, config.augment)
@@ -72,15 +76,15 @@ def _read_curves(metrics: Path) -> History:
 
 
 def _training_loss(config: Config) -> str:
-    """Return what training makes small, in words."""
+    """Return the name of the training loss."""
     name = "BCE" if config.loss.name == "bce" else PLAIN_LOSS
     return f"{name} + teacher" if config.distill.teacher is not None else name
 
 
 def _add_training_accuracy(run_dir: Path, history: History, augment: AugmentConfig) -> None:
-    """Give train lines `top1`, in percent of the images since the line before, where it is known.
+    """Add `top1` to train lines, in percent of the images since the previous line.
 
-    It is not without the losses of images (log.sample_losses), nor of epochs in which images mix.
+    It is unknown without the losses of images (log.sample_losses) and in epochs with mixing.
     """
     plan = next((line["plan"] for line in reversed(history.lines) if line.get("plan")), None)
     files = epoch_files(run_dir)
@@ -117,14 +121,14 @@ def _mixed_epochs(augment: AugmentConfig) -> float:
 def _points(lines: list[dict[str, Any]], name: str, at_most: int = 500) -> NDArray[np.float64]:
     """Return steps and values of `name`, (2, n), NaN for null.
 
-    Neighbours are averaged down to `at_most` points: more would draw black bands of noise.
+    Neighbours are averaged down to `at_most` points, because more would look like bands of noise.
     """
     points = [
         (line["step"], math.nan if line[name] is None else line[name])
         for line in lines
         if name in line
     ]
-    edges = np.arange(0, len(points), -(-len(points) // at_most) or 1)
+    edges = np.arange(0, len(points), math.ceil(len(points) / at_most) or 1)
     if not len(points):
         return np.empty((2, 0))
     return (np.add.reduceat(points, edges) / np.diff([*edges, len(points)])[:, None]).T
@@ -140,12 +144,12 @@ def _line(
 ) -> None:
     steps, values = _points(lines, name)
     if len(steps):
-        dot = "." if style == "-" and len(steps) < 20 else ""  # a single point has no line
+        dot = "." if style == "-" and len(steps) < 20 else ""  # a line through one point is empty
         axes.plot(steps, values, dot + style, color=color, markersize=4, label=label)
 
 
 def _draw_reference(axes: Axes, history: History, name: str) -> None:
-    """Draw the published curve of `name` behind the run's own, as far as the run has come."""
+    """Draw the published curve of `name` behind the run's curve, up to the run's last step."""
     last_step = max(line["step"] for line in history.lines)
     label: str | None = "reference"
     for line in history.of_kind("reference")[-1:]:
@@ -160,7 +164,7 @@ def _draw_reference(axes: Axes, history: History, name: str) -> None:
 
 
 def _draw_faults(axes: Axes, history: History) -> None:
-    """Mark updates that were skipped by crosses, and batches that were passed over by bands."""
+    """Mark skipped updates by crosses, and batches skipped after a rewind by bands."""
     steps = [line["step"] for line in history.of_kind("fault")]
     if steps:
         axes.plot(
@@ -174,7 +178,7 @@ def _draw_faults(axes: Axes, history: History) -> None:
         )
     rewinds = history.of_kind("rewind")
     if rewinds:
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # room for the triangles above the curves
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])  # space for the triangles above the curves
     for number, line in enumerate(rewinds):
         label = f"passed over, back {len(rewinds):,} times" if not number else None
         band = (line["first_passed_over"] - 1, line["last_passed_over"])
@@ -210,14 +214,14 @@ def _draw_accuracy(axes: Axes, history: History) -> None:
     _line(axes, evals, "top1", "o-", ORANGE, "validation")
     _line(axes, evals, "top1_ema", "s--", GREEN, "averaged weights")
     for number, name in enumerate(set_names(history)):
-        # The weights that are meant to be used: one line for each set.
+        # One line for each set, of the averaged weights if there are any.
         averaged = any(f"{name}/top1_ema" in line for line in evals)
         color, style = SET_LINES[number % len(SET_LINES)]
         _line(axes, evals, f"{name}/top1{'_ema' if averaged else ''}", style, color, name)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(bottom, 0), min(top, 100))
     for line in axes.get_lines():
-        line.set_clip_on(False)  # a marker at 100 stays complete
+        line.set_clip_on(False)  # otherwise half of a marker at 100 is invisible
     values = [
         value
         for line in evals
@@ -261,7 +265,7 @@ def _draw_throughput(axes: Axes, history: History) -> None:
 
 
 def _right_axis(axes: Axes, label: str) -> Axes:
-    """Return axes of the same steps with an orange scale of their own at the right."""
+    """Return axes with the same steps and a separate orange scale at the right."""
     right = axes.twinx()
     right.set_ylabel(label)
     right.spines["right"].set_visible(True)
@@ -302,7 +306,7 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
         axes.legend(
             loc="upper center",
             bbox_to_anchor=(0.5, 0),
-            borderaxespad=4.5,  # letters: the numbers and the name of the axis
+            borderaxespad=4.5,  # in letters: the height of the axis' numbers and name
             ncols=2,
             fontsize=SMALL_PT,
         )
@@ -320,11 +324,10 @@ def _draw_panel(axes: Axes, history: History, name: str) -> None:
 
 def plot_curves(metrics: Path, picture: Path) -> Path:
     """Draw loss, accuracy, learning rate and throughput over the steps of a `metrics.jsonl`.
-    Returns `picture`.
 
-    Dotted lines are restarts, grey ones changes of the images' size, crosses updates that were
-    skipped, bands batches that were passed over, with a triangle where the run went back; more than
-    500 points are averaged with their neighbours.
+    Dotted lines are restarts, grey lines changes of the image size, crosses skipped updates, bands
+    skipped batches, and a triangle marks the step of a rewind. Curves with more than 500 points are
+    averaged over neighbours. Returns `picture`.
     """
     history = _read_curves(metrics)
     with drawing(picture, 6.2, layout="constrained") as figure:
@@ -341,9 +344,10 @@ def plot_learning_curves(
 ) -> Path:
     """Draw loss and top-1 accuracy of runs over their epochs, each in a colour. Returns `picture`.
 
-    Training is a line, smoothed over `smooth_epochs` (None: one, or a twentieth of a shorter run;
-    0: not) with the values of the record behind it; evaluations are points. Averaged weights count
-    where a run has them. Raises ValueError for a folder without a record.
+    Training is a line, smoothed over `smooth_epochs` (None: one epoch, or a twentieth of a run of
+    less than 20 epochs; 0: not smoothed), with the recorded values behind it. Evaluations are
+    points, of the averaged weights if a run has them. Raises ValueError for a folder without a
+    record.
     """
     histories = []
     for run_dir in run_dirs:
@@ -376,7 +380,7 @@ def plot_learning_curves(
 def _draw_run(
     axes: Axes, history: History, key: str, name: str, color: str, smooth_epochs: float | None
 ) -> None:
-    """Draw `key` of training, as a dotted line, and of validation, as points."""
+    """Draw `key` of training as a dotted line, and of validation as points."""
     per_epoch = next(
         (line["step"] / line["epoch"] for line in history.of_kind("train") if line.get("epoch")), 1
     )
@@ -399,15 +403,15 @@ def _draw_run(
 
 
 def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> NDArray[np.float64]:
-    """Return the mean of `y` within `width` / 2 of each `x`, ascending; NaN are passed over.
+    """Return the mean of `y` within `width` / 2 of each `x` (ascending), ignoring NaN.
 
-    At both ends the window is narrower, so that it stays in the middle and shifts no curve.
+    At both ends the window is narrower, so that it stays centred and does not shift the curve.
     """
     half = np.minimum(width / 2, np.minimum(x - x[0], x[-1] - x)) * (1 + 1e-9)
     first = np.searchsorted(x, x - half, "left")
     last = np.searchsorted(x, x + half, "right")
-    known = ~np.isnan(y)
-    sums, counts = (np.cumsum([0.0, *each]) for each in (np.where(known, y, 0), known))
+    is_number = ~np.isnan(y)
+    sums, counts = (np.cumsum([0.0, *v]) for v in (np.where(is_number, y, 0), is_number))
     with np.errstate(invalid="ignore"):
         return (sums[last] - sums[first]) / (counts[last] - counts[first])
 
@@ -418,8 +422,8 @@ def smoothed(x: NDArray[np.float64], y: NDArray[np.float64], width: float) -> ND
 def curve_panels(metrics: Path) -> dict[str, str]:
     """Return the panels of `plot_curves` by name, as SVG elements for one HTML page.
 
-    CSS can scale them; letters are outlines; ids begin with the panel's name; there is no style
-    sheet inside, as it would affect the rest of the page.
+    CSS can scale them. Letters are outlines, ids begin with the panel's name, and style sheets are
+    removed, because they would affect the rest of the page.
     """
     history = _read_curves(metrics)
     panels = dict[str, str]()
@@ -428,17 +432,17 @@ def curve_panels(metrics: Path) -> dict[str, str]:
 
         for name in PANELS:
             figure = Figure((5.0, 3.2), layout="constrained")
-            written = StringIO()
+            svg = StringIO()
             _draw_panel(figure.subplots(), history, name)
             figure.savefig(
-                written, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+                svg, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
             )
-            panels[name] = _inline(written.getvalue(), name, figure.axes[0].get_title(loc="left"))
+            panels[name] = _inline(svg.getvalue(), name, figure.axes[0].get_title(loc="left"))
     return panels
 
 
 def _inline(document: str, name: str, title: str) -> str:
-    """Return the <svg> element of matplotlib's document, for an HTML page with several."""
+    """Return the <svg> element of matplotlib's document, for an HTML page with several of them."""
     body = re.sub(
         r"<(metadata|style)\b.*?</\1>\s*",
         "",
@@ -447,7 +451,7 @@ def _inline(document: str, name: str, title: str) -> str:
     )
     root, rest = re.sub(r'(\bid="|\bhref="#|url\(#)', rf"\g<1>{name}-", body).split(">", 1)
     root = re.sub(r'\s(?:width|height)="[^"]*"', "", root)
-    # what matplotlib's style sheet sets for every element
+    # These attributes replace matplotlib's style sheet.
     return (
         f'{root} role="img" aria-label="{title}" style="stroke-linejoin: round; stroke-linecap:'
         f' butt">{rest}'

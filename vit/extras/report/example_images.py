@@ -1,4 +1,4 @@
-"""Which images a picture shows: some of a validation split, or files that a user names."""
+"""Choose the images of a picture: some of a validation split, or files that the user names."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class Samples:
 
     encoded: list[bytes]
     names: list[str]
-    """Of files, or of the images' classes."""
+    """The names of the files, or of the images' classes."""
     labels: list[int] | None = None
-    """Numbers of the classes; None for files."""
+    """The class numbers; None for files."""
 
     def pixels(self, trained: Trained) -> Tensor:
         """Return the images as the model sees them: (B, C, H, W) uint8.
 
-        Raises ValueError, with its name, for one that cannot be decoded.
+        Raises ValueError with the name of an image that cannot be decoded.
         """
         views = []
         for name, data in zip(self.names, self.encoded, strict=True):
@@ -39,9 +39,9 @@ class Samples:
         return torch.stack(views)
 
 
-def samples_of_files(words: Sequence[str], num: int) -> Samples:
+def samples_of_files(paths: Sequence[str], num: int) -> Samples:
     """Return the first `num` images of files, folders and tars. Raises ValueError."""
-    places = find_inputs(words).places[:num]
+    places = find_inputs(paths).places[:num]
     encoded = []
     for place in places:
         try:
@@ -56,7 +56,7 @@ def samples_of_split(
 ) -> Samples:
     """Return up to `num` images of a split, from as many classes as possible, always the same ones.
 
-    By default of the validation split of the run. Raises ValueError if it cannot be opened.
+    The default is the validation split of the run. Raises ValueError if the split cannot be opened.
     """
     if root is None and trained.weights.step is None:
         raise ValueError(
@@ -76,16 +76,16 @@ def samples_of_split(
 def _name_of(trained: Trained, names: Sequence[str], label: int) -> str:
     if label < len(names) and names[label]:
         return names[label]
-    known = trained.class_names
-    return known[label] if label < len(known) else f"class {label}"
+    model_names = trained.class_names
+    return model_names[label] if label < len(model_names) else f"class {label}"
 
 
 def pick_images(
     labels: NDArray[np.int64], predictions: NDArray[np.int64] | None, num: int, num_wrong: int
 ) -> list[int]:
-    """Return up to `num` images, right ones first, at most `num_wrong` wrong ones last.
+    """Return up to `num` images: right ones first, at most `num_wrong` wrong ones last.
 
-    Always the same ones, from as many classes as possible.
+    The choice is deterministic and covers as many classes as possible.
     """
     is_wrong = np.zeros(len(labels), bool) if predictions is None else predictions != labels
     wrong = np.flatnonzero(is_wrong)
@@ -98,8 +98,8 @@ def pick_images(
 def _spread(labels: NDArray[np.int64], num: int) -> NDArray[np.int64]:
     """Return up to `num` places in `labels`, spread over the classes.
 
-    First one image of each class, then a second of each, and so on; at equal distances among the
-    classes if there are more than `num`.
+    Takes one image of each class, then a second one of each, and so on. With more than `num`
+    classes, takes classes at equal distances.
     """
     order = np.argsort(labels, kind="stable")
     ordered = labels[order]

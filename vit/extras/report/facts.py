@@ -1,6 +1,6 @@
-"""The numbers and sentences of the report's page, from the record, the config and the run folder.
+"""Collect the numbers and sentences of the report's page from record, config and run folder.
 
-Values are None where the record does not have them; the template shows a dash.
+A value that the record does not have is None; the template shows a dash.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from vit.system.redact import shown
 from vit.training.model_summary import count_parameters, flops_per_image
 
 RESULT_NAMES = ("num_images", "top1", "top5", "correct_top1", "loss", "ece")
-"""Values of an evaluation, each also with `_ema` where there are averaged weights."""
+"""The values of an evaluation; with averaged weights each also exists with `_ema`."""
 
 
 def run_state(
     history: History, plan: dict[str, Any], run_dir: Path, now_s: float
 ) -> dict[str, Any]:
-    """Return how the run stands: a word, a sentence, and how far it has come."""
+    """Return the state of the run: a word, a sentence, and the progress."""
     step = max((line["step"] for line in history.lines), default=0)
     total = plan.get("total_steps")
     progress = f"step {step:,}"
@@ -73,19 +73,19 @@ def run_state(
 def config_facts(
     source: ReportSource, config: Config, history: History, plan: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Return what was trained on what: a name and a short text each."""
+    """Return the facts of the config, each with a name and a short text."""
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     height, width = form.size
-    found = [("model", f"{config.model.name} at {height} × {width} pixels")]
+    rows = [("model", f"{config.model.name} at {height} × {width} pixels")]
     if form.stages:
-        found.append(("images", f"{form.sizes_text()} pixels in training"))
-    # A model that cannot be made is one fact less; the pictures say why.
+        rows.append(("images", f"{form.sizes_text()} pixels in training"))
+    # If the model cannot be made, this fact is missing; the pictures have the reason.
     with suppress(Exception):
         num_classes = config.model.num_classes or len(source.class_names) or 1000
         with torch.device("meta"):
             model = create_model(config.model, num_classes=num_classes)
         size = f"{count_parameters(model) / 1e6:.3g} M parameters"
-        found.append(("size", f"{size}, {flops_per_image(model) / 1e9:.3g} GFLOP per image"))
+        rows.append(("size", f"{size}, {flops_per_image(model) / 1e9:.3g} GFLOP per image"))
 
     batch_size = config.data.global_batch_size
     data = shown(config.data.root)
@@ -99,27 +99,27 @@ def config_facts(
             f" {plan['total_steps'] / steps_per_epoch:.4g} epochs"
         )
     optimizer = f"{config.optim.name}, peak learning rate {config.optim.lr:g}"
-    found += [("data", data), ("recipe", f"{length}; {optimizer}")]
+    rows += [("data", data), ("recipe", f"{length}; {optimizer}")]
     if config.distill.teacher is not None:
-        found.append(("teacher", _teacher(config.distill, history)))
+        rows.append(("teacher", _teacher(config.distill, history)))
     if config.train.exact_over_ranks:
-        found.append(("weights", _exact_weights(history)))
-    return found
+        rows.append(("weights", _exact_weights(history)))
+    return rows
 
 
 def _teacher(distill: DistillConfig, history: History) -> str:
-    """Return who teaches, from where, and how it is heard."""
-    known = history.attempts[-1].start.get("teacher") if history.attempts else None
+    """Return the teacher's model and weights, and the form of its targets."""
+    recorded = history.attempts[-1].start.get("teacher") if history.attempts else None
     text = shown(distill.teacher or "")
-    if isinstance(known, dict):
-        height, width = known["image_size"]
-        text = f"{known['model']} at {height} × {width} pixels, {text}"
+    if isinstance(recorded, dict):
+        height, width = recorded["image_size"]
+        text = f"{recorded['model']} at {height} × {width} pixels, {text}"
     at = f" at temperature {distill.temperature:g}" if distill.distill_type == "soft" else ""
     return f"{text}; {distill.distill_type} targets{at}"
 
 
 def _exact_weights(history: History) -> str:
-    """Return the promise of `train.exact_over_ranks`, and the newest hash to hold it against."""
+    """Return the promise of `train.exact_over_ranks`, and the newest hash to check it."""
     saved = [line for line in history.of_kind("checkpoint") if line.get("sha256")]
     text = "exact over ranks: the same bits on any number of them"
     if not saved:
@@ -128,7 +128,7 @@ def _exact_weights(history: History) -> str:
 
 
 def host_facts(history: History, precision: str) -> list[tuple[str, str]]:
-    """Return what the newest attempt ran on, and from which config file."""
+    """Return the hardware and the config file of the newest attempt."""
     if not history.attempts:
         return []
     start = history.attempts[-1].start
@@ -147,7 +147,7 @@ def evaluation_rows(
 ) -> list[dict[str, Any]]:
     """Return a row for each evaluation, with the values of weights and average (`..._ema`).
 
-    `by_top1` and `by_loss` are those on the set `best_by`, which chooses the best weights.
+    `by_top1` and `by_loss` are the values on the set `best_by`, which selects the best weights.
     """
     names = [name + suffix for name in RESULT_NAMES for suffix in ("", "_ema")]
     prefix = "" if best_by == VAL else f"{best_by}/"
@@ -163,9 +163,9 @@ def evaluation_rows(
 
 
 def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the line of the record about the published curve, and the evaluations beside it.
+    """Return the record's line on the published curve, and the evaluations to compare with it.
 
-    None for a run that is held against none.
+    None for a run without a published curve.
     """
     lines = history.of_kind("reference")
     if not lines:
@@ -182,22 +182,22 @@ def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict
 def set_rows(history: History) -> list[dict[str, Any]]:
     """Return a row for each further set and kind of weights, from its newest evaluation.
 
-    Each has the highest top-1 of all evaluations as `best` and its step as `best_step`.
+    `best` is the highest top-1 of all evaluations, and `best_step` its step.
     """
     rows = []
     for name in set_names(history):
         lines = [line for line in history.of_kind("eval") if f"{name}/num_images" in line]
         for suffix in ("", "_ema"):
             values = [(line, line.get(f"{name}/top1{suffix}")) for line in lines]
-            known = [(line, top1) for line, top1 in values if top1 is not None]
-            if not known:
+            measured = [(line, top1) for line, top1 in values if top1 is not None]
+            if not measured:
                 continue
-            last, _ = known[-1]
-            best, top1 = max(known, key=lambda pair: pair[1])
-            found = {key: last.get(f"{name}/{key}{suffix}") for key in RESULT_NAMES}
+            last, _ = measured[-1]
+            best, top1 = max(measured, key=lambda pair: pair[1])
+            results = {key: last.get(f"{name}/{key}{suffix}") for key in RESULT_NAMES}
             rows.append(
                 {
-                    **found,
+                    **results,
                     "name": name,
                     "averaged": bool(suffix),
                     "best": top1,
@@ -210,7 +210,7 @@ def set_rows(history: History) -> list[dict[str, Any]]:
 def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
     """Return the results of the last and the best evaluation.
 
-    The last one is that of the averaged weights where there are some: they are meant to be used.
+    With averaged weights the last result is theirs, because they are the ones to use.
     """
     if not evaluations:
         return None
@@ -220,7 +220,7 @@ def headline(evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
 
 
 def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the values of the averaged weights, if there are any, and those of the weights."""
+    """Return the values of the averaged weights, if there are any, and of the plain weights."""
     suffixes = [""] if row["top1_ema"] is None else ["_ema", ""]
     return [
         {
@@ -235,7 +235,7 @@ def _results(row: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def throughput(history: History, batch_size: int) -> dict[str, Any]:
-    """Return medians and shares over the steps that count."""
+    """Return medians and shares over all steps, repeated steps counted once."""
     train = history.of_kind("train")
     elapsed = [line["elapsed_s"] for line in history.lines if line.get("elapsed_s") is not None]
     memory = [line["peak_memory_gib"] for line in train if line.get("peak_memory_gib") is not None]
@@ -267,7 +267,7 @@ def _batches_done(line: dict[str, Any]) -> int:
 
 
 def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
-    """Return what went wrong, as far as the record and the folder show."""
+    """Return the faults of the run that the record and the folder show."""
     train = history.of_kind("train")
     errors = [line for line in history.of_kind("end") if line.get("outcome") == "error"]
     faults = [
@@ -285,12 +285,12 @@ def fault_lists(history: History, run_dir: Path) -> dict[str, Any]:
 
 
 def _fault_text(line: dict[str, Any]) -> str:
-    known = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
-    passing = ("at_step", "first_passed_over", "last_passed_over", "rewinds")
+    general = ("kind", "step", "time", "reason", "outcome", "elapsed_s", "action", "samples")
+    of_rewinds = ("at_step", "first_passed_over", "last_passed_over", "rewinds")
     details = [
         f"{key.replace('_', ' ').replace('grad norm', 'gradient norm')} {_short(value)}"
         for key, value in line.items()
-        if key not in (*known, *passing) and not (value is None and key.endswith("_limit"))
+        if key not in (*general, *of_rewinds) and not (value is None and key.endswith("_limit"))
     ]
     if line.get("samples"):
         details.append(f"largest losses: {', '.join(key for key, _ in line['samples'][:3])}")
@@ -316,7 +316,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
         for key, info in type(getattr(config, section)).model_fields.items():
             default: Any = "required"
             if not info.is_required():
-                # as JSON gives it back: tuples are lists there
+                # Through JSON, which turns tuples into lists as in the config.
                 default = json.loads(json.dumps(info.get_default(call_default_factory=True)))
             row = {
                 "key": f"{section}.{key}",
@@ -326,7 +326,7 @@ def setting_rows(config: Config) -> list[dict[str, Any]]:
                 "about": info.description or "",
             }
             rows.append(row)
-            # Each optimizer has a class of its own, in which its name is the default.
+            # Each optimizer has its own class, in which its name is the default.
             usual = Config.model_fields["optim"].default.name
             if row["key"] == "optim.name" and values[key] != usual:
                 row.update(differs=True, default=usual)
@@ -338,7 +338,7 @@ def _text(value: Any) -> str:
 
 
 def provenance_rows(history: History) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Return (name, [(value, the attempts that had it)]); no attempts are named if all agree."""
+    """Return (name, [(value, attempts with this value)]); "" for the attempts if all agree."""
     skipped = {"kind", "step", "time", "restarts", "plan"}
     starts = {attempt.number: attempt.start for attempt in history.attempts}
     names = dict.fromkeys(key for start in starts.values() for key in start if key not in skipped)

@@ -1,7 +1,7 @@
-"""What a record shows of a run: its attempts, how each ended, and the lines that count.
+"""Read the history of a run from its record: the attempts, their outcomes, and the valid lines.
 
-`metrics.jsonl` is read as far as it can be, also after a kill or on a bad disk. Each `start` line
-begins an attempt; steps that a later attempt did again do not count.
+Damaged parts of `metrics.jsonl`, as after a kill or on a bad disk, are skipped. Each `start` line
+begins an attempt; steps that a later attempt repeated do not count.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from vit.system.redact import shown_values
 
 @dataclass
 class Attempt:
-    """One process's part of a run: from a `start` line to the next."""
+    """The part of a run by one process, from a `start` line to the next."""
 
     number: int
     start: dict[str, Any]
     lines: list[dict[str, Any]]
     outcome: str = ""
-    """finished, stopped, failed, running, killed or unclear."""
+    """One of: finished, stopped, failed, running, killed, unclear."""
     reason: str = ""
     redone: int = 0
-    """Steps that the next attempt did again, from an earlier checkpoint."""
+    """The steps that the next attempt repeated, from an earlier checkpoint."""
 
     @property
     def last_step(self) -> int:
@@ -47,46 +47,48 @@ class Attempt:
 
 @dataclass
 class History:
-    """A `metrics.jsonl` as far as it can be read."""
+    """The readable content of a `metrics.jsonl`."""
 
     lines: list[dict[str, Any]]
-    """Those that count: without what a later attempt did again."""
+    """The valid lines, without those of steps that a later attempt repeated."""
     attempts: list[Attempt]
     num_unreadable: int
-    """Complete lines that are not record lines; a last line that a kill cut short is not
-    counted."""
+    """The number of complete lines that are not record lines. A last line that was truncated by a
+    kill does not count."""
     training_loss: str = "cross-entropy"
-    """What the losses of train lines are, as the run's config says."""
+    """The name of the loss in train lines, from the run's config."""
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Return the lines of one kind, such as "eval"."""
         return [line for line in self.lines if line["kind"] == kind]
 
     def image_sizes(self) -> list[tuple[int, str]]:
-        """Return the step behind which images have a size, and that size: "160" or "160x192".
+        """Return the changes of the image size: the last step before it, and "160" or "160x192".
 
-        [] where it does not change.
+        Returns [] for a record without image sizes.
         """
-        found = list[tuple[int, str]]()
+        sizes = list[tuple[int, str]]()
         before = 0
         for line in self.of_kind("train"):
             if size := line.get("image_size"):
                 text = "x".join(map(str, size)) if isinstance(size, list) else f"{size}"
-                if not found or found[-1][1] != text:
-                    found.append((before, text))
+                if not sizes or sizes[-1][1] != text:
+                    sizes.append((before, text))
             before = line["step"]
-        return found
+        return sizes
 
     def intervals(self) -> Iterator[tuple[dict[str, Any], float, float]]:
-        """Yield each train line with the images of the steps since the one before, and their
-        seconds. Lines of which that is not known are left out."""
+        """Yield each train line with the images and the seconds since the previous train line.
+
+        Lines with unknown values are skipped.
+        """
         step = passed_over = 0
         batch_size = math.nan
         for line in self.lines:
             if line["kind"] == "start":
                 plan = line.get("plan") or {}
-                # The product is more than the batch where ranks have unequal shares
-                # (`train.exact_over_ranks`); the oldest records have no other number.
+                # The product exceeds the batch if ranks have unequal shares
+                # (`train.exact_over_ranks`), but the oldest records have nothing else.
                 batch_size = plan.get("global_batch_size") or math.prod(
                     plan.get(key, math.nan)
                     for key in ("world_size", "micro_batch_size", "accumulation_steps")
@@ -111,15 +113,15 @@ def median(lines: list[dict[str, Any]], name: str) -> float | None:
 
 
 def set_names(history: History) -> list[str]:
-    """Return the names of the sets that were evaluated next to `data.val_split`."""
-    found = [key for line in history.of_kind("eval") for key in line if "/" in key]
-    return list(dict.fromkeys(key.partition("/")[0] for key in found))
+    """Return the names of all evaluation sets except `data.val_split`."""
+    keys = [key for line in history.of_kind("eval") for key in line if "/" in key]
+    return list(dict.fromkeys(key.partition("/")[0] for key in keys))
 
 
 def read_history(path: Path, in_use: bool | None = None) -> History:
-    """Read a record; `in_use` is whether a process is training there (None: not known)."""
+    """Read a record. in_use: whether a process is training in its folder (None: unknown)."""
     lines, num_unreadable = read_lines(path)
-    lines = shown_values(lines)  # a record may be older than the rule that it holds no logins
+    lines = shown_values(lines)  # records of old versions may contain logins
     attempts = list[Attempt]()
     for line in lines:
         if line["kind"] == "start":

@@ -11,9 +11,9 @@ from vit.run import Hook, Run
 
 
 class Report(Hook):
-    """Makes pictures and page of a finished run, also for W&B.
+    """The hook that makes pictures and page of a finished run, also for W&B.
 
-    A stopped run may have seconds to live: `launch/report.py` makes its page.
+    A stopped run may be killed within seconds, so `launch/report.py` makes its page later.
     """
 
     def ended(self, run: Run, outcome: Outcome) -> None:
@@ -23,7 +23,7 @@ class Report(Hook):
         run.signals.release_interrupt()
         try:
             report = make_report(run.folder, run.world.device, in_use=False)
-        except (Exception, KeyboardInterrupt) as error:  # a view must not decide how the run ended
+        except (Exception, KeyboardInterrupt) as error:  # must not change the outcome of the run
             run.record.say(
                 f"no report ({type(error).__name__}: {error}); python launch/report.py"
                 f" {quote(str(run.folder))} tries again"

@@ -1,5 +1,7 @@
-"""Pictures of what a model has learnt: patches, filters, attention of each head, its distance,
-features as colours. All take arrays; `vit.extras.report.model_figures` gets them from a model."""
+"""Draw what a model has learnt: patches, filters, attention of each head, distances, features.
+
+All functions take arrays; `vit.extras.report.model_figures` computes them from a model.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,11 @@ from vit.system.drawing import (
 from vit.system.files import told
 
 MAX_SHOWN = 28
-"""Filters, as in the paper's figure."""
+"""The most filters in a picture, as in the paper's figure."""
 
 
 def plot_patches(image: Tensor, patch_size: tuple[int, int], picture: Path) -> Path:
-    """Draw an image, and the patches that it is cut into, in their order. Returns `picture`.
+    """Draw an image and its patches, in their order. Returns `picture`.
 
     image: (1 or 3, H, W) uint8; patch_size: (height, width) in pixels.
     """
@@ -93,14 +95,14 @@ def plot_filters(components: Tensor, shares: Tensor, picture: Path) -> Path:
 def plot_heads(
     image: Tensor, heads: Tensor, rollout: Tensor, title: str, picture: Path, has_pool: bool = False
 ) -> Path:
-    """Draw an image, its rollout, and where the output looks in each layer and head.
+    """Draw an image, its rollout, and the output's attention in each layer and head.
 
     image: (1 or 3, H, W) uint8; heads: (layers, heads, h, w) float; rollout: (h, w); has_pool:
-    whether the last layer is not a block but a MAP head. Each map is scaled to its own highest
+    whether the last layer is a MAP head instead of a block. Each map is scaled to its highest
     value. Returns `picture`.
     """
     num_layers, num_heads = heads.shape[:2]
-    aspect = image.shape[1] / image.shape[2]  # of a map, too, whose patches need not be square
+    aspect = image.shape[1] / image.shape[2]  # also of each map; its patches need not be square
     image_in = 1.6
     tall = image_in * aspect
     top = 0.5 + tall + 0.45
@@ -149,7 +151,7 @@ def plot_heads(
 
 
 def save_heads(image: Tensor, heads: Tensor, folder: Path, suffix: str = ".png") -> list[Path]:
-    """Write a picture of the input and one of each layer and head into `folder`; return them.
+    """Write a picture of the input and of each layer and head into `folder`; return the paths.
 
     image: (1 or 3, H, W) uint8; heads: (layers, heads, h, w) float. Each picture has the size of
     the image in pixels, without margins.
@@ -173,7 +175,7 @@ def plot_distance(
 ) -> Path:
     """Draw the mean attention distance of each head over the depth. Returns `picture`.
 
-    distances: (layers, heads) in pixels; uniform_px: that of equal attention to all patches;
+    distances: (layers, heads) in pixels; uniform_px: distance at equal attention to all patches;
     image_size: (height, width) in pixels.
     """
     num_layers, num_heads = distances.shape

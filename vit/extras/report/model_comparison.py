@@ -1,7 +1,7 @@
-"""Two models on the same images: which one is right where, and where they look.
+"""Compare two models on the same images: their predictions and their attention.
 
-Each sees the images through its own preprocessing. The figure shows images that only one of them
-has right, those first about which the other is surest.
+Each model sees the images through its own preprocessing. The figure shows images that only one
+model has right, sorted by the confidence of the wrong model.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from vit.system.drawing import SMALL_PT, Cell, cell_width_in, display_name, plot
 from vit.training.metrics import PairedDifference, paired_difference
 
 BATCH = 16
-"""Images in a forward pass."""
+"""The images in a forward pass."""
 MAX_EACH = 12
-"""Images that only one of both has right, at most."""
+"""The most images of each kind: only A right, only B right."""
 
 
 class Compared(NamedTuple):
-    """Two models on the same N images."""
+    """The results of two models on the same N images."""
 
     labels: Tensor
     """(N,) int64."""
     predictions: tuple[Tensor, Tensor]
     """(N,) int64 of each model."""
     probabilities: tuple[Tensor, Tensor]
-    """(N,) float32, of the class that each predicts."""
+    """(N,) float32 of each model, the probability of its prediction."""
     difference: PairedDifference
 
     @property
     def is_right(self) -> tuple[Tensor, Tensor]:
-        """(N,) bool of each model."""
+        """The correct predictions of each model, (N,) bool."""
         first, second = self.predictions
         return first == self.labels, second == self.labels
 
     def lines(self) -> list[str]:
-        """Return what to print: the four cells, and the difference."""
+        """Return the lines to print: the four counts, and the difference."""
         first, second = self.is_right
         count = len(self.labels)
         both = int((first & second).sum())
@@ -63,7 +63,7 @@ def compare(
     samples: Samples,
     on_images: Callable[[int], None] = lambda done: None,
 ) -> Compared:
-    """Compare `models` on `samples`, which have labels. Raises ValueError if classes differ."""
+    """Compare `models` on `samples`. Raises ValueError if classes differ or labels are missing."""
     first, second = models
     if first.class_names != second.class_names:
         raise ValueError(
@@ -73,7 +73,7 @@ def compare(
         )
     if samples.labels is None:
         raise ValueError("files have no classes to compare with: compare on a split (--data ROOT)")
-    found: list[tuple[Tensor, Tensor]] = []
+    outputs: list[tuple[Tensor, Tensor]] = []
     for number, trained in enumerate(models):
         predictions = []
         probabilities = []
@@ -86,9 +86,9 @@ def compare(
             predictions.append(classes.cpu())
             probabilities.append(values.cpu())
             on_images(number * len(samples.encoded) + start + len(part.encoded))
-        found.append((torch.cat(predictions), torch.cat(probabilities)))
+        outputs.append((torch.cat(predictions), torch.cat(probabilities)))
     labels = torch.tensor(samples.labels)
-    (first_predicted, first_sure), (second_predicted, second_sure) = found
+    (first_predicted, first_sure), (second_predicted, second_sure) = outputs
     difference = paired_difference(first_predicted == labels, second_predicted == labels)
     return Compared(
         labels, (first_predicted, second_predicted), (first_sure, second_sure), difference
@@ -98,10 +98,10 @@ def compare(
 def plot_comparison(
     models: tuple[Trained, Trained], samples: Samples, compared: Compared, picture: Path
 ) -> Path:
-    """Draw images that one of both has wrong, with where each looks. Returns `picture`.
+    """Draw images that only one model has right, with the attention of both. Returns `picture`.
 
-    Where a model has no attention to roll out, its prediction stands under the plain image. Raises
-    ValueError if both predict the same for all images.
+    For a model without attention rollout the prediction stands under the plain image. Raises
+    ValueError if both models have the same images right.
     """
     chosen = _differing(compared)
     if not chosen:
@@ -123,12 +123,12 @@ def plot_comparison(
     cells = []
     for row, number in enumerate(chosen):
         cells.append(Cell(shown[0][row], [shorten(samples.names[number], side, SMALL_PT)]))
-        for which, trained in enumerate(models):
-            look = torch.nn.functional.interpolate(looks[which][row][None], size, mode="nearest")
-            predicted = int(compared.predictions[which][number])
+        for index, trained in enumerate(models):
+            look = torch.nn.functional.interpolate(looks[index][row][None], size, mode="nearest")
+            predicted = int(compared.predictions[index][number])
             mark = "✓" if predicted == int(compared.labels[number]) else "✗"
             name = shorten(display_name(trained.class_names, predicted), side - 0.65, SMALL_PT)
-            share = 100 * float(compared.probabilities[which][number])
+            share = 100 * float(compared.probabilities[index][number])
             cells.append(Cell(look[0], [f"{mark} {name}: {share:.0f} %"]))
     counts = f"only A right: {compared.difference.only_first:,}"
     counts += f", only B right: {compared.difference.only_second:,}"
@@ -137,7 +137,10 @@ def plot_comparison(
 
 
 def _differing(compared: Compared) -> list[int]:
-    """Return images that only one has right: of each up to MAX_EACH, the surest mistakes first."""
+    """Return images that only one model has right, up to MAX_EACH per model.
+
+    The most confident mistakes come first.
+    """
     first, second = compared.is_right
     chosen: list[int] = []
     for right, wrong, sure in (

@@ -1,7 +1,8 @@
-"""What a model has learnt, as pictures: it computes what `vit.extras.report.inside_plots` draws.
+"""Compute and draw what a model has learnt; `vit.extras.report.inside_plots` has the drawing.
 
-`launch/visualize.py` draws them of any weights and images, the report of a run and its validation
-images. Each function takes the model, and for images what turns pixels into its inputs.
+`launch/visualize.py` draws these figures for any weights and images, the report for a run and its
+validation images. Each function takes the model and, for images, the function that turns pixels
+into the model's inputs.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from vit.extras.report.model_plots import plot_position_similarity
 from vit.layers.parts import grid_size
 
 Normalize = Callable[[Tensor], Tensor]
-"""(B, C, H, W) uint8 on the host -> inputs on the model's device."""
+"""A function: (B, C, H, W) uint8 on the host -> inputs on the model's device."""
 
 
 def patch_size_of(model: Any) -> tuple[int, int]:
-    """Return (height, width) of a patch in pixels. Raises ValueError if there are no patches."""
+    """Return (height, width) of a patch in pixels. Raises ValueError if there is no grid."""
     grid = grid_size(model)
     if grid is None:
         raise ValueError(f"{type(model).__name__} has no grid of patches")
@@ -93,9 +94,9 @@ def mean_distances(
     patch_size = patch_size_of(model)
     assert grid is not None, "otherwise there is no patch size"
     added = torch.zeros(())
-    # one by one: a ViT-H at 518 pixels holds 4 GB of attention for each image
-    for done, one in enumerate(pixels.split(1), 1):
-        maps = attention_maps(model, normalize(one)).blocks
+    # One image at a time, because a ViT-H at 518 pixels has 4 GB of attention per image.
+    for done, image in enumerate(pixels.split(1), 1):
+        maps = attention_maps(model, normalize(image)).blocks
         added = added + attention_distance(maps, grid, patch_size, model.num_prefix_tokens).cpu()
         on_image(done)
     return added[0] / len(pixels)
@@ -118,16 +119,16 @@ def draw_tokens(
 
 
 def heads_and_rollout(model: Any, normalize: Normalize, image: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the output looks, (layers, heads, h, w), and rollout (h, w), on the CPU.
+    """Return the output's attention (layers, heads, h, w) and rollout (h, w), on the CPU.
 
-    A MAP head is the last layer. image: (C, H, W) uint8. Raises ValueError for a model that has no
-    such attention.
+    A MAP head is the last layer. image: (C, H, W) uint8. Raises ValueError for a model without such
+    attention.
     """
     grid = check_rollout(model)
-    seen = attention_maps(model, normalize(image[None]))
-    assert seen.reading is not None, "check_rollout"
-    heads = output_attention(seen.blocks, seen.reading, model.num_prefix_tokens)
-    if model.global_pool == "map":  # its pool has as many heads as a block
-        heads = torch.cat((heads, seen.reading[:, None, :, model.num_prefix_tokens :]), 1)
-    rolled = attention_rollout(seen.blocks, seen.reading, model.num_prefix_tokens)
+    maps = attention_maps(model, normalize(image[None]))
+    assert maps.reading is not None, "check_rollout"
+    heads = output_attention(maps.blocks, maps.reading, model.num_prefix_tokens)
+    if model.global_pool == "map":  # the pool has as many heads as a block
+        heads = torch.cat((heads, maps.reading[:, None, :, model.num_prefix_tokens :]), 1)
+    rolled = attention_rollout(maps.blocks, maps.reading, model.num_prefix_tokens)
     return heads[0].unflatten(2, grid).cpu(), rolled[0].unflatten(0, grid).cpu()

@@ -1,7 +1,8 @@
-"""Pictures of the model: augmented inputs, attention over images, similarity of positions."""
+"""Draw pictures of the model: augmented inputs, attention over images, similarity of positions."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,8 +41,8 @@ def plot_augmented(
 ) -> Path:
     """Draw training inputs as the model gets them, with their classes or shares of classes.
 
-    inputs: (B, C, H, W) float, normalised by `mean` and `std` per channel, which is undone;
-    targets: (B, classes) float shares. Returns `picture`.
+    inputs: (B, C, H, W) float, normalized by `mean` and `std` per channel; this is undone. targets:
+    (B, classes) float shares. Returns `picture`.
     """
     num_columns = min(6, max(3, len(inputs)))
     side = cell_width_in(num_columns)
@@ -65,11 +66,11 @@ def plot_attention(
 ) -> Path:
     """Draw each image next to the relevance of its patches, with its class and the prediction.
 
-    images: (B, C, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its highest
-    in each image; labels, predictions: B classes, -1 if the logits were not numbers;
+    images: (B, C, H, W) uint8; relevance: (B, h, w) float, scaled from its lowest to its highest
+    value in each image; labels, predictions: B classes, -1 if the logits were not numbers;
     probabilities: B in [0, 1], of the predicted class. Returns `picture`.
     """
-    # inches: two images, between pairs, two lines of text
+    # In inches: the width of two images, the gap between pairs, the height of two lines of text.
     pair = 3.75
     gap = 0.3
     head = 0.43
@@ -77,7 +78,7 @@ def plot_attention(
     tall = side * images.shape[2] / images.shape[3]
     row = head + tall + 0.25
     overlays = overlaid(images, relevance)
-    with drawing(picture, 0.8 + row * -(-len(images) // 2)) as figure:
+    with drawing(picture, 0.8 + row * math.ceil(len(images) / 2)) as figure:
         sheet = new_sheet(figure, "Where the model looks: attention rollout")
         note = (
             "Yellow patches reach the output most, violet ones least; colours are scaled for"
@@ -108,8 +109,8 @@ def plot_attention(
 def overlaid(images: Tensor, relevance: Tensor) -> Tensor:
     """Return grey images under the colours of their relevance: (B, 3, H, W) float in [0, 1].
 
-    images: (B, 1 or 3, H, W) uint8; relevance: (B, h, w) float, stretched from its lowest to its
-    highest in each image. Yellow is the highest, violet the lowest.
+    images: (B, 1 or 3, H, W) uint8; relevance: (B, h, w) float, scaled from its lowest to its
+    highest value in each image. Yellow is the highest, violet the lowest.
     """
     from matplotlib import colormaps
 
@@ -127,8 +128,8 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
 
     As in figure 7 (centre) of the ViT paper, Dosovitskiy et al. 2021.
 
-    pos_embed: (h*w, D) float, without prefix tokens; grid: (h, w). One tile for each position, at
-    most 14 x 14 of them, evenly chosen. Returns `picture`.
+    pos_embed: (h*w, D) float, without prefix tokens; grid: (h, w). Draws one tile for each
+    position, at most 14 x 14, evenly chosen. Returns `picture`.
     """
     height, width = grid
     rows, columns = (np.unique(np.linspace(0, n - 1, min(n, 14)).round().astype(int)) for n in grid)
@@ -138,7 +139,7 @@ def plot_position_similarity(pos_embed: Tensor, grid: tuple[int, int], picture: 
         .view(len(rows), len(columns), height, width)
         .numpy()
     )
-    # pixels of the assembled array for each patch, so that the gaps can be thinner than a patch
+    # Each patch has several pixels, so that the gaps can be thinner than a patch.
     zoom = max(1, 12 // max(grid))
     gap = max(1, zoom * max(grid) // 12)
     tall = zoom * height + gap

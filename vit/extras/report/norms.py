@@ -1,7 +1,8 @@
-"""Norms by depth over the steps: one picture of what `log.norms_every_steps` has measured."""
+"""Draw norms by depth over the steps: one picture of the values of `log.norms_every_steps`."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 USUAL_RATIO = 1e-3
-"""Of update and weights: karpathy/cs231n, neural-networks-3 ("Ratio of weights:updates")."""
+"""The usual ratio of update and weights: karpathy/cs231n, neural-networks-3 ("Ratio of
+weights:updates")."""
 PANELS = {
     GRADIENT: "Gradient, before clipping",
     WEIGHT: "Weights, relative to the first",
@@ -29,8 +31,8 @@ MAX_LABELS = 9
 def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
     """Draw gradients, weights, updates and attention logits by depth and step. Returns `picture`.
 
-    lines: of kind `norms`, as the record has them. A column reaches from the measurement before to
-    its own step; what is not finite is grey. Raises ValueError without a line.
+    lines: the record's lines of kind `norms`. A column reaches from the previous measurement to its
+    step; values that are not finite are grey. Raises ValueError if `lines` is empty.
     """
     if not lines:
         raise ValueError("No norms were measured: log.norms_every_steps says how often to")
@@ -43,7 +45,7 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
             read = [[line.get(key, {}).get(layer) for line in lines] for layer in rows]
             values = np.array(read, dtype=float).reshape(len(rows), len(lines))
             if key == WEIGHT:
-                # Layers differ by their sizes; what training changes is the growth.
+                # Relative to the first value, because absolute norms depend on the layers' sizes.
                 values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
             axes.set_title(title)
             if rows:
@@ -66,7 +68,7 @@ def _draw(
     edges: NDArray[np.int64],
     values: NDArray[np.float64],
 ) -> None:
-    """Draw `values` (layers, steps), the first layer lowest; what is not above 0 is grey."""
+    """Draw `values` (layers, steps), the first layer lowest; values not above 0 are grey."""
     from matplotlib.colors import LogNorm, Normalize
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -89,7 +91,7 @@ def _draw(
     bar.ax.yaxis.set_minor_locator(NullLocator())
     bar.ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     bar.ax.tick_params(labelsize=SMALL_PT)
-    every = -(-len(layers) // MAX_LABELS)
+    every = math.ceil(len(layers) / MAX_LABELS)
     places = [n for n in range(len(layers)) if n % every == 0 or n == len(layers) - 1]
     if len(places) > 1 and places[-1] - places[-2] < every / 2:
         del places[-2]

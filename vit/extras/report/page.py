@@ -1,12 +1,12 @@
-"""The report of a run: one page that needs no server and no network.
+"""Write the report of a run: one page that needs neither a server nor a network.
 
-The record gives attempts, tables, faults and curves, also where a kill or a bad disk left only a
-part of it; the config gives the settings; `vit.extras.report.pictures` gives the pictures, or the
-reasons why there are none. One template makes one file of it: pictures are data URIs, curves inline
-SVG.
+Attempts, tables, faults and curves come from the record, even if a kill or a bad disk left only a
+part of it. Settings come from the config, pictures or the reasons for their absence from
+`vit.extras.report.pictures`. One template combines everything into one file: pictures are data
+URIs, curves inline SVG.
 
-A run is untrusted: whatever comes from it is escaped, and the page's own policy lets a browser load
-nothing and run one script only, known by its hash.
+A run is untrusted, so all its content is escaped. The page's policy prevents a browser from loading
+anything, and allows only one script, which is identified by its hash.
 
     runs/<name>/report/index.html
 """
@@ -51,12 +51,12 @@ THEME = {
     "#d55e00": "orange",
     "#009e73": "green",
 }
-"""Colours of the curves -> the page's variables, which have other values in dark mode."""
+"""The page's variable for each colour of the curves; variables change in dark mode."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `make_report` made."""
+    """The result of `make_report`."""
 
     page: Path
     pictures: Pictures
@@ -71,7 +71,7 @@ def make_report(
 ) -> Report:
     """Draw all pictures of a run and write its page.
 
-    `in_use` is whether a process is training there (None: not known); `on_picture(done, total,
+    in_use: whether a process is training in the folder (None: unknown). `on_picture(done, total,
     name)` is called after each picture. Raises ValueError if `run_dir` is not a run folder or
     cannot be written.
     """
@@ -82,7 +82,7 @@ def make_report(
 def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None) -> Path:
     """Write `run_dir`/report/index.html, complete or not at all, and return its path.
 
-    Raises ValueError if it cannot be written.
+    Raises ValueError if the page cannot be written.
     """
     source = ReportSource(run_dir, torch.device("cpu"))
     history = read_history(run_dir / METRICS_FILE, in_use)
@@ -91,7 +91,7 @@ def write_page(run_dir: Path, pictures: Pictures, *, in_use: bool | None = None)
 
 
 def write_html(page: Path, content: str) -> Path:
-    """Write a page, complete or not at all, and return it. Raises ValueError if it cannot be."""
+    """Write a page, complete or not at all, and return its path. Raises ValueError on failure."""
     try:
         page.parent.mkdir(exist_ok=True)
         with replacing(page) as file:
@@ -102,7 +102,7 @@ def write_html(page: Path, content: str) -> Path:
 
 
 def page_template(name: str) -> jinja2.Template:
-    """Load a template: every value is escaped, and a misspelled name is an error."""
+    """Load a template, in which every value is escaped and a misspelled name is an error."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATE.parent),
         autoescape=True,
@@ -183,21 +183,21 @@ def _page_values(source: ReportSource, history: History, pictures: Pictures) -> 
 
 
 def _script_hash() -> str:
-    """Return the SHA-256 of the page's script, in base64 as the policy in its head needs it."""
+    """Return the SHA-256 of the page's script, in the base64 form of the policy in its head."""
     template = TEMPLATE.read_text(encoding="utf-8")
     script = template.partition("<script>")[2].partition("</script>")[0]
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
 def _curves(run_dir: Path) -> dict[str, Any]:
-    """Return the panels as inline SVG, or the reason why there are none."""
+    """Return the panels as inline SVG, or the reason if they cannot be drawn."""
     try:
         panels = curve_panels(run_dir / METRICS_FILE)
     except Exception as error:
         return {"panels": {}, "reason": as_sentence(error)}
     themed = {
-        # not escaped: this markup is our own, made from numbers
-        name: Markup(re.sub("|".join(THEME), lambda found: f"var(--{THEME[found[0]]})", svg))
+        # Not escaped, because this markup was made from numbers by this package.
+        name: Markup(re.sub("|".join(THEME), lambda match: f"var(--{THEME[match[0]]})", svg))
         for name, svg in panels.items()
     }
     return {"panels": themed, "reason": ""}
@@ -219,7 +219,7 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _exact(value: float | None, digits: int = 2) -> Markup:
-    """A rounded number with the record's own digits behind it."""
+    """Return a rounded number; the tooltip has the record's digits."""
     if value is None:
         return Markup("–")
     return Markup('<data value="{0!r}" title="{0!r}">{1}</data>').format(
@@ -235,20 +235,22 @@ def _range95(result: dict[str, Any]) -> str:
 
 
 def _moment(seconds: float | None, after: float | None = None, zone: bool = True) -> Markup:
-    """A time in the time zone of this machine; without the day if that is the day of `after`."""
+    """Return a time in this machine's time zone, without the date if it is that of `after`."""
     if seconds is None:
         return Markup("–")
-    when = datetime.fromtimestamp(seconds).astimezone()
-    text = f"{when:%H:%M}"
-    if after is None or datetime.fromtimestamp(after).astimezone().date() != when.date():
-        text = f"{when:%Y-%m-%d} {text}"
+    moment = datetime.fromtimestamp(seconds).astimezone()
+    text = f"{moment:%H:%M}"
+    if after is None or datetime.fromtimestamp(after).astimezone().date() != moment.date():
+        text = f"{moment:%Y-%m-%d} {text}"
     if zone:
-        text += f" {when:%Z}"
-    return Markup('<time datetime="{}">{}</time>').format(when.isoformat(timespec="seconds"), text)
+        text += f" {moment:%Z}"
+    return Markup('<time datetime="{}">{}</time>').format(
+        moment.isoformat(timespec="seconds"), text
+    )
 
 
 def _code(text: str) -> Markup:
-    """Text with `code` between backticks."""
+    """Return HTML of a text with code between backticks."""
     parts = re.split(r"`([^`]*)`", text)
     return Markup("").join(
         Markup("<code>{}</code>").format(part) if n % 2 else escape(part)

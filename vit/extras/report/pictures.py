@@ -1,8 +1,8 @@
 """Draw all pictures of a run from its folder and its data.
 
-Config and weights give the model, the data gives images, `predictions.npz` the mistakes. Each
-picture is drawn by itself: one that cannot be drawn leaves a reason, and does not affect the
-others.
+The model comes from config and weights, images from the data, mistakes from `predictions.npz`. Each
+picture is drawn separately. If a picture cannot be drawn, the reason is stored, and all other
+pictures are still drawn.
 
     runs/<name>/report/
       curves.png  attention.png  confusion.png  confused.png  augmented.png  positions.png
@@ -39,14 +39,14 @@ from vit.system.files import remove_leftovers
 from vit.training.metrics import predicted_classes
 
 NUM_AUGMENTED = 24
-"""Images in `augmented.png`."""
+"""The images in `augmented.png`."""
 NUM_ATTENTION = 12
-"""Images in `attention.png`; at most `NUM_ATTENTION_WRONG` of them are mistakes."""
+"""The images in `attention.png`; at most `NUM_ATTENTION_WRONG` of them are mistakes."""
 NUM_ATTENTION_WRONG = 4
 NUM_DISTANCE = 32
-"""Images over which `distance.png` averages."""
+"""The images over which `distance.png` averages."""
 NUM_CONFUSED_PAIRS = 10
-"""Rows of `confused.png`, with `NUM_EXAMPLES` images each."""
+"""The rows of `confused.png`, with `NUM_EXAMPLES` images each."""
 NUM_EXAMPLES = 6
 
 
@@ -57,7 +57,7 @@ class ConfusedPair(NamedTuple):
     predicted: str
     num_mistaken: int
     num_images: int
-    """Of the true class."""
+    """The images of the true class."""
 
 
 class ClassAccuracy(NamedTuple):
@@ -67,19 +67,19 @@ class ClassAccuracy(NamedTuple):
     num_images: int
     correct: int
     top1: float
-    """Percent; NaN for a class without images."""
+    """The accuracy in percent; NaN for a class without images."""
 
 
 @dataclass
 class Pictures:
-    """What `draw_pictures` drew, and the reasons why not the rest."""
+    """The pictures of `draw_pictures`, and the reasons for missing pictures."""
 
     paths: dict[str, Path] = field(default_factory=dict)
-    """Name -> PNG, in the order of `PAINTERS`."""
+    """The PNG of each name, in the order of `PAINTERS`."""
     reasons: dict[str, str] = field(default_factory=dict)
-    """Name -> the reason why it was not drawn, in a sentence."""
+    """The reason, in a sentence, for each picture that was not drawn."""
     notes: dict[str, str] = field(default_factory=dict)
-    """Name -> a caption, for those that were drawn."""
+    """The caption of each picture that was drawn."""
     confused_pairs: list[ConfusedPair] = field(default_factory=list)
     """The commonest mistakes of the newest evaluation, most frequent first."""
     class_accuracies: list[ClassAccuracy] = field(default_factory=list)
@@ -89,10 +89,10 @@ class Pictures:
 def draw_pictures(
     run_dir: Path, device: torch.device, on_picture: Callable[[int, int, str], None] | None = None
 ) -> Pictures:
-    """Draw what `run_dir` has the data for into `run_dir`/report/, with the model on `device`.
+    """Draw all possible pictures of `run_dir` into `run_dir`/report/, with the model on `device`.
 
-    `on_picture(done, total, name)` is called after each picture. Random numbers of the caller are
-    not touched. Raises ValueError if `run_dir` is not a run folder.
+    `on_picture(done, total, name)` is called after each picture. The caller's random state does not
+    change. Raises ValueError if `run_dir` is not a run folder.
     """
     names = (METRICS_FILE, CONFIG_FILE, "weights", CHECKPOINTS)
     if not any((run_dir / name).exists() for name in names):
@@ -103,18 +103,18 @@ def draw_pictures(
     source = ReportSource(run_dir, device)
     remove_leftovers(run_dir / REPORT_FOLDER)
     pictures = Pictures()
-    # A new model draws random weights before it gets the run's.
+    # Forked, because a new model draws random weights before it gets those of the run.
     with torch.random.fork_rng(devices=[]):
         for number, (name, paint) in enumerate(PAINTERS.items(), 1):
             path = run_dir / REPORT_FOLDER / f"{name}.png"
             try:
                 pictures.notes[name] = paint(source, path)
                 pictures.paths[name] = path
-            except Exception as error:  # must affect neither other pictures nor a run at its end
+            except Exception as error:  # must not affect other pictures or the end of a run
                 pictures.reasons[name] = as_sentence(error)
             if on_picture is not None:
                 on_picture(number, len(PAINTERS), name)
-    with suppress(Exception):  # the reason is that of the confusion matrix
+    with suppress(Exception):  # the confusion matrix already has the same reason
         pictures.confused_pairs = _confused_pairs(source)
         pictures.class_accuracies = _class_accuracies(source)
     return pictures
@@ -139,7 +139,7 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     train = source.train_set
     batch_size = config.data.global_batch_size
     group = config.augment.mix_group_size if mixes(config.augment) else 1
-    # Batches are asked for as by one of many ranks, which decodes no more than its own rows.
+    # Make the batch of one of many ranks, so that only a few images are decoded.
     shares = [n for n in divisors(batch_size) if n % group == 0 and n >= NUM_AUGMENTED]
     share = min(shares, default=batch_size)
     batches = TrainBatches(
@@ -248,7 +248,7 @@ def _paint_tokens(source: ReportSource, picture: Path) -> str:
 
 
 def _some_images(source: ReportSource, num: int) -> tuple[list[int], Tensor]:
-    """Labels and pixels, (B, C, H, W) uint8, of `num` validation images of many classes."""
+    """Return labels and pixels, (B, C, H, W) uint8, of `num` validation images of many classes."""
     labels = source.val_split.index["label"].astype(np.int64)
     chosen = pick_images(labels, None, num, 0)
     return labels[chosen].tolist(), torch.stack([source.eval_image(sample) for sample in chosen])
@@ -266,7 +266,7 @@ PAINTERS: dict[str, Callable[[ReportSource, Path], str]] = {
     "distance": _paint_distance,
     "tokens": _paint_tokens,
 }
-"""Name -> function that draws the PNG and returns its caption, or raises with the reason."""
+"""The function of each picture, which draws the PNG and returns the caption, or raises."""
 
 
 def _confused_pairs(source: ReportSource) -> list[ConfusedPair]:

@@ -1,4 +1,4 @@
-"""A sheet of predicted images: what the model saw, what it says, and where it looked."""
+"""Draw a sheet of predicted images: the model's input, its prediction, and its attention."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor
 from vit.system.drawing import SMALL_PT, Cell, cell_width_in, plot_cells, shorten
 
 NUM_COLUMNS = 6
-"""Pictures in a row; with attention two for each image."""
+"""The pictures in a row; with attention each image has two."""
 MAX_LINES = 3
-"""Classes under an image, at most."""
+"""The most classes under an image."""
 
 
 def plot_predictions(
@@ -25,15 +25,15 @@ def plot_predictions(
 ) -> Path:
     """Draw images with their names and likeliest classes. Returns `picture`.
 
-    images: (B, 1 or 3, H, W) uint8; names: B of files; classes: of each image its classes and
-    probabilities, the likeliest first; overlays: (B, 3, H, W) in [0, 1], next to the images.
+    images: (B, 1 or 3, H, W) uint8; names: B file names; classes: classes and probabilities of each
+    image, the likeliest first; overlays: (B, 3, H, W) in [0, 1], drawn next to the images.
     """
     num_columns = min(NUM_COLUMNS, max(3, len(images) * (1 if overlays is None else 2)))
     side = cell_width_in(num_columns)
     cells = []
-    for number, (name, found) in enumerate(zip(names, classes, strict=True)):
+    for number, (name, likeliest) in enumerate(zip(names, classes, strict=True)):
         caption = [shorten(name, side, SMALL_PT)]
-        for class_name, probability in found[:MAX_LINES]:
+        for class_name, probability in likeliest[:MAX_LINES]:
             share = f": {100 * probability:.0f} %"
             caption.append(shorten(class_name, side - 0.45, SMALL_PT) + share)
         cells.append(Cell(images[number], caption))

@@ -1,10 +1,10 @@
-"""Any batch of a run again: the very images, crops, changes and partners of a step.
+"""Reconstruct any batch of a run: the images, crops, operations and partners of a step.
 
-Nothing of a batch is stored, for nothing needs to be: the order is arithmetic, and augmentation and
-mixing are drawn from (seed, epoch, sample, copy) and (seed, position). So the config in the run's
-folder gives the rows of a step, the data their images, and the code of training the tensors, bit
-for bit on the same kind of device. The record says which steps the run did, on how many ranks and
-with which data; `samples/` (vit.hooks.sample_losses) has what each row's loss was.
+A batch need not be stored: the order is arithmetic, and augmentation and mixing are drawn from
+(seed, epoch, sample, copy) and (seed, position). So the rows of a step follow from the config in
+the run's folder, their images from the data, and the tensors from the code of training, bit for bit
+on the same kind of device. The record has the steps of the run, the number of ranks and the hash of
+the data; `samples/` (vit.hooks.sample_losses) has the loss of each row.
 
     record, config -> step -> rows -> TrainBatches.fill -> Augment -> inputs, targets -> sheet, CSV
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -50,61 +51,61 @@ from vit.system.files import replacing, told
 
 ROWS_AT_ONCE = 64
 STORED_PX = 160
-"""Longer side of a stored image on the sheet."""
+"""The longer side of a stored image on the sheet."""
 PAIRS_IN_A_LINE = 3
 CAPTION_PT = 7.0
 BOX_COLOR = (213, 94, 0)
-"""Of the crop, in the stored image: the orange of the report."""
+"""The colour of the crop's box in the stored image: the orange of the report."""
 
 
 @dataclass(frozen=True)
 class ReplayedRow:
-    """A row of a batch. Its fields are the columns of the CSV."""
+    """A row of a batch. The fields are the columns of the CSV."""
 
     row: int
-    """In the global batch."""
+    """The number of the row in the global batch."""
     rank: int
     sample: int
-    """Its number in the training data."""
+    """The number of the sample in the training data."""
     key: str
     shard: str
     label: int
     class_name: str
     copy: int
-    """Which of its repeats (`data.aug_repeats`)."""
+    """The number of the repeat (`data.aug_repeats`)."""
     stored_width: int
-    """Pixels of the stored image."""
+    """The width of the stored image in pixels."""
     stored_height: int
     crop_left: int
-    """The window of the stored image that was decoded."""
+    """The left border of the window of the stored image that was decoded."""
     crop_top: int
     crop_width: int
     crop_height: int
     augmentation: str
-    """What else was done, mixing apart."""
+    """The other operations, except mixing."""
     mixed_by: str
-    """mixup, cutmix or empty."""
+    """One of: mixup, cutmix, "" (not mixed)."""
     partner_row: int | None
     partner_key: str
     own_share: float
-    """Of the row's own image in target and, with MixUp, in each pixel."""
+    """The share of the row's own image in the target and, with MixUp, in each pixel."""
     box: str
-    """CutMix: top, bottom, left, right of what the partner shows, in pixels of the input."""
+    """The box of CutMix: top, bottom, left, right of the partner's part, in pixels of the input."""
     weight: float
-    """0: its image could not be decoded, and it was ignored."""
+    """The weight of the row; 0 if its image could not be decoded."""
     loss: float | None
-    """Of the target that was trained on; None: not kept."""
+    """The loss of the row's target in training; None: not recorded."""
     margin: float | None
-    """Logit of the label minus the largest other one; None: not kept."""
+    """The logit of the label minus the largest other logit; None: not recorded."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows of a replayed batch with their tensors, which are on the host."""
+    """Some rows of a replayed batch with their tensors on the host."""
 
     rows: list[ReplayedRow]
     inputs: Tensor
-    """(B, C, H, W) float32: what the model was given."""
+    """(B, C, H, W) float32: the model's inputs."""
     targets: Tensor
     """(B, classes) float32, without label smoothing."""
 
@@ -112,8 +113,9 @@ class Rows:
 class Replay:
     """The batch of step `step`, counted from 1 as in the record, of the run in `source`.
 
-    rank: only the rows of this rank. Raises ValueError if the run did not do that step, or if its
-    data are not there any more as they were; the augmentation runs on the device of `source`.
+    rank: only the rows of this rank; None: all. The augmentation runs on the device of `source`.
+    Raises ValueError if the run did not reach that step, or if its data are missing or have
+    changed.
     """
 
     def __init__(self, source: ReportSource, step: int, rank: int | None = None):
@@ -150,7 +152,7 @@ class Replay:
                     f" {self.world_size - 1}"
                 )
             self.rows = self._rows_of_ranks[rank]
-        # As one rank of one: rows are those of the global batch.
+        # Without `rows`, as the only rank, so that row numbers are those of the global batch.
         self._batches = TrainBatches(
             train.split,
             self.order,
@@ -159,42 +161,44 @@ class Replay:
             on_bad_image=config.data.on_bad_image,
             num_batches=step,
         )
-        self._values = self._kept_values()
+        self._values = self._recorded_values()
 
     @property
     def epoch(self) -> int:
-        """The epoch that the step is in, counted from 1."""
+        """The epoch of the step, counted from 1."""
         return self.position // self.order.steps_per_epoch + 1
 
     @property
     def image_size(self) -> tuple[int, int]:
-        """Height and width that images had at this step, in pixels."""
+        """The height and width of images at this step, in pixels."""
         return self.source.train_format.in_epoch(self.epoch - 1).size
 
     @property
     def has_losses(self) -> bool:
-        """Whether the losses of this step are kept."""
+        """Whether the losses of this step were recorded."""
         return bool(np.isfinite(self._values).any())
 
     def pieces(self, num_rows: int | None = None) -> Iterator[Rows]:
-        """Yield the first `num_rows` rows, by default all, some at a time."""
-        wanted = self.rows if num_rows is None else self.rows[:num_rows]
+        """Yield the first `num_rows` rows (default: all) in pieces."""
+        requested = self.rows if num_rows is None else self.rows[:num_rows]
         unit = self._batches.row_unit
         at_once = unit * max(ROWS_AT_ONCE // unit, 1)
-        # Rows that mix, and copies of an image, are made together.
-        for first in range(wanted.start // unit * unit, wanted.stop, at_once):
-            stop = min(first + at_once, -(-wanted.stop // unit) * unit)
+        # A piece has complete units, because rows that mix, and copies of an image, must be made
+        # together.
+        for first in range(requested.start // unit * unit, requested.stop, at_once):
+            stop = min(first + at_once, math.ceil(requested.stop / unit) * unit)
             made = self._make(first, stop)
-            kept = [row - first for row in range(first, stop) if row in wanted]
-            yield Rows([made.rows[n] for n in kept], made.inputs[kept], made.targets[kept])
+            indices = [row - first for row in range(first, stop) if row in requested]
+            rows = [made.rows[n] for n in indices]
+            yield Rows(rows, made.inputs[indices], made.targets[indices])
 
     def _divided(self, start: dict[str, Any]) -> list[range]:
-        """Return the rows of each rank, by the record's line of an attempt's start."""
+        """Return the rows of each rank. start: the record's `start` line of the attempt."""
         batch_size = self.order.global_batch_size
         micro = start.get("plan", {}).get("micro_batch_size", batch_size // self.world_size)
         ranks = range(self.world_size)
         leaves = [leaves_of(rank, self.world_size, batch_size // micro) for rank in ranks]
-        return [range(own.start * micro, own.stop * micro) for own in leaves]
+        return [range(part.start * micro, part.stop * micro) for part in leaves]
 
     def _make(self, first: int, stop: int) -> Rows:
         layout = self._batches.layout_at(self.position)
@@ -242,8 +246,8 @@ class Replay:
             for n, sample in enumerate(ids.tolist())
         ]
 
-    def _kept_values(self) -> NDArray[np.float16]:
-        """Return loss and margin (2, global_batch_size) of the step; NaN where not kept."""
+    def _recorded_values(self) -> NDArray[np.float16]:
+        """Return loss and margin (2, global_batch_size) of the step; NaN if not recorded."""
         path = epoch_files(self.source.run_dir).get(self.epoch)
         if path is None:
             return np.full((2, self.order.global_batch_size), np.nan, np.float16)
@@ -251,16 +255,16 @@ class Replay:
         return read_epoch(path, steps, self.order.global_batch_size)[self.position % steps]
 
     def _check_same(self, start: dict[str, Any]) -> None:
-        """Raise ValueError unless data and order are those of the attempt that began with `start`.
+        """Raise ValueError if data or order differ from those in `start`, an attempt's first line.
 
-        Records of earlier versions do not tell.
+        Records of earlier versions have no hashes, so they are not checked.
         """
         split = self.source.train_set.split
         recorded = start.get("content_sha256")
-        if recorded and recorded != (found := content_sha256(split)):
+        if recorded and recorded != (actual := content_sha256(split)):
             raise ValueError(
                 f"{split.root}: its images or labels are not those that step {self.step} was"
-                f" trained on (sha256 of their checksums {found[:12]}, the record has"
+                f" trained on (sha256 of their checksums {actual[:12]}, the record has"
                 f" {str(recorded)[:12]}): restore the data, or give their place with"
                 " data.root=..."
             )
@@ -274,7 +278,7 @@ class Replay:
 
 
 def _mixing(table: NDArray[np.float32], partner: int, partner_key: str) -> dict[str, Any]:
-    """Return the fields of `ReplayedRow` that say how a row with this `table` (K,) was mixed."""
+    """Return the mixing fields of `ReplayedRow` for a row with this `table` (K,)."""
     if table[LAMBDA] == 1:
         nothing = {"mixed_by": "", "partner_row": None, "partner_key": "", "box": ""}
         return {**nothing, "own_share": 1.0}
@@ -294,10 +298,10 @@ def _number(value: np.float16) -> float | None:
 
 
 def write_csv(replay: Replay, path: Path) -> Path:
-    """Write a line for each row of the step; returns `path`."""
+    """Write a line for each row of the step, and return `path`."""
     columns = [field.name for field in fields(ReplayedRow)]
     with told(path), replacing(path) as file:
-        # A name that is not UTF-8 has its bytes again.
+        # With surrogateescape a name that is not UTF-8 is written with its original bytes.
         text = io.TextIOWrapper(file, "utf-8", "surrogateescape", newline="")
         writer = csv.writer(text)
         writer.writerow(columns)
@@ -309,7 +313,7 @@ def write_csv(replay: Replay, path: Path) -> Path:
 
 
 def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
-    """Draw the first rows: the stored image with its crop, and what the model was given."""
+    """Draw the first rows: the stored image with its crop, and the model's input."""
     source = replay.source
     data = source.config.data
     names = source.class_names
@@ -334,7 +338,7 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
 
 
 def _stored(replay: Replay, row: ReplayedRow) -> Tensor:
-    """Return the stored image, (3, H, W) uint8, made small, with its crop as a box."""
+    """Return the stored image, scaled down to (3, H, W) uint8, with its crop as a box."""
     image = Image.fromarray(decode(replay.source.train_set.split.read(row.sample)))
     scale = STORED_PX / max(image.size)
     image = image.resize([max(round(side * scale), 1) for side in image.size])
@@ -349,10 +353,10 @@ def _stored(replay: Replay, row: ReplayedRow) -> Tensor:
 def _caption(row: ReplayedRow, target: list[str], width_in: float) -> list[str]:
     if not row.weight:
         return ["not readable"]
-    done = [row.augmentation] if row.augmentation else []
+    parts = [row.augmentation] if row.augmentation else []
     if row.mixed_by:
-        done.append(f"{row.mixed_by} with row {row.partner_row}")
+        parts.append(f"{row.mixed_by} with row {row.partner_row}")
     if row.loss is not None:
-        done.append(f"loss {row.loss:.3g}")
-    lines = wrap("; ".join(done), int(width_in * 72 / (0.55 * CAPTION_PT)))
+        parts.append(f"loss {row.loss:.3g}")
+    lines = wrap("; ".join(parts), int(width_in * 72 / (0.55 * CAPTION_PT)))
     return [*target, *lines]

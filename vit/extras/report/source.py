@@ -1,7 +1,7 @@
-"""What a run folder and its data hold, for the report; each part is read on first use.
+"""Read a run folder and its data for the report; each part is read on first use.
 
-A run may be finished, stopped, killed or still running; only its files are read. A part that is not
-there raises ValueError, whose message is the reason that the page shows.
+A run may be finished, stopped, killed or still running; only its files are read. A missing part
+raises ValueError, whose message is the reason on the page.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from vit.training.plan import create_order
 from vit.weights.files import LoadedWeights, find_weights, load_weights, read_weights
 
 MAX_CONFUSION_CLASSES = 5_000
-"""A matrix of 200 MB; the 21,841 classes of ImageNet-21k would take 3.8 GB."""
+"""The most classes of a confusion matrix: 200 MB. ImageNet-21k's 21,841 would take 3.8 GB."""
 
 
 class ReportSource:
-    """A run folder and its data; the model is put on `device`.
+    """A run folder and its data; the model is on `device`.
 
-    overrides: settings, as "section.key=value", that differ from those of the run.
+    overrides: settings that replace those of the run, as "section.key=value".
     """
 
     def __init__(self, run_dir: Path, device: torch.device, overrides: Sequence[str] = ()):
@@ -55,7 +55,7 @@ class ReportSource:
 
     @cached_property
     def weights(self) -> LoadedWeights:
-        """The last weights; the averaged ones if there are any."""
+        """The last weights; if there are averaged weights, these."""
         try:
             path = find_weights(self.run_dir)
         except WeightsError:
@@ -75,7 +75,7 @@ class ReportSource:
 
     @cached_property
     def order(self) -> Order:
-        """Which of them is in which row of which batch."""
+        """The order of the training images in batches."""
         config = self.config
         train = self.train_set
         return create_order(
@@ -89,9 +89,9 @@ class ReportSource:
 
     @cached_property
     def predictions(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
-        """Predictions and labels of the newest evaluation, (num_images,) each, and its step.
+        """The predictions and labels of the newest evaluation, (num_images,) each, and its step.
 
-        A prediction is -1 where the logits were not numbers.
+        A prediction is -1 if the logits were not numbers.
         """
         try:
             with np.load(self.run_dir / PREDICTIONS_FILE) as file:
@@ -100,7 +100,7 @@ class ReportSource:
                 step = int(file["step"])
         except FileNotFoundError:
             raise ValueError("The run has not been evaluated yet") from None
-        except Exception as error:  # a damaged zip raises many kinds
+        except Exception as error:  # a damaged zip raises many kinds of errors
             raise ValueError(
                 f"{PREDICTIONS_FILE} is damaged ({type(error).__name__}); the next evaluation"
                 " writes it again"
@@ -109,9 +109,10 @@ class ReportSource:
 
     @cached_property
     def class_names(self) -> list[str]:
-        """A name for each class, "class 7" where none is known.
+        """The name of each class; "class 7" if it is unknown.
 
-        From the weights, else from the data; as many as weights, data or predictions have.
+        Names come from the weights, else from the data. Their number is the largest of weights,
+        data and predictions.
         """
         num_classes = 0
         names = list[str]()
@@ -128,7 +129,7 @@ class ReportSource:
 
     @cached_property
     def confusion(self) -> NDArray[np.int64]:
-        """(classes, classes): images by their class (row) and the class predicted (column)."""
+        """The confusion matrix (classes, classes): classes in rows, predictions in columns."""
         predictions, labels, _ = self.predictions
         num_classes = len(self.class_names)
         if num_classes > MAX_CONFUSION_CLASSES:
@@ -147,13 +148,13 @@ class ReportSource:
 
     @cached_property
     def augment(self) -> Augment:
-        """The device's part of the image path."""
+        """The part of the image path on the device."""
         config = self.config
         return create_augment(config.augment, config.data, self.num_classes, self.device)
 
     @property
     def num_classes(self) -> int:
-        """The size of the model's head: of the weights, or before there are any as in training."""
+        """The size of the model's head: that of the weights or, without weights, as in training."""
         try:
             find_weights(self.run_dir)
         except WeightsError:
@@ -166,28 +167,27 @@ class ReportSource:
 
     @property
     def image_format(self) -> ImageFormat:
-        """What the model's inputs are in evaluation, and in training behind all stages."""
+        """The format of the model's inputs in evaluation, and in training after all stages."""
         return ImageFormat.from_config(self.config.model, self.config.data)
 
     @property
     def train_format(self) -> ImageFormat:
-        """What they are in training, with its stages."""
+        """The format of the model's inputs in training, with its stages."""
         config = self.config
         return ImageFormat.from_config(config.model, config.data, config.schedule)
 
     def eval_image(self, sample: int, split: Split | Sources | None = None) -> Tensor:
-        """Decode an image, by default of the validation split, as evaluation does: (C, H, W)
-        uint8."""
+        """Decode an image (default: of the validation split) as in evaluation: (C, H, W) uint8."""
         form = self.image_format
         data = (split or self.val_split).read(sample)
         return decode_center(data, form.size, self.config.eval, form.interpolation, form.channels)
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Return (B, C, H, W) uint8 as inputs of the model, on its device."""
+        """Convert (B, C, H, W) uint8 to inputs of the model, on its device."""
         return self.augment.normalize(pixels.to(self.device))
 
     def check_same_images(self) -> None:
-        """Raise ValueError if the validation split is not the one that was evaluated."""
+        """Raise ValueError if the validation split has changed since the evaluation."""
         if not np.array_equal(self.predictions[1], self.val_split.index["label"]):
             raise ValueError(
                 f"{self.val_split.root} is no longer what was evaluated: its"
@@ -196,11 +196,13 @@ class ReportSource:
 
 
 def as_sentence(error: Exception) -> str:
-    """Return an error as one sentence; all but ValueError, which is written for users, are named by
-    their type."""
-    first, *others = str(error).strip().splitlines() or [""]
-    if others:
-        first += f" (and {len(others)} more of the kind)"
+    """Return an error as one sentence, with its type unless it is a ValueError.
+
+    Messages of ValueError are written for users.
+    """
+    first, *more_lines = str(error).strip().splitlines() or [""]
+    if more_lines:
+        first += f" (and {len(more_lines)} more of the kind)"
     if not isinstance(error, ValueError) or not first:
         first = f"{type(error).__name__}: {first}".rstrip(": ")
     return first if first.endswith((".", "!", "?")) else f"{first}."

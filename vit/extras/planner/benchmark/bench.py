@@ -1,8 +1,8 @@
-"""Everything that can be measured of a config on this machine, one after the other.
+"""Measure the training speed of a config on this machine, one figure after the other.
 
 config -> plan and size of the data
        -> eager step, then compiled: largest micro-batch, speed, parts, memory
-       -> loader alone and with the step, where there are data
+       -> loader alone and with the step, if the data exist
        -> one dict of numbers, for `vit.extras.planner.benchmark.certificate`
 """
 
@@ -44,8 +44,8 @@ GIB = 2**30
 def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
     """Measure `config` on the devices of `world`; the result is complete on the main rank.
 
-    Raises ValueError for a micro-batch that is none or does not fit, and for data that cannot be
-    opened if they are needed.
+    Raises ValueError if the micro-batch is invalid or does not fit, or if required data cannot be
+    opened.
     """
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
     config = with_settings(config, {"schedule.image_sizes": []})
@@ -60,7 +60,7 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
             " model.image_size=... schedule.image_sizes=[]"
         )
     if not subject.data.assumed:
-        open_data(config, world)  # what is wrong with the data should show now, not at the end
+        open_data(config, world)  # so that errors in the data appear now, not at the end
     else:
         subject.say(f"without data (--data ROOT measures the loader, too): {subject.data.assumed}")
     modes = [False, *([True] if subject.on_gpu or config.train.compile else [])]
@@ -87,9 +87,9 @@ def measure(config: Config, world: World, wishes: Wishes) -> dict[str, Any]:
 
 
 def _one_graph_for_each_size() -> AbstractContextManager[None]:
-    """Return the context in which a micro-batch of another size is compiled like the first.
+    """Return a context in which each size of micro-batch is compiled like the first one.
 
-    After the second size torch would make one graph for all, which no training has.
+    After the second size torch would compile one graph for all sizes, which training never uses.
     """
     context: AbstractContextManager[None] = torch._dynamo.config.patch(
         automatic_dynamic_shapes=False
@@ -100,17 +100,17 @@ def _one_graph_for_each_size() -> AbstractContextManager[None]:
 def _measure_mode(
     subject: Subject, compiled: bool, is_last: bool, before: Sequence[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-    """Measure the step eager or compiled, and after the last of them trace and loader.
+    """Measure the step eager or compiled; in the last mode also trace it and measure the loader.
 
-    before: the rows of other modes, whose batches are taken.
+    before: rows of earlier modes; their batch sizes are used again.
     """
     wishes = subject.wishes
     device = subject.world.device
     mode = "compiled" if compiled else "eager"
     subject.say(f"{mode}: {'compiling' if compiled else 'warming up'} ...")
     train_step = _create(subject, compiled)
-    found = before[-1]["largest_micro_batch_size"] if before else None
-    largest = _largest(subject, train_step, mode, found) if subject.on_gpu else None
+    largest_before = before[-1]["largest_micro_batch_size"] if before else None
+    largest = _largest(subject, train_step, mode, largest_before) if subject.on_gpu else None
     rows: list[dict[str, Any]] = []
     for micro_batch_size in _to_measure(subject, largest):
         rank_batch_size = _known_batch(subject, [*before, *rows], micro_batch_size) or _affordable(
@@ -135,7 +135,7 @@ def _measure_mode(
 
 
 def _create(subject: Subject, compiled: bool) -> TrainStep:
-    """Create the step; ValueError if not even the model fits."""
+    """Create the step. Raises ValueError if the model alone does not fit."""
     config = with_settings(subject.config, {"train.compile": compiled})
     try:
         return create_step(config, subject.plan, subject.data.num_classes, subject.world)
@@ -144,14 +144,14 @@ def _create(subject: Subject, compiled: bool) -> TrainStep:
 
 
 def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | None) -> int:
-    """Find the largest micro-batch that fits; ValueError if none does, or not the wanted one.
+    """Find the largest micro-batch that fits. Raises ValueError if the requested one does not fit.
 
-    first: where to begin; None: with the planner's.
+    first: size to try first; None: the planner's.
     """
     config = subject.config
-    wanted = subject.wishes.micro_batch_size
-    sizes = [size for size in subject.sizes if wanted is None or size <= wanted]
-    first = wanted or first
+    requested = subject.wishes.micro_batch_size
+    sizes = [size for size in subject.sizes if requested is None or size <= requested]
+    first = requested or first
     if first is None:
         gpu = gpu_of(subject.world.device)
         assert gpu is not None, "there is nothing to look for on a CPU"
@@ -168,16 +168,16 @@ def _largest(subject: Subject, train_step: TrainStep, mode: str, first: int | No
     with subject.world.fail_together():
         if not largest:
             raise ValueError(f"{config.model.name}: {_too_large(subject)}")
-        if wanted is not None and largest < wanted:
+        if requested is not None and largest < requested:
             raise ValueError(
-                f"--micro-batch {wanted}: a step does not fit into the"
+                f"--micro-batch {requested}: a step does not fit into the"
                 f" {_memory_gib(subject):.1f} GiB of this GPU; the largest that fits is {largest}"
             )
     return largest
 
 
 def _too_large(subject: Subject) -> str:
-    """Say that not even the smallest step fits, and what would."""
+    """Return the message that even the smallest step does not fit, with the remedy."""
     train = subject.config.train
     less = []
     if train.activation_checkpointing != "block":
@@ -193,7 +193,7 @@ def _too_large(subject: Subject) -> str:
 
 
 def _to_measure(subject: Subject, largest: int | None) -> list[int]:
-    """Return the micro-batches to measure: the config's, and the largest if it is another."""
+    """Return the micro-batches to measure: the config's, and the largest if it differs."""
     planned = subject.plan.micro_batch_size
     if largest is None or subject.wishes.micro_batch_size is not None:
         return [planned]
@@ -203,7 +203,7 @@ def _to_measure(subject: Subject, largest: int | None) -> list[int]:
 def _known_batch(
     subject: Subject, rows: Sequence[dict[str, Any]], micro_batch_size: int
 ) -> int | None:
-    """Return a rank's batch that was measured already and has whole micro-batches of this size."""
+    """Return a measured batch size of a rank that is a multiple of this micro-batch, or None."""
     for row in rows:
         size: int = row["rank_batch_size"]
         # On a CPU the batch, and so the micro-batch, may be smaller than the config's.
@@ -213,26 +213,26 @@ def _known_batch(
 
 
 def _affordable(subject: Subject, train_step: TrainStep, micro_batch_size: int) -> int:
-    """Return how many images a rank's step may have, so that it takes half of the seconds at most.
+    """Return the largest batch of a rank whose step takes at most half of `Wishes.seconds`.
 
-    On a CPU the batch of a recipe for GPUs would take minutes. A given number of steps is one of
-    whole steps. The loader gets the same batch later, so it is one that has an order.
+    On a CPU the batch of a recipe for GPUs would take minutes. With `Wishes.num_steps` the batch is
+    the complete one. The loader gets the same batch later, so an order must exist for it.
     """
     wishes = subject.wishes
     if wishes.num_steps is not None:
         return subject.sizes[-1]
     is_fixed = subject.on_gpu or wishes.micro_batch_size is not None
-    rows, *others = [
+    rows, *larger_sizes = [
         size
         for size in subject.loadable
         if size % micro_batch_size == 0 or (size < micro_batch_size and not is_fixed)
     ]
     train_step.micro_batch_size = min(micro_batch_size, rows)
     run_steps(train_step, subject.make_batches(rows, 1), 1)
-    for larger in others:
+    for larger in larger_sizes:
         train_step.micro_batch_size = min(micro_batch_size, rows)
         [taken_s] = run_steps(train_step, subject.make_batches(rows, 1), 1)
-        # The clocks of ranks differ: the first one decides for all.
+        # Rank 0 decides for all ranks, because their clocks differ.
         next_s = subject.world.broadcast_from_main(partial(float, taken_s / rows * larger))
         if next_s > wishes.seconds / 2:
             break
@@ -250,8 +250,8 @@ def _measure_row(
     train_step.micro_batch_size = micro_batch_size
     batches = subject.make_batches(rank_batch_size)
     device_memory.reset_peak(world.device)
-    what = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
-    with _progress(subject, f"{what} {micro_batch_size}", rank_batch_size) as on_step:
+    label = f"{config.model.name} {mode}, {rank_batch_size} images in micro-batches of"
+    with _progress(subject, f"{label} {micro_batch_size}", rank_batch_size) as on_step:
         times = time_step(
             train_step,
             batches,
@@ -268,10 +268,10 @@ def _measure_row(
         accumulation_steps=rank_batch_size // micro_batch_size,
     )
     planned = step_memory(config, tried, subject.data.num_classes)
-    of_each = times.images_per_s / world.size
+    images_per_s_per_gpu = times.images_per_s / world.size
     with torch.device("meta"):
         model = create_trained_model(config, subject.data.num_classes)
-    # By the micro-batch, which decides how many samples drop path leaves out.
+    # The micro-batch matters, because it determines how many samples drop path skips.
     flops_per_image = train_flops_per_image(model, micro_batch_size)
     return {
         "model": config.model.name,
@@ -285,8 +285,8 @@ def _measure_row(
         "rank_batch_size": rank_batch_size,
         "micro_batch_size": micro_batch_size,
         "images_per_s": times.images_per_s,
-        "images_per_s_per_gpu": of_each,
-        "mfu": Utilization(flops_per_image, subject.peak).mfu(of_each),
+        "images_per_s_per_gpu": images_per_s_per_gpu,
+        "mfu": Utilization(flops_per_image, subject.peak).mfu(images_per_s_per_gpu),
         "flops_per_image": flops_per_image,
         "num_steps": times.num_steps,
         "step_s": times.step_s,
@@ -333,8 +333,8 @@ def _measure_loading(
 
 
 @contextmanager
-def _progress(subject: Subject, what: str, num_rows: int) -> Iterator[OnStep]:
-    """Show the images that are done, from the moment their number is known."""
+def _progress(subject: Subject, label: str, num_rows: int) -> Iterator[OnStep]:
+    """Show the number of finished images, as soon as the total is known."""
     num_images = num_rows * subject.world.size
     with ExitStack() as stack:
         meter: Meter | None = None
@@ -343,7 +343,7 @@ def _progress(subject: Subject, what: str, num_rows: int) -> Iterator[OnStep]:
             nonlocal meter
             if meter is None:
                 shown = subject.world.is_main
-                meter = stack.enter_context(Meter(what, total * num_images, "images", shown))
+                meter = stack.enter_context(Meter(label, total * num_images, "images", shown))
             meter.update(done * num_images)
 
         yield on_step

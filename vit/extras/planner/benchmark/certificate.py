@@ -1,4 +1,4 @@
-"""The numbers of a machine as tables for people, and as the file that the planner reads.
+"""Format the measurements of a machine as tables, and write the file that the planner reads.
 
 `vit.extras.planner.benchmark.bench.measure` -> `tables` -> terminal
                             -> `write_results` -> <date>-gpu-<name>.json and .md
@@ -21,7 +21,7 @@ from vit.system.meter import digits
 from vit.training.step_result import StepPhase
 
 Table = list[list[str]]
-"""The first row is its head, the first column names the rows."""
+"""A table: the first row is the head, the first column has the names of the rows."""
 PART_NAMES = {
     StepPhase.CHANGE: "augmentation, grey levels",
     StepPhase.FINISH: "augmentation, float32",
@@ -31,14 +31,22 @@ PART_NAMES = {
     StepPhase.UPDATE: "norm, optimizer, average",
 }
 IDENTITY = (
-    *("model", "image_size", "flops_per_image", "drop_path_form", "precision", "compiled"),
-    *("deterministic", "activation_checkpointing", "num_devices", "micro_batch_size"),
+    "model",
+    "image_size",
+    "flops_per_image",
+    "drop_path_form",
+    "precision",
+    "compiled",
+    "deterministic",
+    "activation_checkpointing",
+    "num_devices",
+    "micro_batch_size",
 )
-"""A later row with the same of these replaces the earlier one in a file."""
+"""The identity of a row: a later row with equal values replaces the earlier one in a file."""
 
 
 def check_writable(option: str, folder: Path) -> None:
-    """Raise ValueError if files cannot be written to `folder`, which is made."""
+    """Make `folder`, and raise ValueError if files cannot be written to it."""
     probe = folder / ".writable"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +59,7 @@ def check_writable(option: str, folder: Path) -> None:
 
 
 def step_table(result: Mapping[str, Any]) -> Table:
-    """Return what was measured of the step, a column for each mode and micro-batch."""
+    """Return the measurements of the step, with a column for each mode and micro-batch."""
     rows = result["training"]
     reduced = [row["all_reduce"] for row in rows]
     table = [
@@ -68,7 +76,7 @@ def step_table(result: Mapping[str, Any]) -> Table:
     ]
     for part, name in PART_NAMES.items():
         if part == StepPhase.TEACHER and not any(row["parts_s"].get(part) for row in rows):
-            continue  # few have one
+            continue  # most configs have no teacher
         table.append([f"  {name}", *(_share(row, row["parts_s"].get(part, 0.0)) for row in rows)])
     if all(reduced):
         table += [
@@ -89,28 +97,28 @@ def step_table(result: Mapping[str, Any]) -> Table:
 
 
 def loading_table(result: Mapping[str, Any]) -> Table:
-    """Return the speed of loader, step and both; empty where there were no data."""
-    found = result["loading"]
-    if found is None:
+    """Return the speed of loader, step and both; [] if there were no data."""
+    loading = result["loading"]
+    if loading is None:
         return []
-    workers = f"{found['num_workers']} worker(s)" if found["num_workers"] else "no workers"
-    lost = f"{100 * found['lost_share']:.1f} % less than the step alone"
-    if found["lost_share"] < 0:
+    workers = f"{loading['num_workers']} worker(s)" if loading["num_workers"] else "no workers"
+    lost = f"{100 * loading['lost_share']:.1f} % less than the step alone"
+    if loading["lost_share"] < 0:
         lost = "nothing lost"
     return [
         ["", "images/s", ""],
-        ["loader alone", digits(found["loader_images_per_s"]), f"{workers} for each rank"],
-        ["step alone", digits(found["step_images_per_s"]), ""],
+        ["loader alone", digits(loading["loader_images_per_s"]), f"{workers} for each rank"],
+        ["step alone", digits(loading["step_images_per_s"]), ""],
         [
             "loader and step",
-            digits(found["together_images_per_s"]),
-            f"{lost}, data wait {100 * found['data_wait_share']:.0f} %",
+            digits(loading["together_images_per_s"]),
+            f"{lost}, data wait {100 * loading['data_wait_share']:.0f} %",
         ],
     ]
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Return what was measured on what."""
+    """Return the title of the measurements: model, size, precision and devices."""
     row = result["training"][0]
     height, width = row["image_size"]
     return (
@@ -122,13 +130,13 @@ def title(result: Mapping[str, Any]) -> str:
 def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     """Write `result` to `<date>-gpu-<name>.json` in `folder` and as a page next to it.
 
-    Rows of other measurements in a file of the same name stay. Of a CPU the name says so, and the
-    planner does not read it. Raises ValueError if that cannot be written.
+    Rows of other measurements in an existing file stay. The file of a CPU has another name, so the
+    planner does not read it. Raises ValueError if the file cannot be written.
     """
     path = _place(folder, result["device"], result["device_type"])
     before = json.loads(path.read_text()) if path.exists() else {}
     new = [{key: row[key] for key in IDENTITY} for row in result["training"]]
-    kept = [
+    other_rows = [
         row
         for row in before.get("training", [])
         if {key: row.get(key) for key in IDENTITY} not in new
@@ -137,7 +145,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
     if result["loading"] is not None:
         model = result["loading"]["model"]
         loading = [*(row for row in loading if row["model"] != model), result["loading"]]
-    training = [*kept, *result["training"]]
+    training = [*other_rows, *result["training"]]
     peak = {key: result[key] for key in ("peak_tflops", "peak_source")}
     _write(
         path,
@@ -149,7 +157,7 @@ def write_results(folder: Path, result: Mapping[str, Any]) -> Path:
 def write_promises(
     folder: Path, device: str, device_type: str, promises: Sequence[Mapping[str, Any]]
 ) -> Path:
-    """Write what `launch/gpu_check.py` found of `device` to the file of `write_results`."""
+    """Write the results of `launch/gpu_check.py` on `device` to the file of `write_results`."""
     path = _place(folder, device, device_type)
     before = json.loads(path.read_text()) if path.exists() else {"training": [], "loading": []}
     _write(path, {**before, **_facts(device), "promises": list(promises)})
@@ -157,7 +165,7 @@ def write_promises(
 
 
 def _place(folder: Path, device: str, device_type: str) -> Path:
-    """Return the file for `device`; ValueError if there can be none."""
+    """Return the path of the file for `device`. Raises ValueError if it cannot be written."""
     check_writable("--out", folder)
     slug = re.sub(r"[^a-z0-9]+", "-", _short_name(device).lower()).strip("-")
     kind = "gpu-" if device_type == "cuda" else ""
@@ -182,7 +190,7 @@ def _write(path: Path, document: Mapping[str, Any]) -> None:
 
 
 def as_markdown(document: Mapping[str, Any]) -> str:
-    """Return the page of a file of results: what was measured, by model."""
+    """Return the page of a file of results, by model."""
     facts = ("command", "git", "python", "torch", "host")
     parts = [
         f"# Measured on {document['device']}, {document['date']}",
@@ -195,8 +203,8 @@ def as_markdown(document: Mapping[str, Any]) -> str:
     for model in dict.fromkeys(row["model"] for row in document["training"]):
         rows = [row for row in document["training"] if row["model"] == model]
         for num_devices in sorted({row["num_devices"] for row in rows}):
-            here = [row for row in rows if row["num_devices"] == num_devices]
-            part = {**document, "num_devices": num_devices, "training": here}
+            rows_of_number = [row for row in rows if row["num_devices"] == num_devices]
+            part = {**document, "num_devices": num_devices, "training": rows_of_number}
             parts += [f"## {title(part)}", _as_rows(step_table(part))]
         for loading in [row for row in document["loading"] if row["model"] == model]:
             parts.append(_as_rows(loading_table({"loading": loading})))
@@ -204,13 +212,13 @@ def as_markdown(document: Mapping[str, Any]) -> str:
 
 
 def peak_text(tflops: float, source: str) -> str:
-    """Return the peak of a device for people."""
+    """Return the peak of a device as text."""
     rate = f"{digits(tflops)} TFLOP/s" if tflops >= 1 else f"{digits(1e3 * tflops)} GFLOP/s"
     return f"peak {rate} ({source})"
 
 
 def _mode(row: Mapping[str, Any]) -> str:
-    """Return the settings that make a difference, but for what all have."""
+    """Return the settings of a row that differ from the usual ones."""
     parts = ["compiled" if row["compiled"] else "eager"]
     parts += ["deterministic"] if row["deterministic"] else []
     if row["activation_checkpointing"] != "none":
@@ -219,7 +227,7 @@ def _mode(row: Mapping[str, Any]) -> str:
 
 
 def _share(row: Mapping[str, Any], seconds: float) -> str:
-    """Return the share of the step that `seconds` are."""
+    """Return `seconds` as a share of the step's time."""
     return f"{100 * seconds / row['step_s']:.1f} %"
 
 

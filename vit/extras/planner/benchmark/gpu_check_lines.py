@@ -1,8 +1,8 @@
-"""The parts of `launch/gpu_check.py`, each in a process of its own with a time budget.
+"""Run the parts of `launch/gpu_check.py`, each in a separate process with a time budget.
 
-A part yields `Line`s. Its process shares nothing with the others, so memory, compiled graphs and
-errors of the device end with it; one that overruns is killed with all that it has started, and what
-it had found by then stays.
+A part yields `Line`s. Its process is independent of all others, so memory, compiled graphs and
+errors of the device end with the process. A part that exceeds its budget is killed with all
+processes that it started; the lines that it sent before remain.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vit.system.redact import shown
 
 @dataclass(frozen=True)
 class Line:
-    """What was found out about one promise."""
+    """The result of testing one promise."""
 
     what: str
     passed: bool | None
-    """None: a number without a promise, or nothing that can be tried here."""
+    """Whether the promise holds; None: a number without a promise, or not testable."""
     said: str
-    """The number, for people."""
+    """The result as text."""
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Line:
         return f"{verdict}  {self.what}: {self.said}"
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
 
@@ -47,8 +47,8 @@ def run_part(
 ) -> list[Line]:
     """Run `part` for at most `budget_s` seconds and return its lines.
 
-    An error and an overrun are lines, too, which have not passed. `on_line` gets each at once. The
-    caller must not have started CUDA: a forked process cannot use it then.
+    An error and an exceeded budget are failed lines. `on_line` gets each line at once. The caller
+    must not have initialized CUDA, because a forked process could not use it.
     """
     lines: list[Line] = []
 
@@ -79,8 +79,8 @@ def run_part(
 
 
 def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Connection) -> None:
-    """Send the lines of `part`, or the message of its error, as a process of its own."""
-    os.setsid()  # so that all of it can be killed at once
+    """Send the lines of `part`, or the message of its error; runs in the new process."""
+    os.setsid()  # so that the process and its children can be killed at once
     receiver.close()
     try:
         for line in part():
@@ -92,9 +92,9 @@ def _serve(part: Callable[[], Iterable[Line]], receiver: Connection, sender: Con
 
 
 def _end(process: Any) -> None:
-    """End `process` and its group, if something of it is left."""
+    """Kill `process` and its group, as far as they are alive."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):
-        process.kill()  # it had not come to be a group
+        process.kill()  # killed before `setsid` made it a group
     process.join()

@@ -1,7 +1,7 @@
-"""What is promised of training on a device, each promise tried at a small size.
+"""Test the promises about training on a device, each at a small size.
 
-Each function yields `Line`s. On a CPU, which is the reference, all run but what only a GPU can
-break; so tests of this file need no GPU.
+Each function yields `Line`s. All functions also run on a CPU, which is the reference, except checks
+that concern only a GPU; so tests of this file do not need a GPU.
 """
 
 from __future__ import annotations
@@ -35,37 +35,48 @@ from vit.training.print_config import IMAGENET_IMAGES
 
 CLASSES = 10
 SMALL = (
-    *("model.name=vit_ti16", "model.depth=4", "model.image_size=64", "data.global_batch_size=32"),
-    *("data.micro_batch_size=16", "optim.clip_grad_norm=1.0"),
+    "model.name=vit_ti16",
+    "model.depth=4",
+    "model.image_size=64",
+    "data.global_batch_size=32",
+    "data.micro_batch_size=16",
+    "optim.clip_grad_norm=1.0",
 )
-"""What makes a recipe small; its augmentation, mixing and average stay."""
+"""The settings of a small recipe; augmentation, mixing and average do not change."""
 EXACT = (
-    *("train.precision=fp32", "model.drop_path_rate=0.0"),
-    *("augment.randaugment_layers=0", "augment.randaugment_magnitude_std=null"),
-    *("augment.mixup_alpha=0.0", "augment.cutmix_alpha=0.0", "optim.eps=1e-5", "optim.lr=1e-3"),
-    *("schedule.warmup_epochs=0", "train.compile=false"),
+    "train.precision=fp32",
+    "model.drop_path_rate=0.0",
+    "augment.randaugment_layers=0",
+    "augment.randaugment_magnitude_std=null",
+    "augment.mixup_alpha=0.0",
+    "augment.cutmix_alpha=0.0",
+    "optim.eps=1e-5",
+    "optim.lr=1e-3",
+    "schedule.warmup_epochs=0",
+    "train.compile=false",
 )
-"""Without what each device draws for itself; where AdamW divides rounding by rounding (keys' biases
-have no gradient), eps leaves little of it."""
+"""The settings for equal numbers: without random numbers of the device, and with an eps that hides
+the rounding noise of gradients that are 0 (biases of keys), which AdamW would divide by itself."""
 STEPS = 20
 WEIGHTS_TOLERANCE = 1e-3
-"""Of the distance that training has moved the weights; between a CPU's kernels with vectors and
-those without it is 1e-5."""
+"""The largest difference of weights, as a share of the distance that training has moved them. A
+CPU's kernels with and without vector instructions differ by 1e-5."""
 LOGITS_TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
-"""Of the logits' standard deviation: rounding of 2**-24 and 2**-9 a sum, over 12 blocks."""
+"""The largest difference of logits, as a share of their standard deviation: rounding of 2**-24 and
+2**-9 a sum, over 12 blocks."""
 LEVELS_TOLERANCE = 1e-3
-"""Share of grey levels that may differ, by one."""
+"""The largest share of grey levels that may differ, by one."""
 MEMORY_TOLERANCE = 0.1
 
 
 def recipe(*overrides: str, name: str = "vit_b16") -> Config:
-    """A recipe without its data."""
+    """Return a recipe without its data."""
     path = recipes_folder() / f"{name}.yaml"
     return load_config(path, ["data.root=none", *overrides])
 
 
 def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Batch]]:
-    """The step of `config` on one device, and four batches that lie there."""
+    """Return the step of `config` on `device`, and four batches on it."""
     world = World(0, 1, device)
     plan, _ = make_plan(config, IMAGENET_IMAGES, 1)
     step = create_step(config, plan, CLASSES, world)
@@ -77,19 +88,19 @@ def make_step(config: Config, device: torch.device) -> tuple[TrainStep, list[Bat
 
 
 class Numbered(Batches):
-    """Batches whose every value is their position."""
+    """Batches in which every value is the position of the batch."""
 
     layout = BatchLayout(64, ImageFormat((32, 32)), 4)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write the position everywhere."""
+        """Write the position into all tensors."""
         for tensor in (rows.images, rows.labels, rows.weights, rows.table, rows.ids):
             tensor.fill_(position)
         return ()
 
 
 def page_locked_slots(device: torch.device) -> Iterator[Line]:
-    """The loader's slots are page-locked, or a note says why not; what arrives is what was made."""
+    """Check that batches arrive intact; report whether the loader's slots are page-locked."""
     num_batches = 40
     wrong = []
     notes = io.StringIO()
@@ -101,16 +112,20 @@ def page_locked_slots(device: torch.device) -> Iterator[Line]:
             if any(bool((tensor != position).any()) for tensor in arrived):
                 wrong.append(position)
     note = notes.getvalue().strip()
-    how = "page-locked" if device.type == "cuda" and not note else note or "in shared memory"
+    memory_kind = (
+        "page-locked" if device.type == "cuda" and not note else note or "in shared memory"
+    )
     intact = f"{num_batches - len(wrong)} of {num_batches} batches arrived as they were made"
-    yield Line("the loader's slots", not wrong, f"{how}; {intact}", {"page_locked": not note})
+    yield Line(
+        "the loader's slots", not wrong, f"{memory_kind}; {intact}", {"page_locked": not note}
+    )
 
 
 # --- the same numbers as a CPU --------------------------------------------------------------------
 
 
 def distance(ours: nn.Module, theirs: nn.Module) -> float:
-    """Euclidean distance between all weights of two models."""
+    """Return the Euclidean distance between all weights of two models."""
 
     def weights(model: nn.Module) -> Tensor:
         return torch.cat([parameter.detach().cpu().flatten() for parameter in model.parameters()])
@@ -119,7 +134,7 @@ def distance(ours: nn.Module, theirs: nn.Module) -> float:
 
 
 def equals_the_cpu(device: torch.device) -> Iterator[Line]:
-    """fp32 training, augmentation and evaluation compute what a CPU computes."""
+    """Check that fp32 training, augmentation and evaluation equal those on a CPU."""
     config = recipe(*SMALL, *EXACT)
     cpu = torch.device("cpu")
     reference, batches = make_step(config, cpu)
@@ -142,7 +157,7 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
     yield from _equal_levels(device)
     reference.model.eval()
     images = torch.randn(8, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    # The recipes' head starts at zero: no training of a few steps makes logits that differ much.
+    # The recipes' head starts at zero, and after a few steps all logits would be nearly equal.
     nn.init.normal_(reference.model.get_parameter("head.weight"), std=0.1)
     tried.model.load_state_dict(reference.model.state_dict())
     tried.model.eval()
@@ -162,7 +177,7 @@ def equals_the_cpu(device: torch.device) -> Iterator[Line]:
 
 
 def _equal_levels(device: torch.device) -> Iterator[Line]:
-    """Augmented grey levels are those of a CPU."""
+    """Check that augmented grey levels equal those of a CPU."""
     config = recipe(*SMALL)
     cpu = torch.device("cpu")
     [batch] = synthetic_batches(config, 256, CLASSES, cpu, count=1)
@@ -186,13 +201,13 @@ def _equal_levels(device: torch.device) -> Iterator[Line]:
 
 
 def no_waits(device: torch.device) -> Iterator[Line]:
-    """Steps and augmentation wait for nothing; torch raises an error where one does.
+    """Check that steps and augmentation never wait for the GPU; torch raises an error if they do.
 
-    After a first round, in which constants and memory come.
+    The first round is not checked, because it makes constants and allocates memory.
     """
-    what = "no step waits for the GPU"
+    promise = "no step waits for the GPU"
     if device.type != "cuda":
-        yield Line(what, None, "a CPU has no queue to wait for")
+        yield Line(promise, None, "a CPU has no queue to wait for")
         return
     step, batches = make_step(recipe(*SMALL, "train.compile=false"), device)
     run_steps(step, batches, len(batches))
@@ -201,12 +216,12 @@ def no_waits(device: torch.device) -> Iterator[Line]:
             step(step.augment.change_batch(batch), number) for number, batch in enumerate(batches)
         ]
     finite = all(np.isfinite(result.read().loss) for result in results)
-    yield Line(what, finite, f"{len(results)} steps queued without one")
+    yield Line(promise, finite, f"{len(results)} steps queued without one")
 
 
 @contextmanager
 def _waits_are_errors(device: torch.device) -> Iterator[None]:
-    """Let torch raise an error where the host would wait for a GPU within an operation."""
+    """Make torch raise an error if the host waits for a GPU within an operation."""
     if device.type != "cuda":
         yield
         return
@@ -218,7 +233,7 @@ def _waits_are_errors(device: torch.device) -> Iterator[None]:
 
 
 def graphs_as_planned(device: torch.device) -> Iterator[Line]:
-    """All blocks share a graph in training and one in evaluation; none comes later, none waits."""
+    """Check that all blocks share one graph in training and one in evaluation, compiled at once."""
     config = recipe(*SMALL, "train.compile=true")
     torch._dynamo.reset()
     step, batches = make_step(config, device)
@@ -241,7 +256,7 @@ def graphs_as_planned(device: torch.device) -> Iterator[Line]:
         result.read()
     evaluate()
     later = _num_graphs() - before - training - evaluation
-    # Augmentation's last part is compiled for GPUs only.
+    # The last part of augmentation is compiled only for GPUs.
     planned = 2 if device.type == "cuda" else 1
     yield Line(
         "graphs are compiled as planned, none later",
@@ -257,10 +272,10 @@ def _num_graphs() -> int:
 
 
 def planned_memory(device: torch.device) -> Iterator[Line]:
-    """The peak of a step's memory is what the planner counts."""
-    what = "peak memory is the planner's"
+    """Check that the peak memory of a step is what the planner counts."""
+    promise = "peak memory is the planner's"
     if device.type == "cpu" and sys.platform != "linux":
-        yield Line(what, None, "only Linux says how much a process had at most")
+        yield Line(promise, None, "only Linux says how much a process had at most")
         return
     rows = 256 if device.type == "cuda" else 32
     overrides = ("model.image_size=224", f"data.global_batch_size={rows}", "train.compile=false")
@@ -273,16 +288,16 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
     run_steps(step, batches, 1)
     peak = measured_peak_bytes(device)
     if peak is None:
-        yield Line(what, None, "this system does not say")
+        yield Line(promise, None, "this system does not say")
         return
     measured = peak - before
     counted = step_memory(config, plan, CLASSES).in_turn
     off = measured / counted - 1
-    # A CPU's process holds much besides tensors, and this step is small.
+    # A process on a CPU has much memory that is not in tensors, and this step is small.
     on_gpu = device.type == "cuda"
     limit = f"at most {MEMORY_TOLERANCE:.0%}" if on_gpu else "of the whole process, no promise"
     yield Line(
-        what,
+        promise,
         abs(off) <= MEMORY_TOLERANCE if on_gpu else None,
         f"{measured / 2**20:.0f} MiB measured, {counted / 2**20:.0f} counted: {off:+.0%} ({limit})",
         {"measured_bytes": measured, "counted_bytes": counted},
@@ -293,8 +308,8 @@ def planned_memory(device: torch.device) -> Iterator[Line]:
 
 
 def cost_of_determinism(device: torch.device, *overrides: str, seconds: float) -> Iterator[Line]:
-    """How much slower a step is with `train.deterministic`."""
-    # Read when cuBLAS starts, so the same for both.
+    """Measure how much slower a step is with `train.deterministic`."""
+    # cuBLAS reads this variable once, when it starts, so both measurements use it.
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     step, batches = make_step(recipe("train.compile=false", *overrides), device)
     plain = time_step(step, batches, seconds=seconds).images_per_s

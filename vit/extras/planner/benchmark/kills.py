@@ -1,6 +1,6 @@
-"""Real trainings that are killed: does the resumed one equal the other, how long do ranks wait.
+"""Kill real trainings: compare the resumed run with an uninterrupted one, and time the detection.
 
-The commands are those of users, in processes of their own, on a few images that are made here.
+The commands are those of users, run as separate processes on a few generated images.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LAUNCH = Path(__file__).parents[4] / "launch"
 NUM_STEPS = 24
 SAVE_EVERY_STEPS = 8
 KILL_AT_STEP = 13
-"""Between two checkpoints."""
+"""The step of the kill, between two checkpoints."""
 NOTICED_S = 60.0
-"""torchrun looks at its ranks ten times a second, and kills those that do not end by themselves
-after 30 s."""
+"""The time limit for noticing a killed rank. torchrun checks its ranks ten times a second, and
+kills ranks that do not end within 30 s."""
 POLL_S = 0.05
 CONFIG = """
 model: {name: vit_ti16, image_size: 64, drop_path_rate: 0.1}
@@ -50,7 +50,7 @@ log: {every_steps: 1, wandb: "off", report: false}
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with shards and a config, and the settings of every command there."""
+    """A folder with shards and a config, and the settings of every command in it."""
 
     folder: Path
     settings: tuple[str, ...]
@@ -60,10 +60,10 @@ class Place:
         return self.folder / "check.yaml"
 
     def command(self, run_dir: Path, *overrides: str, ranks: int = 0) -> list[str]:
-        """The line that trains into `run_dir`; under torchrun if `ranks` are given."""
+        """Return the command that trains into `run_dir`, under torchrun if `ranks` is given."""
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        words = ["--config", str(self.config), f"run.dir={run_dir}", *self.settings, *overrides]
-        return [sys.executable, *(torchrun if ranks else []), str(LAUNCH / "train.py"), *words]
+        options = ["--config", str(self.config), f"run.dir={run_dir}", *self.settings, *overrides]
+        return [sys.executable, *(torchrun if ranks else []), str(LAUNCH / "train.py"), *options]
 
 
 def make_place(folder: Path, *settings: str) -> Place:
@@ -77,24 +77,24 @@ def make_place(folder: Path, *settings: str) -> Place:
                 pixels = generator.integers(80 * label, 80 * label + 80, (80, 96, 3), np.uint8)
                 Image.fromarray(pixels).save(images / f"{number:03d}.jpg")
     shards = folder / "shards"
-    words = [str(folder / "images"), "--out", str(shards), "--num-shards", "2", "--workers", "1"]
-    _run([sys.executable, "-m", "data_prep.imagefolder", *words])
+    options = [str(folder / "images"), "--out", str(shards), "--num-shards", "2", "--workers", "1"]
+    _run([sys.executable, "-m", "data_prep.imagefolder", *options])
     (folder / "check.yaml").write_text(CONFIG.replace("SHARDS", str(shards)))
     return Place(folder, settings)
 
 
 def _run(line: Sequence[str]) -> str:
-    """Run a command to its end and return what it printed to stdout."""
-    done = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or ["nothing was printed"]
-        told = next((line for line in lines if "error: " in line), lines[-1])
-        raise RuntimeError(f"a command ended with {done.returncode}: {told}")
-    return done.stdout
+    """Run a command to its end and return its stdout."""
+    result = subprocess.run(line, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["nothing was printed"]
+        message = next((line for line in lines if "error: " in line), lines[-1])
+        raise RuntimeError(f"a command ended with {result.returncode}: {message}")
+    return result.stdout
 
 
 def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Wait until the record has come to `step`."""
+    """Wait until the record has reached `step`."""
     path = run_dir / METRICS_FILE
     while not path.is_file() or not any(line["step"] >= step for line in read_metrics(path)):
         if process.poll() is not None:
@@ -103,7 +103,7 @@ def _wait_for_step(process: subprocess.Popen[bytes], run_dir: Path, step: int) -
 
 
 def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> Iterator[Line]:
-    """`kill -9` in mid-run and the same command again give the weights of the uninterrupted run."""
+    """Check that `kill -9` and the same command again give the weights of an uninterrupted run."""
     name = "with" if deterministic else "without"
     setting = f"train.deterministic={str(deterministic).lower()}"
     whole = place.folder / f"whole_{name}"
@@ -120,18 +120,18 @@ def killed_and_resumed(place: Place, *, deterministic: bool, promised: bool) -> 
     restarts = max(line.get("restarts", 0) for line in read_metrics(killed / METRICS_FILE))
     different = _different_tensors(whole, killed)
     equal = not different and restarts == 1
-    said = "equal bit for bit" if equal else f"{len(different)} tensors differ"
+    outcome = "equal bit for bit" if equal else f"{len(different)} tensors differ"
     rate = statistics.median(line["images_per_s"] for line in _train_lines(whole))
     yield Line(
         f"kill -9 and resume, {name} train.deterministic",
         equal if promised else None,
-        f"{said} ({restarts} restart); {rate:.0f} images/s",
+        f"{outcome} ({restarts} restart); {rate:.0f} images/s",
         {"equal": equal, "images_per_s": rate, "restarts": restarts},
     )
 
 
 def _different_tensors(first: Path, second: Path) -> list[str]:
-    """Return the names of tensors of two finished runs that differ in a bit."""
+    """Return the names of tensors that differ in any bit between two finished runs."""
     name = f"checkpoints/step_{NUM_STEPS:08d}/state.safetensors"
     ours, theirs = (load_file(folder / name) for folder in (first, second))
     return [
@@ -144,8 +144,8 @@ def _different_tensors(first: Path, second: Path) -> list[str]:
 
 
 def pauses(place: Place, *overrides: str) -> Iterator[Line]:
-    """Seconds for which a save, and an evaluation, stop training."""
-    for what, every in (("a save", "checkpoint"), ("an evaluation", "eval")):
+    """Measure the seconds for which a save, and an evaluation, stop training."""
+    for event, every in (("a save", "checkpoint"), ("an evaluation", "eval")):
         other = {"checkpoint": "eval", "eval": "checkpoint"}[every]
         run_dir = place.folder / f"paused_by_{every}"
         steps = ("train.steps=16", f"{every}.every_steps=5", f"{other}.every_steps=1000")
@@ -153,10 +153,10 @@ def pauses(place: Place, *overrides: str) -> Iterator[Line]:
         at_s = {line["step"]: line["elapsed_s"] for line in _train_lines(run_dir)}
         # A step is read while the next one is queued, so a pause moves the lines around it.
         plain_s = statistics.median(at_s[step] - at_s[step - 1] for step in (8, 9, 13, 14))
-        # The second pause: the first one also allocates.
+        # Use the second pause, because the first one also allocates.
         paused_s = max(at_s[13] - at_s[8] - 5 * plain_s, 0.0)
         yield Line(
-            f"{what} stops training",
+            f"{event} stops training",
             None,
             f"for {paused_s:.2f} s; a step takes {plain_s:.3f} s",
             {"paused_s": paused_s, "step_s": plain_s},
@@ -168,7 +168,7 @@ def _train_lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
-    """Of several ranks one is killed: torchrun notices, and ends the others."""
+    """Check that torchrun notices a killed rank and ends the other ranks."""
     run_dir = place.folder / "killed_rank"
     line = place.command(run_dir, "train.steps=1000000", "eval.every_steps=1000000", ranks=ranks)
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -181,7 +181,7 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
             noticed_s = time.monotonic() - began_s
         finally:
             if process.poll() is None:
-                process.terminate()  # it ends its ranks, too
+                process.terminate()  # torchrun also ends its ranks
     shutil.rmtree(run_dir)
     yield Line(
         f"a killed rank ends the {ranks - 1} other(s)",
@@ -192,23 +192,23 @@ def killed_rank(place: Place, ranks: int = 2) -> Iterator[Line]:
 
 
 def _rank_process(launcher: int, rank: int) -> int:
-    """Return the process of a rank that torchrun, `launcher`, has started."""
+    """Return the process of a rank that was started by torchrun, the process `launcher`."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    wanted = f"RANK={rank}".encode()
-    [found] = [
+    variable = f"RANK={rank}".encode()
+    [process] = [
         int(child)
         for child in children
-        if wanted in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        if variable in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
     ]
-    return found
+    return process
 
 
 def bench(seconds: float, *overrides: str, ranks: int = 0, config: str = "vit_b16") -> Any:
-    """Return what launch/bench.py measures of a recipe in a process of its own, or of `ranks`."""
+    """Return the measurements of launch/bench.py for a recipe, in a separate process or `ranks`."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    words = ["--config", str(recipes_folder() / f"{config}.yaml"), "--json", *overrides]
+    options = ["--config", str(recipes_folder() / f"{config}.yaml"), "--json", *overrides]
     script = [str(LAUNCH / "bench.py"), "--seconds", f"{seconds:g}"]
-    return json.loads(_run([sys.executable, *(torchrun if ranks else []), *script, *words]))
+    return json.loads(_run([sys.executable, *(torchrun if ranks else []), *script, *options]))
 
 
 def _batch(rows: int, ranks: int) -> tuple[str, str]:
@@ -216,7 +216,7 @@ def _batch(rows: int, ranks: int) -> tuple[str, str]:
 
 
 def one_and_two_ranks(rows: int, *overrides: str) -> Iterator[Line]:
-    """How much faster two ranks are than one, and what of the all-reduce is not hidden."""
+    """Measure how much faster two ranks are than one, and the visible share of the all-reduce."""
     results = [bench(3.0, *overrides, *_batch(rows, ranks), ranks=ranks) for ranks in (1, 2)]
     one, two = (result["training"][-1] for result in results)
     factor = two["images_per_s"] / one["images_per_s"]

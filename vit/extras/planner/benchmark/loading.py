@@ -1,4 +1,4 @@
-"""The real loader under a clock: alone, and feeding the real step."""
+"""Time the real loader, alone and with the real step."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from vit.step import TrainStep
 from vit.training.run_data import RunData
 
 ENDLESS = 10**6
-"""Batches of a loader that is closed long before; the order goes on for ever."""
+"""More batches than are ever read; the order has no end."""
 
 
 @dataclass(frozen=True)
 class LoaderTimes:
-    """How fast batches come. Rates are of all ranks."""
+    """The speed of the loader. Rates are sums over all ranks."""
 
     num_workers: int
-    """Of each rank."""
+    """The workers of each rank."""
     loader_images_per_s: float
-    """Of the loader alone, with the augmentation that runs behind its copies."""
+    """The rate of the loader alone, with the augmentation behind its copies."""
     together_images_per_s: float
-    """Of the step that it feeds."""
+    """The rate of loader and step together."""
     data_wait_share: float
-    """Of those steps' time, on rank 0."""
+    """The share of these steps' time in which rank 0 waited for data."""
 
 
 def time_loading(
@@ -42,9 +42,9 @@ def time_loading(
     on_batch: OnStep = lambda done, total: None,
     on_step: OnStep = lambda done, total: None,
 ) -> LoaderTimes:
-    """Time the loader of `data` for that long, then the step that it feeds; each with new workers.
+    """Time the loader of `data` for `seconds`, then loader and step; each with new workers.
 
-    num_steps: batches and steps, in place of `seconds`.
+    num_steps: number of batches and steps, instead of `seconds`.
     """
     world = train_step.world
     with _loader(config, data, train_step) as loader:
@@ -85,7 +85,7 @@ def _time_alone(
     loader: Loader, world: World, num_batches: int | None, seconds: float, on_batch: OnStep
 ) -> float:
     """Take batches and drop them; return the images per second of all ranks."""
-    num_rows = len(next(loader).labels)  # starting up is not loading
+    num_rows = len(next(loader).labels)  # the first batch includes the start of the workers
     began_s = time.perf_counter()
     for _ in range(LEAST_STEPS):
         next(loader)

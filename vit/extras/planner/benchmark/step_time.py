@@ -1,11 +1,10 @@
-"""The training step under a clock: how long, how long each part, how much memory, how much fits.
+"""Measure the training step: its time, the time of its parts, its memory, and the size that fits.
 
     config -> `create_step` -> the `TrainStep` of training -> `time_step`, `all_reduce_times`, ...
 
-Every function takes that step and batches that are ready
-(`vit.extras.planner.benchmark.synthetic`), and goes on from wherever the weights are: what they are
-changes no time. Under torchrun all ranks call the same functions; rank 0 decides what depends on a
-clock.
+Every function takes this step and prepared batches (`vit.extras.planner.benchmark.synthetic`), and
+continues with the current weights, because their values do not affect the time. Under torchrun all
+ranks call the same functions; rank 0 makes all decisions that depend on a clock.
 """
 
 from __future__ import annotations
@@ -40,58 +39,59 @@ from vit.training.step_result import StepPhase, StepResult
 from vit.training.teacher import Distilled, Teacher, find_teacher
 
 WARM_UP_STEPS = 2
-"""The first one allocates, loads kernels and compiles; the second one shows how long a step is."""
+"""The untimed steps. The first allocates, loads kernels and compiles; the second shows the time of
+a step."""
 LEAST_STEPS = 3
 OnStep = Callable[[int, int], None]
-"""Called with the steps done and their number, at first with 0."""
+"""A function that is called with the finished steps and the number of steps, at first with 0."""
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """How long steps took."""
+    """The times of steps."""
 
     step_s: float
-    """Median."""
+    """The median time of a step."""
     fastest_s: float
     slowest_s: float
     total_s: float
-    """Of all steps."""
+    """The time of all steps."""
     parts_s: dict[StepPhase, float]
-    """Medians. On a GPU of its own stream, by events."""
+    """The median time of each part. On a GPU it is that of the stream, measured by events."""
     num_steps: int
     global_batch_size: int
 
     @property
     def images_per_s(self) -> float:
-        """Images of all ranks in a second, by the median step."""
+        """The images of all ranks in a second, by the median step."""
         return self.global_batch_size / self.step_s
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """What averaging the gradients over the ranks takes in a step."""
+    """The cost of averaging the gradients over the ranks in a step."""
 
     alone_s: float
-    """With nothing else to do."""
+    """The time without other work."""
     exposed_s: float
-    """By how much a step is longer with it than without: what the backward pass does not hide."""
+    """The time that it adds to a step, which the backward pass does not hide."""
     num_bytes: int
 
 
 def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> TrainStep:
     """Create the training step of `config`, with fresh weights in training mode.
 
-    A teacher has fresh weights, too: what it answers costs no time.
+    A teacher also has fresh weights, because its answers do not affect the time.
     """
     torch.manual_seed(config.train.seed)
     model = create_trained_model(config, num_classes)
-    # Their values change no time.
+    # The values of class weights do not affect the time.
     weights = None if config.loss.class_weights is None else (1.0,) * num_classes
     loss = create_loss(config.loss, weights, world.device)
     objective: Objective = Supervised(loss)
     if (teacher := find_teacher(config, num_classes)) is not None:
-        of_teacher, settings = teacher
-        objective = Distilled(loss, Teacher(of_teacher.to(world.device), settings, config))
+        teacher_model, settings = teacher
+        objective = Distilled(loss, Teacher(teacher_model.to(world.device), settings, config))
     create_reduce = create_reduce_of(config)
     step = create_train_step(config, plan, num_classes, model, world, objective, create_reduce)
     step.model.train()
@@ -106,9 +106,10 @@ def time_step(
     seconds: float = 10.0,
     on_step: OnStep = lambda done, total: None,
 ) -> StepTimes:
-    """Warm up, then time `num_steps` steps, or as many as `seconds` allow, three at least.
+    """Warm up, then time `num_steps` steps, or as many as fit in `seconds`, at least three.
 
-    batches: repeated, and augmented each time; an iterator, such as a loader, has done that.
+    batches: a list, which is repeated and augmented each time, or an iterator of augmented batches,
+    such as a loader.
     """
     world = train_step.world
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
@@ -132,7 +133,7 @@ def time_step(
         slowest_s=max(taken_s),
         total_s=sum(taken_s),
         parts_s={
-            part: statistics.median(each.get(part, 0.0) for each in parts) for part in StepPhase
+            part: statistics.median(step.get(part, 0.0) for step in parts) for part in StepPhase
         },
         num_steps=num_steps,
         global_batch_size=num_rows * world.size,
@@ -146,7 +147,7 @@ def run_steps(
     on_step: OnStep = lambda done, total: None,
     clock: PartClock | None = None,
 ) -> list[float]:
-    """Do `num_steps` steps as training does them, and return the seconds of each."""
+    """Run `num_steps` steps as in training, and return the seconds of each."""
     on_gpu = train_step.world.device.type == "cuda"
     stream = batches if isinstance(batches, Iterator) else augmented(train_step, batches)
     on_step(0, num_steps)
@@ -162,7 +163,8 @@ def run_steps(
         result = train_step(next(stream), step)
         if clock is not None:
             clock.mark(None)
-        if pending is not None:  # read one step late: the GPU goes on meanwhile
+        # As in training, read a result one step late, so that the GPU never waits for the host.
+        if pending is not None:
             finish(pending)
             pending = None
         if on_gpu:
@@ -175,10 +177,10 @@ def run_steps(
 
 
 def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Repeat `batches`, which lie as they came, and augment each when its step is due.
+    """Repeat `batches`, and augment each batch when its step is due.
 
-    So both have their time, one after the other. In training the loader's stream augments the next
-    batch while the GPU computes.
+    Augmentation and step run one after the other, so each has its time. In training the loader's
+    stream augments the next batch while the GPU computes.
     """
     for batch in itertools.cycle(batches):
         train_step.mark(StepPhase.CHANGE)
@@ -186,14 +188,14 @@ def augmented(train_step: TrainStep, batches: Iterable[Batch]) -> Iterator[Batch
 
 
 class PartClock:
-    """Notes when each part of a step begins; `mark` is for `TrainStep.mark`."""
+    """A clock for the parts of a step; its `mark` replaces `TrainStep.mark`."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._marks: list[tuple[StepPhase | None, Any]] = []
 
     def mark(self, part: StepPhase | None) -> None:
-        """Let `part` begin, for the work that is queued from now; None: the step has ended."""
+        """Begin `part`, with the work that is queued from now on; None: the step has ended."""
         moment: Any = time.perf_counter()
         if self._device.type == "cuda":
             moment = torch.cuda.Event(enable_timing=True)
@@ -201,7 +203,7 @@ class PartClock:
         self._marks.append((part, moment))
 
     def steps(self) -> list[dict[StepPhase, float]]:
-        """Return the seconds of the parts of each step, once the device has done them."""
+        """Wait for the device, and return the seconds of the parts of each step."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize(self._device)
@@ -220,7 +222,7 @@ class PartClock:
 def all_reduce_times(
     train_step: TrainStep, batches: Iterable[Batch], num_steps: int = LEAST_STEPS
 ) -> AllReduce | None:
-    """Return what averaging gradients takes; None in a world of one."""
+    """Return the cost of averaging gradients; None in a world of one rank."""
     world = train_step.world
     if world.size == 1:
         return None
@@ -236,7 +238,7 @@ def all_reduce_times(
         alone_s.append(_now_s(world.device) - began_s)
     with_s = statistics.median(run_steps(train_step, batches, num_steps))
     reduce = train_step.reduce
-    train_step.reduce = DataParallel(train_step.model, world)  # without DDP nothing is averaged
+    train_step.reduce = DataParallel(train_step.model, world)  # a step without averaging
     try:
         run_steps(train_step, batches, 1)
         without_s = statistics.median(run_steps(train_step, batches, num_steps))
@@ -254,18 +256,19 @@ def largest_micro_batch(
     beside_bytes: int = 0,
     on_try: Callable[[int], None] = lambda size: None,
 ) -> int:
-    """Return the largest of `sizes` whose step fits into memory on every rank; 0 for none.
+    """Return the largest of `sizes` whose step fits into memory on every rank; 0 if none fits.
 
-    sizes: ascending. make_batch: rows -> a batch on the device. first: where to begin, such as the
-    planner's number: the sizes next to it are tried, one after the other. beside_bytes: see
-    `fits_in_memory`. on_try: called with each.
+    sizes: ascending. make_batch: rows -> a batch on the device. first: size to try first, such as
+    the planner's; the next sizes are tried one after the other. beside_bytes: see
+    `fits_in_memory`. on_try: called with each size.
     """
     fits = -1
     too_large = len(sizes)
     tried = min(bisect_left(sizes, first), len(sizes) - 1)
     while too_large - fits > 1:
         on_try(sizes[tried])
-        # Without DDP: a rank that runs out of memory would leave the others in an all-reduce.
+        # Without DDP, because a rank that runs out of memory would miss the all-reduce, and the
+        # other ranks would wait for it.
         fits_here = fits_in_memory(train_step, sizes[tried], make_batch, beside_bytes)
         if train_step.world.any_rank(not fits_here):
             too_large = tried
@@ -282,10 +285,10 @@ def fits_in_memory(
     make_batch: Callable[[int], Batch],
     beside_bytes: int = 0,
 ) -> bool:
-    """Return whether this rank's device has the memory for steps of two passes of that size.
+    """Return whether steps of two passes of this size fit into the memory of this rank's device.
 
-    Two, because gradients exist when the second one begins, as they always do under DDP.
-    beside_bytes: what training needs at the same time, as for the next batch's augmentation.
+    Two passes, because gradients exist when the second one begins, as they always do under DDP.
+    beside_bytes: memory that training needs at the same time, as for the next augmentation.
     """
     beside: Tensor | None = None
     before = (train_step.reduce, train_step.micro_batch_size)
@@ -303,14 +306,14 @@ def fits_in_memory(
     finally:
         train_step.reduce, train_step.micro_batch_size = before
     del beside
-    # After the `except`: its stack holds tensors.
+    # After the `except` block, because the stack of its error holds tensors.
     train_step.optimizer.zero_grad(set_to_none=True)
     release_memory(train_step.world.device)
     return fits
 
 
 def _now_s(device: torch.device) -> float:
-    """Return the time at which the device has done all that was queued."""
+    """Wait until the device has done all queued work, and return the time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""What is measured of a config: its plan, the size of its data, and what the device can do."""
+"""The subject of a measurement: the plan of a config, the size of its data, and the device."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from vit.training.plan import Plan, create_order, micro_batch_sizes
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user asked for."""
+    """The options of the user."""
 
     seconds: float
-    """For each measurement."""
+    """The time of each measurement."""
     num_steps: int | None = None
-    """In place of `seconds`."""
+    """The steps of each measurement, instead of `seconds`."""
     micro_batch_size: int | None = None
-    """The only one to measure."""
+    """The only micro-batch to measure."""
     needs_data: bool = False
-    """Whether it is an error that the data cannot be opened."""
+    """Whether data that cannot be opened are an error."""
     trace: Path | None = None
-    """Folder for the profiler's files."""
+    """The folder for the profiler's files."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured, and on what."""
+    """The config to measure, and the device."""
 
     config: Config
     world: World
@@ -45,14 +45,14 @@ class Subject:
     data: DataSize
     wishes: Wishes
     peak: Peak
-    """Of each device, also of a CPU."""
+    """The peak of each device; a CPU has one as well."""
     sizes: list[int]
-    """Micro-batches that divide a rank's batch."""
+    """The micro-batches that divide a rank's batch."""
     loadable: list[int]
-    """Those of them that the data's order takes as a rank's whole batch; all without data."""
+    """The sizes for which the data have an order, as a rank's complete batch; all without data."""
     in_use: int
-    """Bytes before anything was made. A CPU's process keeps what the first mode has freed, so those
-    before the second mode would hide what it takes."""
+    """The bytes in use before the first mode. A process on a CPU keeps the memory that the first
+    mode freed, so a later value would hide the needs of the second mode."""
 
     @property
     def on_gpu(self) -> bool:
@@ -69,13 +69,13 @@ class Subject:
         )
 
     def say(self, text: str) -> None:
-        """Tell people what begins, on the main rank."""
+        """Print `text` to stderr on the main rank."""
         if self.world.is_main:
             print(text, file=sys.stderr, flush=True)
 
 
 def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
-    """Look at config, data and device before anything is made."""
+    """Return the subject of `config` on `world`, before anything is allocated."""
     data, plan = size_and_plan(config, world.size)
     if wishes.needs_data and data.assumed:
         raise ValueError(data.assumed)
@@ -97,7 +97,7 @@ def look_at_subject(config: Config, world: World, wishes: Wishes) -> Subject:
 
 
 def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
-    """Return whether there is an order of batches so large: lanes and copies must divide them."""
+    """Return whether an order with batches of this size exists; lanes and copies must divide it."""
     tried = config.data.model_copy(update={"global_batch_size": global_batch_size})
     try:
         create_order(tried, config.augment, config.train.seed, data.num_images)
@@ -107,7 +107,7 @@ def _has_order(config: Config, data: DataSize, global_batch_size: int) -> bool:
 
 
 def device_name(world: World) -> str:
-    """Return what the driver calls the GPU, or the system the CPU."""
+    """Return the name of the GPU or the CPU."""
     if world.device.type == "cuda":
         return torch.cuda.get_device_name(world.device)
     return f"{cpu_name()} ({torch.get_num_threads()} thread(s))"

@@ -1,7 +1,7 @@
-"""Batches without data: grey noise, with the tables that the recipe's augmentation draws.
+"""Make batches without data: grey noise, with the tables that the recipe's augmentation draws.
 
-They lie where the loader puts them: images, labels and weights on the device, the table on the
-host. What is in the images changes no time; what is in the tables does.
+As in the loader, images, labels and weights are on the device and the table is on the host. The
+content of the images does not affect the time; that of the tables does.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from vit.data.batches import Batch, BatchLayout, write_rows
 from vit.data.image_format import ImageFormat
 
 STORED_PX = (500, 375)
-"""Width and height of an average image of ImageNet."""
+"""The width and height of an average image of ImageNet."""
 NOISE_ROWS = 16
-"""Rows of noise, which are repeated: making noise takes longer than a GPU's step."""
+"""The rows of noise, which are repeated, because making noise takes longer than a GPU's step."""
 
 
 def synthetic_batches(
@@ -28,7 +28,7 @@ def synthetic_batches(
 ) -> list[Batch]:
     """Return `count` batches of `num_rows` on `device`.
 
-    Each has a table of its own; two of them in turn share images, labels and weights.
+    Each batch has its own table. Even batches share images, labels and weights; so do odd batches.
     """
     batches: list[Batch] = []
     for position in range(count):
@@ -46,7 +46,7 @@ def synthetic_batches(
 
 
 def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: int) -> Batch:
-    """Return the batch at `position`, in memory as the loader's slots have it."""
+    """Return the batch at `position`, with the memory layout of the loader's slots."""
     image_format = ImageFormat.from_config(config.model, config.data)
     layout = BatchLayout(num_rows, image_format, table_layout(config.augment).width)
     batch = layout.batch_in(memoryview(bytearray(layout.num_bytes)))

@@ -1,6 +1,6 @@
-"""What the device did in a step: a trace for chrome://tracing, and a table of operators.
+"""Trace a step: a file for chrome://tracing or Perfetto, and a table of operators.
 
-Perfetto reads the trace, too. The parts of the step have names there.
+The parts of the step have names in the trace.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ NUM_OPERATORS = 40
 
 
 def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -> list[Path]:
-    """Trace two steps; return the files that the main rank has written to `folder`."""
+    """Trace two steps, and return the files that the main rank wrote to `folder`."""
     on_gpu = train_step.world.device.type == "cuda"
-    # torch's tracer writes of its own start, and of GPUs that it does not find.
+    # Otherwise torch's tracer logs its start, and GPUs that it does not find.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     labels = _Labels()
     before = train_step.mark
     train_step.mark = labels.mark
     try:
-        with profile(activities=activities) as found:
+        with profile(activities=activities) as profiler:
             run_steps(train_step, batches, TRACED_STEPS, on_step=labels.on_step)
     finally:
         train_step.mark = before
     if not train_step.world.is_main:
         return []
     paths = [folder / TRACE_FILE, folder / OPERATORS_FILE]
-    found.export_chrome_trace(str(paths[0]))
-    table = found.key_averages().table(
+    profiler.export_chrome_trace(str(paths[0]))
+    table = profiler.key_averages().table(
         sort_by="self_device_time_total" if on_gpu else "self_cpu_time_total",
         row_limit=NUM_OPERATORS,
         max_name_column_width=60,
@@ -50,7 +50,7 @@ def write_trace(train_step: TrainStep, batches: Iterable[Batch], folder: Path) -
 
 
 class _Labels:
-    """Names the parts of a step in a trace."""
+    """The names of the parts of a step in a trace."""
 
     def __init__(self) -> None:
         self._open: record_function | None = None

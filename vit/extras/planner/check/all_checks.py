@@ -1,4 +1,4 @@
-"""`check`: is everything there that a run needs, on these hosts, before hours depend on it?
+"""Check on these hosts everything that a run needs, before it starts.
 
     launch/train.py --check -> check -> Parts (vit/extras/planner/check/stages.py), on all ranks
         machine      software, clocks, W&B
@@ -7,9 +7,8 @@
         trial        plan, data, steps at full size, an evaluation's batch, a checkpoint
     -> one table on rank 0 (vit/extras/planner/check/findings.py)
 
-What each start checks by itself is `vit.hooks.preflight`, which `trial` goes through, too. Parts
-that need one host alone come first: what they find is told also where ranks do not reach each
-other.
+Every start runs the checks of `vit.hooks.preflight`, and `trial` runs them as well. Parts that
+concern a single host come first, so they report even if ranks cannot reach each other.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from vit.system.meter import Meter
 from vit.system.urls import is_url
 
 STEP_TIMES = 3.0
-"""So many limits for the first steps: the model is compiled there."""
+"""The factor of the time limit for the first steps, because they compile the model."""
 
 
 def check(config: Config, world: World, allow_change: Iterable[str], limit_s: float) -> None:
-    """Try all that the run of `config` needs, and print a table; leave nothing behind.
+    """Test everything that the run of `config` needs, print a table, and remove all test files.
 
-    Every rank calls it. allow_change: settings that may differ from a checkpoint's. limit_s: for
-    each part. Raises ValueError on one rank if something has failed, AlreadyReported on the others,
-    and Interrupted.
+    Every rank calls it. allow_change: settings that may differ from a checkpoint's. limit_s: time
+    limit of each part. If a part fails, raises ValueError on rank 0 and AlreadyReported on all
+    other ranks. Also raises Interrupted.
     """
     began_s = time.monotonic()
     signals = StopSignals()
     trial = Trial(config, world, allow_change)
     parts = CheckStages(world, limit_s)
-    every = list(_parts(config, world, trial))
+    all_parts = list(_parts(config, world, trial))
     current = 0
 
     def on_part(number: int, name: str) -> None:
@@ -57,13 +56,13 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
         meter.update(number, name)
 
     try:
-        with Meter("check", len(every), "parts", shown=world.is_main) as meter:
-            parts.run(every, on_part)
+        with Meter("check", len(all_parts), "parts", shown=world.is_main) as meter:
+            parts.run(all_parts, on_part)
     except Interrupted as error:
         if world.is_main:
-            signals.remember_only()  # torchrun sends it again
-            parts.interrupt(current, every[current].name, error.number.name)
-            _tell(config, world, parts, began_s)
+            signals.remember_only()  # torchrun sends the signal again
+            parts.interrupt(current, all_parts[current].name, error.number.name)
+            _print(config, world, parts, began_s)
             storage.remove_passing()
         raise
     finally:
@@ -71,7 +70,7 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
         parts.close()
     trial.close()
     if world.is_main:
-        _tell(config, world, parts, began_s)
+        _print(config, world, parts, began_s)
     if parts.failed:
         if world.is_main:
             raise ValueError(
@@ -82,31 +81,31 @@ def check(config: Config, world: World, allow_change: Iterable[str], limit_s: fl
 
 
 def look_at_place(place: str | None, run_dir: Path) -> list[str]:
-    """Try the folder in which a run is worked on, and its URL, if it has one.
+    """Test the local folder of a run, and the run's URL if it has one.
 
-    Raises ValueError if the run could not write there, or another job has it.
+    Raises ValueError if the run could not write to it, or if another job uses it.
     """
-    found = storage.look_at_folder(run_dir)
+    results = storage.look_at_folder(run_dir)
     if is_url(place):
         store = load("vit.extras.remote_runs.place:try_store", f"run.dir={place}")(str(place))
-        found += [Verdict.OK, f"{store}: a file can be written and removed"]
+        results += [Verdict.OK, f"{store}: a file can be written and removed"]
         if holder := load("vit.extras.remote_runs.lease:holder_of", "run.dir")(str(place)):
             raise ValueError(
                 f"{store}: in use by {holder}, live or killed just now: wait for its end, stop it,"
                 " or use another run.dir"
             )
-    return found
+    return results
 
 
 def _parts(config: Config, world: World, trial: Trial) -> Iterator[CheckStage]:
-    """Yield everything that is tried, in this order."""
+    """Yield the parts of the check, in order."""
     hosts = world.hosts
     run_dir = trial.run_dir
     saving = SaveTrial(trial)
 
-    def judge_reading(found: dict[int, list[float] | None]) -> Iterator[Finding]:
-        trial.judge_reading(found)
-        yield from storage.judge_reading(found, world)
+    def judge_reading(rates: dict[int, list[float] | None]) -> Iterator[Finding]:
+        trial.judge_reading(rates)
+        yield from storage.judge_reading(rates, world)
 
     yield CheckStage(
         "software",
@@ -169,7 +168,7 @@ def _parts(config: Config, world: World, trial: Trial) -> Iterator[CheckStage]:
     )
 
 
-def _tell(config: Config, world: World, parts: CheckStages, began_s: float) -> None:
+def _print(config: Config, world: World, parts: CheckStages, began_s: float) -> None:
     hosts = f" on {len(set(world.hosts))} host(s)" if world.hosts else ""
     title = f"check of {config.run.dir}: {world.size} rank(s){hosts}, {world.device.type}"
     console = Console()

@@ -1,14 +1,15 @@
-"""Each collective that a run uses, with its result, its rate, and the slowest pair of ranks.
+"""Test each collective that a run uses: its result, its rate, and the slowest pair of ranks.
 
-Sizes are those of training: what DDP averages at a time. Rates are those of the link that has most
-to carry ("bus bandwidth" of NVIDIA's nccl-tests, doc/PERFORMANCE.md), so they compare over numbers
-of ranks. Pairs are tried in rounds, each rank with one other at a time (a round-robin tournament):
-within the hosts, then between them, from each rank to those of the same place on other hosts, as
-fabrics with a network card for each GPU connect them.
+Sizes are those of training, the bytes that DDP averages at a time. Rates are those of the busiest
+link ("bus bandwidth" of NVIDIA's nccl-tests, doc/PERFORMANCE.md), so they are comparable between
+numbers of ranks. Pairs are tested in rounds, in which each rank has one partner (a round-robin
+tournament): first pairs within a host, then pairs between hosts, of ranks with the same place on
+their hosts, because fabrics with a network card per GPU connect these.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,15 +24,15 @@ from vit.distributed.process_group import REDUCED_AT_ONCE, World
 from vit.extras.planner.check.findings import Finding, Verdict
 
 REPEATS = 3
-"""Timed, after one that makes the connections; the median counts."""
+"""The timed repeats, after one that opens the connections; the median counts."""
 PAIR_BYTES = 2**22
-"""Each way."""
+"""The bytes that a pair sends in each direction."""
 MAX_ROUNDS = 32
-"""Of pairs, within hosts and between them; more than so many are left out, evenly."""
+"""The most rounds of pairs of each kind; if there are more, evenly spaced rounds are skipped."""
 SLOW_SHARE = 1 / 3
-"""Of the median of pairs of its kind: a pair that is slower is told."""
+"""A pair below this share of the median of its kind is reported."""
 SLOW_BETWEEN_HOSTS = 2e9
-"""Bytes per second: GPUs whose hosts exchange less are not on the fabric that was paid for."""
+"""The rate, in bytes per second, below which hosts do not use the fabric of their GPUs."""
 WITHIN = "within a host"
 BETWEEN = "between hosts"
 
@@ -39,7 +40,8 @@ BETWEEN = "between hosts"
 def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     """Return the rate of each collective in bytes per second, by name; every rank calls it.
 
-    is_exact: with those of `train.exact_over_ranks`. Raises ValueError for a wrong result.
+    is_exact: include the collectives of `train.exact_over_ranks`. Raises ValueError for a wrong
+    result.
     """
     size = world.size
     if size == 1:
@@ -48,7 +50,7 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
     own = torch.full((length,), float(world.rank + 1), device=world.device)
     part = torch.empty(length // size, device=world.device)
     whole = torch.empty_like(own)
-    # The numbers of the ranks, each in its part of the tensor.
+    # Each part of the tensor has the number of its rank.
     by_rank = torch.arange(1.0, size + 1, device=world.device).repeat_interleave(length // size)
     total = size * (size + 1) / 2
 
@@ -93,9 +95,9 @@ def try_collectives(world: World, is_exact: bool) -> dict[str, float]:
 def _time(world: World, collective: Callable[[], tuple[Tensor, Tensor]], name: str) -> float:
     dist.barrier(device_ids=[world.device.index] if world.device.type == "cuda" else None)
     began_s = _now_s(world.device)
-    found, expected = collective()
+    result, expected = collective()
     taken_s = _now_s(world.device) - began_s
-    if not torch.equal(found, expected):
+    if not torch.equal(result, expected):
         raise ValueError(
             f"{name} gives wrong numbers: a network card, a cable or a GPU is broken, or the"
             " library is: leave the host out"
@@ -113,15 +115,17 @@ def _now_s(device: torch.device) -> float:
 
 
 def num_rounds(members: Sequence[int]) -> int:
-    """Return how many rounds it takes until each of `members` has met each other."""
+    """Return the number of rounds in which each of `members` meets all other members."""
     return len(members) - 1 + len(members) % 2
 
 
 def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
-    """Return one of the `num_rounds` in which each of `members` meets each other once, one at a
-    time (the circle method of tournaments)."""
+    """Return the pairs of one of the `num_rounds` (circle method of tournaments).
+
+    Over all rounds each member meets every other member once.
+    """
     seats: list[int | None] = [*members, *([None] if len(members) % 2 else [])]
-    # All but the first move on by a seat from round to round.
+    # All members but the first move by one seat in each round.
     first = len(seats) - number
     seats = [seats[0], *seats[first:], *seats[1:first]]
     half = len(seats) // 2
@@ -130,31 +134,34 @@ def round_of(members: Sequence[int], number: int) -> list[tuple[int, int]]:
 
 
 def all_rounds(hosts: Sequence[str]) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Return the kind and the pairs of each round; hosts: of each rank."""
+    """Return the kind and the pairs of each round. hosts: the host of each rank."""
     by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         by_host.setdefault(host, []).append(rank)
-    own = list(by_host.values())
-    most = max(map(len, own))
-    rails = [[ranks[place] for ranks in own if place < len(ranks)] for place in range(most)]
-    found = []
-    for kind, groups in ((WITHIN, own), (BETWEEN, rails)):
+    hosts_ranks = list(by_host.values())
+    most = max(map(len, hosts_ranks))
+    # A rail is a network of the GPUs with one number on all hosts.
+    rails = [[ranks[rail] for ranks in hosts_ranks if rail < len(ranks)] for rail in range(most)]
+    rounds = []
+    for kind, groups in ((WITHIN, hosts_ranks), (BETWEEN, rails)):
         groups = [group for group in groups if len(group) > 1]
         longest = max(map(num_rounds, groups), default=0)
-        every = -(-longest // MAX_ROUNDS) or 1
+        every = math.ceil(longest / MAX_ROUNDS) or 1
         for number in range(0, longest, every):
             playing = [group for group in groups if number < num_rounds(group)]
             pairs = [pair for group in playing for pair in round_of(group, number)]
-            found.append((kind, pairs))
-    return found
+            rounds.append((kind, pairs))
+    return rounds
 
 
 def try_pairs(world: World) -> list[list[Any]]:
-    """Return kind, partner and bytes per second of each pair that this rank was in; every rank
-    calls it."""
-    found: list[list[Any]] = []
+    """Return kind, partner and bytes per second of each pair with this rank.
+
+    Every rank calls it.
+    """
+    rates: list[list[Any]] = []
     if world.size == 1:
-        return found
+        return rates
     sent = torch.zeros(PAIR_BYTES // 4, device=world.device)
     received = torch.empty_like(sent)
     for kind, pairs in all_rounds(world.hosts):
@@ -172,44 +179,47 @@ def try_pairs(world: World) -> list[list[Any]]:
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
             taken_s.append(_now_s(world.device) - began_s)
-        # The first makes the connection, and waits for a partner that comes later.
-        found.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
-    return found
+        # Without the first time, which includes the connection and the wait for the partner.
+        rates.append([kind, partner, PAIR_BYTES / statistics.median(taken_s[1:])])
+    return rates
 
 
 # --- what they amount to --------------------------------------------------------------------------
 
 
-def judge_collectives(found: dict[int, dict[str, float]], world: World) -> Iterator[Finding]:
-    """Yield the rates, of the slowest rank."""
+def judge_collectives(rates: dict[int, dict[str, float]], world: World) -> Iterator[Finding]:
+    """Yield the rate of each collective on its slowest rank. rates: by rank and name."""
     if world.size == 1:
         yield Finding("collectives", Verdict.OK, "one rank: there is nothing to send")
         return
-    slowest = {name: min(each[name] for each in found.values()) for name in found[0]}
-    rates = ", ".join(f"{name} {rate_text(rate)}" for name, rate in slowest.items())
-    said = f"right on all {world.size} ranks: {rates} ({REDUCED_AT_ONCE >> 20} MiB)"
-    yield Finding("collectives", Verdict.OK, said)
+    slowest = {name: min(rank_rates[name] for rank_rates in rates.values()) for name in rates[0]}
+    texts = ", ".join(f"{name} {rate_text(rate)}" for name, rate in slowest.items())
+    text = f"right on all {world.size} ranks: {texts} ({REDUCED_AT_ONCE >> 20} MiB)"
+    yield Finding("collectives", Verdict.OK, text)
 
 
-def judge_pairs(found: dict[int, list[list[Any]]], world: World) -> Iterator[Finding]:
-    """Yield the slowest pair of each kind; a note where it is much slower than the others."""
+def judge_pairs(rank_pairs: dict[int, list[list[Any]]], world: World) -> Iterator[Finding]:
+    """Yield the slowest pair of each kind, with a note if it is much slower than the median.
+
+    rank_pairs: the result of `try_pairs` on each rank.
+    """
     pairs: dict[str, dict[tuple[int, int], list[float]]] = {}
-    for rank, own in found.items():
-        for kind, partner, rate in own:
+    for rank, partners in rank_pairs.items():
+        for kind, partner, rate in partners:
             a, b = sorted((rank, partner))
             pairs.setdefault(kind, {}).setdefault((a, b), []).append(rate)
     lines = []
     notes = []
     for kind, rates in pairs.items():
-        of_pair = {pair: max(ends) for pair, ends in rates.items()}
-        slowest = min(of_pair, key=of_pair.__getitem__)
-        rate = of_pair[slowest]
-        middle = statistics.median(of_pair.values())
+        pair_rates = {pair: max(ends) for pair, ends in rates.items()}
+        slowest = min(pair_rates, key=pair_rates.__getitem__)
+        rate = pair_rates[slowest]
+        middle = statistics.median(pair_rates.values())
         lines.append(
-            f"{kind}, the slowest of {len(of_pair)}: {places(slowest, world.hosts)} with"
+            f"{kind}, the slowest of {len(pair_rates)}: {places(slowest, world.hosts)} with"
             f" {rate_text(rate)} each way (median {rate_text(middle)})"
         )
-        if len(of_pair) > 2 and rate < SLOW_SHARE * middle:
+        if len(pair_rates) > 2 and rate < SLOW_SHARE * middle:
             notes.append("this pair holds all others up: try without one of its hosts")
         if kind == BETWEEN and world.device.type == "cuda" and middle < SLOW_BETWEEN_HOSTS:
             notes.append(

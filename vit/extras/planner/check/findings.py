@@ -1,4 +1,4 @@
-"""What a check has found, as one table for people: green or red, with the remedy."""
+"""Print the findings of a check as one table: green or red, with the remedy."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from rich.text import Text
 from vit.distributed.host_differences import places
 
 LINES = 3
-"""Of a list of problems; the rest is counted."""
+"""The lines of a list of problems that are printed; the rest is counted."""
 
 
 class Verdict(StrEnum):
-    """How a part has ended."""
+    """The result of a part."""
 
     OK = "ok"
     NOTE = "note"
-    """It works, and costs something."""
+    """The part works, but something is slow or missing."""
     FAIL = "FAIL"
     SKIPPED = "-"
-    """Not tried, because of another one."""
+    """The part did not run, because a part that it needs failed."""
 
 
 _STYLES = {
@@ -42,49 +42,52 @@ class Finding(NamedTuple):
     name: str
     verdict: Verdict
     said: str
-    """What was found, and for a failure what to do; lines."""
+    """The lines of the finding, for a failure with the remedy."""
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the counts, and which have failed."""
-    of = {kind: [each.name for each in findings if each.verdict == kind] for kind in Verdict}
-    parts = [f"{len(of[Verdict.OK])} of {len(findings)} ok"]
-    parts += [f"{len(of[Verdict.NOTE])} with a note"] * bool(of[Verdict.NOTE])
-    failed = of[Verdict.FAIL]
-    parts += [f"{len(failed)} FAILED ({', '.join(failed)})"] * bool(failed)
-    parts += [f"{len(of[Verdict.SKIPPED])} not tried"] * bool(of[Verdict.SKIPPED])
+    """Return the number of findings by verdict, and the names of failed parts."""
+    names = {verdict: [f.name for f in findings if f.verdict == verdict] for verdict in Verdict}
+    failed = names[Verdict.FAIL]
+    parts = [f"{len(names[Verdict.OK])} of {len(findings)} ok"]
+    if names[Verdict.NOTE]:
+        parts.append(f"{len(names[Verdict.NOTE])} with a note")
+    if failed:
+        parts.append(f"{len(failed)} FAILED ({', '.join(failed)})")
+    if names[Verdict.SKIPPED]:
+        parts.append(f"{len(names[Verdict.SKIPPED])} not tried")
     return ", ".join(parts)
 
 
 def print_table(title: str, findings: Sequence[Finding], console: Console) -> None:
-    """Print a row for each finding; without colour where nobody looks."""
+    """Print a row for each finding; without colour if the console is not a terminal."""
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", title_style="bold")
     table.add_column("")
     table.add_column("check", no_wrap=True)
     table.add_column("found", overflow="fold")
     for finding in findings:
         style = _STYLES[finding.verdict]
-        # As text: brackets in what is told are no markup.
+        # As `Text`, because rich would read brackets in a finding as markup.
         table.add_row(Text(finding.verdict, style), Text(finding.name), Text(finding.said))
     console.print(table)
 
 
-def by_message(told: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
-    """Return lines of the problems of ranks, each once, behind the hosts that have it.
+def by_message(problems: Mapping[int, str], hosts: Sequence[str]) -> list[str]:
+    """Return the distinct problems of ranks as lines, each with the names of its hosts.
 
-    told: rank -> its problem, of one line or more. hosts: as of `places`.
+    problems: rank -> its problem, of one or more lines. hosts: see `places`.
     """
-    ranks: dict[str, list[int]] = {}
-    for rank, message in sorted(told.items()):
-        ranks.setdefault(message, []).append(rank)
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, message in sorted(problems.items()):
+        ranks_by_message.setdefault(message, []).append(rank)
     lines = []
-    for message, own in ranks.items():
-        where = f"{places(own, hosts)}: " if hosts else ""
-        lines += [where + line for line in few(message.splitlines())]
+    for message, ranks in ranks_by_message.items():
+        prefix = f"{places(ranks, hosts)}: " if hosts else ""
+        lines += [prefix + line for line in few(message.splitlines())]
     return lines
 
 
 def few(lines: Sequence[str]) -> list[str]:
-    """Return the first `LINES` of `lines`, and how many more there are."""
+    """Return the first `LINES` of `lines`, and a line with the number of the others."""
     more = len(lines) - LINES
     return [*lines[:LINES], f"and {more} more"] if more > 0 else list(lines)

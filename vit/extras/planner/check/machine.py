@@ -1,7 +1,7 @@
-"""What is alike on the hosts: software, clocks, and what the record's views need.
+"""Compare the hosts' software and clocks, and check the needs of the record's loggers.
 
-Clocks are compared through torch's store: a rank of each host asks, rank 0 answers with its time,
-and half of the way there and back is taken for the way of the answer.
+Clocks are compared through torch's store: a rank of each host requests the time, rank 0 answers
+with its time, and half of the round-trip time is taken as the answer's delay.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vit.extras.planner.check.findings import Finding, Verdict, few
 from vit.loggers.wandb_logger import wanted_mode
 
 ASKED = 5
-"""How often a host asks for the time; the quickest answer counts."""
+"""The number of requests of a host for the time; the quickest answer counts."""
 LARGEST_DIFFERENCE_S = 1.0
-"""Between clocks. Signed addresses and locks with an end bear more; hosts that keep time by NTP
-are within milliseconds."""
+"""The largest difference between clocks. Signed URLs and locks with an expiry tolerate more; hosts
+with NTP differ by milliseconds."""
 ANSWER_S = 5.0
-"""For one answer of a clock, or of W&B's server."""
+"""The time limit for one answer of a clock, or of W&B's server."""
 WANDB_URL = "https://api.wandb.ai"
 
 
@@ -44,8 +44,7 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 def own_software(config: Config) -> dict[str, str]:
-    """Return what this rank runs, by name: `vit.distributed.host_differences.software`, our code
-    and the config."""
+    """Return the versions of this rank's software, with hashes of `vit` and of the config."""
     code = hashlib.sha256()
     folder = Path(vit.__file__).parent
     for path in sorted(folder.rglob("*.py")):
@@ -58,21 +57,23 @@ def own_software(config: Config) -> dict[str, str]:
     }
 
 
-def judge_software(found: dict[int, dict[str, str]], hosts: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield whether all ranks run the same."""
-    unlike = differences(found, hosts)
-    if any(each.is_fatal for each in unlike):
-        yield Finding("software", Verdict.FAIL, "\n".join(each.said for each in unlike))
+def judge_software(
+    versions: dict[int, dict[str, str]], hosts: tuple[str, ...]
+) -> Iterator[Finding]:
+    """Yield the finding whether all ranks run the same software."""
+    unlike = differences(versions, hosts)
+    if any(difference.is_fatal for difference in unlike):
+        yield Finding("software", Verdict.FAIL, "\n".join(difference.said for difference in unlike))
         return
-    first = next(iter(found.values()))
+    first = next(iter(versions.values()))
     names = [
         name
         for name in ("torch", "Python", "CUDA", "driver", "NCCL", "GPU", "vit")
-        if name in first and name not in {each.name for each in unlike}
+        if name in first and name not in {difference.name for difference in unlike}
     ]
-    said = ", ".join(f"{name} {first[name]}" for name in names)
-    same = f"the same on all {len(found)} ranks: " if len(found) > 1 else ""
-    lines = [same + said, *(each.said for each in unlike)]
+    text = ", ".join(f"{name} {first[name]}" for name in names)
+    same = f"the same on all {len(versions)} ranks: " if len(versions) > 1 else ""
+    lines = [same + text, *(difference.said for difference in unlike)]
     yield Finding("software", Verdict.NOTE if unlike else Verdict.OK, "\n".join(lines))
 
 
@@ -80,18 +81,18 @@ def judge_software(found: dict[int, dict[str, str]], hosts: tuple[str, ...]) -> 
 
 
 class Clock(NamedTuple):
-    """A host's clock beside that of rank 0."""
+    """A host's clock compared with that of rank 0."""
 
     ahead_s: float
     within_s: float
-    """The error of `ahead_s`: half of the way there and back."""
+    """The uncertainty of `ahead_s`: half of the round-trip time."""
 
 
 def compare_clocks(world: World) -> Clock | None:
-    """Return how far this host's clock is ahead of rank 0's; None where another rank asks.
+    """Return how far this host's clock is ahead of rank 0's; None on other ranks of the host.
 
-    Every rank calls it. Rank 0 serves one host after the other, in `ASKED` messages each, so that
-    none waits for another with the clock running. Raises RankLost for a rank that does not ask.
+    Every rank calls it. Rank 0 serves one host after the other, `ASKED` times each, so that no host
+    waits for another host during a round trip. Raises RankLost if a rank does not send its request.
     """
     store = world.store
     if store is None:
@@ -117,8 +118,8 @@ def compare_clocks(world: World) -> Clock | None:
         return Clock(0.0, 0.0)
     if world.rank not in asking:
         return None
-    found = []
-    # The hosts before this one are served first.
+    clocks = []
+    # A longer limit, because rank 0 serves the hosts before this one first.
     limit = timedelta(seconds=ANSWER_S * (1 + asking.index(world.rank)))
     for count in range(ASKED):
         key = f"clock {world.rank} {count}"
@@ -127,14 +128,14 @@ def compare_clocks(world: World) -> Clock | None:
         store.set(f"{key} ask", "")
         wait_for(f"{key} time", 0)
         answered_s = time.time()
-        its_s = float(store.get(f"{key} time"))
-        found.append(Clock((asked_s + answered_s) / 2 - its_s, (answered_s - asked_s) / 2))
-    return min(found, key=lambda clock: clock.within_s)
+        main_s = float(store.get(f"{key} time"))
+        clocks.append(Clock((asked_s + answered_s) / 2 - main_s, (answered_s - asked_s) / 2))
+    return min(clocks, key=lambda clock: clock.within_s)
 
 
-def judge_clocks(found: dict[int, Any], hosts: tuple[str, ...]) -> Iterator[Finding]:
-    """Yield how far the clocks of the hosts are apart."""
-    clocks = {rank: Clock(*each) for rank, each in found.items() if each is not None}
+def judge_clocks(rank_clocks: dict[int, Any], hosts: tuple[str, ...]) -> Iterator[Finding]:
+    """Yield the finding on the difference between the hosts' clocks."""
+    clocks = {rank: Clock(*clock) for rank, clock in rank_clocks.items() if clock is not None}
     if len(clocks) < 2:
         yield Finding("clocks", Verdict.OK, "one host")
         return
@@ -162,26 +163,26 @@ def judge_clocks(found: dict[int, Any], hosts: tuple[str, ...]) -> Iterator[Find
 
 
 def look_at_views(log: LogConfig) -> list[list[str]]:
-    """Return verdict and line of each view that the settings ask for; rank 0 calls it."""
-    found = [_look_at_wandb(log)]
+    """Return verdict and line of each logger in the settings; rank 0 calls it."""
+    results = [_look_at_wandb(log)]
     if log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        found.append((Verdict.NOTE, "log.tensorboard: not installed: pip install tensorboard"))
-    return [[verdict, said] for verdict, said in found]
+        results.append((Verdict.NOTE, "log.tensorboard: not installed: pip install tensorboard"))
+    return [[verdict, line] for verdict, line in results]
 
 
-def judge_views(found: dict[int, list[list[str]]]) -> Iterator[Finding]:
-    """Yield whether W&B, and TensorBoard, will get the record."""
-    verdicts = [Verdict(verdict) for verdict, _ in found[0]]
+def judge_views(results: dict[int, list[list[str]]]) -> Iterator[Finding]:
+    """Yield the finding whether W&B and TensorBoard will get the record."""
+    verdicts = [Verdict(verdict) for verdict, _ in results[0]]
     order = [Verdict.FAIL, Verdict.NOTE, Verdict.OK]
-    said = "\n".join(said for _, said in found[0])
-    yield Finding("W&B", min(verdicts, key=order.index), said)
+    text = "\n".join(line for _, line in results[0])
+    yield Finding("W&B", min(verdicts, key=order.index), text)
 
 
 def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     mode = wanted_mode(log.wandb)
     if mode == "off":
         return Verdict.OK, "off, as asked"
-    # A run goes on without it; who asks for "online" wants to know.
+    # A run continues without W&B, but a user who set "online" depends on it.
     lacking = Verdict.FAIL if log.wandb == "online" else Verdict.NOTE
     if importlib.util.find_spec("wandb") is None:
         return lacking, "not installed: pip install wandb, or log.wandb=off"
@@ -195,7 +196,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
     try:
         urllib.request.urlopen(url, timeout=ANSWER_S).close()
     except urllib.error.HTTPError:
-        pass  # an answer like any other
+        pass  # an HTTP error is also an answer
     except OSError as error:
         reason = getattr(error, "reason", error)
         return lacking, f"{url} does not answer ({reason}): {offline}; is there a proxy to set?"
@@ -203,7 +204,7 @@ def _look_at_wandb(log: LogConfig) -> tuple[Verdict, str]:
 
 
 def _wandb_url() -> str:
-    """Return the server that W&B would use: its variable, its settings, or its own."""
+    """Return the server that W&B would use, from its variable, its settings or its default."""
     if url := os.environ.get("WANDB_BASE_URL"):
         return url.rstrip("/")
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or Path.home() / ".config" / "wandb")

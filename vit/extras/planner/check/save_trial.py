@@ -1,4 +1,4 @@
-"""The checkpoint of a run, tried: where a start would go on, and a save of the whole state."""
+"""Test the checkpoint of a run: the step at which a start would resume, and a complete save."""
 
 from __future__ import annotations
 
@@ -35,26 +35,25 @@ class SaveTrial:
         self.run_dir = trial.run_dir
 
     def look_at_checkpoint(self) -> list[str] | None:
-        """Return where a start would go on, and what it needs of the disk; rank 0 tells.
+        """Return the step at which a start would resume, and the disk space; None except on rank 0.
 
-        Raises ValueError where a start would, also for a damaged checkpoint, which is left as it
-        is.
+        Raises ValueError if a start would, also for a damaged checkpoint, which is not changed.
         """
         if not self._world.is_main:
             return None
         place = self._config.run.dir
         is_away = is_url(place)
-        # Of a run at a URL no more than what each checkpoint says of itself.
-        where: Any = self.run_dir
+        # For a run at a URL only the description of each checkpoint is read, not its tensors.
+        source: Any = self.run_dir
         if is_away:
-            where = load("vit.extras.remote_runs.reading:newest_info", f"run.dir={place}")(
+            source = load("vit.extras.remote_runs.reading:newest_info", f"run.dir={place}")(
                 str(place)
             )
-        found = checkpoints.newest_checkpoint(where, verify=False)
-        if found is None:
+        newest = checkpoints.newest_checkpoint(source, verify=False)
+        if newest is None:
             lines = ["a new run"]
         else:
-            folder, info = found
+            folder, info = newest
             settings = config_io.to_dict(self._config)
             check_belongs(folder, info, settings, self._trial.facts, self._trial.allowed)
             if not is_away:
@@ -63,16 +62,16 @@ class SaveTrial:
             step = checkpoints.state_of(info).step
             lines = [f"goes on at step {step:,} from {folder.name}, {state}"]
         keep_last = self._config.checkpoint.keep_last
-        if found is None or found[1]["step"] < self._trial.data.plan.total_steps:
+        if newest is None or newest[1]["step"] < self._trial.data.plan.total_steps:
             lines += check_disk(Preflight((), {}), self._trial.disk, self.run_dir, keep_last).lines
         return lines
 
-    def judge_checkpoint(self, found: dict[int, list[str] | None]) -> Iterator[Finding]:
-        """Yield what `look_at_checkpoint` returns."""
-        yield Finding("start", Verdict.OK, "\n".join(found[0] or []))
+    def judge_checkpoint(self, lines: dict[int, list[str] | None]) -> Iterator[Finding]:
+        """Yield the lines of `look_at_checkpoint`."""
+        yield Finding("start", Verdict.OK, "\n".join(lines[0] or []))
 
     def try_checkpoint(self) -> dict[str, float] | None:
-        """Write a checkpoint beside the run's, verify it, load it on all ranks, remove it."""
+        """Write a checkpoint next to the run's, verify it, load it on all ranks, and remove it."""
         world = self._world
         tensors = checkpoints.named_tensors(self._trial.step)
         written: dict[str, float] = {}
@@ -110,14 +109,16 @@ class SaveTrial:
             snapshot.close()
         return folder
 
-    def judge_write(self, found: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
-        """Yield size and rates of the checkpoint."""
-        own = found[0]
-        assert own is not None, "rank 0 wrote it"
-        num_bytes = own["bytes"]
-        said = (
-            f"{size_text(round(num_bytes))} written in {own['write_s']:.3g} s"
-            f" ({rate_text(num_bytes / own['write_s'])}), read back in {own['read_s']:.3g} s"
-            f" ({rate_text(num_bytes / own['read_s'])}), loaded on all ranks, removed"
+    def judge_write(self, times: dict[int, dict[str, float] | None]) -> Iterator[Finding]:
+        """Yield size and rates of the checkpoint. times: the result of `try_checkpoint` by rank."""
+        main_times = times[0]
+        assert main_times is not None, "rank 0 wrote it"
+        num_bytes = main_times["bytes"]
+        write_s = main_times["write_s"]
+        read_s = main_times["read_s"]
+        text = (
+            f"{size_text(round(num_bytes))} written in {write_s:.3g} s"
+            f" ({rate_text(num_bytes / write_s)}), read back in {read_s:.3g} s"
+            f" ({rate_text(num_bytes / read_s)}), loaded on all ranks, removed"
         )
-        yield Finding("checkpoint", Verdict.OK, said)
+        yield Finding("checkpoint", Verdict.OK, text)

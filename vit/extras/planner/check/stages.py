@@ -1,13 +1,13 @@
-"""The parts of a check, which all ranks do one after the other, each within a time limit.
+"""Run the parts of a check, one after the other on all ranks, each within a time limit.
 
     rank 0    part, in a thread -> answer -----------------\\
     others    part, in a thread -> answer -> torch's store -> rank 0: who is missing? -> findings
-    all       <- which parts to leave out, and who is lost <- store <---/
+    all       <- which parts to skip, and lost ranks <------- store <---/
 
-A part may stand still for ever: in a collective that a stopped rank does not join, or on a disk.
-So a thread does it, and the main thread waits, for the answer or for the limit. Answers travel
-through the store, never through a collective: who does not answer is named, whatever the others
-wait for. After that nothing is tried that needs all ranks.
+A part may hang: in a collective that a stopped rank does not join, or on a disk. So a thread runs
+it, and the main thread waits for the answer or the limit. Answers travel through the store, never
+through a collective, so a rank that does not answer can be named even if all other ranks hang. Then
+parts that need all ranks are skipped.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from vit.distributed.world import ENDED, LOOKS_PER_S, AlreadyReported, World, si
 from vit.extras.planner.check.findings import Finding, Verdict, by_message
 
 GRACE_S = 10.0
-"""For what the other ranks still do after one has failed in a part of all."""
+"""The time that other ranks have to finish after one rank failed in a joint part."""
 MARGIN_S = 5.0
-"""Between ranks: one may begin a part so much later than another."""
+"""The time by which one rank may begin a part later than another."""
 POLL_S = 0.1
-"""Between two looks at the store; longer from 410 ranks on, as of `World.look_s`."""
+"""The time between two requests to the store; longer from 410 ranks on, as in `World.look_s`."""
 
 
 class CheckStage(NamedTuple):
-    """What is tried together; every rank has the same parts in the same order."""
+    """A part of the check; every rank has the same parts in the same order."""
 
     name: str
     run: Callable[[], Any]
-    """On each rank; returns a JSON value, or raises."""
+    """The function for each rank; it returns a JSON value, or raises."""
     judge: Callable[[dict[int, Any]], Iterable[Finding]]
-    """On rank 0: what the values of the ranks amount to."""
+    """The function for rank 0, from the values of all ranks to findings."""
     is_joint: bool = False
-    """Whether ranks wait for each other in it."""
+    """Whether ranks wait for each other in the part."""
     needs: tuple[str, ...] = ()
-    """Parts without whose success it cannot be tried."""
+    """The parts that must pass first."""
     times: float = 1.0
-    """Its limit is so many times the usual one."""
+    """The factor of the usual time limit."""
 
 
 class CheckStages:
-    """Does parts on all ranks; `findings` grows on rank 0."""
+    """The runner of the parts on all ranks; `findings` grows on rank 0."""
 
     def __init__(self, world: World, limit_s: float):
         self.world = world
@@ -60,26 +60,26 @@ class CheckStages:
         self._failed = set[str]()
         self._lost = set[int]()
         self._apart = ""
-        """Why nothing can be tried any more that needs all ranks."""
-        # A store's connection serves one call at a time, and the thread may wait in one.
+        """The reason why joint parts are skipped; "" if they are not."""
+        # A clone, because a connection serves one call at a time and the thread may wait in a call.
         self._store = None if world.store is None else world.store.clone()
         self._look_s = max(POLL_S, world.size / LOOKS_PER_S)
         self._thread = self._new_thread()
 
     @property
     def failed(self) -> bool:
-        """Whether a part has failed, on any rank; all ranks know it."""
+        """Whether a part has failed on any rank; the value is the same on all ranks."""
         return bool(self._failed)
 
     def close(self) -> None:
-        """End the thread, unless it stands still."""
+        """End the thread, without waiting if it hangs."""
         self._thread.shutdown(wait=False)
 
     def run(self, parts: Iterable[CheckStage], on_part: Callable[[int, str], None]) -> None:
-        """Do `parts`. on_part: called with the number of each and its name, before it begins.
+        """Run `parts`. on_part: called with number and name of each part before it begins.
 
-        Raises AlreadyReported on a rank that the others do not wait for any more, and if rank 0
-        ends; ValueError on one of the others if rank 0 is the one that does not answer.
+        Raises AlreadyReported on a rank that was given up, and if rank 0 ends. If rank 0 does not
+        answer, raises ValueError on the first other rank.
         """
         for number, part in enumerate(parts):
             on_part(number, part.name)
@@ -87,8 +87,8 @@ class CheckStages:
             if part.is_joint and self._apart:
                 lacking = [self._apart]
             if lacking:
-                said = f"not tried: it needs {', '.join(lacking)}"
-                self.findings.append(Finding(part.name, Verdict.SKIPPED, said))
+                text = f"not tried: it needs {', '.join(lacking)}"
+                self.findings.append(Finding(part.name, Verdict.SKIPPED, text))
                 self._failed.add(part.name)
             else:
                 with self.world.asking_store():
@@ -117,12 +117,12 @@ class CheckStages:
     # --- on each rank ---------------------------------------------------------------------------
 
     def _answer(self, part: CheckStage, key: str, deadline: float) -> dict[str, Any]:
-        """Do the part; return its value, its problem, or that it is late."""
+        """Run the part, and return its value, its problem, or the note that it is late."""
         future: Future[Any] = self._thread.submit(part.run)
         while not future.done():
             wait([future], timeout=self._look_s)
             if time.monotonic() > deadline and not future.done():
-                self._thread = self._new_thread()  # the other one may never come back
+                self._thread = self._new_thread()  # the old thread may hang for good
                 return {"late": True}
             if part.is_joint and self._others_have_failed(key):
                 deadline = min(deadline, time.monotonic() + GRACE_S)
@@ -142,12 +142,12 @@ class CheckStages:
 
     def _new_thread(self) -> ThreadPoolExecutor:
         device = self.world.device
-        # Of CUDA each thread has a device of its own.
+        # CUDA's current device is per thread.
         set_device = partial(torch.cuda.set_device, device) if device.type == "cuda" else None
         return ThreadPoolExecutor(1, "check", initializer=set_device)
 
     def _hear(self, part: CheckStage, key: str, limit_s: float, deadline: float) -> dict[str, Any]:
-        """Wait for what rank 0 has decided."""
+        """Wait for the decision of rank 0 and return it."""
         store = self._store
         assert store is not None, "there are other ranks"
         deadline += 3 * MARGIN_S
@@ -169,40 +169,40 @@ class CheckStages:
     def _decide(
         self, part: CheckStage, key: str, limit_s: float, deadline: float, own: dict[str, Any]
     ) -> dict[str, Any]:
-        """Wait for the answers, judge them, and return what all ranks are to know."""
+        """Wait for the answers, judge them, and return the decision for all ranks."""
         answers = self._gather(key, deadline, own)
         missing = [r for r in range(self.world.size) if r not in answers and r not in self._lost]
         late = [rank for rank, answer in answers.items() if "late" in answer]
-        problems = {r: each["problem"] for r, each in answers.items() if "problem" in each}
+        problems = {r: answer["problem"] for r, answer in answers.items() if "problem" in answer}
         hosts = self.world.hosts
         lines = []
         if missing:
             lines.append(self._missing(missing, limit_s))
-            # What the others tell of that.
-            problems = {rank: each for rank, each in problems.items() if each != LOST}
+            # Other ranks report the missing rank as lost; the line above covers that.
+            problems = {rank: text for rank, text in problems.items() if text != LOST}
         lines += by_message(problems, hosts)
         if missing:
             pass
-        elif late and not problems:  # else they waited for those that are told of
-            where = f" on {places(late, hosts)}" if self.world.size > 1 else ""
+        elif late and not problems:  # with problems, late ranks waited for the ranks that failed
+            late_hosts = f" on {places(late, hosts)}" if self.world.size > 1 else ""
             lines.append(
-                f"not done within {limit_s:.0f} s{where}: a disk, a network or a device stands"
+                f"not done within {limit_s:.0f} s{late_hosts}: a disk, a network or a device stands"
                 " still there; --check-limit-s gives more time"
             )
         if lines:
             self.findings.append(Finding(part.name, Verdict.FAIL, "\n".join(lines)))
         else:
-            values = {rank: each["value"] for rank, each in answers.items() if "value" in each}
-            found = list(part.judge(values))
-            self.findings += found
-            lines = [each.said for each in found if each.verdict == Verdict.FAIL]
+            values = {r: answer["value"] for r, answer in answers.items() if "value" in answer}
+            findings = list(part.judge(values))
+            self.findings += findings
+            lines = [finding.said for finding in findings if finding.verdict == Verdict.FAIL]
         apart = ""
         if missing or (late and part.is_joint):
             apart = f"all ranks (see {part.name})"
         return {"failed": bool(lines), "lost": missing, "apart": apart}
 
     def _gather(self, key: str, deadline: float, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Return the answers that come, by rank."""
+        """Return the answers that arrive in time, by rank."""
         store = self._store
         if store is None:
             return {0: own}
@@ -213,12 +213,12 @@ class CheckStages:
                 break
             time.sleep(self._look_s)
         silent = set(silent_ranks(store, key, ranks))
-        there = [rank for rank in ranks if rank not in silent]
-        texts = store.multi_get([f"{key} {rank}" for rank in there])
-        return {rank: json.loads(text) for rank, text in zip(there, texts, strict=True)}
+        answered = [rank for rank in ranks if rank not in silent]
+        texts = store.multi_get([f"{key} {rank}" for rank in answered])
+        return {rank: json.loads(text) for rank, text in zip(answered, texts, strict=True)}
 
     def interrupt(self, number: int, name: str, by: str) -> None:
-        """Add the finding of part `number`, which the signal `by` has ended, on rank 0."""
+        """Add the finding of part `number`, which was ended by the signal `by`, on rank 0."""
         gone = self.world.gone()
         if gone:  # torchrun ends all ranks because of it
             self.findings.append(Finding(name, Verdict.FAIL, self._missing(gone, self.limit_s)))
@@ -226,23 +226,23 @@ class CheckStages:
         waiting = ""
         if self._store is not None:
             ranks = sorted(set(range(self.world.size)) - self._lost)
-            out = silent_ranks(self._store, f"part {number}", ranks)
-            waiting = f"; no answer yet from {places(out, self.world.hosts)}" if out else ""
-        said = f"ended by {by} in it{waiting}: if you did not send it, an error above says why"
-        self.findings.append(Finding(name, Verdict.FAIL, said))
+            silent = silent_ranks(self._store, f"part {number}", ranks)
+            waiting = f"; no answer yet from {places(silent, self.world.hosts)}" if silent else ""
+        text = f"ended by {by} in it{waiting}: if you did not send it, an error above says why"
+        self.findings.append(Finding(name, Verdict.FAIL, text))
 
     def _missing(self, ranks: list[int], limit_s: float) -> str:
-        where = places(ranks, self.world.hosts)
+        rank_places = places(ranks, self.world.hosts)
         gone = set(ranks) & set(self.world.gone())
         if gone:
             return (
                 f"{places(gone, self.world.hosts)} ended without a word, as if killed: by the"
                 " kernel where memory ran out (dmesg), or by the batch system"
             )
-        processes = filter(None, map(self.world.process_of, ranks))
-        known = "; ".join(processes)
+        processes = "; ".join(filter(None, map(self.world.process_of, ranks)))
+        if processes:
+            processes = f" ({processes})"
         return (
-            f"{where} did not answer within {limit_s:.0f} s"
-            f"{f' ({known})' if known else ''}: hung, stopped or cut off; look at the host, or"
-            " leave it out"
+            f"{rank_places} did not answer within {limit_s:.0f} s{processes}: hung, stopped or cut"
+            " off; look at the host, or leave it out"
         )

@@ -1,7 +1,7 @@
-"""What a host reads and writes: every shard's size, the rate of reading, the run's folder.
+"""Test reading and writing on a host: the size of every shard, the reading rate, the run's folder.
 
-Nothing stays: what is written lies in a hidden folder that is removed again, by the next check if
-this one was killed.
+Files are written to a hidden folder and removed. If the check is killed, the next check removes
+them.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READ_S = 2.0
-"""For so long images are read, or until all of a few batches are."""
+"""The time for reading images, unless all images of `READ_BATCHES` are read before."""
 READ_BYTES = 2**29
 READ_AT_ONCE = 8
 READ_BATCHES = 8
 TEST_BYTES = 2**20
-"""Written to find out whether a folder can be written."""
+"""The bytes that are written to test a folder."""
 GIB = 2**30
 
 
@@ -44,7 +44,7 @@ GIB = 2**30
 
 
 def look_at_shards(config: Config, world: World) -> list[int] | None:
-    """Return number and bytes of all shards that this host sees; None on its other ranks.
+    """Return number and bytes of all shards, checked from this host; None on its other ranks.
 
     Raises ShardError, with the problems of all data sets.
     """
@@ -54,7 +54,7 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
     places = [(data.root, data.val_split)]
     if data.reader == "index":
         places += [
-            (each.root or data.root, each.split or data.train_split) for each in data.sources
+            (source.root or data.root, source.split or data.train_split) for source in data.sources
         ]
         places += [] if data.sources else [(data.root, data.train_split)]
     places += config.eval.further_places(data.root, data.val_split)
@@ -62,24 +62,25 @@ def look_at_shards(config: Config, world: World) -> list[int] | None:
     problems: list[str] = []
     for root, split in dict.fromkeys(places):
         try:
-            found = check_shards(resolve(root), parse_name(split).split, RetryPolicy(0.0))
+            counts = check_shards(resolve(root), parse_name(split).split, RetryPolicy(0.0))
         except ShardError as error:
             problems += few(str(error).splitlines())
         else:
-            number += found[0]
-            num_bytes += found[1]
+            number += counts[0]
+            num_bytes += counts[1]
     if problems:
         raise ShardError("\n".join(dict.fromkeys(problems)))
     return [number, num_bytes]
 
 
-def judge_shards(found: dict[int, list[int] | None]) -> Iterator[Finding]:
-    """Yield how many shards were looked at, and by how many hosts."""
-    told = [each for each in found.values() if each is not None]
-    number, num_bytes = told[0]
-    where = "by this host" if len(told) == 1 else f"by each of {len(told)} hosts"
-    said = f"{number:,} of the right size ({num_bytes / 1e9:,.3g} GB), looked at {where}"
-    yield Finding("shards", Verdict.OK, said)
+def judge_shards(counts: dict[int, list[int] | None]) -> Iterator[Finding]:
+    """Yield the number of checked shards and of hosts. counts: number and bytes, by rank."""
+    host_counts = [count for count in counts.values() if count is not None]
+    number, num_bytes = host_counts[0]
+    num_hosts = len(host_counts)
+    hosts = "by this host" if num_hosts == 1 else f"by each of {num_hosts} hosts"
+    text = f"{number:,} of the right size ({num_bytes / 1e9:,.3g} GB), looked at {hosts}"
+    yield Finding("shards", Verdict.OK, text)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -88,21 +89,21 @@ def judge_shards(found: dict[int, list[int] | None]) -> Iterator[Finding]:
 def read_rate(batches: Any, first: int, num_batches: int, world: World) -> list[float] | None:
     """Return bytes and images per second that this host reads, None on its other ranks.
 
-    The samples of a few global batches from position `first` on, as training reads them: one by
-    one, compared with their checksums. Of a cache what is not in it yet is fetched. Raises
-    ShardError for what cannot be read.
+    Reads the samples of a few global batches from position `first` on as in training: one by one,
+    with a check of their checksums. Blocks that are not cached yet are fetched. Raises ShardError
+    if a sample cannot be read.
     """
     if not world.is_local_main or not batches.exact:
         return None
     split = batches.split
     positions = range(first, min(first + READ_BATCHES, num_batches))
-    samples = list(chain.from_iterable(batches.order.batch(each).tolist() for each in positions))
+    samples = list(chain.from_iterable(batches.order.batch(p).tolist() for p in positions))
     began_s = time.perf_counter()
     num_bytes = num_images = 0
     with ThreadPoolExecutor(READ_AT_ONCE) as threads:
         for begin in range(0, len(samples), 8 * READ_AT_ONCE):
-            for read in threads.map(split.read, samples[begin : begin + 8 * READ_AT_ONCE]):
-                num_bytes += len(read)
+            for image in threads.map(split.read, samples[begin : begin + 8 * READ_AT_ONCE]):
+                num_bytes += len(image)
                 num_images += 1
             if time.perf_counter() - began_s > READ_S or num_bytes > READ_BYTES:
                 break
@@ -110,39 +111,39 @@ def read_rate(batches: Any, first: int, num_batches: int, world: World) -> list[
     return [num_bytes / taken_s, num_images / taken_s]
 
 
-def judge_reading(found: dict[int, list[float] | None], world: World) -> Iterator[Finding]:
-    """Yield the rate of the slowest host."""
-    told = {rank: each for rank, each in found.items() if each is not None}
-    if not told:
+def judge_reading(rates: dict[int, list[float] | None], world: World) -> Iterator[Finding]:
+    """Yield the rate of the slowest host. rates: bytes and images per second, by rank."""
+    host_rates = {rank: rate for rank, rate in rates.items() if rate is not None}
+    if not host_rates:
         yield Finding("reading", Verdict.OK, "a stream: not tried")
         return
-    slowest = min(told, key=lambda rank: told[rank][0])
-    rate, images = told[slowest]
-    which = (
-        f", the slowest of {len(told)} hosts ({world.host_of(slowest)})" if len(told) > 1 else ""
-    )
-    said = f"{rate_text(rate)}, {digits(images)} images/s from shards{which}"
-    yield Finding("reading", Verdict.OK, f"{said}; what was read before comes from memory")
+    slowest = min(host_rates, key=lambda rank: host_rates[rank][0])
+    rate, images = host_rates[slowest]
+    host = ""
+    if len(host_rates) > 1:
+        host = f", the slowest of {len(host_rates)} hosts ({world.host_of(slowest)})"
+    text = f"{rate_text(rate)}, {digits(images)} images/s from shards{host}"
+    yield Finding("reading", Verdict.OK, f"{text}; what was read before comes from memory")
 
 
 # --- the run's folder -----------------------------------------------------------------------------
 
 
 def place_of(run_dir: Path) -> Path:
-    """Return the folder to try: the run's, or the nearest above it that is there."""
+    """Return the folder to test: the run's, or the nearest existing folder above it."""
     folder = run_dir.absolute()
-    return next(each for each in (folder, *folder.parents) if os.path.lexists(each))
+    return next(parent for parent in (folder, *folder.parents) if os.path.lexists(parent))
 
 
 _passing: list[Path] = []
-"""Folders in which a thread of this process writes now."""
+"""The folders into which a thread of this process is writing."""
 
 
 @contextmanager
 def passing_folder(run_dir: Path) -> Iterator[Path]:
-    """A hidden folder on the disk of `run_dir`, which is gone after the block.
+    """Make a hidden folder on the disk of `run_dir`, and remove it after the block.
 
-    Raises ValueError if it cannot be made there.
+    Raises ValueError if it cannot be made.
     """
     place = place_of(run_dir)
     remove_leftovers(place, "check")
@@ -160,30 +161,30 @@ def passing_folder(run_dir: Path) -> Iterator[Path]:
 
 
 def remove_passing() -> None:
-    """Remove what a thread is writing, before this process ends in the middle of it."""
+    """Remove the files of a thread that is still writing, before this process ends."""
     for folder in list(_passing):
         hidden = folder.with_name(folder.name.replace(".tmp", ".end.tmp"))
         with suppress(OSError):
-            folder.rename(hidden)  # by its old name the thread makes nothing new
+            folder.rename(hidden)  # so that the thread cannot make new files in it
             shutil.rmtree(hidden, ignore_errors=True)
 
 
 def cannot_write(run_dir: Path, place: Path, error: OSError) -> ValueError:
-    """The error for a folder of a run that cannot be written."""
-    where = "" if place == run_dir.absolute() else f" {place}"
+    """Return the error for a folder of a run that cannot be written."""
+    parent = "" if place == run_dir.absolute() else f" {place}"
     return ValueError(
-        f"run.dir={run_dir}:{where} cannot be written ({error.strerror}): choose another folder, or"
-        " free some space"
+        f"run.dir={run_dir}:{parent} cannot be written ({error.strerror}): choose another folder,"
+        " or free some space"
     )
 
 
 def look_at_folder(run_dir: Path) -> list[str]:
-    """Try the folder of a run without changing anything in it; return verdicts and lines, in turn.
+    """Test the folder of a run without changing its files; return verdicts and lines, alternating.
 
-    Raises ValueError if the run could not write there.
+    Raises ValueError if the run could not write to it.
     """
     place = place_of(run_dir)
-    found: list[str] = []
+    notes: list[str] = []
     if is_in_use(run_dir):
         raise ValueError(
             f"{run_dir}: in use by a live run: wait for its end, stop it, or use another run.dir"
@@ -198,7 +199,7 @@ def look_at_folder(run_dir: Path) -> list[str]:
                 try:
                     fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError as error:
-                    found += [
+                    notes += [
                         Verdict.NOTE,
                         f"no locks there ({error.strerror}): make sure that only one run uses it",
                     ]
@@ -207,15 +208,15 @@ def look_at_folder(run_dir: Path) -> list[str]:
     except OSError as error:
         raise cannot_write(run_dir, place, error) from None
     kind = file_system(place)
-    what = "there" if place == run_dir.absolute() else "new"
+    state = "there" if place == run_dir.absolute() else "new"
     shared = ", shared with other hosts" if is_shared(kind) else ""
     on = f", on {kind}{shared}" if kind else ""
     free = f"{shutil.disk_usage(place).free / GIB:,.1f} GiB free"
-    return [Verdict.OK, f"{run_dir}: {what}, can be written{on}, {free}", *found]
+    return [Verdict.OK, f"{run_dir}: {state}, can be written{on}, {free}", *notes]
 
 
-def judge_folder(found: dict[int, list[str] | None]) -> Iterator[Finding]:
-    """Yield what rank 0 has found of the run's folder."""
-    told = found[0] or []
-    verdict = Verdict.NOTE if Verdict.NOTE in told[::2] else Verdict.OK
-    yield Finding("run folder", verdict, "\n".join(told[1::2]))
+def judge_folder(results: dict[int, list[str] | None]) -> Iterator[Finding]:
+    """Yield the finding of rank 0 on the run's folder."""
+    main_results = results[0] or []
+    verdict = Verdict.NOTE if Verdict.NOTE in main_results[::2] else Verdict.OK
+    yield Finding("run folder", verdict, "\n".join(main_results[1::2]))

@@ -1,9 +1,9 @@
-"""The run itself, tried at full size: data, a few steps, an evaluation's batch, a checkpoint.
+"""Test the run at full size: data, a few steps, a batch of an evaluation, a checkpoint.
 
     open_data (as a start) -> step (model, loader, DDP, optimizer) -> evaluation -> checkpoint
 
-Everything is made by the functions that make the run, from fresh weights; only the record and the
-run's folder are left out. All of it is gone at the end.
+The functions of a real run make everything, from fresh weights, except the record and the run's
+folder. At the end everything is removed.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from vit.training.model_summary import count_parameters
 from vit.training.run_data import RunData, open_data
 
 STEPS = 3
-"""The first one compiles and waits for workers; the last one shows how long a step is."""
+"""The number of steps. The first compiles and waits for workers; the last shows a step's time."""
 LITTLE_MEMORY = 0.03
-"""Share of a GPU's memory: with less to spare a fragment too many ends the run."""
+"""The share of a GPU's memory that should stay free; with less, fragmentation may end the run."""
 GIB = 2**30
 
 
 class _Enough(Exception):
-    """One batch of an evaluation is done."""
+    """The signal that one batch of an evaluation is done."""
 
 
 class Trial:
-    """What the parts of a check hand to each other, on one rank."""
+    """The objects that the parts of a check share, on one rank."""
 
     def __init__(self, config: Config, world: World, allow_change: Iterable[str]):
         self.config = config
@@ -59,24 +59,24 @@ class Trial:
         self._data: RunData | None = None
         self._step: TrainStep | None = None
         self._images_per_s: dict[str, float] = {}
-        """That each host reads and takes; on rank 0."""
+        """The images per second that the slowest host reads, under the key `read`; on rank 0."""
 
     @property
     def data(self) -> RunData:
-        """Of the run. The part `data` comes before those that ask for it."""
+        """The data of the run; available after the part `data`."""
         assert self._data is not None, "the part of the data was done"
         return self._data
 
     @property
     def step(self) -> TrainStep:
-        """Of the run. The part `step` comes before those that ask for it."""
+        """The training step of the run; available after the part `step`."""
         assert self._step is not None, "the part of the step was done"
         return self._step
 
     # --- data -----------------------------------------------------------------------------------
 
     def open_data(self) -> dict[str, Any]:
-        """Open the data and make the plan, as a start does; return what it tells of this host."""
+        """Open the data and make the plan as a start does; return the figures of this host."""
         self._data = open_data(self.config, self.world)
         config, world, data = self.config, self.world, self._data
         self._parts = parts_of(config)
@@ -88,8 +88,8 @@ class Trial:
         checked, self.disk = check_host(config, world, data)
         return {"lines": checked.lines, **checked.numbers}
 
-    def judge_data(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
-        """Yield what is trained on, and what the hosts have for it."""
+    def judge_data(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+        """Yield the findings on the config, the data and the hosts. answers: by rank."""
         plan = self.data.plan
         with torch.device("meta"):
             model = create_trained_model(self.config, self.data.num_classes)
@@ -102,12 +102,11 @@ class Trial:
             f" {plan.rank_batch_size}{passes}; {self.config.train.precision} on"
             f" {self.world.device.type}",
         )
-        yield Finding("data", Verdict.OK, found[0]["lines"][0].removeprefix("data: "))
+        yield Finding("data", Verdict.OK, answers[0]["lines"][0].removeprefix("data: "))
 
         def least(name: str) -> float | None:
-            return min(
-                (each[name] for each in found.values() if each[name] is not None), default=None
-            )
+            values = (answer[name] for answer in answers.values())
+            return min((value for value in values if value is not None), default=None)
 
         memory, shm = least("free_memory_gib"), least("free_shm_gib")
         parts = [f"{least('cores'):g} cores"]
@@ -117,8 +116,8 @@ class Trial:
         hosts = len(set(self.world.hosts)) or 1
         many = f"the least of {hosts} hosts: " if hosts > 1 else ""
         notes: dict[str, list[int]] = {}
-        for rank, each in found.items():
-            for note in each["notes"]:
+        for rank, answer in answers.items():
+            for note in answer["notes"]:
                 notes.setdefault(note, []).append(rank)
         lines = [many + ", ".join(parts)]
         lines += [
@@ -128,19 +127,19 @@ class Trial:
         yield Finding("hosts", Verdict.NOTE if notes else Verdict.OK, "\n".join(lines))
 
     def middle(self) -> int:
-        """Return a position whose samples nobody has read just now: they are not in memory."""
+        """Return a position in mid-run; its samples are not in memory from an earlier read."""
         return self.data.plan.total_steps // 2
 
-    def judge_reading(self, found: dict[int, list[float] | None]) -> None:
-        """Keep the images per second of the slowest host for `judge_step`."""
-        told = [each[1] for each in found.values() if each is not None]
-        if told:
-            self._images_per_s["read"] = min(told)
+    def judge_reading(self, rates: dict[int, list[float] | None]) -> None:
+        """Store the images per second of the slowest host for `judge_step`."""
+        images_per_s = [rate[1] for rate in rates.values() if rate is not None]
+        if images_per_s:
+            self._images_per_s["read"] = min(images_per_s)
 
     # --- a few steps ----------------------------------------------------------------------------
 
     def try_step(self) -> dict[str, Any]:
-        """Make the model and everything that updates it, and do a few steps of real batches."""
+        """Make the model and everything that updates it, and run a few steps on real batches."""
         config, data, world = self.config, self.data, self.world
         reset_peak(world.device)
         with naming_what_fits(config, data.plan, data.num_classes, world.device):
@@ -183,7 +182,7 @@ class Trial:
                     step.prepare(batch)
                 loss = step(batch, position).read().loss
                 ends_s.append(time.perf_counter())
-            left_bytes = self._left_bytes()  # with the workers
+            left_bytes = self._left_bytes()  # while the workers have their memory
         return {
             "loss": repr(loss),  # JSON has no NaN
             "first_s": ends_s[1] - ends_s[0],
@@ -195,7 +194,7 @@ class Trial:
         }
 
     def _first_of_largest_images(self) -> int:
-        """Return the position at which the stage with the largest images begins."""
+        """Return the first position of the stage with the largest images."""
         batches = self.data.batches
         per_epoch = self.data.plan.steps_per_epoch
         begins = [0, *(until * per_epoch for until, _ in batches.image_format.stages)]
@@ -206,32 +205,34 @@ class Trial:
             return torch.cuda.mem_get_info(self.world.device)[0]
         return free_memory_bytes() or 0
 
-    def judge_step(self, found: dict[int, dict[str, Any]]) -> Iterator[Finding]:
-        """Yield how long a step takes and what it leaves of memory."""
-        own = found[0]
+    def judge_step(self, answers: dict[int, dict[str, Any]]) -> Iterator[Finding]:
+        """Yield the time of a step and the memory that it leaves. answers: by rank."""
+        main = answers[0]
         batch = self.data.plan.global_batch_size
-        height, width = own["size"]
-        last_s = max(each["last_s"] or 0.0 for each in found.values())
-        first_s = max(each["first_s"] for each in found.values())
+        height, width = main["size"]
+        last_s = max(answer["last_s"] or 0.0 for answer in answers.values())
+        first_s = max(answer["first_s"] for answer in answers.values())
         speed = f"{last_s:.3g} s each ({digits(batch / last_s)} images/s), " if last_s else ""
-        compiled = " with compilation" if self.config.train.compile and not own["why_eager"] else ""
-        tightest = min(found, key=lambda rank: found[rank]["left_gib"])
-        left_gib = found[tightest]["left_gib"]
-        peak_gib = max(each["peak_gib"] for each in found.values())
+        is_compiled = self.config.train.compile and not main["why_eager"]
+        compiled = " with compilation" if is_compiled else ""
+        tightest = min(answers, key=lambda rank: answers[rank]["left_gib"])
+        left_gib = answers[tightest]["left_gib"]
+        peak_gib = max(answer["peak_gib"] for answer in answers.values())
         on_gpu = self.world.device.type == "cuda"
-        where = "on the GPU" if on_gpu else "on the host"
+        device = "on the GPU" if on_gpu else "on the host"
         if self.world.size > 1:
-            where += f" of {places([tightest], self.world.hosts)}"
+            device += f" of {places([tightest], self.world.hosts)}"
+        loss = float(main["loss"])
         lines = [
             f"steps of {batch:,} images of {height}x{width} px: {speed}the first{compiled}"
-            f" {first_s:.3g} s; loss {float(own['loss']):.4g}",
-            f"{peak_gib:.2f} GiB at the peak of a rank, {left_gib:.2f} GiB left {where}",
+            f" {first_s:.3g} s; loss {loss:.4g}",
+            f"{peak_gib:.2f} GiB at the peak of a rank, {left_gib:.2f} GiB left {device}",
         ]
         notes = []
-        if not torch.tensor(float(own["loss"])).isfinite():
+        if not math.isfinite(loss):
             notes.append("the loss is not finite: lower optim.lr, or set train.precision=fp32")
-        if own["why_eager"]:
-            notes.append(f"not compiled: torch.compile does not work here ({own['why_eager']})")
+        if main["why_eager"]:
+            notes.append(f"not compiled: torch.compile does not work here ({main['why_eager']})")
         if on_gpu and left_gib < LITTLE_MEMORY * (left_gib + peak_gib):
             notes.append("hardly any memory is left: lower data.micro_batch_size")
         hosts = len(set(self.world.hosts)) or 1
@@ -246,7 +247,7 @@ class Trial:
     # --- an evaluation --------------------------------------------------------------------------
 
     def try_evaluation(self) -> list[float]:
-        """Evaluate a batch of each split, with its workers; return the seconds of each."""
+        """Evaluate a batch of each split with new workers; return the seconds of each."""
         config, data = self.config, self.data
         taken_s = []
         with naming_what_fits(config, data.plan, data.num_classes, self.world.device):
@@ -259,23 +260,23 @@ class Trial:
                 finally:
                     evaluator.close()
                 if self.world.device.type == "cuda":
-                    torch.cuda.synchronize(self.world.device)  # what it has met is raised here
+                    torch.cuda.synchronize(self.world.device)  # raises errors of the device
                 taken_s.append(time.perf_counter() - began_s)
         return taken_s
 
-    def judge_evaluation(self, found: dict[int, list[float]]) -> Iterator[Finding]:
-        """Yield how long a batch took."""
-        seconds = [max(each) for each in zip(*found.values(), strict=True)]
+    def judge_evaluation(self, rank_seconds: dict[int, list[float]]) -> Iterator[Finding]:
+        """Yield the time of a batch. rank_seconds: seconds of each split, by rank."""
+        seconds = [max(of_split) for of_split in zip(*rank_seconds.values(), strict=True)]
         more = f", and of {len(seconds) - 1} further splits" if len(seconds) > 1 else ""
-        said = (
+        text = (
             f"a batch of {self.config.eval.batch_size} images a rank of"
             f" '{self.config.data.val_split}'{more}: {max(seconds):.3g} s with the start of"
             " workers"
         )
-        yield Finding("evaluation", Verdict.OK, said)
+        yield Finding("evaluation", Verdict.OK, text)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._step = None
         self._data = None
         release_memory(self.world.device)

@@ -1,20 +1,21 @@
-"""What a run's losses say about its training images: never learnt, forgotten, mislabelled.
+"""Find training images that were never learnt, forgotten or mislabelled, from a run's losses.
 
-`samples/` has loss and margin of each row (vit.hooks.sample_losses); the order tells which image a
-row showed, and the draws of mixing how much of it was to be seen. Added up over the epochs:
+`samples/` has loss and margin of each row (vit.hooks.sample_losses). The image of a row follows
+from the order, and its visible share from the draws of mixing. Added up over the epochs:
 
-    mean margin     Pleiss et al. 2020 (AUM): an image that is taken for another class while its
-                    class is learnt from others probably has a wrong label
+    mean margin     Pleiss et al. 2020 (AUM): an image that is predicted as another class while its
+                    class is learnt from other images probably has a wrong label
     times forgotten Toneva et al. 2019: how often it was right and then wrong; some never get right
 
-Where images mix, an observation weighs as much as its own image prevails, 2 lambda - 1, and nothing
-below a half; loss and margin are still those of the mixed input.
+If images mix, the weight of an observation is 2 lambda - 1, or 0 if lambda is below a half; loss
+and margin are those of the mixed input.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,47 +32,47 @@ from vit.hooks.sample_losses import epoch_files, read_epoch
 from vit.system.files import replacing, told
 
 MAX_CURVE_VALUES = 2**28
-"""Margins that are held, 512 MiB; of longer runs every n-th epoch."""
+"""The most margins in memory, 512 MiB; for longer runs every n-th epoch is kept."""
 LARGEST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
 class SampleCurves:
-    """Of N training images in E kept epochs; NaN where an image was not seen."""
+    """The curves of N training images in E recorded epochs; NaN if an image was not seen."""
 
     epochs: list[int]
-    """(E,) counted from 1."""
+    """(E,) the epochs, counted from 1."""
     num_seen: NDArray[np.int64]
-    """(N,) epochs in which the image was seen."""
+    """(N,) the number of epochs in which the image was seen."""
     mean_loss: NDArray[np.float64]
     """(N,)"""
     mean_margin: NDArray[np.float64]
     """(N,)"""
     first_right: NDArray[np.int64]
-    """(N,) the first epoch in which it was classified rightly; 0: in none."""
+    """(N,) the first epoch in which the image was classified correctly; 0: never."""
     last_right: NDArray[np.int64]
-    """(N,) the last such epoch; 0: none."""
+    """(N,) the last such epoch; 0: never."""
     times_forgotten: NDArray[np.int64]
-    """(N,) epochs in which it was wrong, and right when it was seen before."""
+    """(N,) the number of epochs in which the image was wrong after it had been right."""
     curve_epochs: list[int]
-    """(C,) those of `margins`."""
+    """(C,) the epochs of `margins`."""
     margins: NDArray[np.float16]
     """(C, N)"""
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:
-        """(N,) seen, and never right."""
+        """The images that were seen and never right, (N,)."""
         return (self.num_seen > 0) & (self.first_right == 0)
 
     @property
     def late_wrong(self) -> NDArray[np.bool_]:
-        """(N,) seen, and not right in the second half of the epochs."""
+        """The images that were seen, and not right in the second half of the epochs, (N,)."""
         half = self.epochs[len(self.epochs) // 2]
         return (self.num_seen > 0) & (self.last_right < half)
 
     @property
     def suspects(self) -> NDArray[np.int64]:
-        """All images that were seen, those first whose label is least likely to be right."""
+        """All images that were seen, sorted by mean margin: probably wrong labels come first."""
         seen = np.flatnonzero(self.num_seen > 0)
         return seen[np.argsort(self.mean_margin[seen], kind="stable")]
 
@@ -81,16 +82,16 @@ def read_curves(
 ) -> SampleCurves:
     """Read the losses of a run. `on_epoch(done, total)` is called after each epoch.
 
-    Raises ValueError if none were kept or their files are damaged.
+    Raises ValueError if no losses were recorded or if their files are damaged.
     """
     files = epoch_files(source.run_dir)
-    num_samples = source.train_set.split.num_samples  # streams have none, and say so
+    num_samples = source.train_set.split.num_samples  # raises ValueError for a stream
     if not files:
         raise ValueError(
             f"{source.run_dir}: no losses of its images were kept (log.sample_losses=0, a run that"
             " has not saved yet, or one of an earlier version): train with log.sample_losses=1"
         )
-    every = -(-len(files) * num_samples // MAX_CURVE_VALUES)
+    every = math.ceil(len(files) * num_samples / MAX_CURVE_VALUES)
     margins = []
     num_seen = np.zeros(num_samples, np.int64)
     sums = np.zeros((3, num_samples))
@@ -129,8 +130,7 @@ def read_curves(
 
 
 def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]:
-    """Return the weights of an epoch's observations of each image, and weighted sums of their
-    losses and margins: (3, N)."""
+    """Return weights, weighted losses and weighted margins of an epoch, summed by image: (3, N)."""
     order = source.order
     augment = source.config.augment
     steps = order.steps_per_epoch
@@ -147,18 +147,18 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
         position = (epoch - 1) * steps + step
         if mixes(augment):
             table = np.zeros((len(losses), width), np.float32)
-            table[:, LAMBDA] = 1.0  # stays so behind `augment.mixup_off_epoch`
+            table[:, LAMBDA] = 1.0  # unchanged after `augment.mixup_off_epoch`
             size = source.train_format.in_epoch(epoch - 1).size
             draw_mix(augment, table, readable, order.seed, position, 0, size, epoch - 1)
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
         ids.append(order.batch(position))
-        rows.append([weights, *(np.nan_to_num(each) * weights for each in (losses, margins))])
+        rows.append([weights, *(np.nan_to_num(v) * weights for v in (losses, margins))])
     num_samples = source.train_set.split.num_samples
     if not ids:
         return np.zeros((3, num_samples))
-    which = np.concatenate(ids)
+    samples = np.concatenate(ids)
     columns = np.concatenate(rows, axis=1)
-    return np.stack([np.bincount(which, column, num_samples) for column in columns])
+    return np.stack([np.bincount(samples, column, num_samples) for column in columns])
 
 
 # --- files ----------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ def write_table(
 ) -> Path:
     """Write a line for each image that was seen, the most suspicious first, as CSV.
 
-    near: None if they were not looked for; the last three columns are then empty.
+    near: None if near doubles were not searched; then the last three columns are empty.
     """
     split = source.train_set.split
     names = source.class_names
@@ -219,7 +219,7 @@ def write_table(
 
 
 def write_keys(source: ReportSource, samples: Sequence[int], path: Path) -> Path:
-    """Write the keys of `samples`, a line each, as `data.exclude` takes them."""
+    """Write the keys of `samples`, one per line, in the format of `data.exclude`."""
     split = source.train_set.split
     with told(path), replacing(path) as file:
         for sample in samples:

@@ -1,5 +1,6 @@
-"""Images that are in the data twice, by the checksums of the index, compared byte by byte; also
-those that are evaluated on.
+"""Find images that are in the training data twice, or also in the evaluation data.
+
+Candidates have equal checksums in the index; their bytes are compared.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from vit.data.sources import Sources
 
 @dataclass(frozen=True)
 class Duplicates:
-    """Images whose bytes are equal."""
+    """The images with equal bytes."""
 
     groups: list[list[int]]
-    """Training samples, two or more in each; groups with different labels come first."""
+    """The groups of two or more equal training samples; groups with different labels come first."""
     also_evaluated: list[tuple[int, int]]
-    """Training sample and validation sample, one pair for each training sample."""
+    """The pairs of a training sample and an equal validation sample, one per training sample."""
 
 
 def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
-    """Find equal images in training data, and between these and what is evaluated on.
+    """Find equal images in the training data, and between training and evaluation data.
 
-    Candidates have equal checksums and sizes in the index; their bytes are compared. Without
-    checksums, as in indexes of earlier versions, nothing is found. Raises ShardError.
+    Candidates have equal checksums and sizes in the index; their bytes are compared. Returns no
+    images for an index without checksums, of an earlier version. Raises ShardError.
     """
     if not all(has_checksums(each.index) for each in [*split.splits, val_split]):
         return Duplicates([], [])
@@ -47,11 +48,11 @@ def find_duplicates(split: Split | Sources, val_split: Split) -> Duplicates:
     groups.sort(key=lambda same: (len(set(labels[same].tolist())) == 1, same))
     val_order = np.argsort(evaluated, kind="stable")
     places = np.searchsorted(evaluated[val_order], train)
-    found = val_order[np.minimum(places, len(evaluated) - 1)]
+    val_samples = val_order[np.minimum(places, len(evaluated) - 1)]
     pairs = [
-        (sample, int(found[sample]))
-        for sample in np.flatnonzero(evaluated[found] == train).tolist()
-        if split.read(sample) == val_split.read(int(found[sample]))
+        (sample, int(val_samples[sample]))
+        for sample in np.flatnonzero(evaluated[val_samples] == train).tolist()
+        if split.read(sample) == val_split.read(int(val_samples[sample]))
     ]
     return Duplicates(groups, pairs)
 

@@ -1,10 +1,10 @@
-"""The page about the training images of a run: those to look at, each with its picture and curve.
+"""Write the page on the training images of a run: suspicious images, with their curves.
 
-    runs/<name>/report/samples.html    one file that works offline, as the run's own page
+    runs/<name>/report/samples.html    one file that works offline, like the page of the run
     runs/<name>/report/samples.csv     every image, most suspicious first
 
-Pictures are data URIs, curves inline SVG; no script runs there. What the run's model says about an
-image comes from its last weights, by the view of evaluation.
+Pictures are data URIs, curves inline SVG; the page has no script. The predictions on the page come
+from the run's last weights, with the preprocessing of evaluation.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from vit.run_folder import REPORT_FOLDER
 PAGE_FILE = f"{REPORT_FOLDER}/samples.html"
 TABLE_FILE = f"{REPORT_FOLDER}/samples.csv"
 PICTURE_PX = 128
-"""Longer side of a picture on the page."""
+"""The longer side of a picture on the page."""
 CURVE_WIDTH, CURVE_HEIGHT = 128, 36
 AT_ONCE = 32
 
@@ -49,10 +49,10 @@ class Shown:
     uri: str
     curve: Markup
     notes: list[str]
-    said: str
-    """What the model takes it for, "" if it cannot be asked."""
+    predicted: str
+    """The prediction of the model, "" if the model cannot run."""
     differs: bool
-    """Whether that is another class than its own."""
+    """Whether the prediction differs from the label."""
 
 
 def write_samples_page(
@@ -64,9 +64,9 @@ def write_samples_page(
 ) -> Path:
     """Write the page with up to `num_images` in each section; returns its path.
 
-    near: None if they were not looked for.
+    near: None if near doubles were not searched.
 
-    Raises ValueError if it cannot be written, ShardError if an image cannot be read.
+    Raises ValueError if the page cannot be written, ShardError if an image cannot be read.
     """
     suspects = curves.suspects
     suspicious = suspects[curves.mean_margin[suspects] < 0][:num_images]
@@ -84,11 +84,11 @@ def write_samples_page(
     chosen += chain(*((first, second) for first, second, _ in pairs))
     chosen += [train for train, _, _ in val_pairs]
     train = source.train_set.split
-    said, why_silent = _ask(source, train, list(dict.fromkeys(chosen)))
-    show = {n: _shown(source, train, n, view, curves) for n, view in said.items()}
+    predictions, why_silent = _predict(source, train, list(dict.fromkeys(chosen)))
+    show = {n: _shown(source, train, n, pair, curves) for n, pair in predictions.items()}
     val = source.val_split
-    val_said, _ = _ask(source, val, [sample for _, sample, _ in val_pairs])
-    show_val = {n: _shown(source, val, n, view) for n, view in val_said.items()}
+    val_predictions, _ = _predict(source, val, [sample for _, sample, _ in val_pairs])
+    show_val = {n: _shown(source, val, n, pair) for n, pair in val_predictions.items()}
     content = page_template("samples.html.j2").render(
         name=source.run_dir.resolve().name,
         made_s=time.time(),
@@ -116,33 +116,35 @@ def write_samples_page(
 
 
 @torch.no_grad()
-def _ask(
+def _predict(
     source: ReportSource, split: Split | Sources, samples: list[int]
 ) -> tuple[dict[int, tuple[int, float]], str]:
-    """Return the class that the model takes each sample for and its probability, and why it says
-    nothing, if it does not: the classes are then -1."""
-    said = dict.fromkeys(samples, (-1, 0.0))
+    """Return predicted class and probability of each sample, and the reason if there are none.
+
+    Classes are -1 if the model cannot run.
+    """
+    predictions = dict.fromkeys(samples, (-1, 0.0))
     try:
         for start in range(0, len(samples), AT_ONCE):
-            some = samples[start : start + AT_ONCE]
-            images = torch.stack([source.eval_image(sample, split) for sample in some])
+            part = samples[start : start + AT_ONCE]
+            images = torch.stack([source.eval_image(sample, split) for sample in part])
             inputs = source.augment.normalize(images.to(source.device))
             shares, classes = source.model(inputs).float().softmax(1).max(1)
-            for sample, share, label in zip(some, shares.tolist(), classes.tolist(), strict=True):
-                said[sample] = (label, share)
+            for sample, share, label in zip(part, shares.tolist(), classes.tolist(), strict=True):
+                predictions[sample] = (label, share)
     except ValueError as error:  # no weights yet, or an image that cannot be decoded
-        return said, as_sentence(error)
-    return said, ""
+        return predictions, as_sentence(error)
+    return predictions, ""
 
 
 def _shown(
     source: ReportSource,
     split: Split | Sources,
     sample: int,
-    said: tuple[int, float],
+    prediction: tuple[int, float],
     curves: SampleCurves | None = None,
 ) -> Shown:
-    """curves: of the split's images, if they were trained on."""
+    """prediction: class and probability. curves: the split's curves if it was trained on."""
     label = int(split.index[sample]["label"])
     notes = []
     if curves is None:
@@ -154,15 +156,15 @@ def _shown(
     if curves is not None and (times := int(curves.times_forgotten[sample])):
         notes.append(f"forgotten {times} time{'s' if times > 1 else ''}")
     name = source.class_names[label]
-    taken_for, share = said
+    predicted, share = prediction
     return Shown(
         split.key(sample),
         name,
         _picture(split, sample),
         Markup("") if curves is None else _curve(curves, sample),
         notes,
-        f"{source.class_names[taken_for]}, {share:.0%}" if taken_for >= 0 else "",
-        taken_for != label,
+        f"{source.class_names[predicted]}, {share:.0%}" if predicted >= 0 else "",
+        predicted != label,
     )
 
 
@@ -180,7 +182,7 @@ def _picture(split: Split | Sources, sample: int) -> str:
 
 
 def _curve(curves: SampleCurves, sample: int) -> Markup:
-    """Draw its margins over the epochs, with a line at 0: right above it, wrong below."""
+    """Draw the margins of `sample` over the epochs, with a line at 0: right above, wrong below."""
     margins = curves.margins[:, sample].astype(np.float64)
     seen = np.flatnonzero(np.isfinite(margins))
     if not len(seen):
@@ -196,7 +198,7 @@ def _curve(curves: SampleCurves, sample: int) -> Markup:
     ]
     line = " ".join(f"{x},{y}" for x, y in places)
     dots = "".join(f'<circle cx="{x}" cy="{y}" r="1.6"/>' for x, y in places if len(places) <= 32)
-    # Not escaped: markup of our own, made of numbers.
+    # Not escaped, because this function makes the markup from numbers.
     return Markup(
         f'<svg class="curve" viewBox="0 0 {CURVE_WIDTH} {CURVE_HEIGHT}" role="img"'
         f' aria-label="margins from {margins[seen[0]]:.2f} to {margins[seen[-1]]:.2f}">'
