@@ -379,7 +379,7 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
     background.kill_all()
     train_at(config, url, tmp_path / "two", *stop)  # another machine ends it
     done = train_at(config, url, tmp_path / "one")
-    assert "another job has gone on since" in done.stderr
+    assert "another job has continued the run since" in done.stderr
     assert "is finished: 24 steps" in done.stderr
     assert final_state(tmp_path / "one", STEPS) == whole
     store = store_at(url, 60)
@@ -387,7 +387,7 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
         store.remove(name)
     done = train_at(config, url, tmp_path / "one", ok=False)
     assert done.returncode == 2
-    assert "holds no run, its working copy" in done.stderr
+    assert "holds no run, but its working copy" in done.stderr
     assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), "nothing is removed"
 
 
