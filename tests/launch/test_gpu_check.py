@@ -15,7 +15,7 @@ def test_without_a_gpu_it_is_one_line():
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if "Warning" not in line]
     assert line.startswith("error: no GPU to check: torch sees none (")
-    assert line.endswith("--device cpu --small tries this program itself on the CPU")
+    assert line.endswith("--device cpu --small tests this program on the CPU")
 
 
 def test_a_part_that_there_is_not_is_a_mistake():

@@ -269,7 +269,7 @@ def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, t
     words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
     done = run("launch/job.py", *words, cold=True)
     assert done.returncode == 1, done.stderr
-    assert "the store does not say whether there is a newer checkpoint" in done.stdout
+    assert "the store does not show whether a newer checkpoint exists" in done.stdout
     way.is_good()
     done = run("launch/job.py", *words, cold=True)
     assert done.returncode == 0, done.stderr
