@@ -72,14 +72,14 @@ def read_run(folder: Path) -> Row:
     ends = [line for line in lines if line["kind"] == "end"]
     is_over = bool(ends) and lines[-1]["kind"] == "end"
     return Row(
-        folder.name,
-        {key: value for key, value in settings.items() if key not in NOT_COMPARED},
-        lines[-1]["step"] if lines else 0,
-        ends[-1]["outcome"] if is_over else "running",
-        evaluations[-1]["top1"] if evaluations else None,
-        max((line["top1"] for line in evaluations), default=None),
-        evaluations[-1]["loss"] if evaluations else None,
-        (ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
+        name=folder.name,
+        settings={key: value for key, value in settings.items() if key not in NOT_COMPARED},
+        step=lines[-1]["step"] if lines else 0,
+        outcome=ends[-1]["outcome"] if is_over else "running",
+        top1=evaluations[-1]["top1"] if evaluations else None,
+        best=max((line["top1"] for line in evaluations), default=None),
+        loss=evaluations[-1]["loss"] if evaluations else None,
+        hours=(ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
     )
 
 

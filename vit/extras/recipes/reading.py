@@ -119,7 +119,7 @@ class Reading:
         unknown = set(theirs) - self.args.keys()
         assert not unknown, f"{self.table.program} has no {sorted(unknown)}"
         wrong = set(settings or {}) - self._known
-        assert not wrong, f"there is no setting {sorted(wrong)}"
+        assert not wrong, f"unknown settings: {sorted(wrong)}"
         # Products such as 0.1 * 3 would put rounding noise into the YAML file.
         rounded = {
             key: float(f"{value:.12g}") if isinstance(value, float) else value

@@ -89,7 +89,14 @@ def open_stream(
     if find_spec("webdataset") is None:
         raise ShardError("data.reader: webdataset needs its package: pip install webdataset")
     urls = [url for part in shards.split("::") for url in expand_braces(part)]
-    return Stream(urls, num_samples, num_classes, class_names, layout, retry or RetryPolicy())
+    return Stream(
+        filenames=urls,
+        num_samples=num_samples,
+        num_classes=num_classes,
+        class_names=class_names,
+        layout=layout,
+        retry=retry or RetryPolicy(),
+    )
 
 
 def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) -> TrainSet:
@@ -102,11 +109,11 @@ def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) 
     )
     stream = open_stream(
         resolve(data.stream),
-        data.num_samples,
-        max(val_split.num_classes, num_classes or 0),
-        names,
-        layout,
-        RetryPolicy(data.patience_s),
+        num_samples=data.num_samples,
+        num_classes=max(val_split.num_classes, num_classes or 0),
+        class_names=names,
+        layout=layout,
+        retry=RetryPolicy(data.patience_s),
     )
     return TrainSet(stream, data.num_samples)
 
@@ -261,7 +268,14 @@ class StreamBatches(AugmentedBatches):
             width, height = read_image_size(data)
         except ValueError:
             width, height = 1, 1
-        return _Sample(key, int.from_bytes(digest) >> 1, label, data, width, height)
+        return _Sample(
+            key=key,
+            number=int.from_bytes(digest) >> 1,
+            label=label,
+            data=data,
+            width=width,
+            height=height,
+        )
 
 
 def _read_tars(
