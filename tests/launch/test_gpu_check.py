@@ -21,7 +21,7 @@ def test_without_a_gpu_it_is_one_line():
 def test_a_part_that_there_is_not_is_a_mistake():
     done = run("launch/gpu_check.py", "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
-    assert "error: --only wait: there are slots, equality, waits, graphs" in done.stderr
+    assert "error: --only wait: expected parts out of slots, equality, waits, graphs" in done.stderr
 
 
 def test_parts_are_lines_and_the_files_are_not_a_gpus(tmp_path):
