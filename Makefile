@@ -10,9 +10,9 @@ DOCS_INSTALLED := .venv/.installed_docs
 LOCK_INSTALLED := .venv/.installed_lock
 PAGES := README.md CONTRIBUTING.md LICENSE docs slurm/README.md deploy/kube deploy/sky.yaml deploy/Dockerfile benchmarks/README.md benchmarks/results tests/project/seeds.md \
 	$(wildcard vit/*.py vit/distributed/exact/*.py benchmarks/*.py)
-# Of the demo; without a number launch/demo.sh chooses it.
+# Number of ranks of the demo; by default launch/demo.sh chooses it.
 RANKS ?=
-# One more than two cores: tests also wait for processes, signals and servers, a third of their time.
+# One more than two cores, because tests wait for processes, signals and servers a third of the time.
 TESTS_AT_ONCE ?= 3
 AT_ONCE = $(BIN)/python -m pytest --numprocesses=$(TESTS_AT_ONCE) --dist=loadfile --no-loadscope-reorder
 
@@ -26,12 +26,12 @@ demo: $(INSTALLED)
 test: $(TESTS_INSTALLED)
 	$(AT_ONCE) -m "not full"
 
-# What only repeats: more kills and seeds, full-size models, all kernels of the CPU, Slurm.
+# Adds repetitions: more kills and seeds, full-size models, all CPU kernels, Slurm.
 test-all: test
 	$(AT_ONCE) -m full --ignore=tests/slurm
-	$(BIN)/python -m pytest tests/slurm  # alone: its jobs have time limits of seconds
+	$(BIN)/python -m pytest tests/slurm  # without other tests, because its jobs have time limits of seconds
 
-# Style, format, types: a minute the first time, then seconds.
+# Checks style, format and types: a minute the first time, then seconds.
 lint: $(TESTS_INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -40,23 +40,23 @@ lint: $(TESTS_INSTALLED)
 check: lint
 	$(AT_ONCE) -m "not slow and not full"
 
-# Kills, signals, stops and leaks in numbers, one line each: under an hour on two cores. COUNT is the number of kills; PARTS chooses.
+# Tests kills, signals, stops and leaks, one line each, in less than an hour on two cores. COUNT is the number of kills; PARTS selects parts.
 soak: $(TESTS_INSTALLED)
 	$(BIN)/python tests/faults/soak.py $(if $(COUNT),--count $(COUNT)) $(if $(PARTS),--parts $(PARTS))
 
-# Random settings and ranks, killed at random and resumed, for MINUTES: one line each, with the command that repeats it; OUT gets JSON lines.
+# Kills and resumes runs with random settings and ranks for MINUTES. Each line has the command to repeat it; OUT gets JSON lines.
 fuzz: $(TESTS_INSTALLED)
 	$(BIN)/python tests/faults/fuzz.py $(if $(MINUTES),--minutes $(MINUTES)) $(if $(SEED),--seed $(SEED)) $(if $(OUT),--out $(OUT))
 
-# Every promise on this machine's GPUs, with its number: ten minutes at most. Writes to benchmarks/results.
+# Tests every promise on this machine's GPUs in at most ten minutes. Writes to benchmarks/results.
 gpu-check: $(INSTALLED)
 	$(BIN)/python launch/gpu_check.py
 
-# deploy/requirements.lock: every package of every extra, with the hashes of its files, for `pip install --require-hashes`.
+# Writes deploy/requirements.lock: all packages of all extras, with file hashes, for `pip install --require-hashes`.
 lock: $(LOCK_INSTALLED)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --generate-hashes --no-annotate --default-index https://pypi.org/simple --custom-compile-command "make lock" --quiet -o deploy/requirements.lock
 
-# Known vulnerabilities of what is locked; needs PyPI's own service, which mirrors lack.
+# Lists known vulnerabilities of the locked packages; needs PyPI's own service, which mirrors lack.
 audit: $(LOCK_INSTALLED)
 	$(BIN)/pip-audit --requirement deploy/requirements.lock --require-hashes --disable-pip
 
@@ -64,7 +64,7 @@ $(LOCK_INSTALLED): $(INSTALLED)
 	$(PIP) -e .[lock]
 	@touch $@
 
-# The pages as a site in build/site, under the same paths as here, so that the same links work. A link that leads nowhere is an error.
+# Builds the pages as a site in build/site under the repository's paths, so that links work in both. A broken link is an error.
 docs: $(DOCS_INSTALLED)
 	rm -rf build/pages build/site
 	mkdir -p build/pages

@@ -1,15 +1,15 @@
-"""How fast this machine trains a config: images/s, share of the peak, parts, memory, loader.
+"""Measure how fast this machine trains a config: images/s, MFU, parts, memory, loader.
 
     python launch/bench.py --config configs/vit_b16.yaml
     python launch/bench.py --config configs/vit_b16.yaml --data data/imagenet --out results
     torchrun --nproc_per_node=8 launch/bench.py --config configs/vit_l16.yaml train.compile=true
     python launch/bench.py --config configs/vit_b16.yaml --profile trace data.global_batch_size=512
 
-No data are needed: the real training step gets batches of noise that lie ready, eager and (on a
-GPU, or with train.compile=true) compiled, with the config's micro-batch and the largest that fits.
-Where data.root can be opened, the loader is measured alone and together with the step. `--out`
-writes what launch/plan.py reads from benchmarks/results. Nothing is saved. Exit status: 0, or 2
-after a mistake of the user.
+No data are needed. The real training step runs on batches of noise, eager and (on a GPU, or with
+train.compile=true) compiled, with the config's micro-batch and with the largest that fits. If
+data.root can be opened, the loader is measured alone and together with the step. `--out` writes
+results that launch/plan.py reads from benchmarks/results. No run folder is written. Exit status: 0,
+or 2 after a user mistake.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from vit.system.command_line import Parser
 
 
 def main() -> World:
-    """Run the command line above; return the world it joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     overrides = list(args.overrides)
     if args.data is not None:
         overrides.append(f"data.root={json.dumps(args.data)}")
     config = load_config(args.config, overrides)
     if config.train.exact_over_ranks:
-        # Sizes other than the recipe's are tried, which have other leaves.
+        # Micro-batches of other sizes would need different leaves.
         config = with_settings(config, {"train.exact_over_ranks": False})
         if process_group.is_main_process():
             print("note: steps are measured without train.exact_over_ranks", file=sys.stderr)
@@ -72,25 +72,23 @@ def main() -> World:
     return world
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/bench.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
     parser.add_argument(
         "--data", metavar="ROOT", help="shards for the loader (default: the config's data.root)"
     )
-    parser.add_argument(
-        "--micro-batch", type=int, metavar="N", help="measure only this size, and look for no other"
-    )
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="measure only this size")
     parser.add_argument(
         "--seconds",
         type=float,
         default=10.0,
         metavar="S",
-        help="for each measurement (default: 10)",
+        help="seconds for each measurement (default: 10)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help="steps of each measurement, in place of --seconds"
+        "--steps", type=int, metavar="N", help="steps of each measurement, instead of --seconds"
     )
     parser.add_argument(
         "--profile", type=Path, metavar="FOLDER", help="write a trace and a table of operators"
@@ -102,7 +100,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(arguments)
     if not 0 < args.seconds < float("inf"):
         parser.error(f"--seconds {args.seconds:g}: expected more than 0")
     if args.steps is not None and args.steps < 1:
@@ -111,7 +109,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
 
 
 def show(result: dict[str, Any], as_json: bool) -> None:
-    """Print the numbers, as one object or as tables."""
+    """Print the numbers as one JSON object or as tables."""
     if as_json:
         print(json.dumps(result, indent=1))
         return

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# `make demo`: real handwritten digits, a ViT from scratch on two DDP ranks, fine-tuned at a higher
-# resolution, exactly evaluated, with a report. No download, no account, no GPU. The same command
-# again continues where it was stopped; `rm -rf runs/demo runs/demo_finetune` starts over. RANKS is
-# the number of ranks; with a single GPU it is 1, as two ranks there would train on the CPU.
+# `make demo` trains a ViT on handwritten digits with two DDP ranks, fine-tunes it at a higher
+# resolution, evaluates it exactly and writes a report. It needs no download, account or GPU. Running
+# it again continues a stopped demo; `rm -rf runs/demo runs/demo_finetune` starts over. RANKS is the
+# number of ranks. With a single GPU it is 1, because two ranks would train on the CPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PATH="$PWD/.venv/bin:$PATH"
-# One thread a rank; torchrun would set the same, with a long note.
+# torchrun would also set one thread per rank, but print a long note.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 run() { printf '\n\033[1m$ %s\033[0m\n' "$*"; "$@"; }
 

@@ -1,32 +1,32 @@
-"""Evaluate a checkpoint exactly, at any resolution; or fine-tune it first.
+"""Evaluate a checkpoint exactly at any resolution, or fine-tune it first.
 
     python launch/eval.py                                    the newest run under runs/
     python launch/eval.py runs/demo --image-size 48          positions interpolated, no training
     python launch/eval.py runs/a runs/b                      compared image by image
     python launch/eval.py runs/demo eval.sets.v2.root=data/v2 eval.sets.v2.split=train
     python launch/eval.py --checkpoint runs/demo --finetune configs/demo_finetune.yaml
-    python launch/eval.py runs/demo --knn --linear-probe     what its features know
+    python launch/eval.py runs/demo --knn --linear-probe     probes of its features
     torchrun --nproc_per_node=8 launch/eval.py --checkpoint runs/vit_b16 --data /data/imagenet
     python launch/eval.py --checkpoint vit_base_patch16_224.augreg_in1k.safetensors \\
         --data /data/imagenet                                a model that timm published
 
 Every image of the split counts once, on any number of ranks. With --finetune the flags below are
 settings of the fine-tuning, so --image-size is the size it trains at; it prints the accuracy
-before, at both sizes, and after, and compares them image by image. The same command continues a
-fine-tuning that was stopped or killed.
+before, at both sizes, and after, and compares them image by image. Running the same command again
+continues a fine-tuning that was stopped or killed.
 
-The sets of the run's `eval.sets` are evaluated too, unless --data or --split name other images, and
-those given as settings. Of several checkpoints one table shows how each differs from the first,
-image by image, on the sets of the first (docs/evaluation.md).
+The sets of the run's `eval.sets` are also evaluated, unless --data or --split select other images.
+Sets can be added as settings. For several checkpoints a table compares each with the first, image
+by image, on the sets of the first (docs/evaluation.md).
 
 `--json` prints one object on stdout: num_images, correct_top1, correct_top5, top1 and top5 in
 percent, loss, ece (calibration error in points), top1_low and top1_high (the 95 % interval of
 top1), `sets` (by name; with num_skipped, images without a label), `probes` with --knn or
---linear-probe (by name), and `note` if the classes of the data are not those of the model. Of
-several checkpoints: `checkpoints`, a list of such objects, and `difference`, a list of what each
-other one has to the first by set (see vit/training/metrics.py). With --finetune also `before`,
-`before_resized` (objects of this form) and `difference`, or `stopped` and `run` after a signal.
-Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a mistake of the user; 130
+--linear-probe (by name), and `note` if the data's classes differ from the model's. For several
+checkpoints it has `checkpoints`, a list of such objects, and `difference`, a list with each
+checkpoint's differences from the first by set (see vit/training/metrics.py). --finetune adds
+`before`, `before_resized` (objects of this form) and `difference`, or `stopped` and `run` after a
+signal. Exit status: 0 done, or stopped and saved; 1 a bug, with its stack; 2 a user mistake; 130
 interrupted.
 """
 
@@ -60,28 +60,30 @@ from vit.weights.published import describe_published, with_published_config
 from vit.weights.published_models import KnownModel
 
 DEFAULT_K = 20
-"""Neighbours: the best of 10, 20, 100 and 200 in DINO."""
+"""The number of neighbours that was best in DINO, out of 10, 20, 100 and 200."""
 
 
 def main() -> World:
-    """Run the command line above and return the world it joined."""
+    """Run the command line above and return the joined world."""
     args = read_command_line()
     settings = settings_of(args)
     out = sys.stderr if args.json else sys.stdout
     tuned = None
     device = args.device or "auto"
     deterministic = False
-    if args.finetune:  # read before anything starts, so that a mistake in it shows at once
-        given = {**settings, "init.checkpoint": args.checkpoints[0]}
-        overrides = [f"{key}={json.dumps(value)}" for key, value in given.items()]
+    if args.finetune:  # read first, so that a mistake in the config is reported at once
+        flags = {**settings, "init.checkpoint": args.checkpoints[0]}
+        overrides = [f"{key}={json.dumps(value)}" for key, value in flags.items()]
         tuned = config_io.load_config(args.finetune, [*overrides, *args.overrides])
         device = tuned.train.device
         deterministic = tuned.train.deterministic
     setting = "--device " if args.device else "train.device="
     world = process_group.join_world(device, setting, deterministic=deterministic)
     if tuned is not None:
-        found = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
-        finetune(found.loaded, found.config, found.problem, tuned, world, build_run, out, args.json)
+        subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
+        finetune(
+            subject.loaded, subject.config, subject.problem, tuned, world, build_run, out, args.json
+        )
         return world
 
     if len(args.checkpoints) > 1:
@@ -90,20 +92,20 @@ def main() -> World:
     root = args.data
     split = args.split or "val"
     for path in args.checkpoints or [""]:
-        found = _read(path, args, root, split, world)
-        assert found.config is not None, "otherwise the problem was raised"
-        config = config_io.with_settings(found.config, settings)
-        if not results:  # the others are evaluated on the same images
+        subject = _read(path, args, root, split, world)
+        assert subject.config is not None, "without --finetune a missing config is an error"
+        config = config_io.with_settings(subject.config, settings)
+        if not results:  # all checkpoints are evaluated on the images of the first one
             root = config.data.root
             split = config.data.val_split
             sets = config.eval.model_dump(mode="json")["sets"]
             settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
             settings["eval.best_by"] = config.eval.best_by
         results.append(
-            evaluate_weights(found.loaded, config, world, out, args.select_classes, args.probes)
+            evaluate_weights(subject.loaded, config, world, out, args.select_classes, args.probes)
         )
-        if world.is_main and found.known is not None:
-            _print_published(found, config, results[-1], args.select_classes, out)
+        if world.is_main and subject.published is not None:
+            _print_published(subject, config, results[-1], args.select_classes, out)
     if world.is_main:
         as_json = results[0].as_json
         if len(results) > 1:
@@ -114,7 +116,7 @@ def main() -> World:
 
 
 def _try_to_read(paths: Sequence[str]) -> None:
-    """Raise ValueError for all that cannot be read, before hours are spent on the others."""
+    """Raise ValueError for all unreadable files at once, before hours of evaluation."""
     problems = []
     for path in paths:
         try:
@@ -125,29 +127,29 @@ def _try_to_read(paths: Sequence[str]) -> None:
         raise ValueError("\n".join(problems))
 
 
-class _Found(NamedTuple):
-    """Weights that were read, the same on all ranks."""
+class _Subject(NamedTuple):
+    """The weights to evaluate, the same on all ranks."""
 
     loaded: LoadedWeights
     config: Config | None
-    known: KnownModel | None
-    """The published model that they are; on the main rank."""
+    published: KnownModel | None
+    """The published model of these weights, on the main rank."""
     problem: str
-    """Why they have no config, for a fine-tuning."""
+    """The reason for a missing config, for a fine-tuning."""
 
 
 def _read(
     path: str, args: argparse.Namespace, root: str | None, split: str, world: World
-) -> _Found:
-    """Read weights of a run, or of another program, which are evaluated on `split` of `root`.
+) -> _Subject:
+    """Read weights of a run or of another program, to evaluate on `split` of `root`.
 
-    path: "" for the newest run. Without --finetune what has no config is a ValueError.
+    path: "" for the newest run. Without --finetune a missing config raises ValueError.
     """
-    known: KnownModel | None = None
+    published: KnownModel | None = None
     problem = ""
 
     def read() -> LoadedWeights:
-        nonlocal known, problem
+        nonlocal published, problem
         loaded = read_weights(
             path or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
         )
@@ -155,15 +157,15 @@ def _read(
             if args.model:
                 raise ValueError(
                     f"--model {args.model}: {loaded.path} comes from this project and contains its"
-                    " model's name: leave --model out"
+                    " model's name: omit --model"
                 )
             return loaded
         try:
-            loaded, known = with_published_config(loaded, args.model, root, split)
+            loaded, published = with_published_config(loaded, args.model, root, split)
         except ValueError as error:
             if not args.finetune:
                 raise
-            # Weights without a head can be fine-tuned, though not evaluated before.
+            # Weights without a head can be fine-tuned, but not evaluated before.
             problem = str(error)
         return loaded
 
@@ -178,19 +180,22 @@ def _read(
             if not args.finetune:
                 raise
             problem = str(error)
-    return _Found(loaded, config, known, problem)
+    return _Subject(loaded, config, published, problem)
 
 
 def _print_published(
-    found: _Found, config: Config, result: Result, is_selected: bool, out: TextIO
+    subject: _Subject, config: Config, result: Result, is_selected: bool, out: TextIO
 ) -> None:
-    """Print how the result compares with the published one."""
-    assert found.known is not None, "it is a published model"
+    """Print the comparison with the published accuracy."""
+    assert subject.published is not None, "the caller checks"
     num_classes = result.sets[VAL][0].split.num_classes
-    head_classes = (0 if is_selected else found.loaded.num_classes) or num_classes
+    head_classes = (0 if is_selected else subject.loaded.num_classes) or num_classes
     line = describe_published(
-        *(found.known, result.as_json["num_images"], config.model.height_width()),
-        *(num_classes, head_classes),
+        subject.published,
+        result.as_json["num_images"],
+        config.model.height_width(),
+        num_classes,
+        head_classes,
     )
     print(f"  {line}", file=out)
 
@@ -203,31 +208,31 @@ def _create_parser() -> Parser:
         default=[],
         metavar="RUN_OR_FILE",
         help=(
-            "run folder (its last weights, averaged if there are such), checkpoint folder, or"
-            " weights file, also from timm, or a name of the Hugging Face hub, as timm/NAME"
-            " (default: the newest run); --checkpoint itself may be omitted; of several each is"
-            " compared with the first, image by image"
+            "run folder (its last weights, averaged if available), checkpoint folder, weights"
+            " file, also from timm, or a name of the Hugging Face hub, as timm/NAME (default: the"
+            " newest run); the flag itself may be omitted; several are compared with the first,"
+            " image by image"
         ),
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="name in timm of weights that were trained elsewhere, if the file does not contain it",
+        help="timm's name of weights from another program, if the file does not contain it",
     )
     parser.add_argument(
-        "--data", metavar="ROOT", help="folder of shards (default: the one it was trained on)"
+        "--data", metavar="ROOT", help="folder of shards (default: the run's data.root)"
     )
     parser.add_argument(
         "--select-classes",
         action="store_true",
-        help="of the model's classes use those of the data only, found by name (200 of 1,000)",
+        help="use only the model's classes that the data have, matched by name (200 of 1,000)",
     )
     parser.add_argument("--split", help="split to evaluate (default: the run's data.val_split)")
     add_model_flags(
         parser,
         batch_size="images in one forward pass of one rank (default: the run's eval.batch_size)",
         num_workers="loader processes per rank (default: the run's data.num_workers)",
-        device="(default: auto, GPUs where each rank of a host has one)",
+        device="(default: auto, GPUs if each rank of a host has one)",
     )
     parser.add_argument(
         "--finetune",
@@ -237,17 +242,17 @@ def _create_parser() -> Parser:
     parser.add_argument(
         KNN_FLAG,
         action="store_true",
-        help="also classify by the nearest training images, by the features that the head reads",
+        help="also classify by the nearest training images, in the head's input features",
     )
     parser.add_argument(
         "--k",
         metavar="N,...",
-        help=f"numbers of neighbours for {KNN_FLAG}, as 10,20,100,200 (default: {DEFAULT_K})",
+        help=f"numbers of neighbours for {KNN_FLAG}, such as 10,20,100,200 (default: {DEFAULT_K})",
     )
     parser.add_argument(
         LINEAR_FLAG,
         action="store_true",
-        help="also fit a linear classifier to those features of the training images",
+        help="also fit a linear classifier to these features of the training images",
     )
     parser.add_argument(
         "--l2",
@@ -255,71 +260,75 @@ def _create_parser() -> Parser:
         metavar="X",
         help=f"penalty of {LINEAR_FLAG} (default: chosen on a tenth of the training images)",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object on stdout and nothing else there"
-    )
+    parser.add_argument("--json", action="store_true", help="print only one JSON object on stdout")
     parser.add_argument(
         "words",
         nargs="*",
         metavar="RUN_OR_FILE | section.key=value",
-        help="settings of the evaluation, as eval.sets.v2.root=data/v2; with --finetune any",
+        help="settings, such as eval.sets.v2.root=data/v2; any section with --finetune, else eval",
     )
     return parser
 
 
-def read_command_line(words: Sequence[str] | None = None) -> argparse.Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the flags, with runs and files in `checkpoints` and the settings in `overrides`.
 
     Raises ValueError for mistakes.
     """
     parser = _create_parser()
-    args = parser.parse_intermixed_args(words)
-    words = [*args.words, *args.checkpoint]
-    # A file whose name has a "=" is not a setting.
-    args.checkpoints = [word for word in words if "=" not in word or Path(word).exists()]
-    args.overrides = [word for word in words if word not in args.checkpoints]
+    args = parser.parse_intermixed_args(arguments)
+    positionals = [*args.words, *args.checkpoint]
+    # An existing file whose name has a "=" is not a setting.
+    args.checkpoints = [word for word in positionals if "=" not in word or Path(word).exists()]
+    args.overrides = [word for word in positionals if word not in args.checkpoints]
     named = " and ".join(args.checkpoints)
     if args.finetune and len(args.checkpoints) > 1:
-        parser.error(f"{named}: give one run or file to fine-tune")
+        parser.error(f"{named}: pass one run or file to fine-tune")
     if len({*args.checkpoints}) < len(args.checkpoints):
-        parser.error(f"{named}: one is given twice, which nothing would tell apart: leave it out")
-    others = [word for word in args.overrides if not word.startswith("eval.")]
-    if others and not args.finetune:
-        parser.error(f"{' '.join(others)}: settings belong to --finetune, all but those of eval")
+        parser.error(f"{named}: a checkpoint is listed twice: remove one")
+    foreign = [word for word in args.overrides if not word.startswith("eval.")]
+    if foreign and not args.finetune:
+        parser.error(f"{' '.join(foreign)}: without --finetune only eval.* can be set: omit it")
     if problems := model_flag_problems(args):
         parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
-        parser.error("--select-classes: with --finetune give init.select_classes=true")
+        parser.error("--select-classes: with --finetune pass init.select_classes=true instead")
     args.probes = _read_probes(args, parser)
     if args.finetune and not args.checkpoints:
-        parser.error("--finetune needs --checkpoint: the newest run may be a fine-tuned one")
+        parser.error(
+            "--finetune needs --checkpoint, because the newest run may be a fine-tuned one"
+        )
     return args
 
 
 def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
-    """Return which probes are asked for, None for none. Ends the command for mistakes."""
+    """Return the probes to run, or None. Ends the command for mistakes."""
     problems = []
-    wanted = [flag for flag, on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if on]
-    if wanted and args.finetune:
-        problems.append(f"{' and '.join(wanted)}: after --finetune give the new run to eval.py")
+    flags = [
+        flag for flag, is_on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if is_on
+    ]
+    if flags and args.finetune:
+        problems.append(f"{' and '.join(flags)}: after --finetune run eval.py on the new run")
     if args.k is not None and not args.knn:
-        problems.append(f"--k {args.k} belongs to {KNN_FLAG}: give that, too")
+        problems.append(f"--k {args.k} belongs to {KNN_FLAG}: pass that flag")
     if args.l2 is not None and not args.linear_probe:
-        problems.append(f"--l2 {args.l2:g} belongs to {LINEAR_FLAG}: give that, too")
+        problems.append(f"--l2 {args.l2:g} belongs to {LINEAR_FLAG}: pass that flag")
     if args.l2 is not None and not 0 < args.l2 < float("inf"):
-        problems.append(f"--l2 {args.l2:g}: give a number above 0, as 1e-4")
-    words = (args.k or str(DEFAULT_K)).split(",")
-    if not all(word.isdecimal() and int(word) > 0 for word in words) or len({*words}) < len(words):
-        problems.append(f"--k {args.k}: give different numbers from 1 on, as 20 or 10,20,100")
+        problems.append(f"--l2 {args.l2:g}: expected a number above 0, such as 1e-4")
+    counts = (args.k or str(DEFAULT_K)).split(",")
+    if not all(count.isdecimal() and int(count) > 0 for count in counts) or len({*counts}) < len(
+        counts
+    ):
+        problems.append(f"--k {args.k}: expected distinct positive numbers, such as 20 or 10,20")
     if problems:
         parser.error("; ".join(problems))
-    if not wanted:
+    if not flags:
         return None
-    return Asked(tuple(map(int, words)) if args.knn else (), args.linear_probe, args.l2)
+    return Asked(tuple(map(int, counts)) if args.knn else (), args.linear_probe, args.l2)
 
 
 def settings_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags that were given as settings: dotted key -> value."""
+    """Return the flags as settings: dotted key -> value, without unset flags."""
     flags = {
         "data.root": args.data,
         "data.val_split": args.split,
@@ -328,12 +337,12 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
         "train.device": args.device,
         **model_settings(args),
     }
-    found = {key: value for key, value in flags.items() if value is not None}
+    settings = {key: value for key, value in flags.items() if value is not None}
     if args.finetune:
-        return found
-    if args.data or args.split:  # the run's own sets may belong to its own data
-        found |= {"eval.sets": {}, "eval.best_by": VAL}
-    return found | config_io.read_overrides(args.overrides)
+        return settings
+    if args.data or args.split:  # the run's sets may belong to its own data
+        settings |= {"eval.sets": {}, "eval.best_by": VAL}
+    return settings | config_io.read_overrides(args.overrides)
 
 
 if __name__ == "__main__":

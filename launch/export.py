@@ -1,4 +1,4 @@
-"""Hand a trained model to another program: a folder that it opens by its own documented call.
+"""Export a trained model to a folder that another program opens by its own documented call.
 
     python launch/export.py runs/demo --to timm              timm.create_model("local-dir:FOLDER")
     python launch/export.py runs/vit_b16 --to huggingface    ViTForImageClassification
@@ -7,9 +7,10 @@
     python launch/export.py timm/vit_small_patch16_224.augreg_in1k --to onnx --out FOLDER
 
 The folder has the weights under the program's names, its config with preprocessing and class
-names, and a model card, README.md, with the accuracy and the code that opens it. `--to timm` is
-opened by transformers' AutoModelForImageClassification, too. A model that the program has no place
-for is refused with the names of those that have. Exit status: 0 done, 2 a mistake to correct.
+names, and a model card, README.md, with the accuracy and the code that opens the folder.
+transformers' AutoModelForImageClassification also opens a folder of `--to timm`. A model that the
+program does not support is rejected with a list of programs that do. Exit status: 0 done, 2 a
+mistake to correct.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from vit.weights.programs import PROGRAMS
 
 
 def main() -> World:
-    """Run the command line above; return the world that was joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     world = process_group.join_world("cpu")
     subject, loaded, published = read_subject(args.path, args.model)
@@ -45,31 +46,33 @@ def main() -> World:
     run_dir = _run_of(loaded)
     if args.out is None:
         if run_dir is None:
-            raise ValueError(f"{loaded.path} is not in a run folder: name one to write with --out")
+            raise ValueError(
+                f"{loaded.path} is not in a run folder: pass a folder to write with --out"
+            )
         args.out = run_dir / "export" / args.to
     origin = _origin(loaded, run_dir, published)
-    which = f" ({loaded.which()})" if loaded.which() else ""
+    suffix = f" ({loaded.which()})" if loaded.which() else ""
     size = subject.config.model.size_text()
     print(
-        f"{loaded.path}{which}: {origin.name}, {subject.num_classes:,} classes at {size}, to"
+        f"{loaded.path}{suffix}: {origin.name}, {subject.num_classes:,} classes at {size}, to"
         f" {args.to}"
     )
     for note in loaded.notes:
         print(f"  {note}")
     for line in export(args.to, subject, origin, args.out):
         print(f"  {line}")
-    print(f"{args.out}: complete; README.md there has the code that opens it")
+    print(f"{args.out}: complete; its README.md has the code to open it")
     return world
 
 
 def _run_of(loaded: LoadedWeights) -> Path | None:
-    """The run folder that the weights lie in."""
-    folder = loaded.path.parent.parent  # of weights/last.safetensors and of checkpoints/step_...
+    """Return the run folder of the weights, or None."""
+    folder = loaded.path.parent.parent  # for weights/last.safetensors and checkpoints/step_...
     return folder if (folder / METRICS_FILE).is_file() else None
 
 
 def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Origin:
-    """What the card says about where the weights come from."""
+    """Return the origin of the weights for the model card."""
     lines: list[dict[str, Any]] = read_metrics(run_dir / METRICS_FILE) if run_dir else []
     starts = [line for line in lines if line["kind"] == "start"]
     evaluations = [line for line in lines if line["kind"] == "eval" and line["step"] == loaded.step]
@@ -88,14 +91,14 @@ def _origin(loaded: LoadedWeights, run_dir: Path | None, published: str) -> Orig
     )
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the flags. Raises ValueError for mistakes."""
     parser = Parser("python launch/export.py", __doc__)
     parser.add_argument(
         "path",
         metavar="RUN_OR_FILE",
         help=(
-            "run folder (its last weights, averaged if there are such), checkpoint folder, or file"
+            "run folder (its last weights, averaged if available), checkpoint folder, or file"
             " of weights, also of another program"
         ),
     )
@@ -106,9 +109,9 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="name in timm of weights that were trained elsewhere, if the file does not contain it",
+        help="timm's name of weights from another program, if the file does not contain it",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""Does this machine keep every promise: each is tried, and printed with its number.
+"""Test every promise of this project on this machine, and print each with its number.
 
     make gpu-check
     python launch/gpu_check.py --only slots waits graphs
-    python launch/gpu_check.py --device cpu --small     # the program itself, without a GPU
+    python launch/gpu_check.py --device cpu --small     # tests this program without a GPU
 
-On a GPU all of it takes ten minutes at most (`--minutes`), and benchmarks/results gets
-`<date>-gpu-<name>.json` and `.md`: please send yours. A part that fails or overruns is a line, and
-the others go on. Exit status: 0; 1 if a promise is not kept; 2 without a GPU, or after a mistake.
+On a GPU it takes at most ten minutes (`--minutes`), and writes `<date>-gpu-<name>.json` and `.md`
+to benchmarks/results: please send yours. A part that fails or overruns prints a line, and the check
+continues with the next part. Exit status: 0; 1 if a promise is not kept; 2 without a GPU, or after
+a mistake.
 """
 
 from __future__ import annotations
@@ -35,22 +36,20 @@ from vit.system.host import cpu_name
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MODELS = ("vit_b16", "vit_l16", "vit_h14")
 FLOOR_MFU = 0.25
-"""Share of the data sheet's peak that training must reach. Published ViT training has 22 to 29 % on
-Hopper; nobody has measured this code on a GPU yet."""
-TINY_MODEL = (
-    *("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false"),
-)
+"""Share of the data sheet's peak that training must reach. Published ViT training reaches 22 to
+29 % on Hopper. This code was not measured on a GPU yet."""
+TINY_MODEL = ("model.name=vit_ti16", "model.depth=2", "model.image_size=32", "train.compile=false")
 TINY_STEP = (*TINY_MODEL, "data.global_batch_size=16")
-"""Settings that make a recipe one for a CPU."""
+"""Settings that make a recipe small enough for a CPU."""
 TINY_RUN = ("model.depth=2", "model.image_size=32", "data.num_workers=0")
-"""Of trainings that are killed."""
+"""Settings for training runs that the check kills."""
 
 
 class GpuCheck(NamedTuple):
-    """What is tried together, and for how many seconds on an H200."""
+    """A part of the check, with its time limit in seconds on an H200."""
 
     name: str
-    what: str
+    title: str
     budget_s: float
     run: Callable[[], Iterable[Line]]
 
@@ -58,51 +57,57 @@ class GpuCheck(NamedTuple):
 def main() -> None:
     """Run the command line above."""
     args = read_command_line()
-    found = _find_devices(args.device)
+    devices = _find_devices(args.device)
     if args.out is not None:
         check_writable("--out", args.out)
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="vit-gpu-check-") as folder:
-        every = parts(torch.device(args.device), args.small, Path(folder), found["gpus"])
-        chosen = [part for part in every if not args.only or part.name in args.only]
-        if unknown := set(args.only) - {part.name for part in every}:
+        all_parts = parts(torch.device(args.device), args.small, Path(folder), devices["gpus"])
+        chosen = [part for part in all_parts if not args.only or part.name in args.only]
+        if unknown := set(args.only) - {part.name for part in all_parts}:
             raise ValueError(
-                f"--only {' '.join(sorted(unknown))}: there are"
-                f" {', '.join(part.name for part in every)}"
+                f"--only {' '.join(sorted(unknown))}: expected parts out of"
+                f" {', '.join(part.name for part in all_parts)}"
             )
-        print(f"{found['name']}, torch {torch.__version__}", flush=True)
+        print(f"{devices['name']}, torch {torch.__version__}", flush=True)
         lines = []
         for part in chosen:
             left_s = 60 * args.minutes - (time.monotonic() - began_s)
-            lines += run_part(part.what, part.run, min(part.budget_s, max(left_s, 0.0)), show)
+            lines += run_part(part.title, part.run, min(part.budget_s, max(left_s, 0.0)), show)
     if args.out is not None:
-        _write(args.out, found["name"], args.device, lines)
-    kept = sum(line.passed is True for line in lines)
-    broken = sum(line.passed is False for line in lines)
+        _write(args.out, devices["name"], args.device, lines)
+    num_kept = sum(line.passed is True for line in lines)
+    num_broken = sum(line.passed is False for line in lines)
     took_s = time.monotonic() - began_s
-    print(f"{kept} promises kept, {broken} not, in {took_s:.0f} s")
-    if broken:
+    print(f"{num_kept} promises kept, {num_broken} not, in {took_s:.0f} s")
+    if num_broken:
         raise SystemExit(1)
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Return the flags. Raises ValueError for mistakes."""
     parser = Parser("python launch/gpu_check.py", __doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument(
-        "--small", action="store_true", help="tiny models only; results mean nothing"
+        "--small", action="store_true", help="tiny models only; results are meaningless"
     )
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="these parts only")
     parser.add_argument(
-        "--minutes", type=float, default=10.0, metavar="M", help="for all of it (default: 10)"
+        "--only", nargs="+", default=[], metavar="PART", help="run only these parts"
+    )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=10.0,
+        metavar="M",
+        help="time limit in minutes (default: 10)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FOLDER",
-        help="for the two files (default: benchmarks/results; none with --small, --only or a CPU)",
+        help="folder for results (default: benchmarks/results; none with --small, --only or cpu)",
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     if not args.minutes > 0:
         parser.error(f"--minutes {args.minutes:g}: expected more than 0")
     if args.out is None and args.device == "cuda" and not args.small and not args.only:
@@ -111,7 +116,7 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
 
 
 def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> list[GpuCheck]:
-    """Return everything that is tried, in this order."""
+    """Return the parts of the check, in order."""
     on_gpu = device.type == "cuda"
     precision = "bf16" if on_gpu else "fp32"
     settings = [f"train.device={device.type}", f"train.precision={precision}"]
@@ -119,7 +124,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
         settings += TINY_RUN
     big = () if small else ("model.name=vit_b16", "model.image_size=224")
     timed = TINY_STEP if small else ("data.global_batch_size=256", "data.micro_batch_size=256")
-    tried: dict[str, tuple[str, float, Callable[[], Iterable[Line]]]] = {
+    promises: dict[str, tuple[str, float, Callable[[], Iterable[Line]]]] = {
         "slots": ("the loader's slots", 30, partial(guarantees.page_locked_slots, device)),
         "equality": ("the CPU's numbers", 60, partial(guarantees.equals_the_cpu, device)),
         "waits": ("no step waits", 40, partial(guarantees.no_waits, device)),
@@ -136,8 +141,8 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
         ),
     }
     built = [
-        GpuCheck(name, what, budget_s, partial(_on_device, device, run))
-        for name, (what, budget_s, run) in tried.items()
+        GpuCheck(name, title, budget_s, partial(_on_device, device, run))
+        for name, (title, budget_s, run) in promises.items()
     ]
     place = partial(kills.make_place, folder / "resume", *settings)
     built += [
@@ -155,7 +160,7 @@ def parts(device: torch.device, small: bool, folder: Path, num_gpus: int) -> lis
 
 
 def _on_device(device: torch.device, run: Callable[[], Iterable[Line]]) -> Iterable[Line]:
-    """Lines of `run` in a process that is set as training's are."""
+    """Return the lines of `run`, after setting up the process like training does."""
     join_world(device.type)
     return run()
 
@@ -178,7 +183,7 @@ def _ranks(
 
 
 def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
-    """Speed of a recipe, eager and compiled, as launch/bench.py measures it."""
+    """Measure the speed of a recipe like launch/bench.py, eager and compiled."""
     result = kills.bench(0.5 if small else 4.0, *overrides, config=model)
     for row in result["training"]:
         mode = "compiled" if row["compiled"] else "eager"
@@ -199,31 +204,31 @@ def _speed(model: str, overrides: Sequence[str], small: bool) -> Iterator[Line]:
     if find_device(result["device"]) is not None and not small:
         best = max(row["mfu"] for row in result["training"])
         measured = f"MFU {best:.1%} (at least {FLOOR_MFU:.0%})"
-        yield Line(f"{model} is as fast as this GPU lets it be", best >= FLOOR_MFU, measured)
+        yield Line(f"{model} reaches the expected speed of this GPU", best >= FLOOR_MFU, measured)
 
 
 def _find_devices(device: str) -> dict[str, Any]:
-    """Return name and number of the GPUs; ValueError if one is asked for and there is none."""
+    """Return name and number of the GPUs. Raises ValueError if `device` needs a missing GPU."""
 
     def look() -> Iterator[Line]:
-        found = find_devices()
-        name = torch.cuda.get_device_name() if found.gpus else ""
-        yield Line("devices", True, found.said, {"gpus": found.gpus, "name": name})
+        devices = find_devices()
+        name = torch.cuda.get_device_name() if devices.gpus else ""
+        yield Line("devices", True, devices.said, {"gpus": devices.gpus, "name": name})
 
-    # In a process of its own: after CUDA has started here, no forked part could use it.
+    # In a child process: if CUDA started in this one, forked parts could not use it.
     [line] = run_part("devices", look, 120.0)
     if device == "cpu":
         return {"gpus": 0, "name": f"{cpu_name()} ({torch.get_num_threads()} thread(s))"}
     if not line.numbers.get("gpus"):
         raise ValueError(
-            f"no GPU to check: torch sees none ({line.said}); --device cpu --small tries this"
-            " program itself on the CPU"
+            f"no GPU to check: torch sees none ({line.said}); --device cpu --small tests this"
+            " program on the CPU"
         )
     return line.numbers
 
 
 def show(line: Line) -> None:
-    """Print a line at once: a part may take minutes."""
+    """Print a line immediately, because a part can take minutes."""
     print(line, flush=True)
 
 

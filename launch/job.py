@@ -1,17 +1,16 @@
-"""Train under torchrun with an exit status that tells a scheduler whether to run it again.
+"""Train under torchrun, with an exit status by which a scheduler can decide to retry.
 
     python launch/job.py --config configs/vit_b16.yaml data.root=/data/imagenet run.dir=/runs/b16
 
-The arguments are those of launch/train.py. The files of deploy/ start it once on each host;
-torchrun's own variables give the number of hosts and where they meet: PET_NNODES, PET_NODE_RANK,
-PET_NPROC_PER_NODE (ranks on this host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT. SIGTERM is
-passed on: the ranks save and stop.
+The arguments are those of launch/train.py. The files of deploy/ start this program once on each
+host. torchrun's own variables set the number of hosts and their meeting point: PET_NNODES,
+PET_NODE_RANK, PET_NPROC_PER_NODE (ranks on this host, default 1), PET_MASTER_ADDR, PET_MASTER_PORT.
+SIGTERM is forwarded, so that the ranks save and stop.
 
-Exit status: 0 finished; 75 run it again: it was asked to stop, or failed after a newer checkpoint
-than it began with; 2 a mistake, which would come back; 1 an accident before a newer checkpoint, of
-which a scheduler should allow a few, or one after which the run's store does not say whether there
-is a newer one. With `--check`, which trains nothing: 0 without a failure, 75 if it was asked to
-stop, else 2, so that it is not repeated.
+Exit status: 0 finished. 75 retry: the job was stopped by a signal, or failed after saving a newer
+checkpoint. 2 a user mistake, which would occur again. 1 an accident without a newer checkpoint, or
+with a store that does not answer: a scheduler should allow a few. With `--check`, which does not
+train: 0 without a failure, 75 if stopped by a signal, else 2, so that it is not retried.
 """
 
 from __future__ import annotations
@@ -43,93 +42,96 @@ FINISHED = 0
 ACCIDENT = 1
 MISTAKE = 2
 AGAIN = 75
-"""EX_TEMPFAIL of sysexits.h; the files of deploy/ name it."""
+"""EX_TEMPFAIL of sysexits.h, also used in the files of deploy/."""
 SHUTDOWN_S = 110
-"""How long torchrun lets its ranks save after SIGTERM (its own default: 30 s)."""
+"""Time that torchrun leaves its ranks to save after SIGTERM (its default: 30 s)."""
 MEET_S = 3600
-"""How long torchrun waits for the other hosts, which may be scheduled one by one (its default: 10
+"""Time that torchrun waits for other hosts, which may be scheduled one by one (its default: 10
 minutes)."""
 
 LEAVE_S = 10.0
-"""How long torchrun may take to end after its ranks are done."""
+"""Time that torchrun may take to end after its ranks are done."""
 POLL_S = 1.0
 PATIENCE_S = 60.0
-"""For a store that has the run and does not answer."""
+"""Retry limit for a run's store that does not answer."""
 
 
 class Torchrun:
-    """torchrun in a process of its own, and the signals that this process gets for it.
+    """A torchrun child process, with forwarding of signals.
 
-    As the first process of a container this one gets SIGTERM from Kubernetes, and would not end by
-    it without a handler.
+    Kubernetes sends SIGTERM to the first process of a container, which ignores it without a
+    handler. This process is the first one, so it installs a handler.
     """
 
     def __init__(self) -> None:
-        self.asked = ""
+        self.signal_name = ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_passed_on = False
+        self._is_forwarded = False
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.asked = signal.Signals(number).name
-        self._pass_on()
+        self.signal_name = signal.Signals(number).name
+        self._forward()
 
-    def _pass_on(self) -> None:
-        """Send SIGTERM once: a second one would end torchrun before its ranks have saved. Ctrl-C
-        comes to torchrun from the terminal."""
-        if self._process is not None and self.asked == "SIGTERM" and not self._is_passed_on:
-            self._is_passed_on = True
+    def _forward(self) -> None:
+        """Forward SIGTERM once, because a second one would end torchrun before its ranks save.
+
+        The terminal sends Ctrl-C to torchrun directly.
+        """
+        if self._process is not None and self.signal_name == "SIGTERM" and not self._is_forwarded:
+            self._is_forwarded = True
             self._process.terminate()
 
-    def run(self, words: Sequence[str], environment: dict[str, str], told: Path) -> int:
-        """Run launch/train.py with the arguments `words`; return torchrun's exit status.
+    def run(self, arguments: Sequence[str], environment: dict[str, str], outcome_file: Path) -> int:
+        """Run launch/train.py with `arguments`; return torchrun's exit status.
 
-        `told` exists once the ranks of all hosts are done. torchrun then waits for that of other
-        hosts, for five minutes if it was ended by SIGTERM there, and not even SIGTERM ends that.
+        `outcome_file` exists after the ranks of all hosts are done. torchrun then waits for the
+        torchrun of other hosts. If SIGTERM ended one, this takes five minutes, and SIGTERM does not
+        shorten it. The process is therefore killed after `LEAVE_S`.
         """
-        python = environment.get("PYTHON_EXEC", sys.executable)  # torchrun's name for that of ranks
-        line = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
+        python = environment.get("PYTHON_EXEC", sys.executable)  # set for torchrun's ranks
+        launcher = [python, "-m", "torch.distributed.run", "--max-restarts=0"]
         script = str(Path(__file__).with_name("train.py"))
-        self._process = subprocess.Popen([*line, script, *words], env=environment)
-        self._pass_on()  # of a signal that came before there was a process
-        since: float | None = None
+        self._process = subprocess.Popen([*launcher, script, *arguments], env=environment)
+        self._forward()  # for a signal that arrived before the process started
+        done_s: float | None = None
         while True:
             try:
                 return self._process.wait(timeout=POLL_S)
             except subprocess.TimeoutExpired:
-                now = time.monotonic()
-                if since is None and read_outcome(told) not in (None, "mistake"):
-                    since = now
-                if since is not None and now > since + LEAVE_S:
+                now_s = time.monotonic()
+                if done_s is None and read_outcome(outcome_file) not in (None, "mistake"):
+                    done_s = now_s
+                if done_s is not None and now_s > done_s + LEAVE_S:
                     self._process.kill()
 
 
 def main() -> int:
     """Run one attempt; return its exit status."""
     torchrun = Torchrun()
-    words = sys.argv[1:]
-    args = read_command_line(words)
+    arguments = sys.argv[1:]
+    args = read_command_line(arguments)
     run_dir = load_config(args.config, args.overrides).run.dir
-    assert run_dir is not None, "load_config names the run folder"
+    assert run_dir is not None, "load_config sets the run folder"
     before = newest_checkpoint(run_dir)
     with tempfile.TemporaryDirectory(prefix="vit-job-") as folder:
-        file = Path(folder) / "outcome"
+        outcome_file = Path(folder) / "outcome"
         environment = {
             "OMP_NUM_THREADS": "1",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SHUTDOWN_S),
             **os.environ,
-            OUTCOME_VARIABLE: str(file),
+            OUTCOME_VARIABLE: str(outcome_file),
         }
         if "PET_MASTER_ADDR" in environment:
             environment.setdefault("PET_RDZV_CONF", f"timeout={MEET_S}")
-        launcher_status = torchrun.run(words, environment, file)
-        outcome = read_outcome(file)
+        launcher_status = torchrun.run(arguments, environment, outcome_file)
+        outcome = read_outcome(outcome_file)
     if args.check:
-        status, text = judge_check(launcher_status, torchrun.asked)
+        status, text = judge_check(launcher_status, torchrun.signal_name)
     else:
         after = newest_checkpoint(run_dir, may_refuse=True)
-        status, text = judge(outcome, torchrun.asked, before, after)
+        status, text = judge(outcome, torchrun.signal_name, before, after)
     print(
         f"{shown(run_dir)}: {text} (torchrun: {launcher_status}); exit status {status}", flush=True
     )
@@ -137,43 +139,49 @@ def main() -> int:
 
 
 def judge(
-    outcome: Outcome | None, asked: str, before: str | None, after: str | None
+    outcome: Outcome | None, signal_name: str, before: str | None, after: str | None
 ) -> tuple[int, str]:
-    """Return the exit status of an attempt, and why.
+    """Return the exit status of an attempt, with the reason.
 
-    outcome: what its ranks told; asked: the signal that came, or ""; before, after: the newest
-    checkpoint at its start and at its end, "", or None where the store did not say.
+    outcome: the outcome that the ranks wrote. signal_name: the received signal, or "". before,
+    after: the newest checkpoint at start and end, "" without one, or None if the store did not
+    answer.
     """
-    checkpoint = "the store does not say which" if after is None else after or "no checkpoint"
+    checkpoint = "the store does not answer" if after is None else after or "no checkpoint"
     if outcome == "finished":
         return FINISHED, "finished"
     if outcome == "stopped":
         return AGAIN, f"stopped and saved ({checkpoint})"
     if after is None or before is None:
-        # To the ranks a store that is away is a mistake, which would never be tried again.
-        text = "the store does not say whether there is a newer checkpoint"
-        return (AGAIN, f"ended by {asked}; {text}") if asked else (ACCIDENT, f"failed; {text}")
+        # Ranks report an unreachable store as a mistake, which would prevent a retry.
+        text = "the store does not show whether a newer checkpoint exists"
+        if signal_name:
+            return AGAIN, f"ended by {signal_name}; {text}"
+        return ACCIDENT, f"failed; {text}"
     if after != before:
-        return AGAIN, f"failed, but came from {before or 'the start'} to {checkpoint}"
+        return AGAIN, f"failed, but advanced from {before or 'the start'} to {checkpoint}"
     if outcome == "mistake":
         return MISTAKE, "a mistake, see the first error above"
-    if asked:
-        return AGAIN, f"ended by {asked} before there was something to save ({checkpoint})"
+    if signal_name:
+        return AGAIN, f"ended by {signal_name} before the first save ({checkpoint})"
     return ACCIDENT, f"failed without a newer checkpoint ({checkpoint})"
 
 
-def judge_check(launcher_status: int, asked: str) -> tuple[int, str]:
-    """Return the exit status of a check, and why; `asked` as in `judge`."""
+def judge_check(launcher_status: int, signal_name: str) -> tuple[int, str]:
+    """Return the exit status of a check, with the reason; `signal_name` as in `judge`."""
     if launcher_status == 0:
         return FINISHED, "checked, and nothing was started"
-    if asked:
-        return AGAIN, f"the check was ended by {asked}"
-    return MISTAKE, "the check has failed, see its table"
+    if signal_name:
+        return AGAIN, f"the check was ended by {signal_name}"
+    return MISTAKE, "the check failed, see its table"
 
 
 def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
-    """Name of the newest checkpoint of a run, in a folder or at a URL; "" without one, None if the
-    store does not answer. may_refuse: or does not let us look, as when keys have expired."""
+    """Return the newest checkpoint's name of a run in a folder or at a URL, "" without one.
+
+    Returns None if the store does not answer. may_refuse: also if it refuses access, as with
+    expired keys; otherwise that raises.
+    """
     if is_url(run_dir):
         needed_for = f"run.dir={run_dir}"
         store_at = load("vit.extras.remote_runs.place:store_at", needed_for)
@@ -188,18 +196,18 @@ def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:
             return None
     file = Path(run_dir) / LATEST_FILE
     try:
-        os.listdir(file.parent)  # over NFS it shows what another host has just written
+        os.listdir(file.parent)  # over NFS this makes another host's new files visible
         return file.read_text().strip()
     except FileNotFoundError:
         return ""
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = training_parser("python launch/job.py", __doc__)
-    parser.add_argument("--check", action="store_true", help="as launch/train.py's")
-    parser.add_argument("--check-limit-s", type=float, metavar="S", help="as launch/train.py's")
-    return parser.parse_intermixed_args(words)
+    parser.add_argument("--check", action="store_true", help="see launch/train.py")
+    parser.add_argument("--check-limit-s", type=float, metavar="S", help="see launch/train.py")
+    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":
@@ -208,7 +216,7 @@ if __name__ == "__main__":
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(MISTAKE)
-    except OSError as error:  # such as a full disk for temporary files, which another host may have
+    except OSError as error:  # such as a full disk for temporary files; another host may have space
         place = f"{error.filename}: " if error.filename else ""
         print(f"error: {place}{error.strerror}", file=sys.stderr)
         sys.exit(ACCIDENT)

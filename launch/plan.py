@@ -1,12 +1,12 @@
-"""What a run will need, before it starts: memory, hours, cost, cores, host memory and disk.
+"""Estimate what a run will need: memory, hours, cost, cores, host memory and disk.
 
     python launch/plan.py --config configs/vit_l16.yaml --gpus 8xH200
     python launch/plan.py --config configs/vit_b16.yaml --gpus 64xH100 --price 3.5
     python launch/plan.py --config configs/vit_h14.yaml --gpus 16xA100-40GB data.micro_batch_size=32
 
-Neither a GPU nor the data are needed: memory is counted on tensors without memory, and ImageNet-1k
-is assumed where the shards cannot be opened. `--json` prints one object; its `fits` says
-whether the GPUs have the memory. Exit status: 0, or 2 after a mistake of the user.
+Neither a GPU nor the data are needed: memory is counted on meta tensors, and ImageNet-1k is assumed
+if the shards cannot be opened. `--json` prints one object; its `fits` is true if the GPUs have
+enough memory. Exit status: 0, or 2 after a user mistake.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
         )
     num_gpus, gpu = parse_gpus(args.gpus)
     config = load_config(args.config, args.overrides)
-    # A line that goes away, where somebody waits for it.
+    # The status line disappears at the end; it is shown only in a terminal.
     with Console(stderr=True, quiet=not sys.stderr.isatty()).status("opening the data") as status:
         forecast = make_forecast(
             config,
@@ -61,7 +61,7 @@ def main() -> None:
         print(as_text(config.model.name, forecast, args.price))
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/plan.py", __doc__, setting_for)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
@@ -69,20 +69,20 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         "--gpus",
         required=True,
         metavar="NxNAME",
-        help=f"how many of which GPU: {', '.join(gpu.name for gpu in GPUS)}",
+        help=f"number and name of the GPUs: {', '.join(gpu.name for gpu in GPUS)}",
     )
     parser.add_argument(
-        "--price", type=float, metavar="P", help="of one GPU for an hour, in any currency"
+        "--price", type=float, metavar="P", help="cost of one GPU for an hour, in any currency"
     )
     parser.add_argument("--json", action="store_true", help="print one object")
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    return parser.parse_intermixed_args(words)
+    return parser.parse_intermixed_args(arguments)
 
 
 def as_text(model_name: str, forecast: Forecast, price: float | None) -> str:
-    """Return the forecast for people, a line for each question."""
+    """Return the forecast as text, with one line for each quantity."""
     plan = forecast.plan
     gpu = forecast.gpu
     num_gpus = forecast.num_gpus
@@ -176,8 +176,8 @@ def _micro_batch(forecast: Forecast) -> str:
         return "none fits: use GPUs with more memory, or a smaller model or image size"
     if largest == planned:
         return f"{planned} is the largest that fits"
-    what = "fewer passes" if largest > planned else "so that it fits"
-    return f"{largest} is the largest that fits: data.micro_batch_size={largest} ({what})"
+    effect = "fewer passes" if largest > planned else "so that it fits"
+    return f"{largest} is the largest that fits: data.micro_batch_size={largest} ({effect})"
 
 
 def _image_sizes(forecast: Forecast) -> str:
@@ -212,14 +212,14 @@ def _gib(num_bytes: int) -> str:
 
 
 def _range(ends: Sequence[float]) -> str:
-    """Return the least and the most with three digits: `3.56 to 7.13`, or one if they are equal."""
+    """Format a range with three digits: `3.56 to 7.13`, or one number if the ends are equal."""
     rounded = [float(f"{end:.3g}") for end in ends]
     texts = [f"{end:,.0f}" if abs(end) >= 100 else f"{end:.3g}" for end in rounded]
     return " to ".join(dict.fromkeys(texts))
 
 
 def _duration(hours: Sequence[float]) -> str:
-    """Return hours, or minutes or seconds where the least of them is less than one."""
+    """Format hours, or use minutes or seconds if the smallest is less than one."""
     unit, in_an_hour = next(
         (each for each in (("h", 1), ("min", 60)) if hours[0] * each[1] >= 1), ("s", 3600)
     )

@@ -1,4 +1,4 @@
-"""Predict the classes of images: files, folders, tars, lists of names.
+"""Predict the classes of images in files, folders, tars, and lists of names.
 
     python launch/predict.py --checkpoint runs/demo photo.jpg folder/ --top 5
     python launch/predict.py folder/ --csv out.csv              the newest run
@@ -6,9 +6,9 @@
     find /photos -name '*.jpg' -print0 | python launch/predict.py - --csv out.csv
     python launch/predict.py --checkpoint runs/demo data/digits/val-00000.tar --top 1
 
-Images are decoded and cut as in the evaluation of the run. One that cannot be read is named, passed
-over and counted; in the CSV its line has the reason. A CSV or a sheet has its name when it is
-complete. Exit status: 0 all images were predicted; 1 some could not be read, all others were
+Images are decoded and cropped as in the run's evaluation. An unreadable image is reported, skipped
+and counted, and its line in the CSV has the reason. CSV and sheet get their names when they are
+complete. Exit status: 0 all images were predicted; 1 some could not be read, the rest were
 predicted; 2 a mistake to correct, nothing was written; 130 interrupted.
 """
 
@@ -40,15 +40,15 @@ from vit.system.files import check_place
 from vit.system.meter import Meter
 
 TABLE_IMAGES = 20
-"""Of more images the table shows how many are of each class."""
+"""Images up to which the table lists each one; for more it counts images by class."""
 SHEET_IMAGES = 48
-"""On the sheet: those of the first that could be read."""
+"""Images on the sheet: the first readable ones."""
 NAMED_PROBLEMS = 20
-"""Images that could not be read and are named on the console, at most."""
+"""Limit of unreadable images that are named on the console."""
 
 
 def main() -> World:
-    """Run the command line above; return the world that was joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     world = process_group.join_world(args.device or "auto", "--device ")
     path = args.checkpoint or newest_run("--checkpoint", "weights/last.safetensors", LATEST_FILE)
@@ -63,7 +63,7 @@ def main() -> World:
         if note:
             print(f"note: {note}", file=sys.stderr)
     if args.sheet:
-        check_place(args.sheet, "--sheet ")  # it is drawn when all are predicted
+        check_place(args.sheet, "--sheet ")  # fail now, not at the end
     summary = predict_all(trained, inputs, args)
     show(summary, trained, args)
     if summary.num_problems:
@@ -72,7 +72,7 @@ def main() -> World:
 
 
 def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
-    """Predict all `inputs`, write the CSV, and name what could not be read."""
+    """Predict all `inputs`, write the CSV, and report unreadable images."""
     places = inputs.places
     top = min(args.top, len(trained.class_names))
     num_examples = SHEET_IMAGES if args.sheet else TABLE_IMAGES
@@ -80,7 +80,7 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
     with ExitStack() as stack:
         writer = stack.enter_context(csv_file(args.csv, top)) if args.csv else None
         meter = stack.enter_context(Meter("predicting", len(places), "images"))
-        for found in predict(
+        for batch in predict(
             trained,
             places,
             top,
@@ -89,37 +89,37 @@ def predict_all(trained: Trained, inputs: Inputs, args: Namespace) -> Summary:
             num_pixels=num_examples if args.sheet else 0,
         ):
             if writer is not None:
-                write_rows(writer, found, places, trained.class_names)
-            for number, reason in found.problems.items():
+                write_rows(writer, batch, places, trained.class_names)
+            for number, reason in batch.problems.items():
                 if summary.num_problems < NAMED_PROBLEMS:
                     name = printable(places[number].name)
-                    print(f"passed over: {name}: {reason}", file=sys.stderr)
+                    print(f"skipped: {name}: {reason}", file=sys.stderr)
                 summary.num_problems += 1
-            summary.add(found)
-            passed_over = f"{summary.num_problems:,} passed over" if summary.num_problems else ""
-            meter.update(summary.num_done, passed_over)
+            summary.add(batch)
+            skipped = f"{summary.num_problems:,} skipped" if summary.num_problems else ""
+            meter.update(summary.num_done, skipped)
     return summary
 
 
 def show(summary: Summary, trained: Trained, args: Namespace) -> None:
-    """Print the table, draw the sheet, and say what was written."""
+    """Print the table, draw the sheet, and print the written paths."""
     num_good = summary.num_done - summary.num_problems
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())
     if num_good > 0:
-        few = summary.num_done <= TABLE_IMAGES
-        console.print(image_table(summary.examples) if few else summary.class_table())
+        is_listed = summary.num_done <= TABLE_IMAGES
+        console.print(image_table(summary.examples) if is_listed else summary.class_table())
     if args.sheet and summary.examples:
         draw_sheet(summary, trained, args)
     if summary.num_problems:
         more = summary.num_problems - NAMED_PROBLEMS
-        also = f" ({more:,} of them not named here)" if more > 0 else ""
-        passed = f"; {summary.num_problems:,} could not be read and were passed over{also}"
+        unnamed = f" ({more:,} of them not named)" if more > 0 else ""
+        skipped = f"; {summary.num_problems:,} could not be read and were skipped{unnamed}"
     else:
-        passed = ""
-    which = f" ({trained.weights.which()})" if trained.weights.which() else ""
+        skipped = ""
+    kind = f" ({trained.weights.which()})" if trained.weights.which() else ""
     print(
-        f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{which}"
-        f"{passed}"
+        f"{num_good:,} of {summary.num_done:,} images predicted by {trained.weights.path}{kind}"
+        f"{skipped}"
     )
     for path in (args.csv, args.sheet if summary.examples else None):
         if path is not None:
@@ -127,7 +127,7 @@ def show(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 
 def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
-    """Draw the examples, with attention if it was asked for."""
+    """Draw the examples, with attention if `--attention` is set."""
     pixels = torch.stack(summary.pixels)
     overlays = None
     if args.attention:
@@ -136,7 +136,7 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
         relevance, _ = rollouts(trained.model, trained.preprocess.normalize(pixels))
         overlays = overlaid(pixels, relevance)
     names = [printable(Path(name).name) for name, _ in summary.examples]
-    classes = [found for _, found in summary.examples]
+    classes = [prediction for _, prediction in summary.examples]
     shown = len(names)
     heading = f"{shown} of {summary.num_done:,} images" if shown < summary.num_done else "Images"
     heading += f", classes by {trained.config.model.name}"
@@ -149,17 +149,17 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
 
 
 def read_names(path: Path) -> list[str]:
-    """Return the lines of a file as names of classes. Raises ValueError."""
+    """Return the class names in a file, one per line. Raises ValueError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--classes {path}: cannot be read ({error}): give a text with a name on each line"
+            f"--classes {path}: cannot be read ({error}): pass a text file with a name on each line"
         ) from None
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the flags that were given as settings: dotted key -> value."""
+    """Return the flags as settings: dotted key -> value, without unset flags."""
     return {key: value for key, value in model_settings(args).items() if value is not None}
 
 
@@ -169,7 +169,7 @@ def _create_parser() -> Parser:
         "images",
         nargs="+",
         metavar="IMAGE",
-        help="file, folder (with all below it), tar, or - for a list of names on stdin",
+        help="file, folder (with its subfolders), tar, or - for a list of names on stdin",
     )
     parser.add_argument(
         "--checkpoint",
@@ -179,12 +179,18 @@ def _create_parser() -> Parser:
             " timm/NAME (default: the newest run)"
         ),
     )
-    parser.add_argument("--model", metavar="NAME", help="timm's name of weights from elsewhere")
+    parser.add_argument(
+        "--model", metavar="NAME", help="timm's name of weights from another program"
+    )
     parser.add_argument(
         "--classes", type=Path, metavar="FILE", help="names of the classes, one on each line"
     )
     parser.add_argument(
-        "--top", type=int, default=5, metavar="K", help="classes of each image (default: 5)"
+        "--top",
+        type=int,
+        default=5,
+        metavar="K",
+        help="number of classes for each image (default: 5)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE", help="table of all images to write")
     parser.add_argument(
@@ -194,32 +200,32 @@ def _create_parser() -> Parser:
         help=f"picture of the first {SHEET_IMAGES} images to write (png, pdf, svg)",
     )
     parser.add_argument(
-        "--attention", action="store_true", help="on the sheet, where the model looks (rollout)"
+        "--attention", action="store_true", help="draw attention rollout on the sheet"
     )
-    of_batches = "default: the run's eval.batch_size, on a CPU at most 32"
+    default_batch = "default: the run's eval.batch_size, on a CPU at most 32"
     add_model_flags(
         parser,
-        batch_size=f"images in one forward pass ({of_batches})",
-        num_workers="processes that decode (default: one a core, none for a few images)",
-        device="(default: auto, a GPU if there is one)",
+        batch_size=f"images in one forward pass ({default_batch})",
+        num_workers="decoding processes (default: one per core, none for a few images)",
+        device="(default: auto, a GPU if available)",
     )
     return parser
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
-    """Return the flags. Raises ValueError for mistakes, all at once."""
-    args = _create_parser().parse_intermixed_args(words)
-    problems = [f"--top {args.top}: give a number from 1 on"] if args.top < 1 else []
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
+    """Return the flags. Raises ValueError that lists all mistakes."""
+    args = _create_parser().parse_intermixed_args(arguments)
+    problems = [f"--top {args.top}: expected a positive number"] if args.top < 1 else []
     problems += model_flag_problems(args)
     if args.attention and not args.sheet:
-        problems.append("--attention is drawn on the sheet: give --sheet FILE, too")
+        problems.append("--attention is drawn on the sheet: pass --sheet FILE")
     if args.sheet:
         try:
             picture_format(args.sheet)
         except ValueError as error:
             problems.append(f"--sheet {error}")
     if world_size() > 1:
-        problems.append("predict.py takes one process: start it without torchrun")
+        problems.append("predict.py runs as one process: start it without torchrun")
     if problems:
         raise ValueError("; ".join(problems))
     return args

@@ -1,4 +1,4 @@
-"""Take a recipe over from another program, compare two, or look at one.
+"""Import a recipe from another program, compare two recipes, or show one.
 
     python launch/recipe.py import "torchrun --nproc_per_node=8 main.py --model deit_base_patch16_LS
         --batch 256 --lr 3e-3 ..." --out deit3_b16.yaml
@@ -7,10 +7,10 @@
     python launch/recipe.py diff configs/vit_b16.yaml runs/mine
     python launch/recipe.py show configs/vit_b16.yaml
 
-`import` writes our YAML and says of each of their settings what is the same, what differs and what
-cannot be said here; their defaults count, too. It knows DeiT's, ViT-5's and RoPE-ViT's main.py,
-MAE's main_finetune.py, timm's and torchvision's train.py, deit3-jax, MMPretrain and big_vision.
-Nothing of theirs is run. Exit status: 0 done, 2 a mistake to correct.
+`import` writes the recipe as our YAML, and prints for each setting, including defaults, whether it
+is the same, differs or has no equivalent. It reads DeiT's, ViT-5's and RoPE-ViT's main.py, MAE's
+main_finetune.py, timm's and torchvision's train.py, deit3-jax, MMPretrain and big_vision. It does
+not run code of these programs. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from vit.system.files import replacing, told
 
 
 def main() -> World | None:
-    """Run the command line above; return the world that was joined, if one was."""
+    """Run the command line above; return the joined world, or None."""
     args = read_command_line()
     return COMMANDS[args.command](args)
 
 
 def import_(args: Namespace) -> None:
-    """Write the YAML of a recipe of another program, and what each of its settings means here."""
+    """Write the YAML of another program's recipe, and print the mapping of each setting."""
     imported = import_recipe(args.recipe, args.program, args.gpus)
-    imported.config()  # nothing is written of what cannot be loaded
+    imported.config()  # raises before a file is written, if the settings are invalid
     text = yaml_text(imported, args.out)
     if args.out is None:
         print(account(imported), file=sys.stderr)
@@ -63,13 +63,13 @@ def import_(args: Namespace) -> None:
 
 
 def diff(args: Namespace) -> None:
-    """Say in words what two recipes have different, and what each difference does."""
+    """Print the settings that differ between two recipes, and the effect of each."""
     first, second = (read_recipe(path) for path in args.recipes)
     print(in_words(first, second, (str(args.recipes[0]), str(args.recipes[1]))))
 
 
 def show(args: Namespace) -> World:
-    """Print the groups of parameters, draw the rates, and the augmentation if data are there."""
+    """Print the parameter groups, draw the rates, and draw augmented images if data exist."""
     config = read_recipe(args.recipe, args.overrides)
     world = process_group.join_world("cpu")
     print(steps_line(config, args.images_per_epoch))
@@ -92,21 +92,21 @@ COMMANDS = {"import": import_, "diff": diff, "show": show}
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command and its flags. Raises ValueError for mistakes."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    remaining = list(sys.argv[1:] if arguments is None else arguments)
     parser = Parser("python launch/recipe.py", __doc__)
     parser.add_argument("command", choices=list(COMMANDS))
-    if not words or words[0] not in COMMANDS:
-        parser.parse_args(words[:1] or ["--help"])
-    command = words.pop(0)
-    args = _READ[command](words)
+    if not remaining or remaining[0] not in COMMANDS:
+        parser.parse_args(remaining[:1] or ["--help"])
+    command = remaining.pop(0)
+    args = _READ[command](remaining)
     args.command = command
     return args
 
 
-def _read_import(words: Sequence[str]) -> Namespace:
+def _read_import(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/recipe.py import",
-        "Their command line in quotes, a file with it (.sh, .txt), a YAML file of timm's train.py,"
+        "A command line in quotes, a file with it (.sh, .txt), a YAML file of timm's train.py,"
         "\na Python config of MMPretrain or big_vision, or - for standard input.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="command line, file, or -")
@@ -114,47 +114,50 @@ def _read_import(words: Sequence[str]) -> Namespace:
         "--out",
         type=Path,
         metavar="FILE",
-        help="YAML file to write, its folder too (default: standard output)",
+        help="YAML file to write; its folder is created (default: standard output)",
     )
     parser.add_argument(
-        "--program", choices=PROGRAMS, help="whose recipe it is, where that cannot be seen"
+        "--program", choices=PROGRAMS, help="source program, if it cannot be detected"
     )
     parser.add_argument(
-        "--gpus", type=int, metavar="N", help="GPUs of all nodes, where the command does not say"
+        "--gpus", type=int, metavar="N", help="GPUs of all nodes, if the command does not state it"
     )
-    args = parser.parse_args(words)
+    args = parser.parse_args(arguments)
     if args.gpus is not None and args.gpus < 1:
-        raise ValueError(f"--gpus {args.gpus}: give a number from 1 on")
+        raise ValueError(f"--gpus {args.gpus}: expected a positive number")
     return args
 
 
-def _read_diff(words: Sequence[str]) -> Namespace:
-    parser = Parser("python launch/recipe.py diff", "Two recipes in words, by weight.")
+def _read_diff(arguments: Sequence[str]) -> Namespace:
+    parser = Parser(
+        "python launch/recipe.py diff",
+        "Print the differences of two recipes, the most important first.",
+    )
     parser.add_argument(
         "recipes",
         nargs=2,
         type=Path,
         metavar="RECIPE",
-        help="config (also by name: vit_b16), or run folder",
+        help="config file, its name (vit_b16), or run folder",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
-def _read_show(words: Sequence[str]) -> Namespace:
+def _read_show(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/recipe.py show",
-        "Groups of parameters as text; rates and decay as a picture; where the data are there, the"
-        "\naugmentation's contact sheet beside it.",
+        "Print the parameter groups, and draw rates and decay. If the data exist, draw a contact"
+        "\nsheet of augmented images next to the picture.",
         setting_for,
     )
     parser.add_argument(
-        "recipe", type=Path, metavar="RECIPE", help="config (also by name: vit_b16), or run folder"
+        "recipe", type=Path, metavar="RECIPE", help="config file, its name (vit_b16), or run folder"
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="picture to write, .png, .pdf or .svg, its folder too (default: recipe_<name>.png)",
+        help="picture to write: .png, .pdf or .svg (default: recipe_<name>.png)",
     )
     parser.add_argument(
         "--images-per-epoch",
@@ -166,13 +169,13 @@ def _read_show(words: Sequence[str]) -> Namespace:
     parser.add_argument(
         "overrides",
         nargs="*",
-        default=[],  # without one argparse counts it among what is required
+        default=[],  # without a default argparse reports it as required
         metavar="section.key=value",
         help="settings that override the file",
     )
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(arguments)
     if args.images_per_epoch < 1:
-        raise ValueError(f"--images-per-epoch {args.images_per_epoch}: give a number from 1 on")
+        raise ValueError(f"--images-per-epoch {args.images_per_epoch}: expected a positive number")
     if args.out is not None:
         picture_format(args.out)
     return args
@@ -182,5 +185,5 @@ _READ = {"import": _read_import, "diff": _read_diff, "show": _read_show}
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a stack
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` then ends it without a traceback
     run_command(main)

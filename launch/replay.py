@@ -1,13 +1,12 @@
-"""Show any batch of a run again: the very images, crops and mixing of a step, and their losses.
+"""Show any batch of a run again: the same images, crops and mixing, with their losses.
 
     python launch/replay.py runs/demo --step 1200                      a picture and a table
     python launch/replay.py runs/vit_b16 --step 81234 --rank 3 --images 48 --sheet batch.png
     python launch/replay.py runs/demo --step 1200 --csv batch.csv      every row of the batch
     python launch/replay.py runs/demo --step 1200 data.root=/elsewhere/digits
 
-Steps are counted from 1, as in the record: step 1200 is the update after which it says 1200. The
-data must be there as they were; nothing else is needed, and nothing of the run is changed. Exit
-status: 0 done, 2 a mistake to correct.
+Steps are counted from 1: step 1200 is the update after which the record has step 1200. Only the
+unchanged data are needed, and the run is not changed. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ TABLE_ROWS = 12
 
 
 def main() -> World:
-    """Run the command line above; return the world that was joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
@@ -49,7 +48,7 @@ def main() -> World:
 
 
 def table(replay: Replay) -> list[str]:
-    """Return the first rows as lines for people."""
+    """Return the first rows as lines of a table."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
     lines = [
@@ -57,11 +56,11 @@ def table(replay: Replay) -> list[str]:
         f" images of {replay.source.train_set.split.root}, {width} x {height} pixels"
     ]
     if replay.is_passed_over:
-        lines.append("passed over: the run went back, and did not train on this batch")
+        lines.append("skipped: the run was rewound, and did not train on this batch")
     elif not replay.has_losses:
-        lines.append("the losses of this epoch were not kept (log.sample_losses)")
+        lines.append("the losses of this epoch were not saved (log.sample_losses)")
     shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
-    cells = [("row", "key", "class", "loss", "what was done"), *map(_cells, shown)]
+    cells = [("row", "key", "class", "loss", "augmentation"), *map(_cells, shown)]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
     for row in cells:
         padded = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
@@ -88,18 +87,18 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
     add_run_words(parser)
-    parser.add_argument("--step", type=int, required=True, metavar="N", help="from 1 on")
+    parser.add_argument("--step", type=int, required=True, metavar="N", help="step, starting at 1")
     parser.add_argument(
         "--rank", type=int, metavar="R", help="only the rows of this rank (default: all ranks)"
     )
     parser.add_argument(
-        "--images", type=int, default=24, metavar="N", help="of the picture (default: 24)"
+        "--images", type=int, default=24, metavar="N", help="images in the picture (default: 24)"
     )
     parser.add_argument(
         "--sheet",
         type=Path,
         metavar="FILE.png",
-        help="picture to write (default: RUN/report/step_<N>.png, unless --csv is given)",
+        help="picture to write (default: RUN/report/step_<N>.png, unless --csv is set)",
     )
     parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line for each row")
     parser.add_argument(
@@ -111,7 +110,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     args = parser.parse_intermixed_args(arguments)
     args.run, args.overrides = run_and_settings(args.words)
     if not 1 <= args.images <= 256:
-        raise ValueError(f"--images {args.images}: give a number from 1 to 256")
+        raise ValueError(f"--images {args.images}: expected a number from 1 to 256")
     if args.sheet is not None:
         picture_format(args.sheet)
     return args

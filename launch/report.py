@@ -1,12 +1,13 @@
-"""Draw the pictures of a run again and write its report, one page that can be sent to anybody.
+"""Draw the pictures of a run and write its report, a single page that is easy to send.
 
     python launch/report.py                  the newest run under runs/
     python launch/report.py runs/demo        writes runs/demo/report/index.html
-    python launch/report.py runs/demo --to-wandb     and shows the run on Weights & Biases
+    python launch/report.py runs/demo --to-wandb     also uploads the run to Weights & Biases
 
 The page needs no server and no network. The run may be finished, stopped, killed or still running.
-What cannot be drawn is left out, with the reason on the page. Prints the page's path, then each
-picture's. Exit status: 0 done, 1 a bug, with its stack, 2 a mistake to correct, 130 interrupted.
+A picture that cannot be drawn is omitted, and the page has the reason. Prints the path of the page,
+then of each picture. Exit status: 0 done, 1 a bug, with its stack, 2 a mistake to correct, 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from vit.system.urls import is_url
 
 
 def main() -> World:
-    """Run the command line above; return the world that was joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
-    # by its record: it may have no weights yet
+    # newest by record, because a new run has no weights yet
     run = args.run or str(newest_run("RUN", METRICS_FILE))
     run_dir = local_copy(run)
     reading = load("vit.extras.remote_runs.reading", run) if is_url(run) else None
     in_use = is_in_use(run_dir) if reading is None else reading.is_in_use(run)
     to_wandb = ToWandb(run_dir, bool(in_use)) if args.to_wandb else None
-    # The GPU of a live run may have no memory left.
+    # A live run may use all memory of the GPU.
     device = "cpu" if args.device == "auto" and in_use is not False else args.device
     world = process_group.join_world(device, "--device ")
     with Meter("drawing", len(PAINTERS), "pictures") as meter:
@@ -73,13 +74,13 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="for the model (default: auto, a GPU if there is one and no training uses it)",
+        help="for the model (default: auto, a GPU unless a training run uses it)",
     )
     parser.add_argument(
         "--to-wandb",
         action="store_true",
-        help="bring W&B's run to the state of metrics.jsonl: rebuilds one that is not there, and"
-        " uploads what one lacks; on the disk if there is no key or WANDB_MODE=offline",
+        help="update W&B's run from metrics.jsonl: creates a missing run and uploads missing lines;"
+        " writes to the disk without a key or with WANDB_MODE=offline",
     )
     return parser.parse_args(arguments)
 

@@ -1,12 +1,12 @@
-"""Show which training images a run found hard: mislabelled, never learnt, forgotten, double.
+"""List the hard training images of a run: mislabelled, never learnt, forgotten, duplicate.
 
     python launch/samples.py runs/demo              runs/demo/report/samples.html and samples.csv
     python launch/samples.py runs/demo --near       also images that are nearly the same
     python launch/samples.py runs/demo --worst 100 --exclude suspects.txt
     torchrun ... launch/train.py --config configs/demo.yaml data.exclude=suspects.txt run.dir=...
 
-Each image's losses over the epochs are in the run folder already (log.sample_losses). The page
-works offline; look at it before leaving anything out. Exit status: 0 done, 2 a mistake to correct.
+The run folder has the losses of each image over the epochs (log.sample_losses). The page works
+offline; look at it before you exclude images. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vit.system.meter import Meter
 
 
 def main() -> World:
-    """Run the command line above; return the world that was joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
@@ -66,7 +66,7 @@ def main() -> World:
     if near is not None:
         print(
             f"nearly the same (cosine {args.near:g} or more): {len(near.pairs):,} pairs of training"
-            f" images, {len(near.also_evaluated):,} images that are evaluated on"
+            f" images, {len(near.also_evaluated):,} evaluation images"
         )
     print(write_samples_page(source, curves, duplicates, near, args.images))
     print(write_table(source, curves, duplicates, near, run_dir / TABLE_FILE))
@@ -80,7 +80,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     parser = Parser("python launch/samples.py", __doc__, setting_for)
     add_run_words(parser)
     parser.add_argument(
-        "--images", type=int, default=48, metavar="N", help="in each section (default: 48)"
+        "--images", type=int, default=48, metavar="N", help="images in each section (default: 48)"
     )
     parser.add_argument(
         "--near",
@@ -88,14 +88,17 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         nargs="?",
         const=THRESHOLD,
         metavar="COSINE",
-        help="also find images that are nearly the same, by features of the run's model whose"
-        f" cosine is at least this (default: {THRESHOLD})",
+        help="also find images that are nearly the same: features of the run's model with a cosine"
+        f" of at least this (default: {THRESHOLD})",
     )
     parser.add_argument(
         "--exclude", type=Path, metavar="FILE", help="write the keys of the worst images to FILE"
     )
     parser.add_argument(
-        "--worst", type=int, metavar="N", help="how many keys: those most likely mislabelled"
+        "--worst",
+        type=int,
+        metavar="N",
+        help="number of keys to write, the most likely mislabelled first",
     )
     parser.add_argument(
         "--device",
@@ -106,9 +109,9 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     args = parser.parse_intermixed_args(arguments)
     args.run, args.overrides = run_and_settings(args.words)
     if not 1 <= args.images <= 1000:
-        raise ValueError(f"--images {args.images}: give a number from 1 to 1000")
+        raise ValueError(f"--images {args.images}: expected a number from 1 to 1000")
     if (args.exclude is None) != (args.worst is None) or (args.worst or 1) < 1:
-        raise ValueError("--exclude FILE and --worst N go together: how many keys, and where to")
+        raise ValueError("--exclude FILE and --worst N belong together: pass both")
     return args
 
 
@@ -117,7 +120,7 @@ def _cosine(text: str) -> float:
         if 0 < float(text) <= 1:
             return float(text)
     raise ArgumentTypeError(
-        f"{text!r} is no cosine: give one above 0 and up to 1, such as 0.9, or none and the run"
+        f"{text!r} is not a cosine: pass one above 0 and up to 1, such as 0.9, or put the run"
         " before --near"
     )
 

@@ -1,10 +1,10 @@
-"""The runs of a sweep in one table: what each was given, how far it is, its accuracy.
+"""Print a table of the runs of a sweep: settings, progress and accuracy.
 
     python launch/sweep.py runs/seeds
 
-Takes a folder of run folders and reads their settings and records. Settings that differ between the
-runs are columns; where runs differ in nothing but the seed, the last lines have their mean and
-standard deviation.
+It reads the settings and records of all run folders in a folder. Settings that differ between the
+runs are columns. The last lines have mean and standard deviation of runs that differ only in the
+seed.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ NOT_COMPARED = ("run.dir",)
 
 
 class Row(NamedTuple):
-    """A run: its settings by their complete names, and the numbers of its record."""
+    """The settings of a run by complete name, and the numbers of its record."""
 
     name: str
     settings: dict[str, Any]
     step: int
     outcome: str
-    """`finished`, `stopped`, or `running`, also if it was killed."""
+    """`finished`, `stopped`, or `running`, which includes killed runs."""
     top1: float | None
-    """Of the newest evaluation, in percent."""
+    """Top-1 of the newest evaluation, in percent."""
     best: float | None
     loss: float | None
     hours: float
@@ -55,29 +55,31 @@ def main() -> None:
 
 
 def run_folders(folder: Path, may_be_none: bool = False) -> list[Path]:
-    """Return the run folders in `folder`, by number where names are numbers. Raises ValueError."""
-    found = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
-    if not found and not may_be_none:
-        raise ValueError(f"{folder}: no runs in it; expected FOLDER/NAME/{METRICS_FILE}")
-    return sorted(found, key=lambda path: (not path.name.isdigit(), path.name.zfill(9)))
+    """Return the run folders in `folder`, sorted by numeric names. Raises ValueError."""
+    folders = [path.parent for path in folder.glob(f"*/{METRICS_FILE}")]
+    if not folders and not may_be_none:
+        raise ValueError(
+            f"{folder}: not a folder of runs: expected files FOLDER/NAME/{METRICS_FILE}"
+        )
+    return sorted(folders, key=lambda path: (not path.name.isdigit(), path.name.zfill(9)))
 
 
 def read_run(folder: Path) -> Row:
-    """Read settings and record of a run."""
+    """Read the settings and the record of a run."""
     settings = dict(flatten(yaml.safe_load((folder / CONFIG_FILE).read_text())))
     lines = read_metrics(folder / METRICS_FILE)
     evaluations = [line for line in lines if line["kind"] == "eval" and "top1" in line]
     ends = [line for line in lines if line["kind"] == "end"]
     is_over = bool(ends) and lines[-1]["kind"] == "end"
     return Row(
-        folder.name,
-        {key: value for key, value in settings.items() if key not in NOT_COMPARED},
-        lines[-1]["step"] if lines else 0,
-        ends[-1]["outcome"] if is_over else "running",
-        evaluations[-1]["top1"] if evaluations else None,
-        max((line["top1"] for line in evaluations), default=None),
-        evaluations[-1]["loss"] if evaluations else None,
-        (ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
+        name=folder.name,
+        settings={key: value for key, value in settings.items() if key not in NOT_COMPARED},
+        step=lines[-1]["step"] if lines else 0,
+        outcome=ends[-1]["outcome"] if is_over else "running",
+        top1=evaluations[-1]["top1"] if evaluations else None,
+        best=max((line["top1"] for line in evaluations), default=None),
+        loss=evaluations[-1]["loss"] if evaluations else None,
+        hours=(ends[-1]["elapsed_s"] if ends else 0.0) / 3600,
     )
 
 
@@ -91,7 +93,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """The lines of the table, and of means over seeds."""
+    """Return the lines of the table, and of the means over seeds."""
     every_key = dict.fromkeys(key for row in rows for key in row.settings)
     differ = [key for key in every_key if len({repr(row.settings.get(key)) for row in rows}) > 1]
     header = ["run", *differ, "step", "outcome", "top-1 %", "best %", "loss", "hours"]
@@ -114,8 +116,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def means(rows: Sequence[Row], differ: Sequence[str]) -> list[str]:
-    """Mean and standard deviation of top-1 over the seeds of each choice of the settings
-    `differ`."""
+    """Return mean and standard deviation of top-1 over the seeds, for each choice of `differ`."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         name = ", ".join(f"{key}={row.settings.get(key, '-')}" for key in differ)
@@ -133,7 +134,7 @@ def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Return the flags. Raises ValueError for mistakes."""
     parser = Parser("python launch/sweep.py", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="a folder of run folders")
@@ -141,9 +142,9 @@ def read_command_line(words: Sequence[str] | None = None) -> Namespace:
         "--when-finished",
         type=int,
         metavar="N",
-        help="print the table only if N runs are finished, else how many are",
+        help="print the table only if N runs are finished, else their number",
     )
-    return parser.parse_args(words)
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

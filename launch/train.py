@@ -7,10 +7,10 @@
     torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml --check
 
 Settings are `section.key=value` and override the file; the files of `vit/config/` list them all.
-The same command again resumes at the exact step. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save at the
-next step and stop. `--check` tries all that the run needs, on these hosts, and leaves nothing
-behind. Exit status: 0 finished, or stopped and saved, or a check without a failure; 2 a mistake of
-the user, or a check with one.
+Running the same command again resumes at the exact step. SIGTERM, SIGUSR1, SIGHUP and Ctrl-C save
+at the next step and stop. `--check` tests everything that the run needs on these hosts, and leaves
+no files behind. Exit status: 0 finished, stopped and saved, or a check without failures; 2 a user
+mistake, or a check with failures.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from vit.extras.compose import fit, join_for
 from vit.system.by_name import load
 
 JOIN_TIMES = 3.0
-"""So many limits of --check for the ranks to meet: a host may import torch from a slow disk."""
+"""Join timeout of --check in units of its limit; a host may import torch from a slow disk."""
 
 
 def main() -> World | None:
-    """Run the command line above; return the world it joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
@@ -45,7 +45,7 @@ def main() -> World | None:
         )
     if args.print_config:
         if config.eval.reference is not None:
-            # A wrong name is seen before the run's start.
+            # Report a wrong name before the run starts.
             load("vit.extras.recipes.reference:read_reference", "eval.reference")(
                 config.eval.reference
             )
@@ -63,27 +63,27 @@ def main() -> World | None:
     return world
 
 
-def read_command_line(words: Sequence[str] | None = None) -> Namespace:
+def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Return the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
     parser = training_parser("python launch/train.py", __doc__)
     parser.add_argument(
         "--print-config",
         action="store_true",
-        help="show every value, its origin and the derived numbers, and stop",
+        help="print every value, its origin and the derived numbers, and exit",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="try all that the run needs on these hosts, print a table, and stop; minutes",
+        help="test everything that the run needs on these hosts, print a table, and exit; minutes",
     )
     parser.add_argument(
         "--check-limit-s",
         type=float,
         default=60.0,
         metavar="S",
-        help="for each part of --check (default: 60)",
+        help="time limit for each part of --check (default: 60)",
     )
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(arguments)
     if not args.check_limit_s > 0:
         parser.error(f"--check-limit-s {args.check_limit_s:g}: expected more than 0")
     return args

@@ -1,4 +1,4 @@
-"""Look at what goes into a model, and at what it has learnt.
+"""Show the inputs of a model, and the features that it has learnt.
 
     python launch/visualize.py augment --config configs/vit_b16.yaml data.root=data/imagenet
     python launch/visualize.py shapes vit_b16                    a name, a config, or a run
@@ -7,9 +7,9 @@
     python launch/visualize.py compare runs/demo runs/demo_finetune
     python launch/visualize.py curves runs/demo runs/demo_finetune --out curves.pdf
 
-Without a run it is the newest. Images are some of its validation split (--samples), or files,
-folders and tars (--image). The suffix of --out says the format: png, pdf or svg; pdf and
-svg are sharp at any size. Exit status: 0 done, 2 a mistake to correct.
+The default is the newest run. Images are samples of its validation split (--samples), or files,
+folders and tars (--image). The suffix of --out selects the format: png, or pdf and svg, which are
+sharp at any size. Exit status: 0 done, 2 a mistake to correct.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ from vit.weights.files import read_weights
 
 
 class Command(NamedTuple):
-    """One word after visualize.py."""
+    """A command of visualize.py."""
 
     run: Callable[[Namespace, World], None]
-    what: str
+    description: str
     num_samples: int | None = None
-    """Images by default; None: it shows none."""
+    """Default number of images; None for a command without images."""
     takes_name: bool = False
-    """Whether a config or a model's name will do: no weights are needed."""
+    """True if the command also accepts a config or a model's name, because it needs no weights."""
 
 
 def main() -> World:
-    """Run the command line above; return the world that was joined."""
+    """Run the command line above; return the joined world."""
     args = read_command_line()
     if args.command == "augment":
         config = load_config(args.config, args.overrides)
@@ -91,23 +91,23 @@ def summary(args: Namespace, world: World) -> None:
 
 
 def _config_of(args: Namespace) -> tuple[Config, int]:
-    """Return settings and number of classes of a run, a file of weights, a config or a name."""
-    word = str(args.runs[0]) if args.runs else str(_newest())
+    """Return settings and number of classes for a run, weights file, config or model name."""
+    source = str(args.runs[0]) if args.runs else str(_newest())
     settings = settings_of(args)
     if args.num_classes:
         settings["model.num_classes"] = args.num_classes
-    if Path(word).suffix in (".yaml", ".yml"):
+    if Path(source).suffix in (".yaml", ".yml"):
         overrides = [f"{key}={value}" for key, value in settings.items()]
-        config = load_config(word, overrides)
-    elif Path(word).exists():
-        loaded = read_weights(word)
+        config = load_config(source, overrides)
+    elif Path(source).exists():
+        loaded = read_weights(source)
         if loaded.config is None:
-            raise ValueError(f"{word}: weights from elsewhere: give the name of the model instead")
-        config = config_io.from_dict(loaded.config, word)
+            raise ValueError(f"{source}: weights of another program: pass the model's name instead")
+        config = config_io.from_dict(loaded.config, source)
         settings.setdefault("model.num_classes", loaded.num_classes)
         config = config_io.with_settings(config, settings)
     else:
-        minimal = {"data": {"root": "."}, "train": {"steps": 1}, "model": {"name": word}}
+        minimal = {"data": {"root": "."}, "train": {"steps": 1}, "model": {"name": source}}
         config = config_io.with_settings(config_io.from_dict(minimal, "command line"), settings)
     return config, config.model.num_classes or 1000
 
@@ -128,18 +128,18 @@ def filters(args: Namespace, world: World) -> None:
     """Draw the components of the patch embedding."""
     trained = _load(args, world)
     out = _out(args, trained)
-    _say(model_figures.draw_filters(trained.model, out), out)
+    _print_picture(model_figures.draw_filters(trained.model, out), out)
 
 
 def positions(args: Namespace, world: World) -> None:
     """Draw the similarity of positions."""
     trained = _load(args, world)
     out = _out(args, trained)
-    _say(model_figures.draw_positions(trained.model, out), out)
+    _print_picture(model_figures.draw_positions(trained.model, out), out)
 
 
 def attention(args: Namespace, world: World) -> None:
-    """Draw the attention of each layer and head, and rollout; with --separate each by itself."""
+    """Draw the attention of each layer and head, and rollout; with --separate in single files."""
     trained = _load(args, world)
     samples = _samples(args, trained)
     pixels = samples.pixels(trained)
@@ -169,7 +169,7 @@ def distance(args: Namespace, world: World) -> None:
     with Meter("looking at", len(pixels), "images") as meter:
         normalize = trained.preprocess.normalize
         caption = model_figures.draw_distance(trained.model, normalize, pixels, out, meter.update)
-    _say(caption, out)
+    _print_picture(caption, out)
 
 
 def tokens(args: Namespace, world: World) -> None:
@@ -180,7 +180,7 @@ def tokens(args: Namespace, world: World) -> None:
     out = _out(args, trained)
     names = [Path(name).name or name for name in samples.names]
     normalize = trained.preprocess.normalize
-    _say(model_figures.draw_tokens(trained.model, normalize, pixels, names, out), out)
+    _print_picture(model_figures.draw_tokens(trained.model, normalize, pixels, names, out), out)
 
 
 def confusion(args: Namespace, world: World) -> None:
@@ -198,20 +198,20 @@ def compared(args: Namespace, world: World) -> None:
     models = (_load(args, world, 0), _load(args, world, 1))
     samples = samples_of_split(models[0], args.samples, args.data, args.split)
     with Meter("predicting", 2 * len(samples.encoded), "images") as meter:
-        found = compare(models, samples, meter.update)
+        comparison = compare(models, samples, meter.update)
     for letter, trained in zip("AB", models, strict=True):
         print(f"{letter}: {trained}")
-    print("\n".join(found.lines()))
+    print("\n".join(comparison.lines()))
     default = "_".join(["compare", *(_name_of(trained) for trained in models)])
-    print(plot_comparison(models, samples, found, args.out or Path(f"{default}.png")))
+    print(plot_comparison(models, samples, comparison, args.out or Path(f"{default}.png")))
 
 
 COMMANDS = {
     "shapes": Command(shapes, "shapes at each stage, as text", takes_name=True),
     "summary": Command(summary, "layers, parameters, GFLOP and memory, as text", takes_name=True),
-    "patches": Command(patches, "an image and the patches it is cut into", 1),
+    "patches": Command(patches, "an image cut into patches", 1),
     "filters": Command(filters, "principal components of the patch embedding"),
-    "attention": Command(attention, "where the output looks, in each layer and head; rollout", 4),
+    "attention": Command(attention, "attention of the output in each layer and head; rollout", 4),
     "positions": Command(positions, "similarity of positions"),
     "distance": Command(distance, "mean attention distance by depth and head", 128),
     "tokens": Command(tokens, "features of patches as colours", 12),
@@ -249,7 +249,7 @@ def _name_of(trained: Trained) -> str:
 
 
 def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]]:
-    """Each image with the picture to write: `out`, or out_1, out_2 and so on."""
+    """Return each image with its path: `out` for one image, else out_1, out_2 and so on."""
     if len(pixels) == 1:
         return [(out, pixels[0])]
     return [
@@ -257,7 +257,7 @@ def _numbered(out: Path, pixels: torch.Tensor) -> list[tuple[Path, torch.Tensor]
     ]
 
 
-def _say(caption: str, out: Path) -> None:
+def _print_picture(caption: str, out: Path) -> None:
     print(caption, file=sys.stderr)
     print(out)
 
@@ -266,7 +266,7 @@ def _say(caption: str, out: Path) -> None:
 
 
 def settings_of(args: Namespace) -> dict[str, Any]:
-    """Return the flags that were given as settings: dotted key -> value."""
+    """Return the flags as settings: dotted key -> value, without unset flags."""
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
@@ -274,85 +274,84 @@ def settings_of(args: Namespace) -> dict[str, Any]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the command and its flags (of augment also settings). Raises ValueError."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    listed = {"augment": "contact sheet of the augmentation"}
-    listed |= {"curves": "loss and accuracy of one or more runs over their epochs"}
-    listed |= {name: command.what for name, command in COMMANDS.items()}
-    parser = Parser("python launch/visualize.py", _with_commands(listed), setting_for)
-    parser.add_argument("command", choices=list(listed))
-    if not words or words[0].startswith("-") or words[0] not in listed:
-        parser.parse_args(words[:1] or ["--help"])
-    command = words.pop(0)
+    """Parse the command and its flags; augment also takes settings. Raises ValueError."""
+    remaining = list(sys.argv[1:] if arguments is None else arguments)
+    descriptions = {"augment": "contact sheet of the augmentation"}
+    descriptions |= {"curves": "loss and accuracy of one or more runs over their epochs"}
+    descriptions |= {name: command.description for name, command in COMMANDS.items()}
+    parser = Parser("python launch/visualize.py", _with_commands(descriptions), setting_for)
+    parser.add_argument("command", choices=list(descriptions))
+    if not remaining or remaining[0].startswith("-") or remaining[0] not in descriptions:
+        parser.parse_args(remaining[:1] or ["--help"])
+    command = remaining.pop(0)
     readers = {"augment": _read_augment, "curves": _read_curves}
-    args = readers[command](words) if command in readers else _read_flags(command, words)
+    args = readers[command](remaining) if command in readers else _read_flags(command, remaining)
     args.command = command
     return args
 
 
-def _with_commands(listed: dict[str, str]) -> str:
-    lines = [f"  {name:10} {what}" for name, what in listed.items()]
+def _with_commands(descriptions: dict[str, str]) -> str:
+    lines = [f"  {name:10} {text}" for name, text in descriptions.items()]
     return "\n".join([__doc__ or "", *lines, "", "Each command has --help."])
 
 
-def _read_augment(words: Sequence[str]) -> Namespace:
+def _read_augment(arguments: Sequence[str]) -> Namespace:
     parser = Parser(
         "python launch/visualize.py augment",
-        "For some training images the original, several draws of the augmentation, each with what"
-        "\nwas done, and one with mixing.",
+        "Draw some training images: the original, several augmented versions with their operations,"
+        "\nand one with mixing.",
         setting_for,
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="FILE",
-        help="YAML file with what differs from the defaults",
-    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of a recipe")
     _add_out(parser, "augment_<name of the config>")
     parser.add_argument(
         "--images",
         type=int,
         default=6,
         metavar="N",
-        help="rows of the sheet (default: 6; complete groups where images mix)",
+        help="rows of the sheet (default: 6; whole groups if images are mixed)",
     )
     parser.add_argument(
-        "--draws", type=int, default=4, metavar="N", help="draws of each image (default: 4)"
+        "--draws",
+        type=int,
+        default=4,
+        metavar="N",
+        help="augmented versions of each image (default: 4)",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"
     )
-    args = parser.parse_intermixed_args(words)
-    for name, given in (("images", args.images), ("draws", args.draws)):
-        if not 1 <= given <= 64:
-            raise ValueError(f"--{name} {given}: give a number from 1 to 64")
+    args = parser.parse_intermixed_args(arguments)
+    for name, count in (("images", args.images), ("draws", args.draws)):
+        if not 1 <= count <= 64:
+            raise ValueError(f"--{name} {count}: expected a number from 1 to 64")
     return args
 
 
-def _read_curves(words: Sequence[str]) -> Namespace:
+def _read_curves(arguments: Sequence[str]) -> Namespace:
     parser = Parser("python launch/visualize.py curves", "Loss and accuracy over the epochs.")
     parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="(default: the newest)")
-    what = "mean of training over this width; 0: none (default: 1, less of short runs)"
-    parser.add_argument("--smooth", type=float, metavar="EPOCHS", help=what)
+    description = "width of averaging in training; 0 for none (default: 1, less for short runs)"
+    parser.add_argument("--smooth", type=float, metavar="EPOCHS", help=description)
     _add_out(parser, "curves_<runs>")
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(arguments)
     if not (args.smooth or 0) >= 0:
-        raise ValueError(f"--smooth {args.smooth}: give a number of epochs, or 0")
+        raise ValueError(f"--smooth {args.smooth}: expected a number of epochs, or 0")
     args.device = "cpu"
     return args
 
 
-def _read_flags(name: str, words: Sequence[str]) -> Namespace:
+def _read_flags(name: str, arguments: Sequence[str]) -> Namespace:
     command = COMMANDS[name]
-    parser = Parser(f"python launch/visualize.py {name}", command.what.capitalize() + ".")
-    what = "run folder, checkpoint or file of weights"
+    parser = Parser(f"python launch/visualize.py {name}", command.description.capitalize() + ".")
+    accepted = "run folder, checkpoint or file of weights"
     if command.takes_name:
-        what += ", config, or a model's name"
+        accepted += ", config, or a model's name"
     parser.add_argument(
         "runs",
         nargs=2 if name == "compare" else "?",
         metavar="RUN_OR_FILE",
-        help=f"{what} (default: the newest run)" if name != "compare" else what,
+        help=f"{accepted} (default: the newest run)" if name != "compare" else accepted,
     )
     parser.add_argument(
         "--image-size",
@@ -364,14 +363,16 @@ def _read_flags(name: str, words: Sequence[str]) -> Namespace:
     if command.takes_name:
         parser.add_argument("--num-classes", type=int, metavar="N", help="(default: 1000)")
     else:
-        parser.add_argument("--model", metavar="NAME", help="timm's name of weights from elsewhere")
+        parser.add_argument(
+            "--model", metavar="NAME", help="timm's name of weights from another program"
+        )
         _add_out(parser, f"{name}_<run>")
     if name == "attention":
         parser.add_argument(
             "--separate",
             type=Path,
             metavar="FOLDER",
-            help="write the input and a picture of each layer and head there instead",
+            help="write the input and a picture of each layer and head to this folder instead",
         )
     if command.num_samples is not None:
         parser.add_argument(
@@ -379,22 +380,22 @@ def _read_flags(name: str, words: Sequence[str]) -> Namespace:
             type=int,
             default=command.num_samples,
             metavar="N",
-            help=f"images, at most (default: {command.num_samples})",
+            help=f"maximum number of images (default: {command.num_samples})",
         )
         if name != "compare":
             parser.add_argument(
-                "--image", nargs="+", metavar="FILE", help="files, folders or tars, in their place"
+                "--image", nargs="+", metavar="FILE", help="files, folders or tars instead"
             )
         parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's)")
         parser.add_argument("--split", help="(default: the run's data.val_split)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    args = parser.parse_intermixed_args(words)
+    args = parser.parse_intermixed_args(arguments)
     args.runs = [args.runs] if isinstance(args.runs, str) else args.runs
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
         raise ValueError("--image-size takes a side, or height and width, in pixels")
-    for number in ("samples", "num_classes"):
-        if (given := getattr(args, number, None)) is not None and given < 1:
-            raise ValueError(f"--{number.replace('_', '-')} {given}: give a number from 1 on")
+    for flag in ("samples", "num_classes"):
+        if (count := getattr(args, flag, None)) is not None and count < 1:
+            raise ValueError(f"--{flag.replace('_', '-')} {count}: expected a positive number")
     if getattr(args, "out", None):
         picture_format(args.out)
     return args

@@ -1,13 +1,13 @@
 # Shared by train.sh, eval.sh and prep.sh, which source it in the checkout, on the job's first node.
 # shellcheck shell=bash disable=SC2034
 
-# ---- line 3 to edit: how a node gets its Python.
-# Default: .venv of the checkout if there is one, else the python of your PATH.
+# ---- line 3 to edit: activate a node's Python.
+# Default: the checkout's .venv if it exists, else the python of your PATH.
 activate_python() { [[ ! -f .venv/bin/activate ]] || source .venv/bin/activate; }
 
 say() { echo "[$(date '+%F %T')] $*"; }
 
-# What SIGTERM has ended is no mistake of the user: train.sh sets `ended` when it came.
+# A failure after SIGTERM is not a user mistake; train.sh sets `ended` on SIGTERM.
 fail() {
   if [[ ${ended:-no} == yes ]]; then
     say "not started: ended by SIGTERM" >&2
@@ -17,8 +17,8 @@ fail() {
   exit 2
 }
 
-# Set the array named $1 to the words of $2. Lines and quotes are understood as by a shell; nothing
-# is expanded or run.
+# Set the array named $1 to the words of $2. Lines and quotes are parsed like in a shell, without
+# expanding or running anything.
 split_words() {
   local -n words=$1
   local text
@@ -29,63 +29,63 @@ split_words() {
 
 count_gpus() { nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU'; }
 
-# Words before a command that run it on the job's first node, as SRUN_ARGS says: in a container there
-# may be a Python that the node itself lacks. Without SRUN_ARGS none.
+# Prefix of a command that runs on the job's first node with SRUN_ARGS, because only their container
+# may have a Python. Empty without SRUN_ARGS.
 on_one=()
 split_words srun_words "${SRUN_ARGS:-}" || fail "SRUN_ARGS=$SRUN_ARGS: a quote is not closed"
 if (( ${#srun_words[@]} )); then
   on_one=(srun --nodes=1 --ntasks=1 --export=ALL)
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || on_one+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
-  for word in "${srun_words[@]}"; do  # what it prints is read: no number of the task before it
+  for word in "${srun_words[@]}"; do  # --label would break the parsed output
     [[ $word == --label || $word == -l ]] || on_one+=("$word")
   done
 fi
 
-# Set `nodes`, and `ranks` on each of them: RANKS_PER_NODE, or the GPUs that Slurm gave or that are
-# there, or 1.
+# Set `nodes`, and `ranks` per node: RANKS_PER_NODE, else the GPUs that Slurm granted or that exist,
+# else 1.
 find_nodes() {
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(count_gpus)}} || true
-  # before it is calculated with: bash would run the command in a[$(command)], and 08 is octal
+  # check before arithmetic: bash would run the command in a[$(command)], and 08 is octal
   [[ $ranks =~ ^(0|[1-9][0-9]*)$ ]] || fail "RANKS_PER_NODE=$ranks: expected a number of ranks"
   (( ranks > 0 )) || ranks=1
   say "job $SLURM_JOB_ID, restart ${SLURM_RESTART_COUNT:-0}:" \
     "${#nodes[@]} node(s) ($SLURM_JOB_NODELIST) with $ranks rank(s) each"
 }
 
-# Find the addresses of the nodes and check that all reach the first. Sets the array `torchrun`: the
-# words before a script and its arguments that run it on all of them; and `on_each`: those before a
-# command that run it once on each node, to its end there even if it fails on another. Call it right
-# before that, because the check is only true at its time.
+# Find the addresses of the nodes and check that all reach the first. Sets the array `torchrun`, the
+# prefix that runs a script on all nodes, and `on_each`, the prefix that runs a command once on each
+# node, to its end even if it fails on another. Call it right before use, because the check holds
+# only at that time.
 prepare_torchrun() {
   local node attempt port output addresses=() rendezvous=(--standalone)
   local step everywhere
-  # One thread a rank, next to its loader workers; torchrun would set the same, with a long note.
+  # torchrun would also set one thread per rank, but print a long note.
   export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-  # After SIGTERM torchrun kills its ranks after this time (newer torch; older: 30 s). Slurm's own
-  # limits are shorter, or ours.
+  # Time from SIGTERM until torchrun kills its ranks (older torch: always 30 s). The limits of
+  # Slurm and train.sh are shorter.
   export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-  # One task on each node. srun does not take these from sbatch: the cores (since Slurm 22.05), the
-  # environment after --export=NONE. A node that fails ends the step on all: over NCCL the others
-  # would wait for ten minutes. SRUN_ARGS come last and override; they may end with the words of a
-  # container that stand before a command (`apptainer exec IMAGE`).
+  # One task per node. srun does not inherit the cores (since Slurm 22.05) and the environment after
+  # --export=NONE from sbatch. A failing node ends the step on all nodes, because over NCCL the rest
+  # would wait for ten minutes. SRUN_ARGS come last to override; they may end with a container's
+  # command prefix (`apptainer exec IMAGE`).
   step=(srun --nodes="${#nodes[@]}" --ntasks="${#nodes[@]}" --ntasks-per-node=1 --export=ALL)
   [[ -z ${SLURM_CPUS_PER_TASK:-} ]] || step+=(--cpus-per-task="$SLURM_CPUS_PER_TASK")
   everywhere=("${step[@]}" --kill-on-bad-exit=1 "${srun_words[@]}")
   on_each=("${step[@]}" --kill-on-bad-exit=0 "${srun_words[@]}")
 
-  for node in "${nodes[@]}"; do  # what Slurm calls a node need not be a name that resolves
+  for node in "${nodes[@]}"; do  # Slurm's name of a node may not resolve
     getent hosts "$node" >/dev/null \
       || node=$(scontrol show node "$node" | sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p')
     addresses+=("$node")
   done
   if (( ${#nodes[@]} > 1 )); then
     for attempt in 0 1 2; do
-      # below Linux's range of ports for outgoing connections, and another one for each job
+      # below Linux's range for outgoing connections, and different for each job
       port=$(( 20000 + (SLURM_JOB_ID + 4001 * attempt) % 12000 ))
       say "head node ${nodes[0]} at ${addresses[0]}:$port"
-      # No node ends the step on the others here: what it said can be lost with the step.
+      # A failing node must not end the step on other nodes, whose output could be lost.
       output=$("${on_each[@]}" \
         python3 -c "$CHECK_HEAD" "${addresses[0]}" "$port" </dev/null 2>&1) && break
       echo "$output" >&2
@@ -97,9 +97,8 @@ prepare_torchrun() {
     rendezvous+=(--rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}")
   fi
 
-  # SIGUSR1 kills torchrun, unless it is ignored beforehand; the trainer's ranks take it and save.
-  # No restarts by torchrun: it cannot distinguish a mistake, which comes back each time, from an
-  # accident; train.sh can.
+  # SIGUSR1 would kill torchrun, so it is ignored; the trainer's ranks handle it and save. torchrun
+  # must not restart ranks, because it cannot tell a user mistake from an accident; train.sh can.
   # shellcheck disable=SC2016
   torchrun=("${everywhere[@]}" bash -c '
     trap "" USR1
@@ -114,8 +113,8 @@ prepare_torchrun() {
   torchrun+=("${rendezvous[@]}")
 }
 
-# The head node listens, all others connect: a wrong address, a firewall or a node without Python is
-# reported within half a minute, where torchrun would wait for ten.
+# The head node listens and all other nodes connect. A wrong address, a firewall or a node without
+# Python is reported within half a minute, while torchrun would wait for ten minutes.
 CHECK_HEAD='
 import os, socket, sys, time
 

@@ -2,8 +2,8 @@
 # Evaluate on one node or many:
 #   sbatch [options of sbatch] slurm/eval.sh --checkpoint runs/vit_b16 [arguments of launch/eval.py]
 #
-# Submit in the checkout. The counts are those of `python launch/eval.py` with the same arguments,
-# on any number of nodes.
+# Submit in the checkout. The counts equal those of `python launch/eval.py` with the same
+# arguments, on any number of nodes.
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT

@@ -1,10 +1,10 @@
 #!/bin/bash
-# Write shards with a job array, each task its part:
+# Write shards with a job array, one part per task:
 #   sbatch --array=0-7 slurm/prep.sh imagefolder SOURCE --out ROOT [arguments of that command]
 #
 # Submit in the checkout. The first argument names the module of data_prep. The task that finds all
 # shards complete writes `_info.json`. After a failure submit the same line again: complete shards
-# are kept. Single tasks: PARTS=8 sbatch --array=3 slurm/prep.sh ...
+# are reused. Single tasks: PARTS=8 sbatch --array=3 slurm/prep.sh ...
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=cpu --account=ACCOUNT
@@ -27,7 +27,7 @@ source=${1:-}
 shift
 part=()
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
-  if [[ -z ${PARTS:-} ]]; then  # an array of another shape does not show the number of parts
+  if [[ -z ${PARTS:-} ]]; then  # only an array 0-N shows the number of parts
     # shellcheck disable=SC2153
     (( SLURM_ARRAY_TASK_MIN == 0 && SLURM_ARRAY_TASK_MAX == SLURM_ARRAY_TASK_COUNT - 1 )) \
       || fail "an array of $SLURM_ARRAY_TASK_COUNT tasks," \

@@ -4,9 +4,9 @@
 #   SWEEP=rates.txt sbatch --array=0-2 slurm/sweep.sh run.dir=runs/rates [arguments ...]
 #
 # Task K trains in runs/seeds/K with train.seed=K; with SWEEP, with the settings in line K (from 0) of
-# that file. Each task is a job like slurm/train.sh: saved, queued again, continued. They are one
-# group in W&B. The last task prints their table
-# (python launch/sweep.py runs/seeds prints it at any time).
+# that file. Each task is a job like slurm/train.sh: saved, requeued, continued. All tasks are one
+# group in W&B. The last task prints a table of the runs, as
+# `python launch/sweep.py runs/seeds` does at any time.
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT
@@ -43,8 +43,8 @@ if [[ -n ${SWEEP:-} ]]; then
 fi
 export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(basename "$folder")}
 
-# However slurm/train.sh ends, in this same shell, which Slurm's signals come to. The last task prints
-# the table, also where others have failed.
+# Runs when slurm/train.sh ends, because both share this shell, which receives Slurm's signals. The
+# last task prints the table, even if other tasks failed.
 print_table() {
   local if_finished=(--when-finished "$SLURM_ARRAY_TASK_COUNT")
   if [[ $folder == *://* ]]; then
@@ -52,19 +52,19 @@ print_table() {
     return
   fi
   activate_python
-  # What was ended may be queued again, by Slurm or by itself, and is not the last then.
+  # A task that was ended may be requeued, by Slurm or by itself, so it is not the last.
   [[ ${ended:-no} == yes ]] || ! is_last || if_finished=()
   "${on_one[@]}" python launch/sweep.py "$folder" "${if_finished[@]}" || true
   (( ${#if_finished[@]} )) || rm -f "$folder/.ended.$SLURM_ARRAY_JOB_ID".*
 }
 
-# Whether all other tasks have left the queue or come to this line; of two that come here at a time
-# both may be told so.
+# True if all other tasks have left the queue or reached this line. It can be true for two tasks
+# that reach it at the same time.
 is_last() {
   local other ended_here="$folder/.ended.$SLURM_ARRAY_JOB_ID"
   mkdir -p "$folder"
   touch "$ended_here.$task"
-  ls -a "$folder" >/dev/null  # over NFS it shows the files of others
+  ls -a "$folder" >/dev/null  # over NFS this makes new files of other nodes visible
   for other in $(squeue --noheader --array --jobs="$SLURM_ARRAY_JOB_ID" --format=%K); do
     [[ -e $ended_here.$other ]] || return 1
   done

@@ -3,14 +3,14 @@
 #   sbatch [options of sbatch] slurm/train.sh [arguments of launch/train.py]
 #
 # Bare `sbatch slurm/train.sh` trains configs/vit_b16.yaml. Submit in the checkout. Before the time
-# limit the run is saved, the job is queued again, and continues; slurm/README.md lists all cases.
+# limit the run is saved, and the job is requeued and continues; slurm/README.md lists all cases.
 #
 # ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=gpu --account=ACCOUNT
 #SBATCH --nodes=1 --gpus-per-node=8 --cpus-per-task=64 --time=24:00:00
 #
-# Seconds before the time limit at which this script gets SIGUSR1 (Slurm: up to 60 s earlier):
-# longer than a step, eight batches of an evaluation and a save take together.
+# Seconds before the time limit at which this script gets SIGUSR1 (Slurm: up to 60 s earlier): more
+# than a step, eight batches of an evaluation and a save take together.
 #SBATCH --signal=B:USR1@120
 #SBATCH --requeue --open-mode=append --job-name=vit --output=slurm-%x-%j.out --ntasks-per-node=1
 
@@ -22,9 +22,9 @@ if [[ ! -f slurm/common.sh ]]; then
 fi
 source slurm/common.sh
 
-ended=no  # SIGTERM came: scancel, or Slurm itself ends the job to queue it again
-warned=no  # SIGUSR1 came: the time limit is near
-# to the steps, not to this script
+ended=no  # yes after SIGTERM: scancel, or Slurm ends the job to requeue it
+warned=no  # yes after SIGUSR1: the time limit is near
+# signals the job's steps, not this script
 ask_to_save() { scancel --quiet --signal=USR1 "$SLURM_JOB_ID" || true; }
 on_time_limit() {
   warned=yes
@@ -34,7 +34,7 @@ on_time_limit() {
 trap 'ended=yes' TERM
 trap on_time_limit USR1
 
-# ---- 1. Python, config, nodes: an error in them shows here, once, in one line
+# ---- 1. Python, config, nodes: report an error in them once, in one line
 activate_python
 find_nodes
 [[ " $* " == *" --config"* ]] || set -- --config configs/vit_b16.yaml "$@"
@@ -42,7 +42,7 @@ world_size=$(( ${#nodes[@]} * ranks ))
 [[ -z ${STAGE:-} ]] || set -- "$@" "data.cache_dir=$STAGE"
 described=$(WORLD_SIZE=$world_size "${on_one[@]}" python launch/train.py "$@" --print-config \
   </dev/null) || fail "not started: the config, see above"
-# the folder that rank 0 works in, on this node: of a run at a URL its working copy
+# rank 0's run folder on this node; for a run at a URL its working copy
 run=$("${on_one[@]}" python -c 'import sys, yaml
 from vit.config.schema import RunConfig
 from vit.run_folder import local_folder
@@ -50,8 +50,8 @@ print(local_folder(RunConfig(**yaml.safe_load(sys.stdin)["run"])))' <<<"$describ
 sed -n '/^# derived/,$p' <<<"$described"
 prepare_torchrun
 
-# Run a step to its end, and set `status`. Behind the shell: traps wait for what is in front of it,
-# and staging may take hours.
+# Run a step to its end, and set `status`. The step runs in the background, because traps wait for a
+# foreground command, and staging may take hours.
 run_step() {
   local step waited_s=0
   "$@" </dev/null &
@@ -62,16 +62,16 @@ run_step() {
       wait "$step" || true  # a signal ends `wait` early, and only then runs its trap
     else
       waited_s=$(( waited_s + 1 ))
-      if (( waited_s % 10 == 0 )); then  # a trainer that was just starting did not get it
+      if (( waited_s % 10 == 0 )); then  # a starting trainer may have missed the signal
         ask_to_save
       fi
-      sleep 1 || true  # SIGTERM ends it, too
+      sleep 1 || true  # SIGTERM also ends it
     fi
   done
   wait "$step" || status=$?
 }
 
-# ---- 2. shards to a disk of each node, if STAGE names a folder there; training caches what is left
+# ---- 2. copy shards to a disk of each node, if STAGE is set; training caches the rest
 if [[ -n ${STAGE:-} && " $* " != *" --check "* ]]; then
   say "staging shards in $STAGE on each node"
   run_step "${on_each[@]}" python -m vit.data.warm "$@"
@@ -80,18 +80,18 @@ if [[ -n ${STAGE:-} && " $* " != *" --check "* ]]; then
     || say "note: not all shards were staged, see above; training reads the rest as it goes"
 fi
 
-# Identity of the trainer's `stopped_early`. `ls` first: over NFS it makes a file visible that
-# another node has written.
+# Print the identity of the trainer's `stopped_early`. Over NFS `ls` first makes another node's new
+# file visible.
 marker() {
   ls -a "$run" >/dev/null 2>&1
   stat -c '%i %y' "$run/stopped_early" 2>/dev/null || true
 }
 checkpoint() { cat "$run/checkpoints/latest" 2>/dev/null || echo "no checkpoint"; }
 
-# True where this attempt of the trainer has stopped early and saved.
+# True if this attempt of the trainer has stopped early and saved.
 stopped_early() { [[ -n $marker_now && $marker_now != "$marker_before" ]]; }
 
-# ---- 3. train; after an accident again, as long as each attempt leaves a newer checkpoint
+# ---- 3. train; retry after an accident while each attempt leaves a newer checkpoint
 while true; do
   marker_before=$(marker)
   checkpoint_before=$(checkpoint)
@@ -112,8 +112,8 @@ while true; do
   prepare_torchrun
 done
 
-# ---- 4. how did it end? The exit status alone cannot tell: torchrun ends with 1 after a SIGTERM,
-# although everything was saved
+# ---- 4. report the outcome. The exit status is not enough: torchrun ends with 1 after SIGTERM,
+# even if everything was saved
 if ! stopped_early; then
   if [[ " $* " == *" --check "* ]]; then
     say "checked, and nothing was started; exit status $status"
@@ -131,7 +131,7 @@ elif [[ $ended == yes ]]; then
 else
   say "stopped and saved: $(<"$run/stopped_early"). Queueing job $SLURM_JOB_ID again"
   status=0
-  trap 'ended=yes; exit 0' TERM  # which is how Slurm ends a job that it queues again
+  trap 'ended=yes; exit 0' TERM  # Slurm's signal to a job that it requeues
   scontrol requeue "$SLURM_JOB_ID" \
     || fail "Slurm does not queue the job again: submit the same command again, it goes on"
   sleep 600 &

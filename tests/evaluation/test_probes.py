@@ -167,10 +167,10 @@ def test_two_ranks_find_what_one_does(base, capfd):
     ("words", "told"),
     [
         (["--l2", "0.1"], "--l2 0.1 belongs to --linear-probe"),
-        (["--knn", "--k", "0"], "--k 0: give different numbers from 1 on"),
-        (["--knn", "--k", "5,5"], "--k 5,5: give different numbers from 1 on"),
-        (["--linear-probe", "--l2", "-1"], "--l2 -1: give a number above 0"),
-        (["--knn", "--finetune", "demo"], "--knn: after --finetune give the new run to eval.py"),
+        (["--knn", "--k", "0"], "--k 0: expected distinct positive numbers"),
+        (["--knn", "--k", "5,5"], "--k 5,5: expected distinct positive numbers"),
+        (["--linear-probe", "--l2", "-1"], "--l2 -1: expected a number above 0"),
+        (["--knn", "--finetune", "demo"], "--knn: after --finetune run eval.py on the new run"),
     ],
 )
 def test_what_cannot_be_is_told_in_a_line(words, told):

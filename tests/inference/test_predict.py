@@ -73,11 +73,11 @@ def test_what_could_not_be_read_is_named_and_counted(predicted, odd_files):
     done = predicted.done
     assert done.returncode == 1
     for name, reason in BROKEN.items():
-        assert f"passed over: {odd_files}/{name}: " in done.stderr
+        assert f"skipped: {odd_files}/{name}: " in done.stderr
         assert reason in done.stderr
     assert "7 of 12 images predicted by" in done.stdout
     assert "last.safetensors (step 3, weights not averaged); 5 could not" in done.stdout
-    assert "; 5 could not be read and were passed over\n" in done.stdout
+    assert "; 5 could not be read and were skipped\n" in done.stdout
     assert "note: 2 other files left out: 1 .cls, 1 .txt\n" in done.stderr
     assert done.stdout.count("alpha.png") == 1
     assert pixels(predicted.out / "sheet.png").shape[0] > 400

@@ -15,13 +15,13 @@ def test_without_a_gpu_it_is_one_line():
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if "Warning" not in line]
     assert line.startswith("error: no GPU to check: torch sees none (")
-    assert line.endswith("--device cpu --small tries this program itself on the CPU")
+    assert line.endswith("--device cpu --small tests this program on the CPU")
 
 
 def test_a_part_that_there_is_not_is_a_mistake():
     done = run("launch/gpu_check.py", "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
-    assert "error: --only wait: there are slots, equality, waits, graphs" in done.stderr
+    assert "error: --only wait: expected parts out of slots, equality, waits, graphs" in done.stderr
 
 
 def test_parts_are_lines_and_the_files_are_not_a_gpus(tmp_path):

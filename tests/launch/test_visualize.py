@@ -83,7 +83,7 @@ def test_costs_of_each_layer(base, capfd):
     [
         (["attention", "RUN", "--out", "a.gif"], "one of png, pdf, svg"),
         (["attention", "RUN", "--image", "nowhere.jpg"], "nowhere.jpg: no such file or folder"),
-        (["distance", "RUN", "--samples", "0"], "--samples 0: give a number from 1 on"),
+        (["distance", "RUN", "--samples", "0"], "--samples 0: expected a positive number"),
         (["summary", "vit_b"], "unknown model 'vit_b'"),
         (["confusion", "nowhere"], "nowhere: not a run folder"),
         (["filtres", "RUN"], r"invalid choice: 'filtres' .*\(did you mean filters"),

@@ -82,18 +82,17 @@ def refusal(capsys):
         (
             "eval",
             ["runs/demo", "runs/demo"],
-            "runs/demo and runs/demo: one is given twice, which nothing would tell apart: leave it"
-            " out",
+            "runs/demo and runs/demo: a checkpoint is listed twice: remove one",
         ),
         (
             "eval",
             ["runs/demo", "--checkpoint", "runs/b16", "--finetune", "a.yaml"],
-            "runs/demo and runs/b16: give one run or file to fine-tune",
+            "runs/demo and runs/b16: pass one run or file to fine-tune",
         ),
         (
             "eval",
             ["runs/demo", "data.root=a", "eval.batch_size=3"],
-            "data.root=a: settings belong to --finetune, all but those of eval",
+            "data.root=a: without --finetune only eval.* can be set: omit it",
         ),
         ("eval", ["runs/demo", "--lr", "1"], "unknown: --lr 1; did you mean optim.lr=1?"),
         ("report", ["runs/demo", "more"], "unknown: more"),

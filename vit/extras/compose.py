@@ -1,7 +1,7 @@
-"""Choose the parts of a run, and train: the one module that knows every hook.
+"""Choose the parts of a run, and train. Only this module knows every hook.
 
-A part that few runs use is loaded by its name when a config needs it, as fsspec loads file systems:
-a run that does not use it does not import it, and without its folder the config is refused.
+An optional part is loaded by its name when a config needs it, as fsspec loads file systems. Other
+runs do not import it. If its folder was deleted, a config that needs it is rejected.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from vit.training.reduce import Reduce, data_parallel
 
 
 def build_run(config: Config, world: World, allow_change: Iterable[str] = ()) -> Run:
-    """Build the run of `config` with all parts that it needs; arguments as `vit.build.build`."""
+    """Build the run of `config` with all its parts; arguments as for `vit.build.build`."""
     return build(config, world, allow_change, parts_of(config))
 
 
 def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None = None) -> Outcome:
-    """Train as launch/train.py does, with record, checkpoints and resume.
+    """Train like launch/train.py, with record, checkpoints and resume.
 
-    Every rank calls it. config: what `vit.load_config` returns. allow_change: settings that may be
-    other than in the run that is resumed. world: the ranks; by default those that torchrun
-    started, or this process alone. Returns "finished", or "stopped" after a signal. Raises
-    ValueError for mistakes.
+    Every rank calls it. config: the result of `vit.load_config`. allow_change: settings that may
+    differ from those of the resumed run. world: the ranks; by default those that torchrun started,
+    or only this process. Returns "finished", or "stopped" after a signal. Raises ValueError for
+    mistakes.
     """
     world = world or join_for(config)
     outcome = train(build_run(config, world, allow_change))
@@ -47,7 +47,7 @@ def fit(config: Config, *, allow_change: Iterable[str] = (), world: World | None
 
 
 def join_for(config: Config, limit: timedelta | None = None) -> World:
-    """Join the ranks that torchrun started for a run of `config`; arguments as `join_world`."""
+    """Join the ranks that torchrun started for a run of `config`; arguments as for `join_world`."""
     return join_world(
         config.train.device,
         deterministic=config.train.deterministic or config.train.exact_over_ranks,
@@ -57,7 +57,7 @@ def join_for(config: Config, limit: timedelta | None = None) -> World:
 
 
 def parts_of(config: Config) -> Parts:
-    """Return the parts of a run of `config`. Raises ValueError for one that is not installed."""
+    """Return the parts of a run of `config`. Raises ValueError if a part is not installed."""
     parts: dict[str, Any] = {"create_reduce": create_reduce_of(config)}
     if is_url(config.run.dir):
         parts["open_place"] = load(
@@ -73,7 +73,7 @@ def parts_of(config: Config) -> Parts:
 
 
 def create_reduce_of(config: Config) -> Callable[..., Reduce]:
-    """Return what sums the gradients of `config`, for `vit.build.create_train_step`."""
+    """Return the function that creates the gradient reduction of `config`."""
     if config.train.exact_over_ranks:
         return load("vit.hooks.exact_over_ranks:exact_over_ranks", "train.exact_over_ranks")
     return data_parallel
@@ -84,7 +84,9 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
     hooks: list[Hook] = [HostCheck(), OrderHook()]
     if config.train.exact_over_ranks:
         hooks.append(load("vit.hooks.exact_over_ranks:ExactFacts", "train.exact_over_ranks")())
-    if config.log.sample_losses and config.data.reader == "index":  # a stream has no known samples
+    if (
+        config.log.sample_losses and config.data.reader == "index"
+    ):  # samples of a stream have no fixed numbers
         hooks.append(load("vit.hooks.sample_losses:SamplesHook", "log.sample_losses")())
     hooks.append(GuardHook(config))
     if config.eval.reference is not None:
@@ -96,12 +98,12 @@ def hooks_of(config: Config) -> tuple[Hook, ...]:
 
 
 class MemoryAdvice(Hook):
-    """Names the setting to lower when memory has run out (`vit.extras.planner.fitting`)."""
+    """A hook that names the setting to lower after an out-of-memory error."""
 
     def failed(self, run: Run, error: Exception) -> None:
         """See `Hook`."""
         if out_of_memory(error):
-            with suppress(ValueError):  # without the planner the error has no advice
+            with suppress(ValueError):  # without the planner the error stays without advice
                 explain = load("vit.extras.planner.fitting:explain", "advice")
                 num_classes = run.state.facts["num_classes"]
                 explain(error, run.config, run.plan, num_classes, run.world.device)

@@ -220,7 +220,7 @@ def test_what_a_layout_cannot_hold_is_refused_with_those_that_can(model, able, t
     subject = subject_of(model, data=data)
     assert [name for name in PROGRAMS if not lacking(name, subject.config)] == able
     for program in {*PROGRAMS} - {*able}:
-        message = rf"--to {program}: the model has .*: {' and '.join(able)} can hold it"
+        message = rf"--to {program}: the model has .*: export to {' or '.join(able)} instead"
         with pytest.raises(WeightsError, match=message):
             export(program, subject, ORIGIN, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -303,10 +303,10 @@ def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
     subject = subject_of()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "a").touch()
-    with pytest.raises(WeightsError, match=r"taken exists already: remove it, or name another"):
+    with pytest.raises(WeightsError, match=r"taken exists already: remove it, or pass another"):
         export("timm", subject, ORIGIN, tmp_path / "taken")
     (tmp_path / "file").touch()
-    with pytest.raises(WeightsError, match=r"cannot be written .*nothing is left of it"):
+    with pytest.raises(WeightsError, match=r"cannot be written .*nothing was written"):
         export("timm", subject, ORIGIN, tmp_path / "file" / "out")
     monkeypatch.setattr("vit.extras.export.export.model_card", _fail)
     with pytest.raises(RuntimeError, match="in the middle"):

@@ -101,7 +101,7 @@ def test_a_command_on_stdin_becomes_a_yaml_file_and_an_account(tmp_path, monkeyp
     monkeypatch.setattr(sys, "stdin", io.StringIO(PUBLISHED["deit3_b16_ft384"]["command"]))
     run_here("launch/recipe.py", "import", "-", "--out", out)
     printed = capsys.readouterr().out
-    assert "cannot be said here: 0" in printed
+    assert "no equivalent: 0" in printed
     assert printed.splitlines()[-1] == str(out)
     header = out.read_text()
     assert "# source     facebookresearch/deit@7e160fe4" in header

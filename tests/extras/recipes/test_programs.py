@@ -29,7 +29,7 @@ from vit.extras.recipes.importing import PROGRAMS, import_recipe
 )
 @pytest.mark.parametrize("program", [None, "mae", "deit", "timm"])
 def test_a_script_that_is_not_read_is_named_whatever_program_is_given(command, whose, program):
-    with pytest.raises(ValueError, match=rf"is {whose}.*not read.*nearest: \w"):
+    with pytest.raises(ValueError, match=rf"is {whose}.*cannot be imported.*nearest program, \w"):
         import_recipe(command, program)
 
 

@@ -58,12 +58,12 @@ def test_a_command_is_divided_as_a_shell_and_its_launcher_do(text, script, num_g
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--model x --lr 1", "no script is named"),
+        ("--model x --lr 1", "has no script"),
         ("python a.py\npython b.py", "2 commands are given"),
         ("torchrun --nproc_per_node=gpu main.py", "--nproc_per_node gpu: .*--gpus N"),
-        ("python main.py 'half", "cannot be divided into words"),
+        ("python main.py 'half", "cannot be split into words"),
         ("python main.py $((2 ** 99999999))", "expected integers"),
-        ("./distributed_train.sh --model x", "is given no number of GPUs"),
+        ("./distributed_train.sh --model x", "has no number of GPUs"),
         ("./distributed_train.sh $GPUS --model x", r"GPUS: .*--gpus N"),
         ("srun python main.py", r"srun: .*--ntasks.*--gpus N"),
         ("srun -N 4 --gpus-per-node 8 python main.py", r"--ntasks-per-node.*--gpus N"),

@@ -110,7 +110,7 @@ def test_values_lie_between_published_points_and_nowhere_else(tmp_path):
 def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
     reference = reference_of(tmp_path, "epoch,top1\n1,10\n3,30\n")
     longer = Comparison(reference, plan(8, per_epoch=7), "")
-    assert "8 epochs here, 4 there" in longer.length_note
+    assert "8 epochs, the reference 4" in longer.length_note
     assert not Comparison(reference, plan(4, per_epoch=3), "").length_note
     assert longer.line(4 * 7, {"top1": 21.0}) == (
         "epoch 4: 21.00 % (reference at its epoch 2: 20.00 %, +1.00)"
@@ -127,11 +127,11 @@ def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
         (("3,30", "1,30"), "the epochs must ascend"),
         (("3,30", "5,30"), "its epochs must be between 0 and 4"),
         (("# images: 23\n", ""), "header: images: Field required"),
-        (("# epochs: 4", "# epochs: 4\n# steps: 5"), "give the length as `epochs` or as `steps`"),
+        (("# epochs: 4", "# epochs: 4\n# steps: 5"), "state the length as `epochs` or as `steps`"),
         (("3,30", "3,nan"), "line 11: expected a number in each column"),
         (("3,30", "3,130"), "top1 and top5 are percentages, between 0 and 100"),
-        (("1,10\n3,30\n", ""), "no row of numbers behind the header: expected 'epoch,top1'"),
-        (("# ", ""), "its first lines are no header: '# title: ...'"),
+        (("1,10\n3,30\n", ""), "no row of numbers after the header: add the column names"),
+        (("# ", ""), "the header is missing: start the file with '# title: ...'"),
         (("# title: A curve", "# title A curve"), "its header is not '# key: value' lines"),
     ],
 )
@@ -178,7 +178,10 @@ def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, c
 
     [told] = metrics(run_dir, "reference")
     assert "optim.weight_decay 0.2 -> 0.1" in told["unlike"]
-    assert f"reference: other than its recipe: {'; '.join(told['unlike'])} (python" in said
+    assert (
+        f"reference: differs from its recipe: {'; '.join(told['unlike'])} (for the effects: python"
+        in said
+    )
     panels = curve_panels(run_dir / "metrics.jsonl")
     recorded = (run_dir / "metrics.jsonl").read_text().splitlines(True)
     bare = tmp_path / "bare.jsonl"
@@ -193,7 +196,7 @@ def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, c
 @pytest.mark.parametrize(
     ("header", "settings", "reason"),
     [
-        (("images: 23", "images: 50000"), [], "it is of 50,000 images of 3 classes, the"),
+        (("images: 23", "images: 50000"), [], "it has 50,000 images of 3 classes, the"),
         (("epochs: 4", "epochs: 2"), ["train.steps=2"], "its recipe has 6 steps, this run 2"),
     ],
     ids=["own data", "a trial"],

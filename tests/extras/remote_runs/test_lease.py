@@ -88,9 +88,7 @@ def test_who_finds_the_lease_of_another_or_none_has_lost_it(store, tmp_path):
     path.unlink()
     second = held(store)
     path.unlink()
-    with pytest.raises(
-        LeaseLost, match="its lease is gone: the run was removed there, or another job"
-    ):
+    with pytest.raises(LeaseLost, match="its lease is gone: the run was removed, or another job"):
         second.confirm()
     second.release()
 

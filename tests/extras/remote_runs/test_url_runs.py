@@ -269,7 +269,7 @@ def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, t
     words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
     done = run("launch/job.py", *words, cold=True)
     assert done.returncode == 1, done.stderr
-    assert "the store does not say whether there is a newer checkpoint" in done.stdout
+    assert "the store does not show whether a newer checkpoint exists" in done.stdout
     way.is_good()
     done = run("launch/job.py", *words, cold=True)
     assert done.returncode == 0, done.stderr
@@ -379,7 +379,7 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
     background.kill_all()
     train_at(config, url, tmp_path / "two", *stop)  # another machine ends it
     done = train_at(config, url, tmp_path / "one")
-    assert "another job has gone on since" in done.stderr
+    assert "another job has continued the run since" in done.stderr
     assert "is finished: 24 steps" in done.stderr
     assert final_state(tmp_path / "one", STEPS) == whole
     store = store_at(url, 60)
@@ -387,7 +387,7 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
         store.remove(name)
     done = train_at(config, url, tmp_path / "one", ok=False)
     assert done.returncode == 2
-    assert "holds no run, its working copy" in done.stderr
+    assert "holds no run, but its working copy" in done.stderr
     assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), "nothing is removed"
 
 

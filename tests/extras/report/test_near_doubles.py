@@ -122,7 +122,7 @@ def test_whitened_features_spread_equally_where_there_is_content(monkeypatch):
 
 def test_the_page_and_the_table_show_both_images(planted, capsys):
     run_here("launch/samples.py", planted, "--near", "0.75")
-    assert "9 pairs of training images, 9 images that are evaluated on" in capsys.readouterr().out
+    assert "9 pairs of training images, 9 evaluation images" in capsys.readouterr().out
     page = (planted / "report" / "samples.html").read_text()
     near = page[page.index('id="near"') :]
     assert near.count('<div class="twins">') == 18

@@ -143,7 +143,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
         ),
         (
             "pipe:cat {folder}/empty.tar",
-            "empty.tar: no samples came, expected tars of <key>.jpg and <key>.cls",
+            "empty.tar: no samples found, expected tars of <key>.jpg and <key>.cls",
         ),
         ("{folder}/nowhere.tar", "nowhere.tar: the stream broke .*No such file"),
         (
@@ -337,7 +337,7 @@ def test_fewer_samples_than_readers(shards, tmp_path):
     )
     with pytest.raises(
         ShardError,
-        match=r"1 samples came, .*; its 2 readers \(ranks times data.num_workers\) need one each",
+        match=r"1 samples found, .*; each of the 2 readers \(ranks times data.num_workers\) needs",
     ):
         # so many that both workers get to make one
         read(batches(str(path), workers=2), steps=1000, workers=2)

@@ -1,11 +1,11 @@
-"""Weights out: a folder that another program opens by its own documented call.
+"""Export weights to a folder that another program opens by its own documented call.
 
-    run, checkpoint or file -> model with its weights                `read_subject`
-      -> an error if the program has no place for a part of it       `check_holds`
-      -> weights under its names, its config, preprocessing, card    `export`
-      -> ONNX is run next to the model; names are turned back and compared
+    run, checkpoint or file -> model with its weights                      `read_subject`
+      -> an error if the program does not support a part of the model      `check_holds`
+      -> weights under the program's names, config, preprocessing, card    `export`
+      -> check: ONNX runs next to the model, other names are converted back and compared
 
-The folder appears when it is complete: it is written under a hidden name, and then renamed.
+The folder is written under a hidden name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -40,31 +40,32 @@ from vit.weights.published import with_published_config
 from vit.weights.save import save_weights
 
 ONNX_TOLERANCE = 1e-3
-"""Largest difference of a logit, as a share of the largest one. Kernels sum in other orders."""
+"""Largest difference of a logit relative to the largest logit; kernels sum in different orders."""
 ONNX_FILE_BYTES = 2**31 - 2**20
-"""A protobuf file ends below 2 GiB; larger weights go to a file next to it."""
+"""Limit of a protobuf file, just below 2 GiB; larger weights go to a second file."""
 
 
 def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeights, str]:
-    """The model to hand over, where it is from, and what is known about published weights.
+    """Return the model to export, its weights as loaded, and a description of published weights.
 
     path: run, checkpoint, file or folder of another program. model_name: timm's name of weights
-    that were trained elsewhere, if they do not say it. Raises ValueError.
+    from another program, if the file does not contain it. Raises ValueError.
     """
     loaded = read_weights(path)
     published = ""
     if loaded.config is None:
-        loaded, known = with_published_config(loaded, model_name, data_root="unknown")
-        published = f"{known.name}, trained elsewhere: {known.source}"
-        if known.top1 is not None:
-            published = f"{known.name}: top-1 {known.top1:.2f} % (published, {known.source})"
+        loaded, published_model = with_published_config(loaded, model_name, data_root="unknown")
+        published = f"{published_model.name}, trained elsewhere: {published_model.source}"
+        if published_model.top1 is not None:
+            score = f"top-1 {published_model.top1:.2f} % (published, {published_model.source})"
+            published = f"{published_model.name}: {score}"
     elif model_name is not None:
         raise ValueError(
             f"--model {model_name}: {loaded.path} comes from this project and contains its model's"
-            " name: leave --model out"
+            " name: omit --model"
         )
-    assert loaded.config is not None, "it is known now"
-    assert loaded.num_classes is not None, "it came with the config"
+    assert loaded.config is not None, "published weights have a config now"
+    assert loaded.num_classes is not None, "the number of classes comes with the config"
     config = config_io.from_dict(loaded.config, str(loaded.path))
     model = create_model(config.model, num_classes=loaded.num_classes)
     size = _size_of_file(loaded, model)
@@ -78,10 +79,10 @@ def read_subject(path: str, model_name: str | None) -> tuple[Subject, LoadedWeig
 
 
 def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
-    """Return the (height, width) of images to which the positions in a file belong; None if that
-    is not known, or follows from its config.
+    """Return the image size (height, width) of the position embeddings in a file.
 
-    The usual size of `model` may be another: whoever trained the weights chose one.
+    None if the size is not known or follows from the config. It can differ from the usual size of
+    `model`, because weights may be trained at any size.
     """
     grid = grid_size(model)
     source = loaded.weights.get("pos_embed")
@@ -89,31 +90,35 @@ def _size_of_file(loaded: LoadedWeights, model: Any) -> tuple[int, int] | None:
     if loaded.grid_size or grid is None or source is None or target is None:
         return None
     length = source.shape[1]
-    numbers = (length - target.shape[1] + math.prod(grid), length)  # with prefix tokens or without
+    numbers = (length - target.shape[1] + math.prod(grid), length)  # with or without prefix tokens
     side = next((math.isqrt(n) for n in numbers if n > 0 and math.isqrt(n) ** 2 == n), 0)
     height, width = (size * side // old for size, old in zip(model.image_size, grid, strict=True))
     return (height, width) if side else None
 
 
 def check_holds(program: str, subject: Subject) -> None:
-    """Raise WeightsError if `program` cannot hold the model, with what it lacks and who can."""
+    """Raise WeightsError if `program` cannot represent the model.
+
+    The error lists the unsupported parts, and the programs that support them.
+    """
     missing = lacking(program, subject.config)
     if missing:
         able = [name for name in PROGRAMS if not lacking(name, subject.config)]
         raise WeightsError(
-            f"--to {program}: the model has {' and '.join(missing)}, which {program} has no place"
-            f" for: {' and '.join(able)} can hold it"
+            f"--to {program}: the model has {' and '.join(missing)}, which {program} does not"
+            f" support: export to {' or '.join(able)} instead"
         )
 
 
 def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list[str]:
-    """Write the folder, completely or not at all; return lines about what is in it.
+    """Write the folder, completely or not at all; return lines that describe its files.
 
-    Raises WeightsError: the program cannot hold the model, the folder exists, no space.
+    Raises WeightsError if the program cannot represent the model, the folder exists, or the disk is
+    full.
     """
     check_holds(program, subject)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WeightsError(f"{folder} exists already: remove it, or name another folder with --out")
+        raise WeightsError(f"{folder} exists already: remove it, or pass another folder with --out")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(folder.parent, folder.name)
@@ -122,7 +127,7 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
             lines = _fill(program, subject, origin, temporary)
             temporary.chmod(0o777 & ~_umask())
             if folder.exists():
-                folder.rmdir()  # it is empty
+                folder.rmdir()  # checked above to be empty
             os.rename(temporary, folder)
             flush(folder.parent)
         finally:
@@ -130,14 +135,14 @@ def export(program: str, subject: Subject, origin: Origin, folder: Path) -> list
             os.close(descriptor)
     except OSError as error:
         raise WeightsError(
-            f"{folder}: cannot be written ({error.strerror}); nothing is left of it: free some"
+            f"{folder}: cannot be written ({error.strerror}); nothing was written: free some"
             " space or fix the permissions, and run the same command again"
         ) from error
     return lines
 
 
 def _umask() -> int:
-    """The bits that this process takes from permissions; there is no call that only reads them."""
+    """Return the process's umask. No system call only reads it, so it is set and restored."""
     bits = os.umask(0o077)
     os.umask(bits)
     return bits
@@ -164,9 +169,9 @@ def _write_timm(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
     weights = subject.model.state_dict()
     save_weights(path, weights, {"format": "pt"})
     config = timm_config(subject)
-    assert config is not None, "checked before"
+    assert config is not None, "`check_holds` ensures a config"
     write_json(folder / "config.json", config)
-    return path, [f"{len(weights)} weights under the names that timm has, too"]
+    return path, [f"{len(weights)} weights under their names in timm, which are ours"]
 
 
 def _write_torchvision(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
@@ -193,26 +198,26 @@ def _write_npz(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
 
 
 def _renamed(program: str, subject: Subject) -> tuple[dict[str, Tensor], str]:
-    """The weights under the names of `program`, which lead back to the same bits."""
+    """Convert the weights to the names of `program`, and check that they convert back exactly."""
     ours = subject.model.state_dict()
-    theirs, left = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
-    if left:
-        raise WeightsError(
-            f"--to {program}: there is no place for {', '.join(left)}: try --to onnx"
-        )
-    again, _ = to_ours(LAYOUTS[program], theirs)
-    assert again.keys() == ours.keys(), "each name leads back"
-    assert all(torch.equal(again[name], ours[name]) for name in ours), "each value leads back"
-    line = f"{len(ours)} weights as {len(theirs)} under the names of {program}; turned back, equal"
-    return theirs, f"{line} to the bit"
+    theirs, unmapped = from_ours(LAYOUTS[program], ours, subject.model.blocks[0].attn.num_heads)
+    if unmapped:
+        raise WeightsError(f"--to {program}: no name for {', '.join(unmapped)}: try --to onnx")
+    converted, _ = to_ours(LAYOUTS[program], theirs)
+    assert converted.keys() == ours.keys(), "every name converts back"
+    assert all(torch.equal(converted[name], ours[name]) for name in ours), (
+        "every value converts back"
+    )
+    line = f"{len(ours)} weights as {len(theirs)} under the names of {program}; converted back,"
+    return theirs, f"{line} equal to the bit"
 
 
 def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
-    """A graph for any number of images at once, run by onnxruntime next to the model."""
+    """Write a graph for batches of any size, and compare onnxruntime's logits with the model's."""
     try:
         import onnx
         import onnxruntime
-        import onnxscript  # noqa: F401  torch's exporter writes with it
+        import onnxscript  # noqa: F401  torch's exporter needs it
     except ImportError as error:
         raise WeightsError(
             f"--to onnx needs {error.name}, which is not installed: pip install onnx onnxscript"
@@ -238,19 +243,19 @@ def _write_onnx(subject: Subject, folder: Path) -> tuple[Path, list[str]]:
     for batch in (images, torch.randn(3, *images.shape[1:])):
         with torch.inference_mode():
             expected = model(batch)
-        found = torch.from_numpy(session.run(["logits"], {"images": batch.numpy()})[0])
-        share = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
-        largest = max(largest, float(share))
+        logits = torch.from_numpy(session.run(["logits"], {"images": batch.numpy()})[0])
+        difference = (logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
+        largest = max(largest, float(difference))
     if not largest <= ONNX_TOLERANCE:
         raise WeightsError(
-            f"--to onnx: logits of onnxruntime {onnxruntime.__version__} differ by {largest:.2g} of"
-            f" the largest from the model's, at most {ONNX_TOLERANCE:g} was expected: please report"
-            " it"
+            f"--to onnx: logits of onnxruntime {onnxruntime.__version__} differ from the model's by"
+            f" {largest:.2g} of the largest logit, expected at most {ONNX_TOLERANCE:g}: please"
+            " report it"
         )
     opset = next(iter(onnx.load(path, load_external_data=False).opset_import)).version
     return path, [
         f"opset {opset}; logits of onnxruntime {onnxruntime.__version__} differ from the model's by"
-        f" {largest:.1e} of the largest at most, on 2 and 3 images"
+        f" at most {largest:.1e} of the largest logit, on 2 and 3 images"
     ]
 
 

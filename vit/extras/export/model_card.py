@@ -1,9 +1,10 @@
-"""The model card of an exported folder: what the model is, how good, and the code that opens it.
+"""Write the model card of an exported folder: the model, its accuracy, and code to open it.
 
-front matter      what the Hugging Face hub lists it by
-what it is        model, data, recipe, accuracy with its interval, hash, commands
-preprocessing     in a sentence
-opening it        code, run by `tests/extras/export/test_export.py` as it is printed
+front matter      metadata for the Hugging Face hub
+table             model, data, accuracy with its interval, hashes, commands
+preprocessing     one sentence
+opening it        code, which `tests/extras/export/test_export.py` runs as printed
+recipe            the settings that differ from the defaults
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ PACKAGES = {
     "onnx": "onnxruntime",
     "npz": "timm",
 }
-"""What `pip install` needs beside torch and pillow."""
+"""Packages to install in addition to torch and pillow."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where weights come from."""
+    """The origin of the exported weights."""
 
     name: str
-    """Of the run or the file."""
+    """The name of the run or the file."""
     export_command: str
     sha256: str
-    """Of the file that was exported."""
+    """The sha256 of the source file."""
     step: int | None = None
     averaged: bool = False
     start: dict[str, Any] | None = None
@@ -54,18 +55,18 @@ class Origin:
     evaluation: dict[str, Any] | None = None
     """The line of the evaluation at `step`."""
     published: str = ""
-    """What is known about weights that were trained elsewhere."""
+    """A description of weights that were trained elsewhere."""
     source: dict[str, str] | None = None
     """Repository, commit and licence of exported weights of the Hugging Face hub."""
 
     def begun_from(self) -> dict[str, str] | None:
-        """Return the same of the weights that the exported ones are, or were trained from."""
+        """Return the hub's facts about the exported weights, or those they were trained from."""
         recorded: dict[str, str] | None = (self.start or {}).get("init_source")
         return self.source or recorded
 
 
 def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[str, str]) -> str:
-    """The text of README.md; hashes: file of weights in the folder -> its sha256."""
+    """Return the text of README.md. hashes: sha256 by file of weights in the folder."""
     config = subject.config
     height, width = config.model.height_width()
     parameters = count_parameters(subject.model)
@@ -76,17 +77,17 @@ def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[s
         "Accuracy": _accuracy(origin, subject.num_classes),
         "Weights": _weights(origin),
         **{f"sha256 of `{file}`": f"`{sha256}`" for file, sha256 in hashes.items()},
-        "sha256 of the file it was made of": f"`{origin.sha256}`",
+        "sha256 of the source file": f"`{origin.sha256}`",
         "Exported by": f"`{origin.export_command}`",
     }
     source = origin.begun_from()
     if source is not None:
         rows["From" if origin.source else "Started from"] = in_words(source)
     if origin.start is not None:
-        made = origin.start
+        start = origin.start
         rows["Trained by"] = (
-            f"`{made.get('command')}`, commit {made.get('git')}, torch {made.get('torch')},"
-            f" {made.get('world_size')} rank(s) on {made.get('device')} ({made.get('host')})"
+            f"`{start.get('command')}`, commit {start.get('git')}, torch {start.get('torch')},"
+            f" {start.get('world_size')} rank(s) on {start.get('device')} ({start.get('host')})"
         )
     lines = [f"| {name} | {_cell(text)} |" for name, text in rows.items()]
     recipe = ""
@@ -95,7 +96,7 @@ def model_card(program: str, subject: Subject, origin: Origin, hashes: Mapping[s
         recipe = f"""
 ## Recipe
 
-The settings that differ from the defaults of the program that trained it:
+The settings that differ from the defaults of the training program:
 
 ```yaml
 {changed}
@@ -109,7 +110,7 @@ tags:
 {_listed(origin)}---
 # {origin.name}
 
-A Vision Transformer for the classification of images.
+A Vision Transformer for image classification.
 
 | | |
 |---|---|
@@ -138,13 +139,13 @@ def _listed(origin: Origin) -> str:
 
 
 def _cell(text: str) -> str:
-    """A text in a cell of a table."""
+    """Escape a text for a table cell."""
     return text.replace("|", "\\|").replace("\n", " ")
 
 
 def _data(subject: Subject, origin: Origin) -> str:
     if origin.published:
-        return "not known here"
+        return "not known"
     data = subject.config.data
     text = f"{shown(data.root)}, trained on split `{data.train_split}`"
     plan = (origin.start or {}).get("plan") or {}
@@ -156,15 +157,15 @@ def _data(subject: Subject, origin: Origin) -> str:
 
 
 def _accuracy(origin: Origin, num_classes: int) -> str:
-    """Top-1 and top-5 of exactly these weights, or that there is no number."""
+    """Return top-1 and top-5 of exactly these weights, or a note that they were not measured."""
     if origin.published:
         return origin.published
     line = origin.evaluation or {}
-    end = "_ema" if origin.averaged else ""
-    right, total = line.get(f"correct_top1{end}"), line.get("num_images")
+    suffix = "_ema" if origin.averaged else ""
+    right, total = line.get(f"correct_top1{suffix}"), line.get("num_images")
     if right is None or not total:
         return "not measured at this step"
-    right5 = line[f"correct_top5{end}"]
+    right5 = line[f"correct_top5{suffix}"]
     low, high = interval95(right, total)
     return (
         f"top-1 {100 * right / total:.2f} % ({right:,} of {total:,} images of the validation split;"
@@ -176,12 +177,12 @@ def _accuracy(origin: Origin, num_classes: int) -> str:
 def _weights(origin: Origin) -> str:
     if origin.step is None:
         return "trained elsewhere"
-    which = "exponential moving average of the weights" if origin.averaged else "weights"
-    return f"{which} after {origin.step:,} steps"
+    kind = "exponential moving average of the weights" if origin.averaged else "weights"
+    return f"{kind} after {origin.step:,} steps"
 
 
 def _without_defaults(config: Config) -> dict[str, Any]:
-    """The settings of `config` that a file would have to state, without where things lie."""
+    """Return the settings of `config` that differ from the defaults, without paths."""
     least = {"data": {"root": "-"}, "optim": {"name": config.optim.name}, "train": {"steps": 1}}
     plain = config_io.to_dict(config_io.from_dict(least, "defaults"))
     values: dict[str, Any] = {}
@@ -202,7 +203,7 @@ for number in share.argsort(descending=True)[:5].tolist():
 
 
 def opening_code(program: str, subject: Subject) -> str:
-    """Python that opens the exported folder, from within it, and classifies `photo.jpg`."""
+    """Return Python code that opens the folder from within and classifies `photo.jpg`."""
     colours = "RGB" if len(subject.view.mean) == 3 else "L"
     opened = 'Image.open("photo.jpg")'
     photo = f'{opened}.convert("{colours}")'
@@ -357,7 +358,7 @@ left, top = round((image.width - size[1]) / 2), round((image.height - size[0]) /
 image = image.crop((left, top, left + size[1], top + size[0]))
 pixels = np.asarray(image, np.float32).reshape(*size, -1) / 255
 pixels = (pixels - np.array(<MEAN>, np.float32)) / np.array(<STD>, np.float32)
-images = pixels.transpose(2, 0, 1)[None]  # any number of images at once
+images = pixels.transpose(2, 0, 1)[None]  # batches of any size work
 session = onnxruntime.InferenceSession("model.onnx")
 logits = torch.from_numpy(session.run(["logits"], {"images": images})[0])
 names = json.load(open("preprocessing.json"))["class_names"] or range(<NUM_CLASSES>)

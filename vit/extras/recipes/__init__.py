@@ -1,9 +1,9 @@
-"""Recipes of other programs, read as they mean them, and recipes compared and shown.
+"""Import recipes of other programs, compare two recipes, and draw one.
 
-A command line is split into launcher, script and arguments (`command`), or a config file is
-evaluated without running it (`python_config`). `importing` finds the program; its module (`deit`,
+A command line is split into launcher, script and arguments (`command`). A config file is evaluated
+without running it (`python_config`). `importing` detects the program. The program's module (`deit`,
 `timm_train`, `mae`, `torchvision_references`, `deit3_jax`, `mmpretrain`, `big_vision`) has a table
-of all its arguments with their defaults (`arguments`) and says of each what it means here, in a
-`reading`: the same, something else, or nothing that can be said here. `words` writes the YAML and
-the account. `difference` compares two configs; `show` draws one.
+of all arguments with their defaults (`arguments`) and maps each argument to our settings in a
+`reading`: same, differs, or no equivalent. `summary` writes the YAML and the account. `difference`
+compares two configs, and `preview` draws one.
 """

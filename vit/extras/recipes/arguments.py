@@ -1,13 +1,13 @@
-"""The arguments of another program as a table, and its command line read by that table.
+"""Describe the arguments of another program as a table, and parse its command lines.
 
-A line of a table is `flags  type  default  what it means here`, with two or more blanks between.
-Flags are written as the program writes them; the first long one names the argument. Types: `int`,
-`float`, `str`, `ints`, `floats`, `strs` (one or more), `on` (sets true), `off:NAME` (sets NAME
-false), `pairs` (key=value words) and `word` (not a flag). The default `-` is None.
+A line of a table is `flags  type  default  our setting`, separated by two or more blanks. Flags are
+spelled as in the program; the first long flag names the argument. Types: `int`, `float`, `str`,
+`ints`, `floats`, `strs` (one or more), `on` (sets true), `off:NAME` (sets NAME false), `pairs`
+(key=value words) and `word` (not a flag). The default `-` is None.
 
-Arguments that say where things are, what is shown and how fast it runs are no part of a recipe:
-they have a table of their own. Command lines are read as argparse reads them, abbreviations too:
-published commands have `--batch 256` for `--batch-size 256`.
+Arguments for paths, logging, devices and speed are not part of a recipe and have a second table.
+Command lines are parsed by argparse with its abbreviations, because published commands use them:
+`--batch 256` for `--batch-size 256`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Argument(NamedTuple):
     type: str
     default: Any
     meaning: str
-    """What it means here, in words."""
+    """The matching setting of this project, or a short explanation."""
     in_recipe: bool
-    """False: a place, a display, a device."""
+    """False for paths, logging and devices."""
 
     @property
     def name(self) -> str:
-        """The name under which its program keeps the value."""
+        """The name under which the program stores the value."""
         if self.type.startswith("off:"):
             return self.type[4:]
         long = [flag for flag in self.flags if flag.startswith("--")] or self.flags
@@ -53,34 +53,34 @@ class Table(NamedTuple):
     """All arguments of a program."""
 
     program: str
-    """Its name in messages, such as "DeiT's main.py"."""
+    """The program's name in messages, such as "DeiT's main.py"."""
     source: str
-    """repo@commit:path of the parser."""
+    """The parser's file as repo@commit:path."""
     arguments: tuple[Argument, ...]
 
     def defaults(self) -> dict[str, Any]:
-        """Name -> default."""
-        found: dict[str, Any] = {}
+        """Return the default of each argument by its name."""
+        defaults: dict[str, Any] = {}
         for argument in self.arguments:
-            found.setdefault(argument.name, argument.default)
-        return found
+            defaults.setdefault(argument.name, argument.default)
+        return defaults
 
     def flag_of(self, name: str) -> str:
-        """The flag to show for the argument `name`."""
+        """Return the flag that messages use for the argument `name`."""
         flags = next(a.flags for a in self.arguments if a.name == name)
         return max(flags, key=len)
 
 
-class Given(NamedTuple):
-    """The arguments of one command: every one has its value."""
+class ParsedArguments(NamedTuple):
+    """The values of all arguments for one command."""
 
     values: dict[str, Any]
     stated: frozenset[str]
-    """Names of those that the command states; the others are defaults."""
+    """Names that the command states; the other values are defaults."""
 
 
 def make_table(program: str, source: str, recipe: str, places: str) -> Table:
-    """Read the two tables of a program."""
+    """Parse the two tables of a program: `recipe`, and `places` for paths, logging and devices."""
     lines = [(line, True) for line in recipe.splitlines()]
     lines += [(line, False) for line in places.splitlines()]
     return Table(program, source, tuple(_argument(*line) for line in lines if line[0].strip()))
@@ -108,16 +108,17 @@ def _argument(line: str, in_recipe: bool) -> Argument:
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse's, whose mistakes are a ValueError of one line."""
+    """An argparse parser that raises a ValueError of one line instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{self.prog}: {message}")
 
 
-def read_words(table: Table, words: Sequence[str]) -> Given:
-    """The arguments that the command line `words` means.
+def read_words(table: Table, tokens: Sequence[str]) -> ParsedArguments:
+    """Parse a command line.
 
-    Raises ValueError naming all unknown flags, each with the nearest, and values of a wrong type.
+    Raises ValueError that lists all unknown flags, each with the nearest known flag, and all values
+    of a wrong type.
     """
     parser = _Parser(prog=table.program, add_help=False, argument_default=argparse.SUPPRESS)
     problems: list[str] = []
@@ -132,15 +133,15 @@ def read_words(table: Table, words: Sequence[str]) -> Given:
         elif argument.type == "pairs":
             parser.add_argument(*argument.flags, dest=name, nargs="*")
         else:
-            one = (_ONE | _MANY)[argument.type]
-            kind = partial(_value, one, table.flag_of(name), problems)
-            # A flag that may stand alone, as timm's --torchcompile, is a place: never a number.
+            value_type = (_ONE | _MANY)[argument.type]
+            kind = partial(_value, value_type, table.flag_of(name), problems)
+            # Flags with an optional value, such as timm's --torchcompile, are outside the recipe.
             alone: dict[str, Any] = {} if argument.in_recipe else {"nargs": "?", "const": ""}
             number = {"nargs": "+"} if argument.type in _MANY else alone
             parser.add_argument(*argument.flags, dest=name, type=kind, **number)
     try:
-        known, unknown = parser.parse_known_args(list(words))
-    except ValueError as error:  # a flag without its value, or one that may mean two
+        parsed, unknown = parser.parse_known_args(list(tokens))
+    except ValueError as error:  # a flag without its value, or an ambiguous abbreviation
         raise ValueError("; ".join([str(error), *problems])) from None
     if unknown:
         problems.insert(0, _unknown(table, unknown))
@@ -148,15 +149,15 @@ def read_words(table: Table, words: Sequence[str]) -> Given:
         problems[0] = f"{table.program}: {problems[0]}"
     if problems:
         raise ValueError("; ".join(problems))
-    stated = vars(known)
+    stated = vars(parsed)
     for name in [a.name for a in table.arguments if a.type == "pairs"]:
         if name in stated:
             stated[name] = _pairs(stated[name])
-    return Given({**table.defaults(), **stated}, frozenset(stated))
+    return ParsedArguments({**table.defaults(), **stated}, frozenset(stated))
 
 
 def _value(kind: type[int | float | str], flag: str, problems: list[str], text: str) -> Any:
-    """`text` as a `kind`; what is none is put among `problems`, so that all are found."""
+    """Convert `text` to `kind`; append to `problems` on failure, so that all errors are listed."""
     try:
         value = kind(text)
         if isinstance(value, float) and not math.isfinite(value):
@@ -167,45 +168,45 @@ def _value(kind: type[int | float | str], flag: str, problems: list[str], text: 
     return value
 
 
-def read_mapping(table: Table, values: Mapping[str, Any]) -> Given:
-    """The arguments that a YAML file of the program gives, by their names.
+def read_mapping(table: Table, values: Mapping[str, Any]) -> ParsedArguments:
+    """Return the arguments from `values`, a YAML file of the program.
 
-    Raises ValueError naming all unknown keys, each with the nearest.
+    Raises ValueError that lists all unknown keys, each with the nearest known key.
     """
-    known = table.defaults()
-    if unknown := [key for key in values if key not in known]:
-        hints = [f"{key}{_near(key, known)}" for key in unknown]
+    defaults = table.defaults()
+    if unknown := [key for key in values if key not in defaults]:
+        hints = [f"{key}{_near(key, defaults)}" for key in unknown]
         raise ValueError(f"{table.program} has no argument {', '.join(hints)} ({table.source})")
-    return Given({**known, **values}, frozenset(values))
+    return ParsedArguments({**defaults, **values}, frozenset(values))
 
 
-def _unknown(table: Table, words: Sequence[str]) -> str:
+def _unknown(table: Table, unparsed: Sequence[str]) -> str:
     flags = [flag for argument in table.arguments for flag in argument.flags]
-    named = [word.partition("=")[0] for word in words if word.startswith("-")]
+    named = [word.partition("=")[0] for word in unparsed if word.startswith("-")]
     if not named:
-        return f"{table.program} takes no {' '.join(words)!r} ({table.source})"
+        return f"{table.program} takes no {' '.join(unparsed)!r} ({table.source})"
     hints = [f"{flag}{_near(flag, flags)}" for flag in dict.fromkeys(named)]
     return f"{table.program} has no {', '.join(hints)} ({table.source})"
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)` with what means the same setting or is nearly the same word, or ""."""
-    plain = {name.lstrip("-").replace("-", "_").lower(): name for name in known}
-    given = word.lstrip("-").replace("-", "_").lower()
-    meant = _setting(given)
-    same = [name for text, name in plain.items() if meant and _setting(text) == meant]
-    close = [plain[text] for text in difflib.get_close_matches(given, plain, n=1, cutoff=0.75)]
-    nearest = close if given in plain else same or close
+def _near(word: str, candidates: Iterable[str]) -> str:
+    """Return ` (did you mean ...?)` with the candidate of the same setting or a similar name."""
+    plain = {name.lstrip("-").replace("-", "_").lower(): name for name in candidates}
+    normalized = word.lstrip("-").replace("-", "_").lower()
+    setting = _setting(normalized)
+    same = [name for text, name in plain.items() if setting and _setting(text) == setting]
+    close = [plain[text] for text in difflib.get_close_matches(normalized, plain, n=1, cutoff=0.75)]
+    nearest = close if normalized in plain else same or close
     return f" (did you mean {nearest[0]}?)" if nearest else ""
 
 
 def _setting(name: str) -> str:
-    """The setting of ours that programs call `name`, or ""."""
+    """Return our setting for the name that another program uses, or ""."""
     own = (key for key in all_keys() if key.endswith(f".{name}") and not key.endswith(".name"))
     return from_other_name(name) or next(own, "")
 
 
-def _pairs(words: Sequence[str]) -> dict[str, Any]:
-    """`a=1 b=x` as timm's ParseKwargs reads them."""
-    divided = (word.partition("=") for word in words)
-    return {key: yaml.safe_load(value) for key, _, value in divided}
+def _pairs(assignments: Sequence[str]) -> dict[str, Any]:
+    """Parse `a=1 b=x` as timm's ParseKwargs does."""
+    parts = (assignment.partition("=") for assignment in assignments)
+    return {key: yaml.safe_load(value) for key, _, value in parts}

@@ -1,9 +1,9 @@
-"""big_vision's configs: the settings that its trainer shares with ours.
+"""Map configs of big_vision's trainer to our settings.
 
-Its own meanings: the batch is that of all devices; the decay is not multiplied by the rate, so
-that ours is theirs over --lr; only kernels are decayed; preprocessing is one text of operations;
-without a `loss` it is a sigmoid's; epochs are rounded to steps. Settings are those of a ViT; what
-is set for evaluation in between, logs and few-shot probes is no part of the recipe.
+Semantics of big_vision: the batch is the total over all devices. The weight decay is not multiplied
+by the rate, so our decay is theirs divided by `lr`. Only kernels are decayed. Preprocessing is one
+string of operations. The default `loss` is the sigmoid one. Epochs are rounded to steps. Only ViTs
+are supported. Settings for intermediate evaluations, logs and few-shot probes are skipped.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ from typing import Any
 
 import yaml
 
-from vit.extras.recipes.arguments import Argument, Given, Table
+from vit.extras.recipes.arguments import Argument, ParsedArguments, Table
 from vit.extras.recipes.command import Command
 from vit.extras.recipes.python_config import Leaves, Opaque, PythonConfig, flattened
-from vit.extras.recipes.rates import IMAGENET, after_warmup, say_rate, with_effect
+from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate, with_effect
 from vit.extras.recipes.reading import ConfigReading, Reading
-from vit.extras.recipes.timm_common import not_available, say_initial_weights, say_precision
+from vit.extras.recipes.timm_common import map_initial_weights, map_precision, not_available
 
 SOURCE = "google-research/big_vision@0127fb6b"
 _PLACES = re.compile(
     r"(evals|fewshot|log_\w+|ckpt_\w+|keep_ckpt\w*|pp_modules|prefetch_to_device|wandb|mesh"
     r"|sharding_\w+|input\.(cache\w*|prefetch|data\.(name|data_dir))|num_classes|model\.scan)\b"
 )
-"""Keys that say where things are, what is shown and how fast it runs."""
+"""Keys for paths, logging and speed, which are not part of the recipe."""
 _NAMES = {"Ti": "ti", "S": "s", "B": "b", "L": "l", "H": "h", "So400m": "so400m", "G": "G"}
 _PERCENT = re.compile(r"train\[(\d+%)?:(\d+%)?\]")
 _CROPS = ("inception_crop", "decode_jpeg_and_inception_crop")
 
 
 def is_config(text: str) -> bool:
-    """Whether `text` is a config of big_vision."""
+    """Return whether `text` is a config of big_vision."""
     return bool(re.search(r"^def get_config\(", text, re.M))
 
 
 def read_command(command: Command) -> Reading:
-    """Account for `big_vision.train --config FILE.py:ARGUMENTS --config.KEY=VALUE ...`."""
-    words = " ".join(command.words)
-    found = re.search(r"--config[= ]([^\s:]+)(?::(\S+))?", words)
-    if not found:
-        raise ValueError("big_vision.train needs --config FILE.py")
-    path = Path(found[1])
+    """Map `big_vision.train --config FILE.py:ARGUMENTS --config.KEY=VALUE ...`."""
+    arguments = " ".join(command.words)
+    match = re.search(r"--config[= ]([^\s:]+)(?::(\S+))?", arguments)
+    if not match:
+        raise ValueError("big_vision.train has no config: pass --config FILE.py")
+    path = Path(match[1])
     if not path.is_file():
-        raise ValueError(f"{path}: cannot read the config file: give a path from here")
-    overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", words)
-    return read(path.read_text(encoding="utf-8"), found[2] or "", overrides)
+        raise ValueError(
+            f"{path}: the config file cannot be read: pass a path relative to the current folder"
+        )
+    overrides = re.findall(r"--config\.([\w.]+)[= ](\S+)", arguments)
+    return read(path.read_text(encoding="utf-8"), match[2] or "", overrides)
 
 
 def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
-    """Account for a config. argument: as after the colon; overrides: dotted key and value."""
+    """Map a config. argument: the text after the colon; overrides: dotted key and value."""
     file = PythonConfig(text, "the config", {"bvcc.parse_arg": _parse_arg})
     takes_argument = bool(file.names["get_config"].node.args.args)
     config = file.call("get_config", *([argument] if takes_argument else []))
@@ -64,63 +66,67 @@ def read(text: str, argument: str, overrides: list[tuple[str, str]]) -> Reading:
     leaves = {k: v for k, v in flattened(config).items() if not isinstance(v, Opaque)}
     model = leaves.get("model_name", "vit")
     if model != "vit":
-        raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is known here")
+        raise ValueError(f"config.model_name = {model!r}: only big_vision's vit is supported")
     arguments = tuple(Argument((key,), "str", None, "", not _PLACES.match(key)) for key in leaves)
     table = Table("big_vision's trainer", f"{SOURCE}:big_vision/train.py", arguments)
-    reading = ConfigReading(table, Given(Leaves(leaves), frozenset(leaves)))
-    _say_length(reading)
-    _say_model(reading)
-    _say_images(reading)
-    _say_mixing(reading)
-    _say_optimizer(reading)
-    _say_rest(reading)
+    reading = ConfigReading(table, ParsedArguments(Leaves(leaves), frozenset(leaves)))
+    _map_length(reading)
+    _map_model(reading)
+    _map_images(reading)
+    _map_mixing(reading)
+    _map_optimizer(reading)
+    _map_rest(reading)
     reading.finish()
     return reading
 
 
 def _parse_arg(arg: str, lazy: bool = False, **spec: Any) -> dict[str, Any]:
-    """big_vision's own: `variant=B/16,aug=light1` with the defaults and types of `spec`."""
-    found = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
+    """Parse `variant=B/16,aug=light1` like big_vision, with the defaults and types of `spec`."""
+    values = {k: v[0] if isinstance(v, tuple) else v for k, v in spec.items()}
     for part in filter(None, (arg or "").split(",")):
         name, equals, value = part.partition("=")
-        if not equals and name not in found:
+        if not equals and name not in values:
             name = next(iter(spec))
             value = part
-        if name not in found:
-            raise ValueError(f"the config has no argument {name}: there are {', '.join(found)}")
-        found[name] = type(found[name])(yaml.safe_load(value)) if value else True
-    return found
+        if name not in values:
+            raise ValueError(
+                f"the config has no argument {name}: expected one of {', '.join(values)}"
+            )
+        values[name] = type(values[name])(yaml.safe_load(value)) if value else True
+    return values
 
 
-def _say_length(reading: ConfigReading) -> None:
+def _map_length(reading: ConfigReading) -> None:
     batch = reading.args["input.batch_size"]
     reading.same("input.batch_size", {"data.global_batch_size": batch})
     if steps := reading.get("total_steps"):
         reading.same("total_steps", {"train.steps": steps})
     else:
         epochs = reading.args["total_epochs"]
-        text = f"{epochs} epochs are rounded to whole steps there, of whole batches here"
+        text = (
+            f"big_vision rounds {epochs} epochs to steps; this project drops the last partial batch"
+        )
         reading.differs("total_epochs", text, {"train.epochs": epochs})
     split = reading.get("input.data.split", "train")
     if split == "train":
-        reading.same(reading.there("input.data.split"))
+        reading.same(reading.remaining("input.data.split"))
     elif _PERCENT.fullmatch(split):
-        text = f"{split}: the samples by their order of storage there, by a hash here"
+        text = f"{split}: big_vision selects samples by storage order, this project by a hash"
         reading.differs("input.data.split", text, _parts(reading, split))
     else:
-        text = f"training on {split}: give a split of that part as data.train_split"
+        text = f"training on {split}: write that part as a split and name it in data.train_split"
         reading.cannot("input.data.split", text)
     if "input.shuffle_buffer_size" in reading.args:
         size = reading.args["input.shuffle_buffer_size"]
-        text = f"order from a buffer of {size:,} there, an exact one over all data here"
+        text = f"big_vision shuffles in a buffer of {size:,}, this project over all data"
         reading.differs("input.shuffle_buffer_size", text)
-    reading.same(reading.there("seed"), {"train.seed": reading.get("seed", 0)})
+    reading.same(reading.remaining("seed"), {"train.seed": reading.get("seed", 0)})
 
 
 def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
-    """Settings: what is trained on, and the part of the same split that evaluations are named for.
+    """Return settings for the training part of a split and its held-out part.
 
-    `evals.*` are no part of the recipe, but `minival` is what training leaves out.
+    `evals.*` are skipped, except `minival`, which is the part held out from training.
     """
     settings: dict[str, Any] = {"data.train_split": split}
     held_out = reading.get("evals.minival.data.split")
@@ -129,12 +135,12 @@ def _parts(reading: ConfigReading, split: str) -> dict[str, Any]:
     return settings
 
 
-def _say_model(reading: ConfigReading) -> None:
+def _map_model(reading: ConfigReading) -> None:
     variant = reading.args["model.variant"]
     size, _, patch = variant.partition("/")
     if size not in _NAMES or not patch:
-        raise ValueError(f"config.model.variant = {variant!r}: expected one as B/16")
-    names = reading.there("model_name model.variant")
+        raise ValueError(f"config.model.variant = {variant!r}: expected a value such as B/16")
+    names = reading.remaining("model_name model.variant")
     reading.same(names, {"model.name": f"vit_{_NAMES[size]}{patch}"})
     pool = reading.get("model.pool_type", "gap")
     settings: dict[str, Any] = {"model.class_token": False, "model.global_pool": "avg"}
@@ -143,48 +149,48 @@ def _say_model(reading: ConfigReading) -> None:
     elif pool == "tok":
         settings = {"model.no_embed_class": True}
     if pool in ("gap", "tok", "map"):
-        reading.same(reading.there("model.pool_type"), settings)
+        reading.same(reading.remaining("model.pool_type"), settings)
     else:
-        reading.cannot("model.pool_type", f"pooling {pool}: the class token here")
+        reading.cannot("model.pool_type", f"pooling {pool}: replaced by the class token")
     positions = reading.get("model.posemb", "learn")
-    reading.same(reading.there("model.posemb"), {"model.pos_embed": positions})
+    reading.same(reading.remaining("model.posemb"), {"model.pos_embed": positions})
     width = reading.get("model.rep_size", False)
     if width is True:
         widths = {"ti": 192, "s": 384, "b": 768, "l": 1024, "h": 1280, "so400m": 1152, "G": 1664}
         width = widths[_NAMES[size]]
     reading.same(
-        reading.there("model.rep_size"), {"model.representation_size": width} if width else {}
+        reading.remaining("model.rep_size"), {"model.representation_size": width} if width else {}
     )
     rate = reading.get("model.dropout", 0.0)
     drops = {"model.pos_drop_rate": rate, "model.proj_drop_rate": rate}
-    reading.same(reading.there("model.dropout"), drops if rate else {})
+    reading.same(reading.remaining("model.dropout"), drops if rate else {})
     bias = reading.get("init_head_bias")
     reading.same(
-        reading.there("init_head_bias"), {} if bias is None else {"model.init_head_bias": bias}
+        reading.remaining("init_head_bias"), {} if bias is None else {"model.init_head_bias": bias}
     )
     start = reading.get("model_init")
     if start is None:
-        reading.same(reading.there("model_init"))
+        reading.same(reading.remaining("model_init"))
     else:
-        text = f"weights of big_vision's {start}: give their .npz file"
+        text = f"weights of big_vision's {start}: set init.checkpoint to their .npz file"
         reading.differs("model_init", text, {"init.checkpoint": f"{start.replace('/', '_')}.npz"})
     parts = list(reading.get("model_load.dont_load", ()))
     resets = {"init.reset_head": True} if any("head/" in part for part in parts) else {}
-    reading.same(reading.there("model_load.dont_load"), resets)
+    reading.same(reading.remaining("model_load.dont_load"), resets)
 
 
 def _operations(text: str) -> list[tuple[str, list[Any]]]:
-    """A preprocessing text as names with their arguments."""
-    found = []
+    """Parse a preprocessing string into operations with their arguments."""
+    operations = []
     for part in filter(None, (p.strip() for p in text.split("|"))):
         name, _, inside = part.partition("(")
-        words = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
-        found.append((name, [yaml.safe_load(word) for word in words]))
-    return found
+        arguments = re.findall(r"[^,()=]+(?=[,)]|$)", inside) if inside else []
+        operations.append((name, [yaml.safe_load(argument) for argument in arguments]))
+    return operations
 
 
-def _say_images(reading: ConfigReading) -> None:
-    """The text of operations of training, and of the evaluation named val."""
+def _map_images(reading: ConfigReading) -> None:
+    """Map the preprocessing of training and of the evaluation `val`."""
     settings: dict[str, Any] = {"data.interpolation": "bilinear"}
     unknown = []
     flips = False
@@ -214,99 +220,99 @@ def _say_images(reading: ConfigReading) -> None:
     if not flips:
         settings["augment.hflip_prob"] = 0.0
     if unknown:
-        text = f"{', '.join(unknown)}: a crop of random area and aspect here"
+        text = f"{', '.join(unknown)}: replaced by a crop of random area and aspect"
         reading.cannot("input.pp", text, settings)
     else:
-        text = "bilinear resizing without antialiasing there, with it here"
+        text = "big_vision resizes bilinearly without antialiasing, this project with it"
         reading.differs("input.pp", text, settings)
     view = reading.get("evals.val.pp_fn", "")
-    if found := re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view):
-        small, crop = int(found[1]), int(found[2])
+    if match := re.search(r"resize_small\((\d+)\)\|central_crop\((\d+)\)", view):
+        small, crop = int(match[1]), int(match[2])
         ours = {"eval.crop_pct": 0.875} if crop == small * 0.875 else {"eval.resize_px": small}
-        text = "evaluation resizes by area there, bilinearly here"
+        text = "for evaluation big_vision resizes by area, this project bilinearly"
         reading.differs("evals.val.pp_fn", text, ours)
 
 
-def _say_mixing(reading: ConfigReading) -> None:
+def _map_mixing(reading: ConfigReading) -> None:
     alpha = reading.get("mixup.p", 0.0) or 0.0
-    reading.same(reading.there("mixup.p"), {"augment.mixup_alpha": alpha})
-    reading.same(reading.there("mixup.fold_in mixup.n"))
+    reading.same(reading.remaining("mixup.p"), {"augment.mixup_alpha": alpha})
+    reading.same(reading.remaining("mixup.fold_in mixup.n"))
     if alpha:
         text = (
-            "one lambda, the larger part, for the images of a device, each with its neighbour"
-            " there; for each augment.mix_group_size images here"
+            "big_vision draws one lambda of at least 0.5 for the images of a device and mixes each"
+            " with its neighbour; this project draws one for each augment.mix_group_size images"
         )
         reading.differs("", text)
     loss = reading.get("loss", "sigmoid_xent")
     if loss == "softmax_xent":
-        reading.same(reading.there("loss"))
+        reading.same(reading.remaining("loss"))
     elif loss == "sigmoid_xent":
-        reading.same(reading.there("loss"), {"loss.name": "bce", "loss.bce_sum": True})
+        reading.same(reading.remaining("loss"), {"loss.name": "bce", "loss.bce_sum": True})
     else:
-        reading.cannot(reading.there("loss"), f"the loss {loss}: cross-entropy here")
+        reading.cannot(reading.remaining("loss"), f"the loss {loss}: replaced by cross-entropy")
 
 
-def _say_optimizer(reading: ConfigReading) -> None:
+def _map_optimizer(reading: ConfigReading) -> None:
     lr = reading.args["lr"]
     name = reading.get("optax_name", "scale_by_adam")
     reading.same("lr", {"optim.lr": lr})
-    names = reading.there("optax_name")
+    names = reading.remaining("optax_name")
     if name == "scale_by_adam":
         betas = [reading.get("optax.b1", 0.9), reading.get("optax.b2", 0.999)]
         reading.same(names, {"optim.name": "adamw"})
-        reading.same(reading.there("optax.b1 optax.b2"), {"optim.betas": betas})
-        reading.same(reading.there("optax.eps"), {"optim.eps": reading.get("optax.eps", 1e-8)})
+        reading.same(reading.remaining("optax.b1 optax.b2"), {"optim.betas": betas})
+        reading.same(reading.remaining("optax.eps"), {"optim.eps": reading.get("optax.eps", 1e-8)})
         if reading.get("optax.mu_dtype") == "bfloat16":
-            text = "the first moment is kept in bf16 there, in fp32 here"
+            text = "big_vision stores the first moment in bf16, this project in fp32"
             reading.differs("optax.mu_dtype", text)
     elif name == "big_vision.momentum_hp":
         momentum = reading.get("optax.momentum", 0.9)
-        text = "momentum is kept in bf16 there, in fp32 here"
+        text = "big_vision stores the momentum in bf16, this project in fp32"
         sgd = {"optim.name": "sgd", "optim.momentum": momentum}
-        reading.differs(f"{names} {reading.there('optax.momentum')}".strip(), text, sgd)
+        reading.differs(f"{names} {reading.remaining('optax.momentum')}".strip(), text, sgd)
     elif name == "big_vision.scale_by_adafactor":
         reading.same(names, {"optim.name": "adafactorbv"})
         for key in ("min_dim_size_to_factor", "decay_rate", "beta2_cap", "momentum"):
-            given = reading.there(f"optax.{key}")
-            reading.same(given, {f"optim.{key}": reading.args[given]} if given else {})
+            path = reading.remaining(f"optax.{key}")
+            reading.same(path, {f"optim.{key}": reading.args[path]} if path else {})
     else:
         raise not_available(f"config.optax_name {name}")
     clip = {"optim.clip_grad_norm": reading.get("grad_clip_norm")}
-    reading.same(reading.there("grad_clip_norm"), clip)
+    reading.same(reading.remaining("grad_clip_norm"), clip)
     decay = reading.get("wd") or 0.0
     ours: dict[str, Any] = {"optim.weight_decay": decay / lr}
     if decay:
         ours["optim.no_weight_decay"] = "not_kernels"
-    reading.same(reading.there("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
-    _say_schedule(reading, lr)
+    reading.same(reading.remaining("wd"), ours, f"{decay:g} / {lr:g}" if decay else "")
+    _map_schedule(reading, lr)
 
 
-def _say_schedule(reading: ConfigReading, lr: float) -> None:
-    known = reading.settings
-    per_epoch = max(IMAGENET // max(known["data.global_batch_size"], 1), 1)
-    steps = known.get("train.steps") or round(known["train.epochs"] * per_epoch)
+def _map_schedule(reading: ConfigReading, lr: float) -> None:
+    mapped = reading.settings
+    per_epoch = max(IMAGENET // max(mapped["data.global_batch_size"], 1), 1)
+    steps = mapped.get("train.steps") or round(mapped["train.epochs"] * per_epoch)
     warmup = reading.get("schedule.warmup_steps", 0)
     kind = reading.get("schedule.decay_type", "stair")
     settings: dict[str, Any] = {"schedule.name": "cosine", "schedule.warmup_steps": warmup}
     settings["schedule.warmup_lr"] = 0.0
-    names = reading.there("schedule.warmup_steps schedule.decay_type")
+    names = reading.remaining("schedule.warmup_steps schedule.decay_type")
     if kind == "linear":
         settings["schedule.name"] = "linear"
     elif kind != "cosine":
-        reading.cannot(names, f"the schedule {kind}: a cosine here", with_effect(settings))
+        reading.cannot(names, f"the schedule {kind}: replaced by a cosine", with_effect(settings))
         return
     theirs = after_warmup(
         lr, steps / per_epoch, warmup_epochs=warmup / per_epoch, linear=kind == "linear"
     )
-    say_rate(reading, names, theirs, settings, "")
+    map_rate(reading, names, theirs, settings, "")
 
 
-def _say_rest(reading: ConfigReading) -> None:
-    """What no setting says, and keys that are not known here."""
-    say_precision(reading, "fp32 with products in bf16 (a TPU's)")
-    say_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
+def _map_rest(reading: ConfigReading) -> None:
+    """Record properties without a key, and unknown keys."""
+    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
+    map_initial_weights(reading, "learned positions of std 1 / sqrt(width)", "jax")
     accounted = {name for finding in reading.findings for name in finding.theirs}
     for argument in reading.table.arguments:
         name = argument.name
         if argument.in_recipe and name not in accounted:
-            reading.cannot(name, f"config.{name} = {reading.args[name]!r} is not known here")
+            reading.cannot(name, f"config.{name} = {reading.args[name]!r} is not supported")

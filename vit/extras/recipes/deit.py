@@ -1,8 +1,8 @@
-"""DeiT's main.py: DeiT, DeiT III, and the programs made of it, ViT-5's and RoPE-ViT's.
+"""Map commands of DeiT's main.py, and of its derivatives in ViT-5 and RoPE-ViT, to our settings.
 
-Its own meanings: the batch is that of a GPU; the rate is for a batch of 512 unless `--unscale-lr`
-is given; with ThreeAugment its own transforms replace those of timm, erasing included; models named
-LS have one rate of drop path for all blocks; the schedule moves once an epoch, an epoch late.
+Semantics of DeiT: the batch is per GPU. The rate is for a batch of 512 unless `--unscale-lr` is
+stated. ThreeAugment replaces timm's transforms, including erasing. Models named LS use one
+drop-path rate for all blocks. The schedule changes once an epoch and is one epoch late.
 """
 
 from __future__ import annotations
@@ -10,27 +10,27 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vit.extras.recipes.arguments import Given, Table, make_table
+from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.rates import Rate, say_rate, timm_cosine, with_effect
+from vit.extras.recipes.rates import Rate, map_rate, timm_cosine, with_effect
 from vit.extras.recipes.reading import Reading
 from vit.extras.recipes.timm_common import (
-    file_here,
-    say_average,
-    say_batch,
-    say_clipping,
-    say_color_jitter,
-    say_erasing,
-    say_initial_weights,
-    say_mixing,
-    say_optimizer,
-    say_policy,
-    say_precision,
+    local_file,
+    map_average,
+    map_batch,
+    map_clipping,
+    map_color_jitter,
+    map_erasing,
+    map_initial_weights,
+    map_mixing,
+    map_optimizer,
+    map_policy,
+    map_precision,
 )
 
 SOURCE = "facebookresearch/deit@7e160fe4:main.py"
 _RECIPE = """
---batch-size              int     64      of a GPU: data.global_batch_size is that of all GPUs
+--batch-size              int     64      per GPU; data.global_batch_size is the total
 --epochs                  int     300     train.epochs
 --bce-loss                on      -       loss
 --unscale-lr              on      -       optim.lr is --lr; else --lr is for a batch of 512
@@ -54,11 +54,11 @@ _RECIPE = """
 --lr-noise-std            float   1.0     -
 --warmup-lr               float   1e-6    schedule
 --min-lr                  float   1e-5    schedule.min_lr
---decay-epochs            float   30      of step schedules
+--decay-epochs            float   30      for step schedules
 --warmup-epochs           int     5       schedule.warmup_epochs
 --cooldown-epochs         int     10      never reached
---patience-epochs         int     10      of the plateau schedule
---decay-rate --dr         float   0.1     of step schedules
+--patience-epochs         int     10      for the plateau schedule
+--decay-rate --dr         float   0.1     for step schedules
 --color-jitter            float   0.3     augment.color_jitter
 --aa                      str     rand-m9-mstd0.5-inc1  augment.randaugment_layers and others
 --smoothing               float   0.1     loss.label_smoothing
@@ -71,7 +71,7 @@ _RECIPE = """
 --src                     on      -       augment.crop
 --reprob                  float   0.25    augment.erasing_prob
 --remode                  str     pixel   augment.erasing_mode
---recount                 int     1       boxes that are erased
+--recount                 int     1       number of erased boxes
 --resplit                 on      -       -
 --mixup                   float   0.8     augment.mixup_alpha
 --cutmix                  float   1.0     augment.cutmix_alpha
@@ -84,12 +84,12 @@ _RECIPE = """
 --distillation-type       str     none    distillation
 --distillation-alpha      float   0.5     distillation
 --distillation-tau        float   1.0     distillation
---cosub                   on      -       training of two submodels
+--cosub                   on      -       trains two submodels
 --finetune                str     -       init.checkpoint
 --attn-only               on      -       trains attention only
 --seed                    int     0       train.seed
 --eval-crop-ratio         float   0.875   eval.crop_pct
---nb-classes              int     1000    as many as the data have; published commands give it
+--nb-classes              int     1000    follows from the data
 """
 _PLACES = """
 --model-ema-force-cpu     on      -
@@ -110,7 +110,7 @@ _PLACES = """
 --dist_url                str     env://
 """
 _SUBMITIT = """
---ngpus                   int     8       GPUs of a node
+--ngpus                   int     8       GPUs per node
 --nodes                   int     2       nodes
 """
 _SUBMITIT_PLACES = """
@@ -121,8 +121,8 @@ _SUBMITIT_PLACES = """
 --comment                 str     -
 """
 _VIT5 = """
---accum_iter              int     1       batches of a step: data.global_batch_size
---load_ema                on      -       of --finetune the averaged weights
+--accum_iter              int     1       batches per step: data.global_batch_size
+--load_ema                on      -       take the averaged weights of --finetune
 """
 _VIT5_PLACES = """
 --flash                   on      true
@@ -167,7 +167,7 @@ _PARTS_OF_VIT5 = {
 
 
 def table_for(command: Command) -> Table:
-    """The table of the program that `command` runs: main.py looks the same in three of them."""
+    """Return the table of the program that `command` runs; three of them have a main.py."""
     line = " ".join(command.words)
     if "submitit" in command.script:
         return SUBMITIT
@@ -176,13 +176,15 @@ def table_for(command: Command) -> Table:
     return VIT5 if re.search(r"--model[= ]vit5_|--accum_iter|--load_ema", line) else TABLE
 
 
-def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
-    """Account for a command of DeiT's main.py or its relatives."""
-    reading = Reading(table, given)
+def read(
+    table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
+) -> Reading:
+    """Map a command of DeiT's main.py or of a derivative."""
+    reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:
         raise ValueError(
-            f"{table.program} --eval evaluates, there is nothing to train:"
+            f"{table.program} --eval only evaluates: run"
             " python launch/eval.py --checkpoint FILE --data SHARDS"
         )
     if table is SUBMITIT:
@@ -190,91 +192,90 @@ def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool)
         is_distributed = True
         reading.same("ngpus nodes")
     if table is VIT5:
-        batch = say_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
+        batch = map_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
     else:
-        batch = say_batch(reading, "batch_size", num_gpus)
+        batch = map_batch(reading, "batch_size", num_gpus)
     reading.same("epochs", {"train.epochs": args["epochs"]})
-    _say_model(reading)
-    _say_start(reading)
-    _say_images(reading, is_distributed)
-    say_mixing(reading, args["batch_size"])
-    _say_loss(reading)
+    _map_model(reading)
+    _map_start(reading)
+    _map_images(reading, is_distributed)
+    map_mixing(reading, args["batch_size"])
+    _map_loss(reading)
     scaled = args["lr"] * batch / 512
     lr = args["lr"] if args["unscale_lr"] else scaled
-    how = "" if args["unscale_lr"] else f"{args['lr']:g} x {batch} / 512"
-    say_optimizer(reading, lr, how, "lr unscale_lr")
-    say_clipping(reading)
-    _say_schedule(reading, lr)
+    formula = "" if args["unscale_lr"] else f"{args['lr']:g} x {batch} / 512"
+    map_optimizer(reading, lr, formula, "lr unscale_lr")
+    map_clipping(reading)
+    _map_schedule(reading, lr)
     decay = args["model_ema_decay"] if args["model_ema"] else None
     reading.same("model_ema")
-    say_average(reading, decay, note="the average is never evaluated there; here it is, too")
+    map_average(
+        reading, decay, note="DeiT never evaluates the average, this project evaluates both"
+    )
     reading.same("seed", {"train.seed": args["seed"]})
     reading.same("", {"eval.every_epochs": 1})
-    say_precision(reading, "fp16 with a scaled loss")
-    say_initial_weights(reading, "a class token of std 0.02", "timm")
+    map_precision(reading, "fp16 with a scaled loss")
+    map_initial_weights(reading, "a class token of std 0.02", "timm")
     reading.finish()
     return reading
 
 
-def _say_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> None:
     name = reading.args["model"]
     settings: dict[str, Any]
-    if found := re.fullmatch(r"deit_(tiny|small|base)(_distilled)?_patch16_(224|384)", name):
-        settings = {"model.name": f"vit_{_SIZES[found[1]]}16"}
-        if not found[2]:
+    if match := re.fullmatch(r"deit_(tiny|small|base)(_distilled)?_patch16_(224|384)", name):
+        settings = {"model.name": f"vit_{_SIZES[match[1]]}16"}
+        if not match[2]:
             reading.same("model", settings)
         elif reading.args["distillation_type"] == "none":
-            text = "without a teacher the mean of both heads is trained here, one of them there"
+            text = "without a teacher this project trains the mean of both heads, DeiT one head"
             reading.differs("model", text, {**settings, "model.dist_token": True})
         else:
             reading.same("model", {**settings, "model.dist_token": True})
-    elif found := re.fullmatch(r"deit_(tiny|small|medium|base|large|huge)_patch(14|16)_LS", name):
-        size = _SIZES.get(found[1], "b")
-        settings = {"model.name": f"vit_{size}{found[2]}", **_DEIT3}
-        if found[1] == "medium":
+    elif match := re.fullmatch(r"deit_(tiny|small|medium|base|large|huge)_patch(14|16)_LS", name):
+        size = _SIZES.get(match[1], "b")
+        settings = {"model.name": f"vit_{size}{match[2]}", **_DEIT3}
+        if match[1] == "medium":
             settings |= {"model.embed_dim": 512, "model.num_heads": 8}
         reading.same("model", settings)
-    elif found := re.fullmatch(r"vit5_(small|base|large)", name):
-        settings = {"model.name": f"vit_{_SIZES[found[1]]}16", **_PARTS_OF_VIT5}
-        text = "the class token starts at std 1e-6 here, at 0.02 there"
+    elif match := re.fullmatch(r"vit5_(small|base|large)", name):
+        settings = {"model.name": f"vit_{_SIZES[match[1]]}16", **_PARTS_OF_VIT5}
+        text = "the class token starts with std 1e-6 in this project, with 0.02 in ViT-5"
         reading.differs("model", text, settings)
-    elif found := re.fullmatch(
+    elif match := re.fullmatch(
         r"rope_(axial|mixed)_(ape_)?deit_(small|base|large)_patch16_LS", name
     ):
-        settings = {"model.name": f"vit_{_SIZES[found[3]]}16", "model.init_values": 1e-4}
+        settings = {"model.name": f"vit_{_SIZES[match[3]]}16", "model.init_values": 1e-4}
         settings |= {"model.rope_type": "axial", "model.rope_temperature": 100.0}
-        settings |= {"model.no_embed_class": True} if found[2] else {"model.pos_embed": "none"}
-        if found[1] == "axial":
+        settings |= {"model.no_embed_class": True} if match[2] else {"model.pos_embed": "none"}
+        if match[1] == "axial":
             reading.same("model", settings)
         else:
-            text = "frequencies of rotary positions that are learned (RoPE-Mixed): axial ones here"
+            text = "learned frequencies of rotary positions (RoPE-Mixed): replaced by axial ones"
             reading.cannot("model", text, settings)
     else:
         raise ValueError(
-            f"--model {name}: known are deit_{{tiny,small,base}}_patch16_{{224,384}},"
+            f"--model {name}: expected deit_{{tiny,small,base}}_patch16_{{224,384}},"
             " deit_{tiny,small,medium,base,large}_patch16_LS, deit_huge_patch14_LS,"
-            " vit5_{small,base,large} and rope_{axial,mixed}[_ape]_deit_{small,base,large}"
+            " vit5_{small,base,large} or rope_{axial,mixed}[_ape]_deit_{small,base,large}"
             "_patch16_LS"
         )
-    _say_image_size(reading, 14 if "patch14" in name else 16)
-    _say_dropping(reading, has_one_rate="_LS" in name or name.startswith("vit5"))
+    _map_image_size(reading, 14 if "patch14" in name else 16)
+    _map_dropping(reading, has_one_rate="_LS" in name or name.startswith("vit5"))
 
 
-def _say_image_size(reading: Reading, patch: int) -> None:
+def _map_image_size(reading: Reading, patch: int) -> None:
     size = reading.args["input_size"]
     used = size // patch * patch
     if used == size:
         reading.same("input_size", {"model.image_size": size})
         return
-    text = (
-        f"of {size} px only {used} are seen there, {used // patch} patches of {patch} px: {used} px"
-        " here"
-    )
+    text = f"DeiT uses only {used} of {size} px, in whole patches of {patch} px: set to {used} px"
     reading.differs("input_size", text, {"model.image_size": used})
 
 
-def _say_dropping(reading: Reading, has_one_rate: bool) -> None:
-    """Dropout and drop path. has_one_rate: of all blocks."""
+def _map_dropping(reading: Reading, has_one_rate: bool) -> None:
+    """Map dropout and drop path. has_one_rate: all blocks have the same drop-path rate."""
     args = reading.args
     rate = args["drop_path"]
     settings: dict[str, Any] = {"model.drop_path_rate": rate}
@@ -292,36 +293,39 @@ def _say_dropping(reading: Reading, has_one_rate: bool) -> None:
     if args["train_mode"]:
         reading.same("train_mode")
     else:
-        reading.cannot("train_mode", "training without dropout and drop path, whatever they are")
+        reading.cannot("train_mode", "training with dropout and drop path switched off")
 
 
-def _say_start(reading: Reading) -> None:
-    """The weights to start from, teachers, and parts that are trained."""
+def _map_start(reading: Reading) -> None:
+    """Map the initial weights, the teacher, and the selection of trained parts."""
     args = reading.args
     if args["finetune"] and args["data_set"] != "IMNET":
-        file, how = file_here(args["finetune"])
-        text = "a head of another number of classes is new there; here it is new in any case"
+        file, note = local_file(args["finetune"])
+        text = "DeiT resets the head only if the number of classes differs, this project always"
         start = {"init.checkpoint": file, "init.reset_head": True}
-        reading.differs("finetune", "; ".join(filter(None, (how, text))), start)
+        reading.differs("finetune", "; ".join(filter(None, (note, text))), start)
     elif args["finetune"]:
-        file, how = file_here(args["finetune"])
-        reading.same("finetune", {"init.checkpoint": file}, how)
+        file, note = local_file(args["finetune"])
+        reading.same("finetune", {"init.checkpoint": file}, note)
     else:
         reading.same("finetune")
     if "load_ema" in args:
         if args["finetune"] and args["load_ema"]:
-            text = "of their checkpoint the averaged weights: give a file of those"
+            text = "the averaged weights of the checkpoint: pass a file with those weights"
             reading.differs("load_ema", text)
         else:
             reading.same("load_ema")
-    _say_teacher(reading)
+    _map_teacher(reading)
     reading.expect_off(
-        {"cosub": "two submodels that learn from each other", "attn_only": "only attention trains"}
+        {
+            "cosub": "two submodels that learn from each other",
+            "attn_only": "training of attention only",
+        }
     )
 
 
-def _say_teacher(reading: Reading) -> None:
-    """The teacher of a model with two heads; of one head main.py refuses it (losses.py)."""
+def _map_teacher(reading: Reading) -> None:
+    """Map the teacher of a model with two heads; main.py rejects one head (losses.py)."""
     args = reading.args
     kind = args["distillation_type"]
     alpha = args["distillation_alpha"]
@@ -329,7 +333,7 @@ def _say_teacher(reading: Reading) -> None:
     if kind == "none":
         reading.same("distillation_type")
         names = "teacher_model teacher_path distillation_alpha distillation_tau"
-        reading.inert(names, "there is no teacher")
+        reading.inert(names, "the recipe has no teacher")
         return
     if kind not in ("hard", "soft") or not path or not 0 < alpha < 1:
         raise ValueError(
@@ -339,80 +343,80 @@ def _say_teacher(reading: Reading) -> None:
         )
     if "_distilled" not in args["model"]:
         raise ValueError(
-            f"--distillation-type {kind}: {args['model']} has one head, and main.py refuses it:"
-            " take deit_{tiny,small,base}_distilled_patch16_{224,384}"
+            f"--distillation-type {kind}: {args['model']} has one head, which main.py rejects:"
+            " use deit_{tiny,small,base}_distilled_patch16_{224,384}"
         )
     reading.same("distillation_type", {"distill.distill_type": kind})
-    file, how = file_here(path)
-    reading.same("teacher_path", {"distill.teacher": file}, how)
-    text = f"timm's {args['teacher_model']}, which needs timm if it is no ViT"
+    file, note = local_file(path)
+    reading.same("teacher_path", {"distill.teacher": file}, note)
+    text = f"timm's {args['teacher_model']}, which needs timm unless it is a ViT"
     reading.same("teacher_model", {"distill.teacher_model": args["teacher_model"]}, text)
     weights = {"distill.task_loss_weight": 1 - alpha, "distill.distill_loss_weight": alpha}
     if kind == "hard":
-        reading.inert("distillation_tau", "of soft distillation")
+        reading.inert("distillation_tau", "only for soft distillation")
         reading.same("distillation_alpha", weights)
         return
     classes = args["nb_classes"]
     weights["distill.distill_loss_weight"] = alpha / classes
-    how = f"theirs is a mean over {classes} classes, here is a sum"
+    note = f"DeiT takes the mean over {classes} classes, this project the sum"
     reading.same("distillation_alpha", weights)
-    reading.comments["distill.distill_loss_weight"] = how
+    reading.comments["distill.distill_loss_weight"] = note
     reading.same("distillation_tau", {"distill.temperature": args["distillation_tau"]})
 
 
-def _say_images(reading: Reading, is_distributed: bool) -> None:
-    """Crops, colours and repetitions of training images, and the view of evaluation."""
+def _map_images(reading: Reading, is_distributed: bool) -> None:
+    """Map crops, colours and repetitions of training images, and the evaluation crop."""
     args = reading.args
     reading.same("eval_crop_ratio", {"eval.crop_pct": args["eval_crop_ratio"]})
     if args["ThreeAugment"]:
         reading.same("ThreeAugment", {"augment.three_augment": True})
         reading.same("src", {"augment.crop": "simple"} if args["src"] else {})
-        text = "ThreeAugment has its own transforms"
+        text = "ThreeAugment replaces these transforms"
         reading.inert("aa reprob remode recount resplit train_interpolation", text)
-        say_color_jitter(reading, applies=True)
+        map_color_jitter(reading, applies=True)
     else:
         reading.same("ThreeAugment")
         if args["src"]:
             reading.inert("src", "only with --ThreeAugment")
         else:
             reading.same("src")
-        _say_interpolation(reading)
-        say_policy(reading, args["train_interpolation"])
-        say_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
-        say_erasing(reading)
+        _map_interpolation(reading)
+        map_policy(reading, args["train_interpolation"])
+        map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
+        map_erasing(reading)
     if args["repeated_aug"] and is_distributed:
         repeats = {"data.aug_repeats": 3, "data.aug_repeats_form": "sampler"}
         reading.same("repeated_aug", repeats)
     elif args["repeated_aug"]:
-        reading.inert("repeated_aug", "one process without torchrun takes a random sampler")
+        reading.inert("repeated_aug", "a single process without torchrun uses a random sampler")
     else:
         reading.same("repeated_aug")
 
 
-def _say_interpolation(reading: Reading) -> None:
+def _map_interpolation(reading: Reading) -> None:
     interpolation = reading.args["train_interpolation"]
     if interpolation in ("bicubic", "bilinear"):
         reading.same("train_interpolation", {"data.interpolation": interpolation})
     else:
-        text = f"{interpolation} there, bicubic here"
+        text = f"DeiT resizes by {interpolation}, this project by bicubic"
         reading.differs("train_interpolation", text, {"data.interpolation": "bicubic"})
 
 
-def _say_loss(reading: Reading) -> None:
+def _map_loss(reading: Reading) -> None:
     args = reading.args
     if not args["bce_loss"]:
         reading.same("bce_loss")
         return
     if args["smoothing"]:
-        text = "with --smoothing above 0 all targets of --bce-loss become 1: cross-entropy here"
+        text = "with --smoothing above 0 --bce-loss makes all targets 1: replaced by cross-entropy"
         reading.cannot("bce_loss", text)
     else:
         reading.same("bce_loss", {"loss.name": "bce", "loss.bce_target_thresh": 0.0})
 
 
-def _say_schedule(reading: Reading, lr: float) -> None:
+def _map_schedule(reading: Reading, lr: float) -> None:
     args = reading.args
-    reading.inert("lr_noise_pct lr_noise_std", "there is no --lr-noise")
+    reading.inert("lr_noise_pct lr_noise_std", "--lr-noise is off")
     reading.expect_off({"lr_noise": "noise on the learning rate"})
     reading.inert("cooldown_epochs", "the loop ends at --epochs")
     settings = {
@@ -425,7 +429,9 @@ def _say_schedule(reading: Reading, lr: float) -> None:
     }
     if args["sched"] != "cosine":
         names = "sched min_lr warmup_lr warmup_epochs decay_epochs decay_rate patience_epochs"
-        reading.cannot(names, f"the schedule {args['sched']}: a cosine here", with_effect(settings))
+        reading.cannot(
+            names, f"the schedule {args['sched']}: replaced by a cosine", with_effect(settings)
+        )
         return
     reading.inert("decay_epochs decay_rate patience_epochs", "the schedule is a cosine")
     reading.same("sched")
@@ -437,5 +443,5 @@ def _say_schedule(reading: Reading, lr: float) -> None:
         min_lr=args["min_lr"],
         late=1,
     )
-    reasons = "theirs is an epoch late: its first two have --warmup-lr"
-    say_rate(reading, "min_lr warmup_lr warmup_epochs", theirs, settings, reasons)
+    reasons = "DeiT's schedule is an epoch late: the first two epochs have --warmup-lr"
+    map_rate(reading, "min_lr warmup_lr warmup_epochs", theirs, settings, reasons)

@@ -1,22 +1,22 @@
-"""deit3-jax's main.py: DeiT and DeiT III in JAX, trained from WebDataset shards.
+"""Map commands of deit3-jax's main.py (DeiT and DeiT III in JAX) to our settings.
 
-Its own meanings: the batch is that of all devices; lengths are in steps; the schedule moves each
-step from 1e-6 and ends at 1e-5; only kernels are decayed; drop path is one rate for all blocks;
-without `--clip-grad` LAMB does not clip; copies of an image are in one batch.
+Semantics of deit3-jax: the batch is the total over all devices. Lengths are in steps. The schedule
+changes each step, from 1e-6 to 1e-5. Only kernels are decayed. All blocks have the same drop-path
+rate. LAMB does not clip without `--clip-grad`. All copies of an image are in one batch.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from vit.extras.recipes.arguments import Given, Table, make_table
-from vit.extras.recipes.rates import IMAGENET, after_warmup, say_rate
+from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
+from vit.extras.recipes.rates import IMAGENET, after_warmup, map_rate
 from vit.extras.recipes.reading import Reading
 from vit.extras.recipes.timm_common import (
-    say_initial_weights,
-    say_optimizer_name,
-    say_policy,
-    say_precision,
+    map_initial_weights,
+    map_optimizer_name,
+    map_policy,
+    map_precision,
 )
 
 _RECIPE = """
@@ -34,7 +34,7 @@ _RECIPE = """
 --layers                  int     12      model.depth
 --dim                     int     768     model.embed_dim
 --heads                   int     12      model.num_heads
---labels                  int     -1      as many as the data have
+--labels                  int     -1      follows from the data
 --layerscale              on      -       model.init_values
 --patch-size              int     16      model.patch_size
 --image-size              int     224     model.image_size
@@ -47,14 +47,14 @@ _RECIPE = """
 --dropout-seed            int     -       train.seed
 --shuffle-seed            int     -       train.seed
 --pretrained-ckpt         str     -       init.checkpoint
---label-mapping           str     -       classes of another head
+--label-mapping           str     -       class table for a pretrained head
 --optimizer               str     adamw   optim.name
 --learning-rate           float   1e-3    optim.lr
 --weight-decay            float   0.05    optim.weight_decay
 --adam-b1                 float   0.9     optim.betas
 --adam-b2                 float   0.999   optim.betas
 --adam-eps                float   1e-8    optim.eps
---lr-decay                float   1.0     rates by depth
+--lr-decay                float   1.0     layer-wise rates
 --clip-grad               float   0.0     optim.clip_grad_norm
 --warmup-steps            int     10000   schedule.warmup_steps
 --training-steps          int     200000  train.steps
@@ -87,28 +87,32 @@ _SHAPES = {
 }
 
 
-def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
-    """Account for a command of deit3-jax."""
-    reading = Reading(table, given)
+def read(
+    table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
+) -> Reading:
+    """Map a command of deit3-jax."""
+    reading = Reading(table, parsed)
     args = reading.args
     batch = args["train_batch_size"]
     reading.same("train_batch_size", {"data.global_batch_size": batch})
-    _say_model(reading)
-    _say_images(reading)
-    _say_mixing(reading)
-    _say_optimizer(reading)
+    _map_model(reading)
+    _map_images(reading)
+    _map_mixing(reading)
+    _map_optimizer(reading)
     seed = args["shuffle_seed"]
     seeds = "init_seed mixup_seed dropout_seed shuffle_seed"
     reading.same(seeds, {} if seed is None else {"train.seed": seed})
     every = {"eval.every_steps": args["eval_interval"]} if args["eval_interval"] else {}
     reading.same("eval_interval", every)
-    say_precision(reading, "fp32 with products in bf16 (a TPU's)")
-    say_initial_weights(reading, "all normal, std 0.02, the class token and patches, too")
+    map_precision(reading, "fp32 with matrix products in bf16, as on TPUs")
+    map_initial_weights(
+        reading, "normal with std 0.02 everywhere, including class token and patches"
+    )
     reading.finish()
     return reading
 
 
-def _say_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> None:
     args = reading.args
     shape = (args["layers"], args["dim"], args["heads"])
     settings: dict[str, Any] = {"model.name": f"vit_{_SHAPES.get(shape, 'b')}{args['patch_size']}"}
@@ -131,25 +135,25 @@ def _say_model(reading: Reading) -> None:
     reading.same("dropout", drops if args["dropout"] else {})
     start = {"init.checkpoint": args["pretrained_ckpt"]} if args["pretrained_ckpt"] else {}
     reading.same("pretrained_ckpt", start)
-    reading.expect_off({"label_mapping": "a head taken over by a table of classes"})
+    reading.expect_off({"label_mapping": "a pretrained head remapped by a table of classes"})
 
 
-def _say_images(reading: Reading) -> None:
+def _map_images(reading: Reading) -> None:
     args = reading.args
     reading.same("test_crop_ratio", {"eval.crop_pct": args["test_crop_ratio"]})
     if args["random_crop"] in ("rrc", "src"):
         simple = {"augment.crop": "simple"} if args["random_crop"] == "src" else {}
         reading.same("random_crop", simple)
     else:
-        reading.cannot("random_crop", "centre crops in training")
+        reading.cannot("random_crop", "centre crops in training: replaced by random ones")
     policy = args["auto_augment"]
     if policy == "3a":
         reading.same("auto_augment", {"augment.three_augment": True})
     elif policy == "none":
         reading.same("auto_augment")
     else:
-        args["aa"] = policy  # the name under which timm's programs have it
-        say_policy(reading, "bilinear or bicubic")
+        args["aa"] = policy  # `map_policy` expects timm's name
+        map_policy(reading, "bilinear or bicubic")
         reading.rename("aa", "auto_augment")
     strength = args["color_jitter"]
     jitter = {"augment.color_jitter": [strength, strength, strength, 0]} if strength else {}
@@ -163,14 +167,14 @@ def _say_images(reading: Reading) -> None:
     repeats = args["augment_repeats"]
     if repeats > 1:
         text = (
-            "all copies of an image are in one batch, as here, and an epoch of the shards takes"
-            f" {repeats} times as many steps"
+            "all copies of an image are in one batch, as in this project, but an epoch of deit3-jax"
+            f" has {repeats} times as many steps"
         )
         settings = {"data.aug_repeats": repeats}
         if args["train_batch_size"] % repeats:
             text += (
-                f"; {args['train_batch_size']} images are no whole sets of {repeats} copies: drawn"
-                " as DeiT's sampler does"
+                f"; a batch of {args['train_batch_size']} is not a multiple of {repeats} copies, so"
+                " samples are drawn like DeiT's sampler"
             )
             settings["data.aug_repeats_form"] = "sampler"
         reading.differs("augment_repeats", text, settings)
@@ -178,14 +182,14 @@ def _say_images(reading: Reading) -> None:
         reading.same("augment_repeats")
 
 
-def _say_mixing(reading: Reading) -> None:
+def _map_mixing(reading: Reading) -> None:
     args = reading.args
     reading.same("mixup", {"augment.mixup_alpha": args["mixup"]})
     reading.same("cutmix", {"augment.cutmix_alpha": args["cutmix"]})
     if args["mixup"] or args["cutmix"]:
         text = (
-            "a draw of lambda and box for the images of a device, partners drawn at random there;"
-            " for each augment.mix_group_size images, in a ring, here"
+            "deit3-jax draws one lambda and box for the images of a device, with random partners;"
+            " this project draws one for each augment.mix_group_size images, with neighbours"
         )
         reading.differs("", text)
     if args["criterion"] == "ce":
@@ -196,10 +200,10 @@ def _say_mixing(reading: Reading) -> None:
         reading.inert("label_smoothing", "only with --criterion ce")
 
 
-def _say_optimizer(reading: Reading) -> None:
+def _map_optimizer(reading: Reading) -> None:
     args = reading.args
     lr = args["learning_rate"]
-    say_optimizer_name(reading, "optimizer", args["optimizer"])
+    map_optimizer_name(reading, "optimizer", args["optimizer"])
     reading.same("learning_rate", {"optim.lr": lr})
     kernels = {"optim.no_weight_decay": "not_kernels"} if args["weight_decay"] else {}
     reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"], **kernels})
@@ -209,7 +213,9 @@ def _say_optimizer(reading: Reading) -> None:
     if args["lr_decay"] == 1:
         reading.same("lr_decay")
     else:
-        text = f"rates by depth, each {args['lr_decay']} of the next, the head with the last block"
+        text = (
+            f"layer-wise rates with a factor of {args['lr_decay']}; the head has the last block's"
+        )
         reading.cannot("lr_decay", text)
     steps = args["training_steps"]
     reading.same("training_steps", {"train.steps": steps})
@@ -227,4 +233,4 @@ def _say_optimizer(reading: Reading) -> None:
         warmup_lr=1e-6,
         min_lr=1e-5,
     )
-    say_rate(reading, "warmup_steps", theirs, settings, "")
+    map_rate(reading, "warmup_steps", theirs, settings, "")

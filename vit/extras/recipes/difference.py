@@ -1,6 +1,6 @@
-"""Two recipes side by side, in words: which settings differ, and what each difference does.
+"""Compare two recipes: list the settings that differ, and the known effect of each.
 
-Those that published ablations say something of come first, what is harmless last
+Differences with a published ablation come first, and harmless ones last
 (`vit.extras.recipes.effects`).
 """
 
@@ -22,17 +22,24 @@ from vit.layers.presets import PRESETS
 from vit.model import VisionTransformer
 from vit.run_folder import CONFIG_FILE
 
-_ELSEWHERE = (
-    *("data.root", "data.train_split", "data.val_split", "init.checkpoint"),
-    *("train.ema_decay", "train.ema_warmup", "train.ema_every_steps", "train.ema_after_epochs"),
-    *("train.ema_warmup_power", "train.ema_warmup_gamma"),
+_IRRELEVANT = (
+    "data.root",
+    "data.train_split",
+    "data.val_split",
+    "init.checkpoint",
+    "train.ema_decay",
+    "train.ema_warmup",
+    "train.ema_every_steps",
+    "train.ema_after_epochs",
+    "train.ema_warmup_power",
+    "train.ema_warmup_gamma",
     "eval.best_by",
 )
-"""Settings that change neither what the weights learn nor how they are scored."""
+"""Settings that change neither the training of the weights nor their evaluation."""
 
 
 class Difference(NamedTuple):
-    """A setting that two recipes have different."""
+    """A setting whose values differ between two recipes."""
 
     key: str
     first: Any
@@ -40,85 +47,88 @@ class Difference(NamedTuple):
     kind: str
     """One of `vit.extras.recipes.effects.KINDS`."""
     text: str
-    """What is known of its effect."""
+    """The known effect of the setting, or ""."""
 
 
 def read_recipe(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """Return the config of a YAML file, of one of our recipes by name, or of a run folder."""
+    """Return the config of a YAML file, a recipe of this project by name, or a run folder."""
     if path.is_dir():
         file = path / CONFIG_FILE
         if not file.is_file():
-            raise ValueError(f"{path}: no run folder ({CONFIG_FILE} is missing): name a config")
+            raise ValueError(f"{path}: not a run folder ({CONFIG_FILE} is missing): pass a config")
         path = file
     return load_config(path, overrides, used_here=False)
 
 
 def compare(first: Config, second: Config) -> list[Difference]:
-    """Return what differs, by weight. The folder of a run is no difference.
+    """Return the settings that differ, the most important first, without `run.dir`.
 
-    A setting of the model that is left to its size is one that has what the size has.
+    If the config leaves a model setting unset, the value of the model's size is compared.
     """
-    found = []
-    own = [_own_values(config) for config in (first, second)]
+    differences = []
+    implied = [_implied_values(config) for config in (first, second)]
     unlike = config_io.differences(config_io.to_dict(first), config_io.to_dict(second))
     for key, (old, new) in unlike.items():
-        old = own[0].get(key) if old is None else old
-        new = own[1].get(key) if new is None else new
+        old = implied[0].get(key) if old is None else old
+        new = implied[1].get(key) if new is None else new
         if key == "run.dir" or old == new:
             continue
         effect = effect_of(key, (old, new))
-        found.append(Difference(key, old, new, effect.kind, effect.text))
+        differences.append(Difference(key, old, new, effect.kind, effect.text))
     order = [kind for kind, _ in KINDS]
-    return sorted(found, key=lambda difference: order.index(difference.kind))
+    return sorted(differences, key=lambda difference: order.index(difference.kind))
 
 
-def _own_values(config: Config) -> dict[str, Any]:
-    """What settings are that the config leaves to the size, the network or the operations."""
+def _implied_values(config: Config) -> dict[str, Any]:
+    """Return values that follow from the model's size and class and from the augmentation."""
     is_timms = config.augment.randaugment_ops.startswith("timm")
-    found: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
+    implied: dict[str, Any] = {"augment.randaugment_magnitude_std": 0.5 if is_timms else None}
     size = re.fullmatch(r"vit_([a-zA-Z]+(?:400m)?)(\d+)", config.model.name)
     if size is None:
-        return found
+        return implied
     parameters = inspect.signature(VisionTransformer).parameters
     values = {name: parameter.default for name, parameter in parameters.items()}
     values |= {**PRESETS[size[1]], "patch_size": int(size[2]), "num_classes": None}
-    return found | {f"model.{name}": value for name, value in values.items()}
+    return implied | {f"model.{name}": value for name, value in values.items()}
 
 
 def deviations(config: Config, recipe: str, settings: Mapping[str, Any]) -> list[str]:
-    """Return what can make `config` learn or score otherwise than our config `recipe`, in words.
+    """Describe settings that can make results of `config` differ from our config `recipe`.
 
-    settings: that the run to compare with had otherwise than `recipe`. Where data and first
-    weights lie, the average of the weights and what else is evaluated are left out.
+    settings: overrides of `recipe` in the published run. Paths of data and first weights, the
+    average of the weights and extra evaluations are omitted.
     """
     overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    theirs = read_recipe(Path(recipe), overrides)
+    published = read_recipe(Path(recipe), overrides)
     return [
-        f"{found.key} {change_text(found)}"
-        for found in compare(theirs, config)
-        if found.kind not in ("order", "harmless")
-        and found.key not in _ELSEWHERE
-        and not found.key.startswith("eval.sets")
+        f"{difference.key} {change_text(difference)}"
+        for difference in compare(published, config)
+        if difference.kind not in ("order", "harmless")
+        and difference.key not in _IRRELEVANT
+        and not difference.key.startswith("eval.sets")
     ]
 
 
 def change_text(difference: Difference) -> str:
+    """Return `first value -> second value`."""
     values = (difference.first, difference.second)
     return " -> ".join(_shown(difference.key, value) for value in values)
 
 
 def _shown(key: str, value: Any) -> str:
-    """A value in words; `None` with what the schema says it means."""
+    """Format a value; for `None`, add its meaning from the schema."""
     if value is None or value == []:
         section, _, name = key.partition(".")
-        # A key of three parts, eval.sets.NAME.split, is no field of its section.
+        # The section has no field for a key of three parts, eval.sets.NAME.split.
         fields = (kind.model_fields.get(name) for kind in sections()[section])
         text = " ".join(" ".join(str(field.description) for field in fields if field).split())
         meaning = re.search(r"`None`: (.+?)( \(|;|\. |\.?$)", text)
         return f"none ({meaning[1]})" if meaning and meaning[1] != "none" else "none"
     if isinstance(value, list) and isinstance(value[0], dict):
-        given = ({key: found for key, found in item.items() if found is not None} for item in value)
+        items = (
+            {name: entry for name, entry in item.items() if entry is not None} for item in value
+        )
         return "; ".join(
-            ", ".join(f"{key} {found}" for key, found in item.items()) for item in given
+            ", ".join(f"{name} {entry}" for name, entry in item.items()) for item in items
         )
     return f"{value:g}" if isinstance(value, float) else str(value)

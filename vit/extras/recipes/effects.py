@@ -1,6 +1,6 @@
-"""What a difference between two recipes does: its kind, and what is known of its effect.
+"""Classify a difference between two recipes by its kind and its published effect.
 
-Numbers are published ones, each with its source; where none is known, nothing is said but the kind.
+Every number has its source. A setting without a published ablation only has a kind.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ _DEIT = "DeiT-B with all: 81.8, arXiv 2012.12877"
 _PLAIN = "ViT-S/16 with all: 76.5 in 90 epochs, arXiv 2205.01580, Table 1"
 KINDS = (
     ("known", "changes accuracy, by published ablations"),
-    ("network", "another network"),
-    ("optimization", "other updates"),
-    ("images", "other training images"),
-    ("order", "the same images in another order, or other random numbers"),
-    ("evaluation", "the same training, evaluated in another way"),
-    ("start", "other weights to start from"),
-    ("harmless", "no effect on what is learnt"),
+    ("network", "a different network"),
+    ("optimization", "different updates"),
+    ("images", "different training images"),
+    ("order", "the same images in a different order, or different random numbers"),
+    ("evaluation", "the same training, evaluated differently"),
+    ("start", "different initial weights"),
+    ("harmless", "no effect on training"),
 )
-"""Kinds, those of most weight first, in words."""
+"""Kinds of difference with their headings, the most important first."""
 KNOWN = {
     "data.aug_repeats": f"76.5 without repetitions ({_DEIT})",
     "augment.mixup_alpha": f"78.7 without MixUp, 75.8 without it and CutMix ({_DEIT})",
@@ -36,8 +36,8 @@ KNOWN = {
     " fine-tuning (facebookresearch/mae@efb2a806:FINETUNE.md)",
     "model.drop_path_rate": f"training fails without drop path, 3.4 ({_DEIT})",
     "model.proj_drop_rate": f"81.3 with dropout in addition ({_DEIT})",
-    "model.pos_embed": f"75.0 with learned positions, sine-cosine ones have 76.5 ({_PLAIN})",
-    "model.global_pool": f"75.0 with a class token, the mean of patches has 76.5 ({_PLAIN})",
+    "model.pos_embed": f"75.0 with learned positions, 76.5 with sine-cosine ones ({_PLAIN})",
+    "model.global_pool": f"75.0 with a class token, 76.5 with the mean of patches ({_PLAIN})",
     "model.representation_size": f"76.7 with a linear head ({_PLAIN})",
     "model.image_size": f"83.1 at 384 px ({_DEIT})",
     "optim.name": f"74.5 with SGD ({_DEIT})",
@@ -52,7 +52,7 @@ KNOWN = {
     " head (DeiT-B, arXiv 2012.12877, Table 3)",
     "eval.crop_pct": "81.8 at .875, 82.0 at .9 (DeiT-B's README and timm's results)",
 }
-"""Setting -> what ablations say of it."""
+"""Published ablations by setting."""
 _ABLATED: dict[str, tuple[Any, ...]] = {
     "data.aug_repeats": (1,),
     "augment.mixup_alpha": (0,),
@@ -66,44 +66,54 @@ _ABLATED: dict[str, tuple[Any, ...]] = {
     "train.ema_decay": (None,),
     "distill.teacher": (None,),
 }
-"""Of settings whose ablation took something away: what one of two values must be to be that."""
-_SEED = "the noise of other random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
+"""The value that switches a component off, for settings whose ablation removed the component. An
+ablation applies only if one of the two recipes has this value."""
+_SEED = "noise from different random numbers: 0.2 (DeiT), 0.08 over 4 seeds (MAE's fine-tuning)"
 _TEXTS = {
     "train.seed": _SEED,
     "train.precision": "rounding; fp16 may overflow, which skips updates",
     "train.compile": "rounding",
-    "data.micro_batch_size": "the same batch, in other parts: rounding",
-    "data.mean": "another normalisation of images, which weights that exist must fit",
-    "data.std": "another normalisation of images, which weights that exist must fit",
-    "train.exact_over_ranks": "sums in an order that no number of ranks changes, draws by sample",
-    "augment.mix_group_size": "how many images share a draw of MixUp and CutMix",
+    "data.micro_batch_size": "the same batch in different parts: rounding",
+    "data.mean": "a different normalisation of images; pretrained weights need their own",
+    "data.std": "a different normalisation of images; pretrained weights need their own",
+    "train.exact_over_ranks": "sums and random numbers that do not depend on the number of ranks",
+    "augment.mix_group_size": "the number of images that share a draw of MixUp and CutMix",
 }
 _ORDER = (
-    *("data.num_lanes", "data.block_samples", "data.window_blocks", "train.seed"),
+    "data.num_lanes",
+    "data.block_samples",
+    "data.window_blocks",
+    "train.seed",
     "train.exact_over_ranks",
 )
 _HARMLESS = ("train.precision", "train.compile", "train.deterministic", "log.sample_losses")
 _IMAGES = (
-    *("data.mean", "data.std", "data.interpolation", "data.scaled_decode"),
-    *("schedule.image_sizes", "data.sources", "data.on_bad_image"),
+    "data.mean",
+    "data.std",
+    "data.interpolation",
+    "data.scaled_decode",
+    "schedule.image_sizes",
+    "data.sources",
+    "data.on_bad_image",
     *(f"data.{name}" for name in Selection.model_fields),
 )
-"""Some of them may change at a resume, which compares the samples themselves."""
+"""Settings that change training images. A resume may change some of them, because it compares the
+samples instead."""
 
 
 class Effect(NamedTuple):
-    """What a difference does."""
+    """The effect of a difference."""
 
     kind: str
     """A key of `KINDS`."""
     text: str
-    """What is known of it; "" for nothing."""
+    """The published effect; "" if none is known."""
 
 
 def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
-    """Return what another value of the setting `key` does. values: the two, if they are known."""
+    """Return the effect of changing the setting `key`. values: both values, if known."""
     section = key.partition(".")[0]
-    assert section in Config.model_fields, f"there is no section {section}"
+    assert section in Config.model_fields, f"the config has no section {section}"
     text = _TEXTS.get(key, "")
     ablated = _ABLATED.get(key, values)
     if key in KNOWN and (not values or any(value in ablated for value in values)):
@@ -130,9 +140,9 @@ def effect_of(key: str, values: tuple[Any, ...] = ()) -> Effect:
         "init": "start",
     }
     if key == "model.weight_init":
-        return Effect("start", "weights that are drawn in another way")
+        return Effect("start", "initial weights from a different distribution")
     if key == "eval.reference":
-        return Effect("harmless", "what evaluations are shown beside")
+        return Effect("harmless", "the curve that evaluations are compared with")
     if key in ("eval.every_epochs", "eval.every_steps", "eval.batch_size"):
-        return Effect("harmless", "how often and how fast is evaluated")
+        return Effect("harmless", "frequency and speed of evaluations")
     return Effect(kinds.get(section, "harmless"), text)

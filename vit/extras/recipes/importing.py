@@ -1,8 +1,8 @@
-"""A recipe of another program as our settings, with an account of each of its own.
+"""Import a recipe of another program as our settings, and account for each of its settings.
 
-What is given is a command line, a YAML file of timm's train.py, or a Python config of OpenMMLab's
-MMPretrain or of big_vision, which is evaluated by `python_config`, never run. The program is
-recognised by its script and its flags.
+The recipe is a command line, a YAML file of timm's train.py, or a Python config of MMPretrain or
+big_vision. `python_config` evaluates Python configs without running them. The program is detected
+from its script and flags.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from vit.extras.recipes import (
     timm_train,
     torchvision_references,
 )
-from vit.extras.recipes.arguments import Given, Table, read_mapping, read_words
+from vit.extras.recipes.arguments import ParsedArguments, Table, read_mapping, read_words
 from vit.extras.recipes.command import Command, split_command
 from vit.extras.recipes.reading import Reading
 
 DATA_ROOT = "data/imagenet"
-"""Where a written config expects shards: theirs are other files."""
+"""The `data.root` of a written config, because the source program's data are not shards."""
 PROGRAMS = ("deit", "timm", "torchvision", "mae", "deit3_jax", "mmpretrain", "big_vision")
 _OWN_NAMES = {
     "main_finetune.py": "mae",
@@ -41,7 +41,7 @@ _OWN_NAMES = {
     "run_with_submitit.py": "deit",
     "distributed_train.sh": "timm",
 }
-"""Scripts with a name that only one program has."""
+"""Script names that occur in only one program."""
 _NOT_READ = {
     r"\S*\b(main|submitit)_pretrain\.py": ("MAE's pre-training", "its main_finetune.py"),
     r"\S*\b(main|submitit)_linprobe\.py": ("MAE's linear probe", "launch/eval.py --linear-probe"),
@@ -60,8 +60,8 @@ _NOT_READ = {
         "launch/eval.py --linear-probe",
     ),
 }
-"""Script and arguments -> what it is, and what is nearest to it here."""
-_Read = Callable[[Table, Given, int | None, bool], Reading]
+"""Script and arguments that are not supported -> name, and the nearest supported program."""
+_Read = Callable[[Table, ParsedArguments, int | None, bool], Reading]
 _READERS: dict[str, _Read] = {
     "deit": deit.read,
     "timm": timm_train.read,
@@ -72,36 +72,36 @@ _READERS: dict[str, _Read] = {
 
 
 class Imported(NamedTuple):
-    """A recipe that was read."""
+    """An imported recipe."""
 
     reading: Reading
-    given: str
+    source: str
     """The command, or the name of the config file."""
     settings: dict[str, Any]
     """Dotted key -> value, in the order of the schema."""
 
     def config(self) -> Config:
-        """The config of these settings. Raises ConfigError if they contradict each other."""
+        """Return the config. Raises ConfigError if its settings contradict each other."""
         return from_dict(nested(self.settings), "the imported recipe")
 
 
-def import_recipe(given: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
-    """Read `given`: a command line, the path of a file with one or of a config, `-` for stdin.
+def import_recipe(source: str, program: str | None = None, num_gpus: int | None = None) -> Imported:
+    """Import `source`: a command line, the path of a command or config file, or `-` for stdin.
 
-    program: one of `PROGRAMS`, where it cannot be recognised. num_gpus: of all nodes, where the
-    command does not say, or for a YAML file or a config.
+    program: one of `PROGRAMS`, if it cannot be detected. num_gpus: the number of GPUs on all nodes;
+    needed for configs, and for commands that do not state it.
 
-    Raises ValueError for what cannot be read: unknown flags with the nearest, all at once.
+    Raises ValueError if the recipe cannot be read; it lists all unknown flags at once.
     """
-    path = _file(given)
-    name = path.name if path else given
-    text = given
-    if given == "-":
+    path = _file(source)
+    name = path.name if path else source
+    text = source
+    if source == "-":
         text = sys.stdin.read()
     elif path is not None:
         text = path.read_text(encoding="utf-8")
-    elif re.fullmatch(r"\S+\.(py|ya?ml|sh|txt)", given.strip()):
-        raise ValueError(f"{given}: no such file")
+    elif re.fullmatch(r"\S+\.(py|ya?ml|sh|txt)", source.strip()):
+        raise ValueError(f"{source}: no such file")
     if program is not None and program not in PROGRAMS:
         raise ValueError(f"--program {program}: one of {', '.join(PROGRAMS)}")
     reading = _read_config(text, path, num_gpus)
@@ -111,25 +111,25 @@ def import_recipe(given: str, program: str | None = None, num_gpus: int | None =
     return Imported(reading, name, _ordered({"data.root": DATA_ROOT, **reading.settings}))
 
 
-def _file(given: str) -> Path | None:
-    """The file that `given` names, if it is no command."""
+def _file(source: str) -> Path | None:
+    """Return the path if `source` is a file, and None if it is a command."""
     try:
-        return Path(given) if Path(given).is_file() else None
-    except OSError:  # too long for a name
+        return Path(source) if Path(source).is_file() else None
+    except OSError:  # a command can be too long for a file name
         return None
 
 
 def nested(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Dotted keys as sections."""
-    found: dict[str, dict[str, Any]] = {}
+    """Group dotted keys by section."""
+    groups: dict[str, dict[str, Any]] = {}
     for key, value in settings.items():
         section, _, name = key.partition(".")
-        found.setdefault(section, {})[name] = value
-    return found
+        groups.setdefault(section, {})[name] = value
+    return groups
 
 
 def is_default(key: str, value: Any, optimizer: str) -> bool:
-    """Whether `value` is what the setting `key` has by itself. optimizer: `optim.name`."""
+    """Return whether `value` is the default of `key`. optimizer: the value of `optim.name`."""
     section, _, name = key.partition(".")
     for kind in sections()[section]:
         if section == "optim" and optimizer not in _names_of(kind):
@@ -141,7 +141,7 @@ def is_default(key: str, value: Any, optimizer: str) -> bool:
 
 
 def _names_of(kind: type[Section]) -> tuple[Any, ...]:
-    """The names that choose a member of a union, such as ("adamw",)."""
+    """Return the names that select this section in a union, such as ("adamw",)."""
     return getattr(kind.model_fields["name"].annotation, "__args__", ())
 
 
@@ -156,7 +156,7 @@ def _ordered(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading | None:
-    """Read a config; None if `text` is a command."""
+    """Read a config; return None if `text` is a command."""
     if big_vision.is_config(text):
         return big_vision.read(text, "", [])
     if mmpretrain.is_config(text):
@@ -169,8 +169,8 @@ def _read_config(text: str, path: Path | None, num_gpus: int | None) -> Reading 
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict):
         raise ValueError(f"{path}: expected arguments of timm's train.py, as `model: vit_base`")
-    given = read_mapping(timm_train.TABLE, values)
-    return timm_train.read(timm_train.TABLE, given, num_gpus, (num_gpus or 1) > 1)
+    arguments = read_mapping(timm_train.TABLE, values)
+    return timm_train.read(timm_train.TABLE, arguments, num_gpus, (num_gpus or 1) > 1)
 
 
 def _read_command(command: Command, program: str | None, num_gpus: int | None) -> Reading:
@@ -195,23 +195,23 @@ def _table(program: str, command: Command) -> Table:
     }[program]
 
 
-def _find_program(command: Command, given: str | None) -> str:
-    """Return the program that `command` runs. given: the value of --program.
+def _find_program(command: Command, stated: str | None) -> str:
+    """Return the program that `command` runs. stated: the value of --program.
 
-    Raises ValueError if no reader exists for the script, or if it contradicts `given`.
+    Raises ValueError if the script is not supported, or contradicts `stated`.
     """
     line = " ".join([command.script, *command.words])
-    for pattern, (what, nearest) in _NOT_READ.items():
+    for pattern, (description, nearest) in _NOT_READ.items():
         if re.match(pattern, line):
             raise ValueError(
-                f"{command.script} is {what}, which is not read: write its settings by hand;"
-                f" nearest: {nearest}"
+                f"{command.script} is {description}, which cannot be imported: write its settings"
+                f" by hand, or start from the nearest program, {nearest}"
             )
     name = command.script.rpartition("/")[2]
     own = "big_vision" if "big_vision" in command.script else _OWN_NAMES.get(name)
-    if given and own and given != own:
-        raise ValueError(f"--program {given}: {command.script} belongs to {own}: omit --program")
-    if program := given or own:
+    if stated and own and stated != own:
+        raise ValueError(f"--program {stated}: {command.script} belongs to {own}: omit --program")
+    if program := stated or own:
         return program
     first = command.words[0] if command.words else ""
     if first.endswith(".py") and name in ("train.py", "dist_train.sh", "slurm_train.sh"):
@@ -222,13 +222,16 @@ def _find_program(command: Command, given: str | None) -> str:
     if name.startswith("train"):
         return _timm_or_torchvision(command)
     raise ValueError(
-        f"{command.script}: it is not known which program this is: name it with --program, one of"
+        f"{command.script}: the program cannot be detected: pass --program, one of"
         f" {', '.join(PROGRAMS)}"
     )
 
 
 def _timm_or_torchvision(command: Command) -> str:
-    """Whose train.py takes these flags. Names of torchvision's ViTs decide where both do."""
+    """Return the program whose train.py accepts these flags.
+
+    If both accept them, the model's name decides.
+    """
     fits = []
     for program, table in (
         ("timm", timm_train.TABLE),

@@ -1,8 +1,8 @@
-"""MAE's main_finetune.py and submitit_finetune.py: fine-tuning of self-supervised ViTs.
+"""Map commands of MAE's main_finetune.py and submitit_finetune.py to our settings.
 
-Its own meanings: the rate is --blr for a batch of 256, times GPUs and --accum_iter; rates fall by
-depth; the head pools patches unless --cls_token is given; the schedule moves each step, from 0;
-evaluation crops 224 of 256 up to 224 px, and nothing above.
+Semantics of MAE: the rate is --blr times the batch of all GPUs and --accum_iter over 256. Rates
+decay with depth. The head pools patches unless --cls_token is passed. The schedule changes each
+step and starts at 0. Evaluation crops 224 of 256 px up to 224 px, and uses the whole image above.
 """
 
 from __future__ import annotations
@@ -10,26 +10,26 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vit.extras.recipes.arguments import Given, Table, make_table
+from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
 from vit.extras.recipes.command import Command
-from vit.extras.recipes.rates import after_warmup, say_rate
+from vit.extras.recipes.rates import after_warmup, map_rate
 from vit.extras.recipes.reading import Reading
 from vit.extras.recipes.timm_common import (
-    file_here,
-    say_batch,
-    say_color_jitter,
-    say_erasing,
-    say_initial_weights,
-    say_layer_decay,
-    say_mixing,
-    say_policy,
-    say_precision,
+    local_file,
+    map_batch,
+    map_color_jitter,
+    map_erasing,
+    map_initial_weights,
+    map_layer_decay,
+    map_mixing,
+    map_policy,
+    map_precision,
 )
 
 _RECIPE = """
---batch_size              int     64      of a GPU: data.global_batch_size is that of all GPUs
+--batch_size              int     64      per GPU; data.global_batch_size is the total
 --epochs                  int     50      train.epochs
---accum_iter              int     1       batches of a step
+--accum_iter              int     1       batches per step
 --model                   str     vit_large_patch16   model.name
 --input_size              int     224     model.image_size
 --drop_path               float   0.1     model.drop_path_rate
@@ -37,7 +37,7 @@ _RECIPE = """
 --weight_decay            float   0.05    optim.weight_decay
 --lr                      float   -       optim.lr
 --blr                     float   1e-3    optim.lr, for a batch of 256
---layer_decay             float   0.75    rates by depth
+--layer_decay             float   0.75    layer-wise rates
 --min_lr                  float   1e-6    schedule.min_lr
 --warmup_epochs           int     5       schedule.warmup_epochs
 --color_jitter            float   -       augment.color_jitter
@@ -45,7 +45,7 @@ _RECIPE = """
 --smoothing               float   0.1     loss.label_smoothing
 --reprob                  float   0.25    augment.erasing_prob
 --remode                  str     pixel   augment.erasing_mode
---recount                 int     1       boxes that are erased
+--recount                 int     1       number of erased boxes
 --resplit                 on      -       -
 --mixup                   float   0       augment.mixup_alpha
 --cutmix                  float   0       augment.cutmix_alpha
@@ -56,7 +56,7 @@ _RECIPE = """
 --finetune                str     -       init.checkpoint
 --global_pool             on      true    model.global_pool
 --cls_token               off:global_pool   -
---nb_classes              int     1000    as many as the data have
+--nb_classes              int     1000    follows from the data
 --seed                    int     0       train.seed
 """
 _PLACES = """
@@ -77,7 +77,7 @@ _PLACES = """
 --dist_url                str     env://
 """
 _SUBMITIT = """
---ngpus                   int     8       GPUs of a node
+--ngpus                   int     8       GPUs per node
 --nodes                   int     2       nodes
 """
 _SUBMITIT_PLACES = """
@@ -100,47 +100,48 @@ _NAMES = {"base": "b", "large": "l", "huge": "h"}
 
 
 def table_for(command: Command) -> Table:
-    """The table of the script that `command` runs."""
+    """Return the table of the script that `command` runs."""
     return SUBMITIT if "submitit" in command.script else TABLE
 
 
-def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
-    """Account for a command of MAE's fine-tuning."""
-    reading = Reading(table, given)
+def read(
+    table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
+) -> Reading:
+    """Map a command of MAE's fine-tuning."""
+    reading = Reading(table, parsed)
     args = reading.args
     if args["eval"]:
         raise ValueError(
-            "--eval evaluates, there is nothing to train: python launch/eval.py --checkpoint FILE"
-            " --data SHARDS"
+            "--eval only evaluates: run python launch/eval.py --checkpoint FILE --data SHARDS"
         )
     if table is SUBMITIT:
         num_gpus = num_gpus or args["ngpus"] * args["nodes"]
         reading.same("ngpus nodes")
-    batch = say_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
+    batch = map_batch(reading, "batch_size accum_iter", num_gpus, args["accum_iter"])
     reading.same("epochs", {"train.epochs": args["epochs"]})
-    _say_model(reading)
-    say_policy(reading, "bicubic")
-    say_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
-    say_erasing(reading)
-    say_mixing(reading, args["batch_size"])
-    _say_optimizer(reading, batch)
+    _map_model(reading)
+    map_policy(reading, "bicubic")
+    map_color_jitter(reading, applies=args["aa"] in ("", None, "3a"))
+    map_erasing(reading)
+    map_mixing(reading, args["batch_size"])
+    _map_optimizer(reading, batch)
     reading.same("seed", {"train.seed": args["seed"]})
     reading.same("", {"eval.every_epochs": 1})
-    say_precision(reading, "fp16 with a scaled loss")
-    say_initial_weights(reading, "all Xavier's, and a head of std 2e-5")
+    map_precision(reading, "fp16 with a scaled loss")
+    map_initial_weights(reading, "Xavier's everywhere, and a head of std 2e-5")
     reading.finish()
     return reading
 
 
-def _say_model(reading: Reading) -> None:
+def _map_model(reading: Reading) -> None:
     args = reading.args
-    found = re.fullmatch(r"vit_(base|large|huge)_patch(14|16)", args["model"])
-    if not found:
+    match = re.fullmatch(r"vit_(base|large|huge)_patch(14|16)", args["model"])
+    if not match:
         raise ValueError(
             f"--model {args['model']}: expected vit_base_patch16, vit_large_patch16 or"
             " vit_huge_patch14"
         )
-    reading.same("model", {"model.name": f"vit_{_NAMES[found[1]]}{found[2]}"})
+    reading.same("model", {"model.name": f"vit_{_NAMES[match[1]]}{match[2]}"})
     size = args["input_size"]
     view = {"model.image_size": size, "eval.crop_pct": 0.875 if size <= 224 else 1.0}
     reading.same("input_size", view)
@@ -149,13 +150,13 @@ def _say_model(reading: Reading) -> None:
     reading.same("global_pool", pool if args["global_pool"] else {})
     reading.same("nb_classes")
     if args["finetune"]:
-        file, how = file_here(args["finetune"])
-        reading.same("finetune", {"init.checkpoint": file, "init.reset_head": True}, how)
+        file, note = local_file(args["finetune"])
+        reading.same("finetune", {"init.checkpoint": file, "init.reset_head": True}, note)
     else:
         reading.same("finetune")
 
 
-def _say_optimizer(reading: Reading, batch: int) -> None:
+def _map_optimizer(reading: Reading, batch: int) -> None:
     args = reading.args
     reading.same("", {"optim.name": "adamw"})
     lr = args["lr"]
@@ -164,10 +165,10 @@ def _say_optimizer(reading: Reading, batch: int) -> None:
         reading.same("lr blr", {"optim.lr": lr}, f"{args['blr']:g} x {batch} / 256")
     else:
         reading.same("lr", {"optim.lr": lr})
-        reading.inert("blr", "there is an --lr")
+        reading.inert("blr", "--lr is stated")
     reading.same("weight_decay", {"optim.weight_decay": args["weight_decay"]})
     reading.same("clip_grad", {"optim.clip_grad_norm": args["clip_grad"]})
-    say_layer_decay(reading, "layer_decay", args["layer_decay"], "beit")
+    map_layer_decay(reading, "layer_decay", args["layer_decay"], "beit")
     settings = {
         "schedule.name": "cosine",
         "schedule.warmup_epochs": args["warmup_epochs"],
@@ -177,4 +178,4 @@ def _say_optimizer(reading: Reading, batch: int) -> None:
     theirs = after_warmup(
         lr, args["epochs"], warmup_epochs=args["warmup_epochs"], min_lr=args["min_lr"]
     )
-    say_rate(reading, "min_lr warmup_epochs", theirs, settings, "")
+    map_rate(reading, "min_lr warmup_epochs", theirs, settings, "")

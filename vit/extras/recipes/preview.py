@@ -1,8 +1,7 @@
-"""A recipe to look at: groups of parameters, curves of the rates, and the augmented images; and two
-recipes side by side.
+"""Show the parameter groups and rate curves of a recipe, and print how two recipes differ.
 
-The model is made without memory, so that any size is shown at once. Curves are over epochs; how
-many steps an epoch has is that of ImageNet-1k unless it is said.
+The model is created on the meta device, so that any size is shown quickly. Curves are over epochs;
+the number of steps in an epoch is that of ImageNet-1k unless stated.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from vit.optim.schedule import weight_decay_at
 from vit.system.drawing import BLUE, GREY, ORANGE, add_title, drawing
 
 POINTS = 1000
-"""Of each curve."""
+"""Points of each curve."""
 
 
 def groups_table(config: Config) -> Table:
-    """Return the groups that the optimizer would get: what shares a rate and a decay."""
+    """Return the optimizer's parameter groups: tensors that share a rate and a decay."""
     with torch.device("meta"):
         model = create_model(config.model, num_classes=config.model.num_classes or 1000)
     table = Table("group", "tensors", "parameters", "learning rate", "weight decay", box=None)
@@ -60,14 +59,14 @@ def groups_table(config: Config) -> Table:
         )
     table.add_section()
     trained = sum(p.requires_grad for p in model.parameters())
-    table.add_row("all that is trained", f"{trained}", f"{total:,}", "", "")
+    table.add_row("all trained", f"{trained}", f"{total:,}", "", "")
     return table
 
 
 def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> Path:
     """Draw learning rate, weight decay and the curve of `eval.reference` over the epochs.
 
-    num_images: of an epoch. Returns `picture`. Raises ValueError as `read_reference`.
+    num_images: images in an epoch. Returns `picture`. Raises ValueError like `read_reference`.
     """
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
@@ -82,7 +81,7 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
     reference = None if name is None else read_reference(name)
     with drawing(picture, 4.4, layout="constrained") as figure:
         add_title(figure, title)
-        left, right, *others = figure.subplots(1, 2 if reference is None else 3)
+        left, right, *reference_axes = figure.subplots(1, 2 if reference is None else 3)
         left.plot(times, [rate(time) for time in times], color=BLUE)
         left.set(title="Learning rate", xlabel="epoch", ylim=(0, None))
         decays = [
@@ -97,8 +96,8 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
         if end is not None:
             left.axvline(end, color=GREY, linestyle=":")
             left.annotate("mixing ends", (end, 0), rotation=90, color=GREY, ha="right")
-        for axes in others:
-            assert reference is not None, "it has the third panel"
+        for axes in reference_axes:
+            assert reference is not None, "only a reference adds a third panel"
             for run in reference.runs:
                 axes.plot(epochs * run["share"], run["top1"], color=GREY, linewidth=1)
             axes.set(
@@ -108,7 +107,7 @@ def draw_curves(config: Config, num_images: int, title: str, picture: Path) -> P
 
 
 def steps_line(config: Config, num_images: int = IMAGENET) -> str:
-    """Return length and peak of the recipe in a line."""
+    """Return length and peak rate of the recipe in a line."""
     per_epoch = max(num_images // config.data.global_batch_size, 1)
     total = config.train.steps or round((config.train.epochs or 0) * per_epoch)
     form = ImageFormat.from_config(config.model, config.data, config.schedule)
@@ -121,24 +120,24 @@ def steps_line(config: Config, num_images: int = IMAGENET) -> str:
 
 def in_words(first: Config, second: Config, names: tuple[str, str]) -> str:
     """Return all differences as lines for a terminal."""
-    found = compare(first, second)
+    differences = compare(first, second)
     lines = [f"A  {names[0]}", f"B  {names[1]}"]
-    if not found:
+    if not differences:
         return "\n".join([*lines, "", "no setting differs"])
     for kind, heading in KINDS:
-        of_kind = [d for d in found if d.kind == kind]
+        of_kind = [d for d in differences if d.kind == kind]
         if of_kind:
             lines += ["", f"{heading}: {len(of_kind)}"]
         for difference in of_kind:
             lines += _wrapped(f"{difference.key}: {change_text(difference)}", "  ")
-            lines += _wrapped(difference.text, "      ") * bool(difference.text)
+            lines += _wrapped(difference.text, "      ")  # [] for no text
     if rates := _rates(first, second):
         lines += ["", *_wrapped(rates, "")]
     return "\n".join(lines)
 
 
 def _rates(first: Config, second: Config) -> str:
-    """How far the learning rates are apart over the share of the run that is done, or ""."""
+    """Describe the gap between the learning rates at equal shares of both runs; "" for none."""
     rates = []
     for config in (first, second):
         values = config_io.to_dict(config)
@@ -146,15 +145,15 @@ def _rates(first: Config, second: Config) -> str:
         per_epoch = max(IMAGENET // config.data.global_batch_size, 1)
         epochs = config.train.epochs or (config.train.steps or 1) / per_epoch
         rates.append((our_rate(settings, per_epoch), epochs))
-    (a, epochs), (b, others) = rates
+    (rate, epochs), (other_rate, other_epochs) = rates
     peak = max(first.optim.lr, second.optim.lr)
-    apart = distance(a, lambda time: b(time * others / epochs), peak, epochs)
+    apart = distance(rate, lambda time: other_rate(time * other_epochs / epochs), peak, epochs)
     if apart.largest < 0.005:
         return ""
     share = apart.at_epoch / epochs
     return (
-        "learning rates, over the part of the run that is done: at most"
-        f" {in_percent(apart.largest)} of the larger peak apart ({in_percent(share)} into the run),"
+        "learning rates at equal shares of both runs differ by at most"
+        f" {in_percent(apart.largest)} of the larger peak ({in_percent(share)} into the run),"
         f" {in_percent(apart.mean)} on average"
     )
 

@@ -1,9 +1,9 @@
-"""Config files that are Python, evaluated without running them.
+"""Evaluate Python config files without running them.
 
-Only what such files consist of is known: assignments, dictionaries, lists, numbers, texts,
-arithmetic, `if`, functions of the file itself, and a few of Python's. Imported names are opaque:
-calling one gives an opaque value, which may be stored but not computed with. Everything else is an
-error with its line. No attribute of a Python object is ever reached but the methods listed here.
+The evaluator knows assignments, dictionaries, lists, numbers, strings, arithmetic, `if`, functions
+of the file itself, and a few of Python's. Imported names are opaque: calling one returns an opaque
+value, which can be stored but not computed with. Anything else is an error with its line. Only the
+methods in `_METHODS` can be called on Python objects.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
 }
 _MOST_STEPS = 100_000
 _LARGEST = 1_000_000
-"""Longest text or list, and largest number of bits, so that no file can fill the memory."""
+"""Limit for the length of a string or list and the bits of a number, so that a config cannot
+exhaust the memory."""
 
 
 def _range(*bounds: int) -> list[int]:
-    """Python's, as a list; one that is too long ends beyond `_LARGEST` and is refused for that."""
+    """Return Python's range as a list, cut just above `_LARGEST`, where `_value` rejects it."""
     return list(range(*bounds)[: _LARGEST + 1])
 
 
@@ -64,14 +65,14 @@ _METHODS = {
 
 
 class Opaque:
-    """A value that only the program itself could compute. What is set on it is forgotten."""
+    """A value that only the program can compute. Assignments to its attributes are ignored."""
 
     def __repr__(self) -> str:
         return "<not known without running it>"
 
 
 class Returned(Exception):
-    """A function has returned."""
+    """The control flow of a `return` statement."""
 
     def __init__(self, value: Any):
         super().__init__()
@@ -79,7 +80,7 @@ class Returned(Exception):
 
 
 class _Function:
-    """A function of the file."""
+    """A function defined in the file."""
 
     def __init__(self, node: ast.FunctionDef, scopes: list[dict[str, Any]]):
         self.node = node
@@ -87,19 +88,19 @@ class _Function:
 
 
 class PythonConfig:
-    """The names of a config file, and its functions to call.
+    """An evaluated config file: its names, and its functions for `call`.
 
-    known: dotted name -> what to call for an imported function, such as `bvcc.parse_arg`.
+    imported: replacements for imported functions by dotted name, such as `bvcc.parse_arg`.
 
-    Raises ValueError, with file and line, for what is not known here.
+    Raises ValueError with file and line for unsupported code.
     """
 
     def __init__(
-        self, text: str, source: str, known: Mapping[str, Callable[..., Any]] | None = None
+        self, text: str, source: str, imported: Mapping[str, Callable[..., Any]] | None = None
     ):
         self.source = source
         self.names: dict[str, Any] = {}
-        self._known = known or {}
+        self._imported = imported or {}
         self._steps = 0
         self._depth = 0
         try:
@@ -114,7 +115,7 @@ class PythonConfig:
         """Evaluate the file's function `name`."""
         function = self.names.get(name)
         if not isinstance(function, _Function):
-            raise ValueError(f"{self.source}: there is no function {name}()")
+            raise ValueError(f"{self.source}: the config has no function {name}()")
         return self._apply(function, list(arguments), {}, function.node)
 
     # ---- statements ------------------------------------------------------------------------------
@@ -195,7 +196,7 @@ class PythonConfig:
                 return scope[node.id]
         if node.id in _FUNCTIONS:
             return _FUNCTIONS[node.id]
-        raise self._error(node, f"{node.id} is not defined here")
+        raise self._error(node, f"{node.id} is not defined in the config")
 
     def _list(self, node: ast.List, scopes: list[dict[str, Any]]) -> list[Any]:
         return [self._value(item, scopes) for item in node.elts]
@@ -204,13 +205,13 @@ class PythonConfig:
         return tuple(self._value(item, scopes) for item in node.elts)
 
     def _dict(self, node: ast.Dict, scopes: list[dict[str, Any]]) -> dict[Any, Any]:
-        found: dict[Any, Any] = {}
+        mapping: dict[Any, Any] = {}
         for key, value in zip(node.keys, node.values, strict=True):
             if key is None:
-                found |= self._value(value, scopes)
+                mapping |= self._value(value, scopes)
             else:
-                found[self._value(key, scopes)] = self._value(value, scopes)
-        return found
+                mapping[self._value(key, scopes)] = self._value(value, scopes)
+        return mapping
 
     def _binop(self, node: ast.BinOp, scopes: list[dict[str, Any]]) -> Any:
         left = self._value(node.left, scopes)
@@ -218,7 +219,7 @@ class PythonConfig:
         if isinstance(node.op, ast.Pow) and _is_small(left) and _is_small(right):
             return left**right
         if type(node.op) not in _BINARY or (isinstance(node.op, ast.Mod) and isinstance(left, str)):
-            raise self._error(node, "only + - * / // and % of numbers are known")
+            raise self._error(node, "only + - * / // and % of numbers are supported")
         lists = [v for v in (left, right) if isinstance(v, (str, list, tuple))]
         counts = [v for v in (left, right) if isinstance(v, int)]
         if (
@@ -274,27 +275,27 @@ class PythonConfig:
         for kind, methods in _METHODS.items():
             if isinstance(owner, kind) and node.attr in methods:
                 return getattr(owner, node.attr)
-        raise self._error(node, f"there is no {node.attr}")
+        raise self._error(node, f"unknown attribute {node.attr}")
 
     def _joinedstr(self, node: ast.JoinedStr, scopes: list[dict[str, Any]]) -> str:
         parts = []
         for part in node.values:
             inner = part.value if isinstance(part, ast.FormattedValue) else part
             if getattr(part, "format_spec", None) is not None:
-                raise self._error(node, "only plain {fields} are known")
+                raise self._error(node, "only plain {fields} are supported")
             parts.append(str(self._value(inner, scopes)))
         return "".join(parts)
 
     def _listcomp(self, node: ast.ListComp, scopes: list[dict[str, Any]]) -> list[Any]:
         (loop,) = node.generators
-        found = []
+        elements = []
         for item in self._value(loop.iter, scopes):
             inner: dict[str, Any] = {}
             self._assign(loop.target, item, [inner])
             within = [*scopes, inner]
             if all(self._value(test, within) for test in loop.ifs):
-                found.append(self._value(node.elt, within))
-        return found
+                elements.append(self._value(node.elt, within))
+        return elements
 
     def _call(self, node: ast.Call, scopes: list[dict[str, Any]]) -> Any:
         arguments = [self._value(item, scopes) for item in node.args]
@@ -305,8 +306,8 @@ class PythonConfig:
         name = ast.unparse(node.func)
         if name == "dict" or name.endswith(".ConfigDict"):
             return dict(*arguments, **named)
-        if name in self._known:
-            return self._known[name](*arguments, **named)
+        if name in self._imported:
+            return self._imported[name](*arguments, **named)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "format":
             return _format(self._value(node.func.value, scopes), arguments, named)
         function = self._value(node.func, scopes)
@@ -319,10 +320,10 @@ class PythonConfig:
     def _apply(
         self, function: _Function, arguments: list[Any], named: dict[str, Any], node: ast.AST
     ) -> Any:
-        """Evaluate a function of the file."""
+        """Evaluate a call of a function defined in the file."""
         parameters = function.node.args
         if self._depth > 20:
-            raise self._error(node, "functions that call each other, too deep")
+            raise self._error(node, "function calls are nested too deep")
         names = [argument.arg for argument in parameters.args]
         defaults = dict(zip(names[::-1], parameters.defaults[::-1], strict=False))
         local = {name: self._value(value, function.scopes) for name, value in defaults.items()}
@@ -343,14 +344,14 @@ class PythonConfig:
         if self._steps > _MOST_STEPS:
             raise self._error(node, "too long for a config")
 
-    def _error(self, node: ast.AST, what: str) -> ValueError:
+    def _error(self, node: ast.AST, problem: str) -> ValueError:
         line = getattr(node, "lineno", 1)
         text = ast.unparse(node).splitlines()[0][:60]
-        return ValueError(f"{self.source}:{line}: {text}: {what}")
+        return ValueError(f"{self.source}:{line}: {text}: {problem}")
 
 
 def _loaded(target: ast.expr) -> ast.expr:
-    """The target of `x += 1` as a value."""
+    """Return the target of `x += 1` as an expression to read."""
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
@@ -359,21 +360,21 @@ def _is_small(number: float) -> bool:
 
 
 def _format(text: str, arguments: list[Any], named: dict[str, Any]) -> str:
-    """`text.format(...)` with plain fields only: a field's format could fill the memory."""
+    """Evaluate `text.format(...)` without format specs, which could exhaust the memory."""
     numbers = iter(range(len(arguments)))
 
-    def field(found: re.Match[str]) -> str:
-        name = found[1] or str(next(numbers))
+    def field(match: re.Match[str]) -> str:
+        name = match[1] or str(next(numbers))
         return str(arguments[int(name)] if name.isdigit() else named[name])
 
     filled = re.sub(r"\{(\w*)\}", field, text)
     if set("{}") & set(re.sub(r"\{\w*\}", "", text)):
-        raise TypeError("only plain {fields} are known")
+        raise TypeError("only plain {fields} are supported")
     return filled
 
 
 def flattened(value: Any, path: str = "") -> dict[str, Any]:
-    """The leaves of nested dictionaries and lists of dictionaries: dotted path -> value."""
+    """Return the leaves of nested dictionaries and lists of dictionaries: dotted path -> value."""
     items: list[tuple[Any, Any]] = []
     if isinstance(value, dict) and value:
         items = list(value.items())
@@ -381,23 +382,23 @@ def flattened(value: Any, path: str = "") -> dict[str, Any]:
         items = list(enumerate(value))
     if not items:
         return {path: value}
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for key, inner in items:
-        found |= flattened(inner, f"{path}.{key}" if path else str(key))
-    return found
+        leaves |= flattened(inner, f"{path}.{key}" if path else str(key))
+    return leaves
 
 
 class Leaves(dict[str, Any]):
-    """Leaves of a config by their paths; one that is asked for and missing is a ValueError."""
+    """The leaves of a config by path; looking up a missing path raises ValueError."""
 
     def __missing__(self, key: str) -> Any:
-        raise ValueError(f"the config has no {key}: expected one that trains, with its bases")
+        raise ValueError(f"the config has no {key}: pass a training config that includes its bases")
 
 
 def with_bases(text: str, path: Path | None) -> dict[str, Any]:
-    """The config `text`, read from `path`, with those of its `_base_` below it (OpenMMLab).
+    """Return the config `text` merged over its `_base_` files (OpenMMLab); path: its own file.
 
-    Raises ValueError naming the files that are not there.
+    Raises ValueError with the names of missing base files.
     """
     names = PythonConfig(text, str(path or "the config")).names
     own = {
@@ -407,31 +408,31 @@ def with_bases(text: str, path: Path | None) -> dict[str, Any]:
     }
     named: Any = own.pop("_base_", [])
     bases = [named] if isinstance(named, str) else list(named)
-    found: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     missing = []
     for base in bases:
         file = None if path is None else path.parent / base
         if file is None or not file.is_file():
             missing.append(base)
         else:
-            found = _merged(found, with_bases(file.read_text(encoding="utf-8"), file))
+            merged = _merged(merged, with_bases(file.read_text(encoding="utf-8"), file))
     if missing:
         raise ValueError(
-            f"{path or 'the config'} inherits from {', '.join(missing)}, which is not there: give"
-            " the config as a file beside its bases"
+            f"{path or 'the config'} inherits from {', '.join(missing)}, which does not exist: pass"
+            " the config as a file next to its bases"
         )
-    return _merged(found, own)
+    return _merged(merged, own)
 
 
 def _merged(base: dict[str, Any], child: dict[str, Any]) -> dict[str, Any]:
-    """`child` over `base`, as mmengine merges: dictionaries by their keys."""
-    found = dict(base)
+    """Merge `child` over `base` like mmengine: dictionaries key by key."""
+    merged = dict(base)
     for key, value in child.items():
         if not isinstance(value, dict):
-            found[key] = value
+            merged[key] = value
             continue
         own = {k: v for k, v in value.items() if k != "_delete_"}
-        before = found.get(key)
+        before = merged.get(key)
         replaces = value.get("_delete_") or not isinstance(before, dict)
-        found[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
-    return found
+        merged[key] = _merged({} if replaces else before, own)  # type: ignore[arg-type]
+    return merged

@@ -1,7 +1,7 @@
-"""Learning rates of other programs over the epochs, and how far ours is from them.
+"""Compute learning rates of other programs over the epochs, and compare ours with them.
 
-A rate is a function of the time in epochs, so that programs that change it per step and per epoch
-can be compared. Those of timm and torch are tested against the schedulers themselves.
+A rate is a function of the time in epochs, so that per-step and per-epoch schedules can be
+compared. The functions for timm and torch are tested against the schedulers themselves.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vit.extras.recipes.reading import Reading
 from vit.optim.schedule import lr_at
 
 Rate = Callable[[float], float]
-"""Time in epochs, from 0 on -> learning rate."""
+"""A function from time in epochs, starting at 0, to learning rate."""
 IMAGENET = 1_281_167
-"""Images of the training split that recipes are written for."""
+"""Images in the training split of ImageNet-1k, which the recipes assume."""
 
 
 def timm_cosine(
@@ -31,10 +31,10 @@ def timm_cosine(
     per_step: bool = False,
     late: int = 0,
 ) -> Rate:
-    """timm's CosineLRScheduler, by default changed at the end of an epoch.
+    """Return the rate of timm's CosineLRScheduler, which by default changes once an epoch.
 
-    warmup_prefix: the cosine begins after the warm-up, not under it. late: epochs by which it is
-    behind, 1 in DeiT, whose main.py passes the epoch that has ended.
+    warmup_prefix: start the cosine after the warm-up instead of at epoch 0. late: delay in epochs;
+    1 for DeiT, whose main.py passes the epoch that has just ended.
     (huggingface/pytorch-image-models@aa4b5850:timm/scheduler/cosine_lr.py)
     """
 
@@ -59,7 +59,7 @@ def timm_step(
     warmup_epochs: float = 0,
     warmup_lr: float = 0.0,
 ) -> Rate:
-    """timm's StepLRScheduler (the same repository, timm/scheduler/step_lr.py), per epoch."""
+    """Return the rate of timm's StepLRScheduler (timm/scheduler/step_lr.py), per epoch."""
 
     def rate(time: float) -> float:
         t = math.floor(time)
@@ -79,9 +79,9 @@ def torchvision_cosine(
     min_lr: float = 0.0,
     linear: bool = True,
 ) -> Rate:
-    """torch's LinearLR (or ConstantLR) and CosineAnnealingLR, one after the other, per epoch.
+    """Return the rate of torch's LinearLR (or ConstantLR), then CosineAnnealingLR, per epoch.
 
-    warmup_factor: of the rate at the start.
+    warmup_factor: the first rate as a fraction of `lr`.
     """
 
     def rate(time: float) -> float:
@@ -105,10 +105,10 @@ def after_warmup(
     linear: bool = False,
     per_epoch: bool = False,
 ) -> Rate:
-    """A linear warm-up per step, then a cosine (or a line) over the rest.
+    """Return a linear warm-up per step, then a cosine (or a line) over the rest.
 
-    MAE's (facebookresearch/mae@efb2a806:util/lr_sched.py), optax's, big_vision's and, with a cosine
-    that changes `per_epoch`, OpenMMLab's.
+    MAE (facebookresearch/mae@efb2a806:util/lr_sched.py), optax and big_vision use it; OpenMMLab
+    does with `per_epoch`, which changes the cosine once an epoch.
     """
 
     def rate(time: float) -> float:
@@ -123,13 +123,13 @@ def after_warmup(
 
 
 def our_rate(settings: Mapping[str, Any], steps_per_epoch: int) -> Rate:
-    """The rate of a config with `settings` (dotted key -> value)."""
+    """Return the rate of a config with `settings` (dotted key -> value)."""
     total = _num_steps(settings, steps_per_epoch)
 
     def steps(name: str) -> int:
-        given = settings.get(f"schedule.{name}_steps")
+        stated = settings.get(f"schedule.{name}_steps")
         epochs = settings.get(f"schedule.{name}_epochs") or 0
-        return round(epochs * steps_per_epoch) if given is None else int(given)
+        return round(epochs * steps_per_epoch) if stated is None else int(stated)
 
     per_epoch = settings.get("schedule.interval") == "epoch"
 
@@ -159,16 +159,16 @@ def _num_steps(settings: Mapping[str, Any], steps_per_epoch: int) -> int:
 
 
 class Distance(NamedTuple):
-    """How far two rates are from each other, as shares of the peak."""
+    """The distance between two rates, as fractions of the peak."""
 
     largest: float
     at_epoch: float
-    """Where it is largest."""
+    """The epoch of the largest distance."""
     mean: float
 
 
 def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
-    """Compare two rates at 20 times in each epoch, at most 2,000."""
+    """Compare two rates at 20 points an epoch, and at most 2,000 in all."""
     count = max(min(round(20 * epochs), 2000), 1)
     times = [epochs * (n + 0.5) / count for n in range(count)]
     apart = [abs(theirs(time) - ours(time)) / peak for time in times]
@@ -177,41 +177,42 @@ def distance(theirs: Rate, ours: Rate, peak: float, epochs: float) -> Distance:
 
 
 def in_percent(share: float) -> str:
-    """`share` in words, with two digits or without decimals."""
+    """Format `share` as a percentage of two digits."""
     percent = 100 * share
     return f"{percent:.0f} %" if percent >= 10 else f"{percent:.2g} %"
 
 
 def with_effect(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out what has no effect without a warm-up."""
+    """Drop the warm-up settings of a schedule without warm-up."""
     if settings.get("schedule.warmup_epochs") or settings.get("schedule.warmup_steps"):
         return dict(settings)
     without = ("schedule.warmup_lr", "schedule.warmup_prefix")
     return {key: value for key, value in settings.items() if key not in without}
 
 
-def say_rate(
+def map_rate(
     reading: Reading, names: str, theirs: Rate, settings: Mapping[str, Any], reasons: str
 ) -> None:
-    """Account for the arguments `names` of a schedule: how far `settings` are from `theirs`.
+    """Record the schedule arguments `names`: compare the rate of `settings` with `theirs`.
 
-    The rate, the epochs and the batch must have been said before. reasons: what differs, in words.
+    Call it after rate, epochs and batch are recorded. reasons: an explanation of the difference.
     """
     settings = with_effect(settings)
-    known = {**reading.settings, **settings}
+    all_settings = {**reading.settings, **settings}
     for key in ("data.global_batch_size", "optim.lr", "train.epochs", "train.steps"):
-        if known.get(key, 1) <= 0:
-            raise ValueError(f"{key} follows as {known[key]:g}: expected more than 0")
-    steps_per_epoch = max(IMAGENET // known["data.global_batch_size"], 1)
-    epochs = _num_steps(known, steps_per_epoch) / steps_per_epoch
-    found = distance(theirs, our_rate(known, steps_per_epoch), known["optim.lr"], epochs)
-    if found.largest < 0.005:
+        if all_settings.get(key, 1) <= 0:
+            raise ValueError(f"{key} resolves to {all_settings[key]:g}: expected more than 0")
+    steps_per_epoch = max(IMAGENET // all_settings["data.global_batch_size"], 1)
+    epochs = _num_steps(all_settings, steps_per_epoch) / steps_per_epoch
+    gap = distance(
+        theirs, our_rate(all_settings, steps_per_epoch), all_settings["optim.lr"], epochs
+    )
+    if gap.largest < 0.005:
         reading.same(names, settings)
         return
     reading.differs(
         names,
-        f"the rate is at most {in_percent(found.largest)} of its peak from theirs (epoch"
-        f" {found.at_epoch:.3g}), {in_percent(found.mean)} on average"
-        + (reasons and f": {reasons}"),
+        f"the rate differs by at most {in_percent(gap.largest)} of its peak (epoch"
+        f" {gap.at_epoch:.3g}), {in_percent(gap.mean)} on average" + (reasons and f": {reasons}"),
         settings,
     )

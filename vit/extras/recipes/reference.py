@@ -1,16 +1,16 @@
-"""A published curve of accuracy, which a run is held against from its first evaluation on.
+"""Compare each evaluation of a run with a published accuracy curve.
 
-`configs/reference/<name>.csv` has the numbers that a source states, and in its header where they
-are from, which recipe they are of, and how long that was trained:
+`configs/reference/<name>.csv` has the published numbers. Its header states their source, their
+recipe and the length of the training:
 
-    file -> `Reference`: values over the share of the schedule that is done
-    this run's plan and validation set -> `Comparison`: whether the two can be compared
-    an evaluation -> its difference, for the record, and a line for people
+    file -> `Reference`: values over the completed share of the schedule
+    this run's plan and validation set -> `Comparison`: whether the two are comparable
+    an evaluation -> its difference, for the record, and a line for the log
 
-Only a run of the curve's recipe is compared: over the same validation set, and as long as the
-recipe or the curve. Both are compared at the same share of their schedules, which is the same epoch
-unless the curve's own run was longer than the recipe. Between two published points the value is
-interpolated; before the first and after the last there is none.
+Only a run of the curve's recipe is compared: on the same validation set, and as long as the recipe
+or the curve. Values are compared at the same share of both schedules, which is the same epoch
+unless the published run was longer than the recipe. Values between two published points are
+interpolated. Before the first point and after the last one nothing is compared.
 """
 
 from __future__ import annotations
@@ -43,34 +43,34 @@ from vit.training.run_data import Notes, RunData
 
 SUFFIX = ".csv"
 METRICS = ("top1", "top5", "loss")
-"""Columns that a curve can have: the first two in percent."""
+"""Metric columns of a curve; the first two are in percent."""
 SAME_LENGTH = 0.005
-"""Share by which two lengths may differ and still be called the same: a last step more or less."""
+"""Relative difference up to which two lengths count as equal, because of rounding to steps."""
 
 
 class Header(Section):
-    """What the first lines of a curve's file say, as `# key: value`."""
+    """The header of a curve's file: lines of `# key: value`."""
 
     title: str
     """Network, recipe and length, for people."""
     source: str
     """Repository, commit and place of the numbers."""
     note: str = ""
-    """What else the source says, or does not say."""
+    """Further facts from the source, or facts that it omits."""
     recipe: str
-    """Our config that it is of, by name."""
+    """Our config for the same recipe, by name."""
     settings: dict[str, Any] = Field(default={})
-    """Settings that were other there than in `recipe`."""
+    """Settings of the published run that differ from `recipe`."""
     epochs: float | None = None
-    """Length of its schedule; this, with a column `epoch`, or `steps`, with a column `step`."""
+    """Length of the schedule; either `epochs`, with a column `epoch`, or `steps`, with `step`."""
     steps: Positive | None = None
     images: Positive
-    """Of the set that it was evaluated on."""
+    """Number of images in the validation set."""
     classes: Positive
     train_images: Positive | None = None
-    """Of an epoch; `None`: not known."""
+    """Number of training images in an epoch; `None`: not known."""
     weights: Literal["model", "ema"] = "model"
-    """What was evaluated: the weights, or their moving average."""
+    """The evaluated weights: the model's, or their moving average."""
 
 
 class Value(NamedTuple):
@@ -88,10 +88,10 @@ class Reference:
     name: str
     header: Header
     length: float
-    """In epochs, or in steps."""
+    """Length of the schedule, in units of `unit`."""
     unit: Literal["epoch", "step"]
     runs: tuple[dict[str, NDArray[np.float64]], ...]
-    """Of each run: `share`, ascending, (n,), and each metric, (n,)."""
+    """The columns of each run: `share`, ascending, (n,), and each metric, (n,)."""
 
     @property
     def first(self) -> float:
@@ -104,31 +104,31 @@ class Reference:
         return min(float(run["share"][-1]) for run in self.runs)
 
     def at(self, share: float) -> dict[str, Value]:
-        """Return the metrics at `share` of the schedule; {} where nothing is published."""
-        # The share is a quotient of steps: it may miss a published end by a rounding.
+        """Return the metrics at `share` of the schedule; {} outside the published range."""
+        # The share is a quotient of steps, so rounding can put it just outside the range.
         if not self.first - 1e-9 <= share <= self.last + 1e-9:
             return {}
-        found = {}
+        metrics = {}
         for name in self.runs[0].keys() - {"share"}:
             values = [float(np.interp(share, run["share"], run[name])) for run in self.runs]
-            found[name] = Value(sum(values) / len(values), min(values), max(values))
-        return found
+            metrics[name] = Value(sum(values) / len(values), min(values), max(values))
+        return metrics
 
     def moment(self, share: float) -> str:
-        """Name `share` of its schedule by its own count, as `epoch 96`."""
+        """Return `share` of the schedule in its own unit, such as `epoch 96`."""
         place = round(share * self.length, 1 if self.unit == "epoch" else 0)
         return f"{self.unit} {place:,.6g}" if place < 1e6 else f"{self.unit} {place:,.0f}"
 
 
 def read_reference(name: str) -> Reference:
-    """Read the curve `name`: of `configs/reference`, or a path that ends with .csv.
+    """Read the curve `name` in `configs/reference`, or at a path that ends with .csv.
 
-    Raises ValueError if it is not there, or not what the header of this module says.
+    Raises ValueError if the file cannot be read or has a different format.
     """
     folder = recipes_folder() / "reference"
     path = Path(name) if name.endswith(SUFFIX) else folder / f"{name}{SUFFIX}"
-    where = f"eval.reference={name}"
-    about = where if name.endswith(SUFFIX) else f"{where}: {path}"
+    setting = f"eval.reference={name}"
+    label = setting if name.endswith(SUFFIX) else f"{setting}: {path}"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -137,22 +137,22 @@ def read_reference(name: str) -> Reference:
         nearest = difflib.get_close_matches(name, names, n=3, cutoff=0)
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ValueError(
-            f"{where}: {path} cannot be read ({reason}); of the {len(names)} curves of"
+            f"{setting}: {path} cannot be read ({reason}); of the {len(names)} curves of"
             f" configs/reference, nearest: {', '.join(nearest)}; null for none"
         ) from None
     head = [line for line in lines if line.startswith("#")]
-    header = _read_header(head, about)
+    header = _read_header(head, label)
     unit: Literal["epoch", "step"] = "epoch" if header.steps is None else "step"
     length = float(header.epochs or header.steps or 0)
     rows = list(csv.DictReader(lines[len(head) :]))
-    runs = _read_runs(rows, unit, length, about, len(head))
+    runs = _read_runs(rows, unit, length, label, len(head))
     return Reference(name.removesuffix(SUFFIX), header, length, unit, runs)
 
 
-def _read_header(head: list[str], where: str) -> Header:
+def _read_header(head: list[str], label: str) -> Header:
     if not head:
         raise ValueError(
-            f"{where}: its first lines are no header: '# title: ...', '# source: ...',"
+            f"{label}: the header is missing: start the file with '# title: ...', '# source: ...',"
             " '# recipe: ...', '# epochs: ...', '# images: ...', '# classes: ...'"
         )
     try:
@@ -160,28 +160,28 @@ def _read_header(head: list[str], where: str) -> Header:
         header = Header.model_validate_json(json.dumps(content))
     except (yaml.YAMLError, TypeError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"{where}: its header is not '# key: value' lines: {reason}") from None
+        raise ValueError(f"{label}: its header is not '# key: value' lines: {reason}") from None
     except ValidationError as error:
         problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-        raise ValueError(f"{where}: header: {'; '.join(problems)}") from None
+        raise ValueError(f"{label}: header: {'; '.join(problems)}") from None
     if (header.epochs is None) == (header.steps is None):
-        raise ValueError(f"{where}: header: give the length as `epochs` or as `steps`")
+        raise ValueError(f"{label}: header: state the length as `epochs` or as `steps`")
     return header
 
 
 def _read_runs(
-    rows: list[dict[str, str]], unit: str, length: float, where: str, num_before: int
+    rows: list[dict[str, str]], unit: str, length: float, label: str, num_before: int
 ) -> tuple[dict[str, NDArray[np.float64]], ...]:
-    """Return each run's columns, with `share` in place of its unit."""
+    """Return each run's columns, with the unit converted to `share`."""
     if not rows:
         raise ValueError(
-            f"{where}: no row of numbers behind the header: expected '{unit},top1' and, below it,"
-            " the numbers"
+            f"{label}: no row of numbers after the header: add the column names '{unit},top1', then"
+            " one row for each point"
         )
     names = [key for key in rows[0] if key not in (unit, "run")]
     if unit not in rows[0] or "top1" not in names or {*names} - {*METRICS}:
         raise ValueError(
-            f"{where}: expected the columns {unit} and top1, and no others than run, top5 and loss"
+            f"{label}: expected the columns {unit} and top1, and optionally run, top5 and loss"
         )
     points: dict[str, list[list[float]]] = {}
     for number, row in enumerate(rows, num_before + 2):
@@ -190,20 +190,20 @@ def _read_runs(
         except (TypeError, ValueError):
             values = [math.nan]
         if not np.isfinite(values).all():
-            raise ValueError(f"{where}: line {number}: expected a number in each column")
+            raise ValueError(f"{label}: line {number}: expected a number in each column")
         points.setdefault(row.get("run", ""), []).append(values)
     runs = []
-    for run, found in points.items():
-        columns = np.array(found).T
+    for run, rows_of_run in points.items():
+        columns = np.array(rows_of_run).T
         place = columns[0]
         percent = columns[[at for at, key in enumerate((unit, *names)) if key in ("top1", "top5")]]
         if percent.min() < 0 or percent.max() > 100:
-            raise ValueError(f"{where}: top1 and top5 are percentages, between 0 and 100")
+            raise ValueError(f"{label}: top1 and top5 are percentages, between 0 and 100")
         if place.min() < 0 or place.max() > length:
-            raise ValueError(f"{where}: its {unit}s must be between 0 and {length:g}")
+            raise ValueError(f"{label}: its {unit}s must be between 0 and {length:g}")
         if (np.diff(place) <= 0).any():
             of_run = f" of run {run}" if run else ""
-            raise ValueError(f"{where}: the {unit}s{of_run} must ascend")
+            raise ValueError(f"{label}: the {unit}s{of_run} must ascend")
         runs.append({"share": place / length, **dict(zip(names, columns[1:], strict=True))})
     return tuple(runs)
 
@@ -213,16 +213,16 @@ def _read_runs(
 
 @dataclass(frozen=True)
 class Comparison:
-    """A run beside a reference."""
+    """The comparison of a run with a reference."""
 
     reference: Reference
     plan: Plan
     refusal: str
-    """Why the two cannot be compared; "" if they can."""
+    """The reason not to compare the two; "" if they are comparable."""
 
     @property
     def length_note(self) -> str:
-        """What follows from another length than the reference's; "" for the same."""
+        """Return a note if the run's length differs from the reference's, else ""."""
         ours = float(self.plan.total_steps)
         if self.reference.unit == "epoch":
             ours = self.plan.total_steps / self.plan.steps_per_epoch
@@ -230,45 +230,45 @@ class Comparison:
         if _is_same(ours, theirs):
             return ""
         return (
-            f"{ours:,.6g} {self.reference.unit}s here, {theirs:,.6g} there: compared at the same"
-            " share of both"
+            f"this run has {ours:,.6g} {self.reference.unit}s, the reference {theirs:,.6g}: values"
+            " are compared at the same share of both"
         )
 
     def values(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Return what the record gets at `step`: `top1_reference`, `top1_minus_reference`, ...
+        """Return the record's values at `step`: `top1_reference`, `top1_minus_reference`, ...
 
-        metrics: of this run's validation set, with `_ema` for averaged weights.
+        metrics: results on the validation set, with the suffix `_ema` for averaged weights.
         """
         if self.refusal:
             return {}
-        found = {}
+        fields = {}
         for name, value in self.reference.at(step / self.plan.total_steps).items():
-            found[f"{name}_reference"] = value.mean
-            found[f"{name}_minus_reference"] = metrics[name + self._suffix] - value.mean
-        return found
+            fields[f"{name}_reference"] = value.mean
+            fields[f"{name}_minus_reference"] = metrics[name + self._suffix] - value.mean
+        return fields
 
     def line(self, step: int, metrics: Mapping[str, Any]) -> str:
-        """Return the accuracy at `step` beside the reference's in a line; "" if not compared."""
+        """Return a line with the accuracy at `step` and the reference's; "" if not compared."""
         if self.refusal:
             return ""
         share = step / self.plan.total_steps
         top1 = metrics["top1" + self._suffix]
-        of = "averaged weights " if self._suffix else ""
-        text = f"epoch {step / self.plan.steps_per_epoch:.4g}: {of}{top1:.2f} %"
+        prefix = "averaged weights " if self._suffix else ""
+        text = f"epoch {step / self.plan.steps_per_epoch:.4g}: {prefix}{top1:.2f} %"
         value = self.reference.at(share).get("top1")
         if value is None:
             edge = f"begins at {self.reference.moment(self.reference.first)}"
             if share > self.reference.first:
                 edge = f"ends at {self.reference.moment(self.reference.last)}"
             return f"{text} (the reference {edge})"
-        where = f" at its {self.reference.moment(share)}:" if self.length_note else ""
+        moment = f" at its {self.reference.moment(share)}:" if self.length_note else ""
         spread = ""
         if (num_runs := len(self.reference.runs)) > 1:
             spread = f", {num_runs} runs {value.low:.2f} to {value.high:.2f}"
-        return f"{text} (reference{where} {value.mean:.2f} %{spread}, {top1 - value.mean:+z.2f})"
+        return f"{text} (reference{moment} {value.mean:.2f} %{spread}, {top1 - value.mean:+z.2f})"
 
     def curves(self) -> list[dict[str, list[float]]]:
-        """Return each run's points over the steps of this run: `step`, and each metric."""
+        """Return the reference's points over the steps of this run: `step`, and each metric."""
         if self.refusal:
             return []
         return [
@@ -291,7 +291,7 @@ def _is_same(length: float, other: float) -> bool:
 def create_comparison(config: Config, plan: Plan, val_split: Split) -> Comparison:
     """Return the comparison of a run of `config` with `eval.reference`.
 
-    Raises ValueError as `read_reference`, and if its recipe cannot be read.
+    Raises ValueError like `read_reference`, and if the curve's recipe cannot be read.
     """
     assert config.eval.reference is not None, "the caller checks"
     reference = read_reference(config.eval.reference)
@@ -303,20 +303,22 @@ def create_comparison(config: Config, plan: Plan, val_split: Split) -> Compariso
     refusal = ""
     if (val_split.num_samples, val_split.num_classes) != (header.images, header.classes):
         refusal = (
-            f"it is of {header.images:,} images of {header.classes:,} classes, the validation split"
-            f" has {val_split.num_samples:,} of {val_split.num_classes:,}"
+            f"it has {header.images:,} images of {header.classes:,} classes, the validation split"
+            f" {val_split.num_samples:,} of {val_split.num_classes:,}"
         )
     elif not any(_is_same(plan.total_steps, steps) for steps in (recipe_steps, curve_steps)):
         refusal = f"its recipe has {recipe_steps:,.0f} steps, this run {plan.total_steps:,}"
     elif header.weights == "ema" and config.train.ema_decay is None:
-        refusal = "it is of averaged weights, this run has none (train.ema_decay)"
+        refusal = (
+            "it evaluates averaged weights, and this run does not average them (train.ema_decay)"
+        )
     return Comparison(reference, plan, refusal)
 
 
-def _read_recipe(header: Header, where: str) -> Config:
-    """Return the recipe of a curve, without the settings of the curve.
+def _read_recipe(header: Header, label: str) -> Config:
+    """Return the recipe of a curve, without the curve's own settings.
 
-    Raises ValueError if the recipe or these settings cannot be read, before anything is trained.
+    Raises ValueError if the recipe or these settings are invalid, so that training does not start.
     """
     recipe = Path(header.recipe)
     path = recipe / CONFIG_FILE if recipe.is_dir() else recipe
@@ -325,24 +327,26 @@ def _read_recipe(header: Header, where: str) -> Config:
         load_config(path, overrides, used_here=False)
         return load_config(path, used_here=False)
     except ValueError as error:
-        raise ValueError(f"{where}: header: recipe: {error}") from None
+        raise ValueError(f"{label}: header: recipe: {error}") from None
 
 
 class ReferenceCurve(Hook):
-    """Records the curve of `eval.reference`, and what each evaluation is beside it."""
+    """A hook that records the curve of `eval.reference` and compares each evaluation with it."""
 
     _comparison: Comparison
     _is_recorded = False
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """See `Hook`; raises as `create_comparison`."""
+        """See `Hook`; raises like `create_comparison`."""
         with world.fail_together():
             self._comparison = create_comparison(config, data.plan, data.sets[0][0].split)
         return Notes()
 
     def begin(self, run: Run) -> None:
-        """Record and show the curve once, with the settings that differ from its recipe; not for a
-        run that is finished."""
+        """Record and log the curve and the settings that differ from its recipe.
+
+        Does so once, and not for a finished run.
+        """
         if self._is_recorded or not run.world.is_main or run.state.is_finished(run.plan):
             return
         self._is_recorded = True
@@ -363,17 +367,16 @@ class ReferenceCurve(Hook):
             unlike=unlike,
             curves=comparison.curves(),
         )
-        if comparison.refusal:  # a trial, or own data: the record and the report have the reason
+        if comparison.refusal:  # expected for trials and own data; the report has the reason
             return
-        what = "the averaged weights" if header.weights == "ema" else "the weights"
-        run.record.say(f"reference: {header.title}: top-1 of {what} ({header.source})")
+        weights = "the averaged weights" if header.weights == "ema" else "the weights"
+        run.record.say(f"reference: {header.title}: top-1 of {weights} ({header.source})")
         if comparison.length_note:
             run.record.say(f"reference: {comparison.length_note}")
         if unlike:
             run.record.say(
-                f"reference: other than its recipe: {'; '.join(unlike)} (python"
-                f" launch/recipe.py diff {header.recipe} {quote(str(run.folder))} says what they"
-                " do)"
+                f"reference: differs from its recipe: {'; '.join(unlike)} (for the effects: python"
+                f" launch/recipe.py diff {header.recipe} {quote(str(run.folder))})"
             )
 
     def _unlike(self, run: Run) -> list[str]:
@@ -383,7 +386,7 @@ class ReferenceCurve(Hook):
         num_images = run.plan.steps_per_epoch * run.plan.global_batch_size
         num_images += run.plan.dropped_per_epoch
         if header.train_images not in (None, num_images):
-            unlike.append(f"images to train on {header.train_images:,} -> {num_images:,}")
+            unlike.append(f"training images {header.train_images:,} -> {num_images:,}")
         return unlike
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:

@@ -1,4 +1,4 @@
-"""An imported recipe in words and as YAML: what is the same, what differs, what cannot be said."""
+"""Write an imported recipe as YAML, and account for its settings on the terminal."""
 
 from __future__ import annotations
 
@@ -26,77 +26,79 @@ _ALWAYS = {
     "train.epochs",
     "train.precision",
 }
-"""Written although it may be the default: what people look for first."""
+"""Settings that are written even at their defaults, because readers look for them first."""
 _COLUMNS = 100
 
 
 def yaml_text(imported: Imported, out: Path | None) -> str:
-    """The recipe as YAML in the style of configs/. out: where it will lie."""
+    """Return the recipe as YAML in the style of configs/. out: the path of the file."""
     reading = imported.reading
     optimizer = imported.settings.get("optim.name", "adamw")
-    kept = {
+    written = {
         key: value
         for key, value in imported.settings.items()
         if key in _ALWAYS or not is_default(key, value, optimizer)
     }
-    comments = {**reading.comments, "data.root": "shards of their images (docs/data.md)"}
-    sections = [dump_yaml({name: group}, comments) for name, group in nested(kept).items()]
+    comments = {**reading.comments, "data.root": "shards of the images (docs/data.md)"}
+    sections = [dump_yaml({name: group}, comments) for name, group in nested(written).items()]
     return _header(imported, out) + "\n" + "\n".join(sections)
 
 
 def account(imported: Imported) -> str:
-    """Every setting of theirs, and what it means here, as lines for a terminal."""
+    """Return each argument of the source program with its mapping, as lines for a terminal."""
     reading = imported.reading
     stated = len(reading.stated)
     lines = [
         f"{reading.table.program} ({reading.table.source}): {stated}"
-        f" argument{'s' * (stated != 1)} stated, the others are its defaults"
+        f" argument{'s' * (stated != 1)} stated, the rest are defaults"
     ]
     counts = count(reading)
     for verdict, heading in (
         ("same", "the same"),
         ("differs", "differs"),
-        ("cannot", "cannot be said here"),
+        ("cannot", "no equivalent"),
     ):
         findings = [f for f in reading.findings if f.verdict == verdict]
         lines += ["", f"{heading}: {counts[verdict]}"]
         lines += [line for f in findings for line in _finding_lines(reading, f)]
         silent = [n for f in findings if not (f.settings or f.text) for n in f.theirs]
         if silent:
-            lines += _wrapped("and, with no setting of ours: " + ", ".join(_told(reading, silent)))
+            lines += _wrapped("and, without a setting: " + ", ".join(_flags(reading, silent)))
     inert = [f for f in reading.findings if f.verdict == "inert"]
-    lines += ["", f"without effect there: {counts['inert']}"]
+    lines += ["", f"without effect in the source program: {counts['inert']}"]
     for f in inert:
-        lines += _wrapped(f"{', '.join(_told(reading, f.theirs))}: {f.text}")
+        lines += _wrapped(f"{', '.join(_flags(reading, f.theirs))}: {f.text}")
     places = [n for f in reading.findings if f.verdict == "place" for n in f.theirs]
     lines += [
         "",
-        "places, displays and devices, no part of a recipe: "
-        + (", ".join(_told(reading, places)) or "none stated"),
+        "paths, displays and devices (not part of a recipe): "
+        + (", ".join(_flags(reading, places)) or "none stated"),
     ]
     return "\n".join(lines)
 
 
 def count(reading: Reading) -> dict[str, int]:
-    """How many of their arguments have each verdict; what no argument says counts as one."""
-    found = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
+    """Count arguments by verdict; a finding without an argument counts once."""
+    counts = dict.fromkeys(("same", "differs", "cannot", "inert", "place"), 0)
     for finding in reading.findings:
-        found[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
-    return found
+        counts[finding.verdict] += len(finding.theirs) or (finding.verdict != "place")
+    return counts
 
 
 def _finding_lines(reading: Reading, finding: Finding) -> list[str]:
     if not finding.settings and not finding.text:
         return []
     ours = ", ".join(f"{key}: {_shown(value)}" for key, value in finding.settings.items())
-    theirs = ", ".join(_told(reading, finding.theirs))
+    theirs = ", ".join(_flags(reading, finding.theirs))
     parts = [part for part in (ours, theirs and f"<- {theirs}") if part]
     lines = _wrapped("   ".join(parts)) if parts else []
-    return lines + _wrapped(finding.text, "      " if parts else "  ") * bool(finding.text)
+    if finding.text:
+        lines += _wrapped(finding.text, "      " if parts else "  ")
+    return lines
 
 
-def _told(reading: Reading, names: Iterable[str]) -> list[str]:
-    """Arguments as a command has them; of a config the path above those that share one."""
+def _flags(reading: Reading, names: Iterable[str]) -> list[str]:
+    """Spell arguments as flags with values; for a config, return their common parent path."""
     names = list(names)
     if any("." in name for name in names) and len(names) > 1:
         parts = [name.split(".") for name in names]
@@ -104,20 +106,19 @@ def _told(reading: Reading, names: Iterable[str]) -> list[str]:
         if shared:
             return [".".join(same[0] for same in shared)]
         return list(dict.fromkeys(part[0] for part in parts))
-    told = []
+    shown = []
     for name in names:
         value = reading.args[name]
         flag = reading.table.flag_of(name)
         if isinstance(value, bool):
-            told.append(flag if value else f"no {flag}")
+            shown.append(flag if value else f"no {flag}")
         elif value is None or value == "":
-            told.append(f"no {flag}")
+            shown.append(f"no {flag}")
         else:
-            text = (
-                " ".join(map(_shown, value)) if isinstance(value, (list, tuple)) else _shown(value)
-            )
-            told.append(f"{flag} {text}" + ("" if name in reading.stated else " (default)"))
-    return told
+            items = value if isinstance(value, (list, tuple)) else [value]
+            text = " ".join(map(_shown, items))
+            shown.append(f"{flag} {text}" + ("" if name in reading.stated else " (default)"))
+    return shown
 
 
 def _shown(value: Any) -> str:
@@ -136,33 +137,33 @@ def _wrapped(text: str, indent: str = "  ") -> list[str]:
 
 
 def _header(imported: Imported, out: Path | None) -> str:
-    """Comments that say where the recipe comes from and how far it is from its source."""
+    """Return comments with the source of the recipe and its differences."""
     reading = imported.reading
     size = imported.settings.get("model.image_size", 224)
     name = imported.settings.get("model.name", "vit_b16")
     lines = [f"# {name} at {size} px, as {reading.table.program} trains it.", "#"]
-    lines += _entry("source", f"{reading.table.source}: its defaults, and what is stated")
-    lines += _entry("stated", imported.given)
-    where = out or "FILE.yaml"
-    command = f"torchrun --nproc_per_node=8 launch/train.py --config {where} data.root=SHARDS"
+    lines += _entry("source", f"{reading.table.source}: defaults, and the arguments below")
+    lines += _entry("stated", imported.source)
+    file = out or "FILE.yaml"
+    command = f"torchrun --nproc_per_node=8 launch/train.py --config {file} data.root=SHARDS"
     lines.append(f"# {'command':<10} {command}")
     lines += _entry("published", "see the source")
     lines += _entry(
-        "here", "not measured here; `python launch/recipe.py import` says what is the same"
+        "measured", "no; `python launch/recipe.py import` lists the settings that match"
     )
-    for verdict, word in (("cannot", "not said"), ("differs", "differs")):
+    for verdict, label in (("cannot", "missing"), ("differs", "differs")):
         for finding in reading.findings:
             if finding.verdict == verdict:
-                flags = ", ".join(_told(reading, finding.theirs))
-                lines += _entry(word, f"{flags}: {finding.text}" if flags else finding.text)
+                flags = ", ".join(_flags(reading, finding.theirs))
+                lines += _entry(label, f"{flags}: {finding.text}" if flags else finding.text)
     return "\n".join(lines) + "\n"
 
 
-def _entry(word: str, text: str) -> list[str]:
+def _entry(label: str, text: str) -> list[str]:
     return textwrap.wrap(
         text,
         _COLUMNS,
-        initial_indent=f"# {word:<10} ",
+        initial_indent=f"# {label:<10} ",
         subsequent_indent=f"# {'':<10} ",
         break_long_words=False,
         break_on_hyphens=False,

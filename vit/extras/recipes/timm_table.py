@@ -1,7 +1,6 @@
-"""The arguments of timm's train.py, what later versions of it have dropped from its YAML files, and
-defaults that earlier versions had otherwise.
+"""List the arguments of timm's train.py, with dropped ones from old YAML files and old defaults.
 
-Defaults: huggingface/pytorch-image-models@aa4b5850:train.py.
+Defaults are from huggingface/pytorch-image-models@aa4b5850:train.py.
 """
 
 from __future__ import annotations
@@ -25,29 +24,29 @@ _RECIPE = """
 --mean                    floats  -       data.mean
 --std                     floats  -       data.std
 --interpolation           str     -       data.interpolation, of evaluation
--b --batch-size           int     128     of a GPU: data.global_batch_size is that of all GPUs
---grad-accum-steps        int     1       batches of a step
+-b --batch-size           int     128     per GPU; data.global_batch_size is the total
+--grad-accum-steps        int     1       batches per step
 --model-kwargs            pairs   -       model
---head-init-scale         float   -       first weights of the head
+--head-init-scale         float   -       initial weights of the head
 --head-init-bias          float   -       model.init_head_bias
 --amp                     on      -       train.precision
 --apex-amp                on      -       train.precision, in old versions
 --native-amp              on      -       train.precision, in old versions
 --amp-dtype               str     float16  train.precision
---model-dtype             str     -       numbers of the weights
+--model-dtype             str     -       number format of the weights
 --opt                     str     sgd     optim.name
 --opt-eps                 float   -       optim.eps
 --opt-betas               floats  -       optim.betas
 --momentum                float   0.9     optim.momentum
 --weight-decay            float   2e-5    optim.weight_decay
 --clip-grad               float   -       optim.clip_grad_norm
---clip-mode               str     norm    what is clipped
---layer-decay             float   -       rates by depth
---layer-decay-min-scale   float   0       rates by depth
---layer-decay-no-opt-scale  float  -      rates by depth
+--clip-mode               str     norm    kind of clipping
+--layer-decay             float   -       layer-wise rates
+--layer-decay-min-scale   float   0       layer-wise rates
+--layer-decay-no-opt-scale  float  -      layer-wise rates
 --opt-kwargs              pairs   -       of the optimizer
 --sched                   str     cosine  schedule.name
---sched-on-updates        on      -       the rate moves each step, else each epoch
+--sched-on-updates        on      -       the rate changes each step instead of each epoch
 --lr                      float   -       optim.lr
 --lr-base                 float   0.1     optim.lr, for a batch of --lr-base-size
 --lr-base-size            int     256     optim.lr
@@ -62,7 +61,7 @@ _RECIPE = """
 --warmup-lr               float   1e-5    schedule
 --min-lr                  float   0       schedule.min_lr
 --epochs                  int     300     train.epochs
---epoch-repeats           float   0       times that an epoch sees the data
+--epoch-repeats           float   0       passes over the data in an epoch
 --decay-milestones        ints    [90, 180, 270]   of step schedules
 --decay-epochs            float   90      of step schedules
 --warmup-epochs           int     5       schedule.warmup_epochs
@@ -77,12 +76,12 @@ _RECIPE = """
 --hflip                   float   0.5     augment.hflip_prob
 --vflip                   float   0       vertical flips
 --color-jitter            float   0.4     augment.color_jitter
---color-jitter-prob       float   -       how often colours change
---grayscale-prob          float   -       how often images are grey
---gaussian-blur-prob      float   -       how often images are blurred
+--color-jitter-prob       float   -       probability of a colour change
+--grayscale-prob          float   -       probability of grey images
+--gaussian-blur-prob      float   -       probability of blurred images
 --aa                      str     -       augment.randaugment_layers and others
 --aug-repeats             float   0       data.aug_repeats
---aug-splits              int     0       parts of a batch with other augmentation
+--aug-splits              int     0       parts of a batch with different augmentation
 --jsd-loss                on      -       loss
 --bce-loss                on      -       loss
 --bce-sum                 on      -       loss
@@ -90,7 +89,7 @@ _RECIPE = """
 --bce-pos-weight          float   -       loss
 --reprob                  float   0       augment.erasing_prob
 --remode                  str     pixel   augment.erasing_mode
---recount                 int     1       boxes that are erased
+--recount                 int     1       number of erased boxes
 --resplit                 on      -       -
 --mixup                   float   0.0     augment.mixup_alpha
 --cutmix                  float   0.0     augment.cutmix_alpha
@@ -98,7 +97,7 @@ _RECIPE = """
 --mixup-prob              float   1.0     augment.mix_prob
 --mixup-switch-prob       float   0.5     augment.cutmix_switch_prob
 --mixup-mode              str     batch   augment.mixup_mode
---mixup-off-epoch         int     0       epoch after which nothing is mixed
+--mixup-off-epoch         int     0       epoch after which mixing stops
 --smoothing               float   0.1     loss.label_smoothing
 --train-interpolation     str     random  data.interpolation
 --drop                    float   0.0     dropout before the head
@@ -115,14 +114,14 @@ _RECIPE = """
 --model-ema-warmup        on      -       train.ema_warmup
 --seed                    int     42      train.seed
 --val-interval            int     1       eval.every_epochs
---train-img-sizes         ints    -       sizes of training images in turn
---train-batch-sizes       ints    -       sizes of training images in turn
---train-size-probs        floats  -       sizes of training images in turn
---train-size-schedule     str     constant   sizes of training images in turn
---train-size-schedule-spread  float  0.65   sizes of training images in turn
---train-size-random-mix   float   0.1     sizes of training images in turn
+--train-img-sizes         ints    -       varying sizes of training images
+--train-batch-sizes       ints    -       varying sizes of training images
+--train-size-probs        floats  -       varying sizes of training images
+--train-size-schedule     str     constant   varying sizes of training images
+--train-size-schedule-spread  float  0.65   varying sizes of training images
+--train-size-random-mix   float   0.1     varying sizes of training images
 --train-batches-per-epoch --train-steps-per-epoch  int  -  length of an epoch
---variable-batch-loss-scale  str  none    sizes of training images in turn
+--variable-batch-loss-scale  str  none    varying sizes of training images
 --naflex-loader           on      -       images of any aspect
 --naflex-train-seq-lens   ints    [128, 256, 576, 784, 1024]   images of any aspect
 --naflex-max-seq-len      int     576     images of any aspect
@@ -204,42 +203,42 @@ OLDER_DEFAULTS = {
     " --warmup-epochs 3 --cooldown-epochs 10 --sched step --decay-epochs 30 --batch-size 32"
     " --remode const",
 }
-"""Until that day -> the defaults of then that are others today, of what ViTs are trained with
+"""Old defaults of flags for ViTs that differ from today's, by the last day of the old version
 (huggingface/pytorch-image-models@4f18d6dc and @fb943508:train.py)."""
 OFF = {
     "aug_splits": "several augmentations of each image in a batch",
-    "jsd_loss": "a loss between them",
+    "jsd_loss": "a consistency loss between several augmentations",
     "vflip": "vertical flips",
-    "grayscale_prob": "images made grey",
-    "gaussian_blur_prob": "images blurred",
-    "epoch_repeats": "epochs that see the data several times",
+    "grayscale_prob": "random grey images",
+    "gaussian_blur_prob": "random blur",
+    "epoch_repeats": "several passes over the data in an epoch",
     "drop_connect": "drop path under its old name",
     "drop_block": "DropBlock",
     "bn_momentum": "momentum of batch norm",
     "bn_eps": "epsilon of batch norm",
     "sync_bn": "batch norm over all GPUs",
     "split_bn": "batch norm by augmentation",
-    "layer_decay_min_scale": "a floor of the rates by depth",
-    "layer_decay_no_opt_scale": "layers below a rate that are not trained",
-    "train_img_sizes": "training images of several sizes in turn",
+    "layer_decay_min_scale": "a minimum of the layer-wise rates",
+    "layer_decay_no_opt_scale": "freezing of layers below a rate",
+    "train_img_sizes": "varying sizes of training images",
     "naflex_loader": "images of any aspect",
-    "train_batches_per_epoch": "epochs of a given length",
+    "train_batches_per_epoch": "epochs of a fixed length",
     "lr_noise": "noise on the learning rate",
 }
-"""Arguments that cannot be said where they are on, and what they do."""
+"""Arguments without equivalent if they are on, with descriptions."""
 ONLY_WITH = {
     "train_batch_sizes train_size_probs train_size_schedule train_size_schedule_spread"
     " train_size_random_mix variable_batch_loss_scale": "all images have one size",
     "naflex_train_seq_lens naflex_max_seq_len naflex_patch_sizes naflex_patch_size_probs"
     " naflex_loss_scale naflex_patchify_channels_first": "images are square",
-    "lr_noise_pct lr_noise_std": "there is no --lr-noise",
-    "lr_cycle_mul lr_cycle_decay": "there are no restarts",
+    "lr_noise_pct lr_noise_std": "--lr-noise is off",
+    "lr_cycle_mul lr_cycle_decay": "restarts are off",
 }
-"""Arguments without effect, as the first reason says, while those of `OFF` are off."""
+"""Arguments without effect while those of `OFF` are off, with the reason."""
 
 
-def say_age(reading: Reading) -> None:
-    """Report which values are not stated and were others in timm's earlier versions."""
+def note_old_defaults(reading: Reading) -> None:
+    """Record unstated values whose defaults were different in earlier versions of timm."""
     without_effect = {n for f in reading.findings if f.verdict == "inert" for n in f.theirs}
     parts = []
     for day, defaults in OLDER_DEFAULTS.items():
@@ -250,9 +249,11 @@ def say_age(reading: Reading) -> None:
         ]
         if unstated:
             parts.append(f"until {day} {' '.join(unstated)}")
-    if parts and "lr_base" not in reading.stated:  # it came with the defaults of today
+    if (
+        parts and "lr_base" not in reading.stated
+    ):  # today's defaults arrived together with --lr-base
         text = (
-            "what is not stated has timm's defaults of today. If the command is older, state those"
-            f" of then: {'; '.join(parts)}. If it is of a fork, state those of the fork's train.py"
+            "unstated arguments have timm's current defaults. For an older command, state the old"
+            f" defaults: {'; '.join(parts)}. For a fork, state the defaults of the fork's train.py"
         )
         reading.differs("", text)

@@ -1,8 +1,9 @@
-"""torchvision's references/classification/train.py, for its ViTs.
+"""Map commands of torchvision's references/classification/train.py for ViTs to our settings.
 
-Its own meanings: the batch is that of a GPU, the rate is as given; MixUp and CutMix take turns;
-everything is decayed unless one of three other decays is given; the average moves each
---model-ema-steps by a decay that depends on batch and epochs; images are resized bilinearly.
+Semantics of torchvision: the batch is per GPU, and the rate is not scaled. MixUp and CutMix
+alternate. All parameters are decayed, except where one of three extra decay flags is stated. The
+average is updated every --model-ema-steps with a decay that depends on batch and epochs. Images are
+resized bilinearly.
 """
 
 from __future__ import annotations
@@ -10,35 +11,35 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from vit.extras.recipes.arguments import Given, Table, make_table
-from vit.extras.recipes.rates import say_rate, torchvision_cosine, with_effect
+from vit.extras.recipes.arguments import ParsedArguments, Table, make_table
+from vit.extras.recipes.rates import map_rate, torchvision_cosine, with_effect
 from vit.extras.recipes.reading import Reading
 from vit.extras.recipes.timm_common import (
+    map_batch,
+    map_initial_weights,
+    map_precision,
     not_available,
-    say_batch,
-    say_initial_weights,
-    say_precision,
 )
 from vit.system.spelling import did_you_mean
 
 _RECIPE = """
 --model                   str     resnet18   model.name
--b --batch-size           int     32      of a GPU: data.global_batch_size is that of all GPUs
+-b --batch-size           int     32      per GPU; data.global_batch_size is the total
 --epochs                  int     90      train.epochs
 --opt                     str     sgd     optim.name
 --lr                      float   0.1     optim.lr
 --momentum                float   0.9     optim.momentum
 --weight-decay --wd       float   1e-4    optim.weight_decay
---norm-weight-decay       float   -       decay of norms; as --wd if not given
---bias-weight-decay       float   -       decay of biases; as --wd if not given
---transformer-embedding-decay  float  -   decay of class token and positions; as --wd if not given
+--norm-weight-decay       float   -       decay of norms, by default --wd
+--bias-weight-decay       float   -       decay of biases, by default --wd
+--transformer-embedding-decay  float  -   decay of class token and positions, by default --wd
 --label-smoothing         float   0.0     loss.label_smoothing
 --mixup-alpha             float   0.0     augment.mixup_alpha
 --cutmix-alpha            float   0.0     augment.cutmix_alpha
 --lr-scheduler            str     steplr  schedule.name
 --lr-warmup-epochs        int     0       schedule.warmup_epochs
 --lr-warmup-method        str     constant   linear, or constant
---lr-warmup-decay         float   0.01    rate at the start, as a factor
+--lr-warmup-decay         float   0.01    first rate as a factor
 --lr-step-size            int     30      of step schedules
 --lr-gamma                float   0.1     of step schedules
 --lr-min                  float   0.0     schedule.min_lr
@@ -50,7 +51,7 @@ _RECIPE = """
 --random-erase            float   0.0     augment.erasing_prob
 --amp                     on      -       train.precision
 --model-ema               on      -       train.ema_decay
---model-ema-steps         int     32      steps from one move of the average to the next
+--model-ema-steps         int     32      steps between updates of the average
 --model-ema-decay         float   0.99998  train.ema_decay
 --interpolation           str     bilinear   data.interpolation
 --val-resize-size         int     256     eval.resize_px
@@ -85,70 +86,71 @@ TABLE = make_table(
 )
 
 
-def read(table: Table, given: Given, num_gpus: int | None, is_distributed: bool) -> Reading:
-    """Account for a command of torchvision's references."""
-    reading = Reading(table, given)
+def read(
+    table: Table, parsed: ParsedArguments, num_gpus: int | None, is_distributed: bool
+) -> Reading:
+    """Map a command of torchvision's references."""
+    reading = Reading(table, parsed)
     args = reading.args
     if args["test_only"]:
         raise ValueError(
-            "--test-only evaluates, there is nothing to train: python launch/eval.py --checkpoint"
-            " FILE --data SHARDS"
+            "--test-only only evaluates: run python launch/eval.py --checkpoint FILE --data SHARDS"
         )
-    found = re.fullmatch(r"vit_([blh])_(\d\d)", args["model"])
-    if not found:
+    match = re.fullmatch(r"vit_([blh])_(\d\d)", args["model"])
+    if not match:
         raise ValueError(
-            f"--model {args['model']}: of torchvision's models only vit_b_16, vit_b_32, vit_l_16,"
-            " vit_l_32 and vit_h_14 are known here"
+            f"--model {args['model']}: expected one of torchvision's ViTs: vit_b_16, vit_b_32,"
+            " vit_l_16, vit_l_32 or vit_h_14"
         )
-    reading.same("model", {"model.name": f"vit_{found[1]}{found[2]}"})
-    batch = say_batch(reading, "batch_size", num_gpus)
+    reading.same("model", {"model.name": f"vit_{match[1]}{match[2]}"})
+    batch = map_batch(reading, "batch_size", num_gpus)
     reading.same("epochs", {"train.epochs": args["epochs"]})
-    _say_images(reading, is_distributed)
-    _say_mixing(reading)
-    _say_optimizer(reading)
-    _say_decay(reading)
-    _say_schedule(reading)
-    _say_average(reading, batch)
-    _say_weights(reading)
+    _map_images(reading, is_distributed)
+    _map_mixing(reading)
+    _map_optimizer(reading)
+    _map_decay(reading)
+    _map_schedule(reading)
+    _map_average(reading, batch)
+    _map_weights(reading)
     reading.same("", {"eval.every_epochs": 1})
     reading.same("amp")
-    say_precision(reading, "fp16 with a scaled loss" if args["amp"] else "fp32")
-    say_initial_weights(reading, "Xavier's in MLPs, a head of zeros, patches normal")
+    map_precision(reading, "fp16 with a scaled loss" if args["amp"] else "fp32")
+    map_initial_weights(reading, "Xavier's in MLPs, a head of zeros, patches normal")
     reading.finish()
     return reading
 
 
-def _say_images(reading: Reading, is_distributed: bool) -> None:
+def _map_images(reading: Reading, is_distributed: bool) -> None:
     args = reading.args
     size = args["train_crop_size"]
     reading.same("train_crop_size", {"model.image_size": size})
     if args["val_crop_size"] == size:
         reading.same("val_crop_size")
     else:
-        text = f"evaluation at {args['val_crop_size']} px; here as in training (launch/eval.py has"
-        reading.cannot("val_crop_size", f"{text} model.image_size)")
+        text = f"evaluation at {args['val_crop_size']} px: replaced by the size of training"
+        reading.cannot("val_crop_size", f"{text} (launch/eval.py takes model.image_size)")
     if args["val_resize_size"] >= size:
         view = {"eval.resize_px": args["val_resize_size"]}
         if args["val_resize_size"] == size / 0.875:
             view = {"eval.crop_pct": 0.875}
         reading.same("val_resize_size", view)
     else:
-        reading.cannot("val_resize_size", "a resized image that is smaller than its crop")
+        reading.cannot("val_resize_size", "a resized image smaller than its crop")
     reading.same("interpolation", {"data.interpolation": args["interpolation"]})
-    _say_policy(reading)
+    _map_policy(reading)
     reading.same("random_erase", _erasing(args["random_erase"]))
     if args["ra_sampler"] and is_distributed:
         repeats = {"data.aug_repeats": args["ra_reps"], "data.aug_repeats_form": "sampler"}
         reading.same("ra_sampler ra_reps", repeats)
     elif args["ra_sampler"]:
-        reading.inert("ra_sampler ra_reps", "one process takes a random sampler")
+        reading.inert("ra_sampler ra_reps", "a single process uses a random sampler")
     else:
         reading.same("ra_sampler")
-        reading.inert("ra_reps", "there is no --ra-sampler")
+        reading.inert("ra_reps", "--ra-sampler is off")
 
 
 def _erasing(prob: float) -> dict[str, Any]:
-    """RandomErasing after the normalisation: the mean colour, its own ranges."""
+    """Return settings for torchvision's RandomErasing, which fills with the mean colour."""
     if not prob:
         return {}
     return {
@@ -159,7 +161,7 @@ def _erasing(prob: float) -> dict[str, Any]:
     }
 
 
-def _say_policy(reading: Reading) -> None:
+def _map_policy(reading: Reading) -> None:
     policy = reading.args["auto_augment"]
     if policy == "ra":
         settings = {
@@ -177,28 +179,29 @@ def _say_policy(reading: Reading) -> None:
     elif policy == "augmix":
         reading.cannot("auto_augment", "AugMix")
     else:
-        known = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
+        policies = ("ra", "ta_wide", "augmix", "imagenet", "cifar10", "svhn")
         raise ValueError(
-            f"--auto-augment {policy}: train.py stops at it{did_you_mean(policy, known)}: expected"
-            f" {', '.join(known)}"
+            f"--auto-augment {policy}: train.py rejects it{did_you_mean(policy, policies)}:"
+            f" expected {', '.join(policies)}"
         )
-    reading.inert("ra_magnitude augmix_severity", "the policy is another")
+    reading.inert("ra_magnitude augmix_severity", "the policy does not use it")
 
 
-def _say_mixing(reading: Reading) -> None:
+def _map_mixing(reading: Reading) -> None:
     args = reading.args
     reading.same("label_smoothing", {"loss.label_smoothing": args["label_smoothing"]})
     reading.same("mixup_alpha", {"augment.mixup_alpha": args["mixup_alpha"]})
     reading.same("cutmix_alpha", {"augment.cutmix_alpha": args["cutmix_alpha"]})
     if args["mixup_alpha"] or args["cutmix_alpha"]:
         text = (
-            f"one draw of lambda and box for the {args['batch_size']} images of a GPU there, for"
-            " each augment.mix_group_size images here, so that batches do not depend on the GPUs"
+            "torchvision draws one lambda and box for the"
+            f" {args['batch_size']} images of a GPU; this project draws one for each"
+            " augment.mix_group_size images, so that batches do not depend on the number of GPUs"
         )
         reading.differs("", text)
 
 
-def _say_optimizer(reading: Reading) -> None:
+def _map_optimizer(reading: Reading) -> None:
     args = reading.args
     name = args["opt"].lower()
     if name.startswith("sgd"):
@@ -206,7 +209,7 @@ def _say_optimizer(reading: Reading) -> None:
         reading.same("momentum", {"optim.momentum": args["momentum"]})
     elif name == "adamw":
         reading.same("opt", {"optim.name": "adamw"})
-        reading.inert("momentum", "adamw has betas")
+        reading.inert("momentum", "AdamW uses betas")
     else:
         raise not_available(f"--opt {args['opt']}")
     reading.same("lr", {"optim.lr": args["lr"]})
@@ -219,8 +222,8 @@ def _say_optimizer(reading: Reading) -> None:
         reading.differs("", text)
 
 
-def _say_decay(reading: Reading) -> None:
-    """Decays of weights, norms, biases and positions; what is not given is as --wd."""
+def _map_decay(reading: Reading) -> None:
+    """Map the decays of weights, norms, biases and positions; the default of each is --wd."""
     args = reading.args
     decay = args["weight_decay"]
     reading.same("weight_decay", {"optim.weight_decay": decay})
@@ -238,11 +241,11 @@ def _say_decay(reading: Reading) -> None:
         reading.same(" ".join(names), {"optim.no_weight_decay": lists[theirs]})
     else:
         parts = zip(("norms", "biases", "class token and positions"), theirs, strict=True)
-        text = ", ".join(f"{what} are decayed by {value:g}" for what, value in parts)
-        reading.cannot(" ".join(names), f"{text}; here not at all")
+        text = ", ".join(f"{part} are decayed by {value:g}" for part, value in parts)
+        reading.cannot(" ".join(names), f"{text}; this project does not decay them")
 
 
-def _say_schedule(reading: Reading) -> None:
+def _map_schedule(reading: Reading) -> None:
     args = reading.args
     lr = args["lr"]
     warmup = args["lr_warmup_epochs"]
@@ -255,7 +258,7 @@ def _say_schedule(reading: Reading) -> None:
     }
     names = "lr_scheduler lr_warmup_epochs lr_warmup_method lr_warmup_decay lr_min"
     if args["lr_scheduler"].lower() != "cosineannealinglr":
-        text = f"the schedule {args['lr_scheduler']}: a cosine here"
+        text = f"the schedule {args['lr_scheduler']}: replaced by a cosine"
         reading.cannot(f"{names} lr_step_size lr_gamma", text, with_effect(settings))
         return
     reading.inert("lr_step_size lr_gamma", "the schedule is a cosine")
@@ -268,35 +271,35 @@ def _say_schedule(reading: Reading) -> None:
         linear=args["lr_warmup_method"] == "linear",
     )
     is_linear = args["lr_warmup_method"] == "linear"
-    reasons = "" if is_linear else "the warm-up is a line here, one value there"
-    say_rate(reading, names, theirs, settings, reasons)
+    reasons = "" if is_linear else "the warm-up is linear in this project, constant in torchvision"
+    map_rate(reading, names, theirs, settings, reasons)
 
 
-def _say_average(reading: Reading, batch: int) -> None:
-    """The average: it moves each so many steps, and is a copy of the weights in the warm-up."""
+def _map_average(reading: Reading, batch: int) -> None:
+    """Map the average, which is updated every few steps and copies the weights in the warm-up."""
     args = reading.args
     reading.same("model_ema")
     if not args["model_ema"]:
-        reading.inert("model_ema_decay model_ema_steps", "no average is kept")
+        reading.inert("model_ema_decay model_ema_steps", "the average is off")
         return
     steps = args["model_ema_steps"]
     share = min(1.0, (1 - args["model_ema_decay"]) * batch * steps / args["epochs"])
     if share == 1:
-        text = "an average that is a copy of the weights"
+        text = "a decay of 0, so that the average equals the weights"
         reading.cannot("model_ema_decay model_ema_steps", text)
         return
     settings = {"train.ema_decay": 1 - share, "train.ema_every_steps": steps}
     if args["lr_warmup_epochs"]:
         settings["train.ema_after_epochs"] = args["lr_warmup_epochs"]
-    how = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
-    reading.same("model_ema_decay model_ema_steps", settings, how)
+    formula = f"1 - {1 - args['model_ema_decay']:.5g} x {batch} x {steps} / {args['epochs']}"
+    reading.same("model_ema_decay model_ema_steps", settings, formula)
 
 
-def _say_weights(reading: Reading) -> None:
+def _map_weights(reading: Reading) -> None:
     args = reading.args
-    reading.expect_off({"sync_bn": "of batch norm: a ViT has none"})
+    reading.expect_off({"sync_bn": "synchronised batch norm, which a ViT does not have"})
     if args["weights"] or args["pretrained"]:
-        text = f"torchvision's weights {args['weights'] or args['model']}: give their file"
+        text = f"torchvision's weights {args['weights'] or args['model']}: download their file"
         reading.differs("weights pretrained", text, {"init.checkpoint": f"{args['model']}.pth"})
     else:
         reading.same("weights pretrained")

@@ -1,9 +1,8 @@
-"""Between a run's URL and a copy of it on this machine: which files are the same, and bringing
-those that are not.
+"""Compare a run's URL with its copy on this machine, and download files that differ.
 
-Beside the files of a copy lies `.copy_of.json`: the URL, and for each file that was brought or
-uploaded its size and time here and its version there, so that the next job on this machine moves
-only what is new.
+The copy's folder has a file `.copy_of.json`. It has the URL and, for each downloaded or uploaded
+file, the local size and time and the remote version, so that the next job on this machine transfers
+only new files.
 """
 
 from __future__ import annotations
@@ -28,14 +27,14 @@ from vit.system.urls import bare
 
 COPY_FILE = ".copy_of.json"
 ONLY_HERE = (CHECKPOINTS, METRICS_FILE, "wandb", LEASE_FILE)
-"""Names in a run folder that are not moved as they are: the first two in ways of their own; W&B
-has what is in its folder, or is asked to sync it from here (docs/resume.md)."""
+"""Names in a run folder that are not copied as plain files. Checkpoints and the record have their
+own format at the URL, and W&B has its own copy or syncs it from this machine (docs/resume.md)."""
 NUM_DOWNLOADS = 2
-"""Of a checkpoint whose bytes are not those of its sha256: the second may be right."""
+"""Download attempts for a checkpoint whose sha256 does not match."""
 
 
 class Copy:
-    """The folder `folder` as a copy of `url`, and what is known to be the same in both."""
+    """A local copy of `url` in `folder`, and the files known to be equal in both."""
 
     def __init__(self, folder: Path, url: str):
         self.folder = folder
@@ -43,59 +42,62 @@ class Copy:
         self._same: dict[str, tuple[int, int, str]] = {}
 
     def load(self) -> None:
-        """Read what is known, in a folder that is there, and locked.
+        """Read the list of equal files; the folder must exist and be locked.
 
-        Raises ValueError for a folder with something else in it.
+        Raises ValueError if the folder holds other files.
         """
         folder = self.folder
         url = self._url
         try:
-            known = json.loads((folder / COPY_FILE).read_text())
-            found_url = str(known["url"])
-            same = {name: (int(a), int(b), str(c)) for name, (a, b, c) in known["same"].items()}
+            saved = json.loads((folder / COPY_FILE).read_text())
+            saved_url = str(saved["url"])
+            same = {name: (int(a), int(b), str(c)) for name, (a, b, c) in saved["same"].items()}
         except FileNotFoundError:
             if folder.is_dir() and any(path.name != ".lock" for path in folder.iterdir()):
                 raise ValueError(
-                    f"{folder}: is to be the working copy of {shown(url)} and holds something"
-                    " else: choose another run.local_dir"
+                    f"{folder}: cannot be the working copy of {shown(url)}, because it holds other"
+                    " files: choose another run.local_dir"
                 ) from None
             self.save()
             return
-        except (ValueError, KeyError, TypeError):  # a power cut: all is compared anew
+        except (ValueError, KeyError, TypeError):  # damaged by a power cut: compare all files again
             return
-        if found_url != self._url:
+        if saved_url != self._url:
             raise ValueError(
-                f"{folder}: is the working copy of {found_url}, not of {shown(url)}: choose another"
+                f"{folder}: is the working copy of {saved_url}, not of {shown(url)}: choose another"
                 " run.local_dir"
             )
         self._same = same
 
     def is_same(self, name: str, version: Version | None) -> bool:
-        """Whether a file here is the one of `version` there, as far as is known."""
-        known = self._same.get(name)
-        if known is None or version is None or known[:2] != self.stamp(name):
+        """Return whether the local file is known to equal `version` at the URL."""
+        size, time_ns, tag = self._same.get(name, (-1, -1, ""))
+        if size < 0 or version is None or (size, time_ns) != self.stamp(name):
             return False
-        # What was uploaded has no tag: only a listing tells it, and nobody else may upload.
-        return known[0] == version.size and known[2] in ("", version.tag)
+        # Uploads return no tag. This job holds the lease, so an equal size is enough.
+        return size == version.size and tag in ("", version.tag)
 
     def note(self, name: str, tag: str = "", stamp: tuple[int, int] | None = None) -> None:
-        """Remember that a file is the same in both; stamp: of before it was uploaded."""
+        """Record that a file is equal in both. stamp: its local stamp before the upload."""
         self._same[name] = (*(stamp or self.stamp(name)), tag)
 
     def forget(self, name: str) -> None:
-        """Remember that a file is gone."""
+        """Record that a file was removed."""
         self._same.pop(name, None)
 
     def names(self) -> list[str]:
-        """Return the files that are known to be in both."""
+        """Return the files recorded in both places."""
         return list(self._same)
 
     def save(self) -> None:
-        """Write what is known beside the files."""
+        """Write the list of equal files to the folder."""
         write_json(self.folder / COPY_FILE, {"url": self._url, "same": self._same})
 
     def clear(self) -> None:
-        """Remove all files but the lock; what is known goes first."""
+        """Remove all files except the lock.
+
+        The list of equal files is cleared first, so that a kill cannot leave it wrong.
+        """
         self._same = {}
         self.save()
         for path in self.folder.iterdir():
@@ -107,7 +109,7 @@ class Copy:
                 path.unlink()
 
     def stamp(self, name: str) -> tuple[int, int]:
-        """Return size and time of change of a file here, by which a changed one is known."""
+        """Return the size and modification time of a local file, which reveal a change."""
         try:
             status = (self.folder / name).stat()
         except OSError:
@@ -116,43 +118,47 @@ class Copy:
 
 
 def plain_names(names: Iterable[str]) -> list[str]:
-    """Return those of a run's files that are moved as they are: all but checkpoints and record."""
+    """Return the run's files that are copied unchanged: all except checkpoints and record."""
     return [
         name
         for name in names
         if name
         and name.partition("/")[0] not in (*ONLY_HERE, RECORD_FOLDER)
         and not any(part.startswith(".") for part in name.split("/"))
-        and not name.startswith(f"{LEASE_FILE.partition('.')[0]}.")  # a clock's probe
+        and not name.startswith(
+            f"{LEASE_FILE.partition('.')[0]}."
+        )  # the probe of `_age_s` in lease.py
     ]
 
 
 def files_below(folder: Path) -> list[str]:
-    """Return the names of all files in a run folder, as `a/b`; links are not files of their own."""
+    """Return the names of all files in a run folder, as `a/b`, without links."""
     tops = [path for path in folder.iterdir() if path.name not in ONLY_HERE]
     paths = [path for top in tops for path in ([top] if top.is_file() else top.rglob("*"))]
-    found = (path for path in paths if path.is_file() and not path.is_symlink())
-    return sorted(path.relative_to(folder).as_posix() for path in found)
+    files = (path for path in paths if path.is_file() and not path.is_symlink())
+    return sorted(path.relative_to(folder).as_posix() for path in files)
 
 
 def bring(
-    store: ObjectStore, wanted: Mapping[str, Version], copy: Copy, what: str, into: str = ""
+    store: ObjectStore, versions: Mapping[str, Version], copy: Copy, label: str, into: str = ""
 ) -> None:
-    """Fetch files that are not here yet, each complete or not at all.
+    """Download the files of `versions` that are missing in `copy`, each completely or not at all.
 
-    what: for the progress line. into: a folder in place of the files' own. Raises ValueError,
-    FileNotFoundError for a file that has gone meanwhile, and OSError for a full disk.
+    label: the source in the progress line. into: a folder that replaces the files' own. Raises
+    ValueError, FileNotFoundError for a file removed since the listing, and OSError for a full disk.
     """
-    missing = {name: version for name, version in wanted.items() if not copy.is_same(name, version)}
+    missing = {
+        name: version for name, version in versions.items() if not copy.is_same(name, version)
+    }
     total_bytes = sum(version.size for version in missing.values())
     done_bytes = 0
-    with Meter(f"fetching {what}", total_bytes >> 20, "MiB") as meter:
+    with Meter(f"fetching {label}", total_bytes >> 20, "MiB") as meter:
         for name, version in missing.items():
             path = copy.folder / (f"{into}/{Path(name).name}" if into else name)
             path.parent.mkdir(parents=True, exist_ok=True)
 
-            def on_bytes(came: int, before: int = done_bytes) -> None:
-                meter.update((before + came) >> 20)
+            def on_bytes(num_bytes: int, before: int = done_bytes) -> None:
+                meter.update((before + num_bytes) >> 20)
 
             store.download(name, path, on_bytes)
             done_bytes += version.size
@@ -164,14 +170,14 @@ def bring(
 
 
 def checkpoints_in(listing: Mapping[str, Version]) -> dict[str, dict[str, Version]]:
-    """Return the files of each checkpoint by its folder's name, newest first; complete or not."""
-    found: dict[str, dict[str, Version]] = {}
+    """Return the files of all checkpoints by folder name, newest first, even incomplete ones."""
+    checkpoints: dict[str, dict[str, Version]] = {}
     for name, version in listing.items():
         top, _, rest = name.partition("/")
         folder, _, file = rest.partition("/")
         if top == CHECKPOINTS and folder.startswith("step_") and file:
-            found.setdefault(folder, {})[name] = version
-    return dict(sorted(found.items(), reverse=True))
+            checkpoints.setdefault(folder, {})[name] = version
+    return dict(sorted(checkpoints.items(), reverse=True))
 
 
 def info_name(folder: str) -> str:
@@ -190,17 +196,17 @@ def bring_checkpoint(
     copy: Copy,
     on_damage: Callable[[str, str], None],
 ) -> str | None:
-    """Fetch the newest checkpoint whose bytes are those of its sha256, complete or not at all.
+    """Download the newest checkpoint that matches its sha256, completely or not at all.
 
-    on_damage: gets the folder of one that is damaged, and what is wrong with it. Returns the folder
-    that was brought, or was here, None if there is none. Raises what `bring` raises.
+    on_damage: called with the folder of a damaged checkpoint and the problem. Returns the folder
+    that was downloaded or was already in the copy, or None. Raises like `bring`.
     """
     parts = checkpoints_in(listing)
     for folder in complete_in(listing):
         files = parts[folder]
         if all(copy.is_same(name, version) for name, version in files.items()):
             return folder
-        hidden = f"{CHECKPOINTS}/.tmp_{folder}"  # the name that the next save clears away
+        hidden = f"{CHECKPOINTS}/.tmp_{folder}"  # the next save removes a leftover of this name
         for attempt in range(NUM_DOWNLOADS):
             shutil.rmtree(copy.folder / hidden, ignore_errors=True)
             bring(store, files, copy, f"{store}/{CHECKPOINTS}/{folder}", hidden)
@@ -225,7 +231,7 @@ def bring_checkpoint(
 
 
 def _damage(folder: Path) -> str:
-    """Return what is wrong with the files of a checkpoint, "" for nothing."""
+    """Return the problem with the files of a checkpoint, or ""."""
     try:
         files: dict[str, Any] = read_info_file(folder)["files"]
         for name, expected in files.items():
@@ -239,10 +245,10 @@ def _damage(folder: Path) -> str:
     return ""
 
 
-def remove_stale_checkpoints(folder: Path, kept: Iterable[str]) -> None:
-    """Remove from a copy that is only read the checkpoints that the run has removed."""
-    kept = set(kept)
+def remove_stale_checkpoints(folder: Path, current: Iterable[str]) -> None:
+    """Remove the checkpoints that are not in `current`, because the run has removed them."""
+    current_names = set(current)
     for path in (folder / CHECKPOINTS).glob("*"):
-        if path.name not in kept:
+        if path.name not in current_names:
             with suppress(OSError):
                 shutil.rmtree(path)

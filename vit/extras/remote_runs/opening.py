@@ -1,4 +1,4 @@
-"""A run at a URL, which is trained in a working copy on a disk of this machine."""
+"""Open a run at a URL and train it in a working copy on a local disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vit.run_folder import Place, RunLock
 
 
 class StoredPlace(Place):
-    """The working copy of a URL, and on rank 0 the store that keeps the URL equal to it."""
+    """The working copy of a URL; on rank 0 with the store that uploads its changes."""
 
     setting = "run.local_dir"
 
@@ -28,9 +28,9 @@ class StoredPlace(Place):
         return self._store is not None and self._store.is_lost
 
     def lock(self, lock: RunLock) -> None:
-        """Take the lease and fetch what a resume needs."""
-        assert self._store is not None, "rank 0 calls it"
-        print(f"run folder: {self._store}, worked on in {self.folder}", file=sys.stderr)
+        """Take the lease and download the files that a resume needs."""
+        assert self._store is not None, "only rank 0 locks"
+        print(f"run folder: {self._store}, with its working copy in {self.folder}", file=sys.stderr)
         self._store.open(lock)
         self.remove_unfinished()
 
@@ -55,7 +55,7 @@ class StoredPlace(Place):
 
 
 def open_place(config: Config, world: World) -> StoredPlace:
-    """Open the run at the URL `run.dir`; every rank calls it. Raises ValueError as `RunStore`."""
+    """Open the run at the URL `run.dir`; every rank calls it. Raises ValueError like `RunStore`."""
     store = world.on_main(lambda: RunStore(config))
     folder = world.broadcast_from_main(lambda: "" if store is None else str(store.folder))
     return StoredPlace(Path(folder), store)

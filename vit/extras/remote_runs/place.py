@@ -1,12 +1,12 @@
-"""Where a run is: in a folder, or at a URL with a working copy on a disk of this machine.
+"""Open the store of a run at a URL, which has a working copy on a local disk.
 
-    run.dir=runs/demo              that folder
-    run.dir=s3://bucket/runs/demo  worked on in `run.local_dir`, by default
+    run.dir=runs/demo              a plain folder, which needs no store
+    run.dir=s3://bucket/runs/demo  its working copy is `run.local_dir`, by default
                                    <cache>/runs/<hash of the URL>/demo
-    run.dir=file:///mnt/b/demo     the same: for a mounted bucket, which has no locks and renames
+    run.dir=file:///mnt/b/demo     the same, for a mounted bucket without locks and renames
 
-All that trains, reads and draws works in a folder; `vit.extras.remote_runs.store` keeps the URL
-equal to it. The URL is used as the user gave it, with `${NAME}` and logins; its name is `bare`,
+Training, evaluation and reports use a folder; `vit.extras.remote_runs.store` keeps the URL equal to
+it. The URL is used as the user wrote it, with `${NAME}` and logins; messages show the `bare` URL
 without them.
 """
 
@@ -20,24 +20,26 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import on_the_web, resolve
 
 
-def store_at(url: str, patience_s: float, what: str = "run.dir=") -> ObjectStore:
-    """Return what keeps the files at `url`, in which `${NAME}` means an environment variable.
+def store_at(url: str, patience_s: float, setting: str = "run.dir=") -> ObjectStore:
+    """Return the store at `url`, in which `${NAME}` means an environment variable.
 
-    what: the setting or the flag that has the URL. Raises ValueError for one that cannot be written
-    to.
+    setting: the setting or flag with the URL, for messages. Raises ValueError for a web server,
+    which cannot be written to.
     """
     resolved = resolve(url)
     if on_the_web(resolved):
         raise ValueError(
-            f"{what}{shown(url)}: a web server keeps no runs: give a folder, or the URL of a store,"
-            " such as s3://bucket/runs/name"
+            f"{setting}{shown(url)}: a web server cannot store runs: pass a folder, or the URL of a"
+            " store, such as s3://bucket/runs/name"
         )
     return ObjectStore(resolved, RetryPolicy(patience_s))
 
 
 def try_store(url: str) -> str:
-    """Write a file at `url` and remove it; return how to show the URL. Raises ValueError if that
-    is refused, or not answered at once."""
+    """Write a file at `url` and remove it; return the URL for messages.
+
+    Raises ValueError if the store refuses or does not answer at once.
+    """
     store = store_at(url, 0.0)
     store.try_writing(f".check.{secrets.token_hex(4)}")
     return str(store)

@@ -1,11 +1,11 @@
-"""What reads a run at a URL, without the lease: a copy of what is asked for, in the cache.
+"""Copy a run at a URL into the cache to read it, without the lease.
 
-    launch/eval.py, predict, export, init.checkpoint   the weights that have come furthest
-    launch/report.py, replay, samples                  the same, record, settings, predictions,
-                                                       losses of images
+    launch/eval.py, predict, export, init.checkpoint   the weights of the latest step
+    launch/report.py, replay, samples                  also record, settings, predictions and losses
+                                                       of images
 
-Files that are in the copy already, in the version that is at the URL, are not fetched again. The
-run may go on meanwhile: what it has removed in between is looked for once more.
+Files that are already in the cache in the URL's version are not downloaded again. The run can
+continue during the copy: if a file is removed in between, the listing is read again.
 """
 
 from __future__ import annotations
@@ -45,26 +45,30 @@ from vit.run_folder import (
 from vit.system.files import replacing
 
 PATIENCE_S = 60.0
-"""For a store that does not answer somebody who waits for a picture."""
+"""Retry limit for a store that does not answer, short because a user is waiting."""
 NUM_LOOKS = 3
 READ = (
-    *("weights/last", "weights/config.json", "config.yaml", "predictions.npz", "samples/"),
+    "weights/last",
+    "weights/config.json",
+    "config.yaml",
+    "predictions.npz",
+    "samples/",
     "wandb_id",
 )
 OF_WEIGHTS = ("weights/last", "weights/config.json")
 
 
 def local_run(url: str, only_weights: bool = False) -> Path:
-    """Return a folder with a copy of what is read of the run at `url`.
+    """Return a folder with a copy of the run at `url`.
 
-    The URL may also be that of a checkpoint, or of one file. only_weights: fetch only them and the
-    record. Raises ValueError if the URL holds neither, or the store cannot be used.
+    The URL can also be a checkpoint or a single file. only_weights: download only weights and
+    record. Raises ValueError if the URL has none of these, or the store cannot be used.
     """
     store = store_at(url, PATIENCE_S, "")
     folder = cache_of(url, "fetched")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.parent / "lock", "w") as lock:
-        with suppress(OSError):  # a file system without locks: files are replaced as a whole anyway
+        with suppress(OSError):  # no locks on this file system; replacing whole files is still safe
             fcntl.flock(lock, fcntl.LOCK_EX)
         for look in range(1, NUM_LOOKS + 1):
             try:
@@ -81,23 +85,22 @@ def local_run(url: str, only_weights: bool = False) -> Path:
 
 
 def newest_info(url: str) -> Path:
-    """Return a folder with the `checkpoint.json` of the run's complete checkpoints, and no
-    tensors."""
+    """Return a folder with the `checkpoint.json` of each complete checkpoint, without tensors."""
     store = store_at(url, PATIENCE_S)
     folder = cache_of(url, "infos")
     listing = store.list_below()
     folder.mkdir(parents=True, exist_ok=True)
     copy = Copy(folder, url)
     copy.load()
-    kept = complete_in(listing)
-    bring(store, {info_name(name): listing[info_name(name)] for name in kept}, copy, url)
-    remove_stale_checkpoints(folder, kept)
+    complete = complete_in(listing)
+    bring(store, {info_name(name): listing[info_name(name)] for name in complete}, copy, url)
+    remove_stale_checkpoints(folder, complete)
     copy.save()
     return folder
 
 
 def is_in_use(url: str) -> bool | None:
-    """Return False if no job has the run, else None: whether its job lives is not visible here."""
+    """Return False if no job holds the run, else None, because the job may be dead."""
     store = store_at(url, PATIENCE_S, "")
     try:
         store.stat(LEASE_FILE)
@@ -109,7 +112,7 @@ def is_in_use(url: str) -> bool | None:
 
 
 def publish_report(url: str, folder: Path) -> str:
-    """Upload the report that was made in `folder`; return what to tell people."""
+    """Upload the report in `folder`; return a message for the user."""
     store = store_at(url, PATIENCE_S, "")
     report = folder / REPORT_FOLDER
     try:
@@ -122,10 +125,13 @@ def publish_report(url: str, folder: Path) -> str:
 
 
 def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) -> Path:
-    """Bring what is read, and return the path of it; FileNotFoundError if some of it is gone."""
+    """Download the files of `read` and return their path.
+
+    Raises FileNotFoundError if a file was removed since the listing.
+    """
     listing = store.list_below()
     if not listing:
-        raise ValueError(f"{store}: there is nothing: give the URL of a run, or of a file")
+        raise ValueError(f"{store}: nothing exists at this URL: pass the URL of a run or a file")
     if "" in listing:
         folder.parent.mkdir(parents=True, exist_ok=True)
         store.download("", folder)
@@ -137,20 +143,20 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
         bring(store, listing, copy, str(store))
         copy.save()
         return folder
-    wanted = {name: listing[name] for name in plain_names(listing) if name.startswith(read)}
-    if not (wanted or parts_in(listing) or complete_in(listing)):
+    versions = {name: listing[name] for name in plain_names(listing) if name.startswith(read)}
+    if not (versions or parts_in(listing) or complete_in(listing)):
         raise ValueError(
-            f"{store}: neither a run (with {CHECKPOINTS}/ or weights/) nor a checkpoint: there are"
+            f"{store}: neither a run (with {CHECKPOINTS}/ or weights/) nor a checkpoint: it has"
             f" {', '.join(sorted(listing)[:3])}"
         )
-    bring(store, wanted, copy, str(store))
+    bring(store, versions, copy, str(store))
     for name in set(plain_names(copy.names())) - listing.keys():
         (folder / name).unlink(missing_ok=True)
         copy.forget(name)
     with replacing(folder / METRICS_FILE) as file:
         file.write(read_record(store, listing))
-    kept = _bring_newer_checkpoint(store, listing, copy)
-    remove_stale_checkpoints(folder, kept)
+    newest = _bring_newer_checkpoint(store, listing, copy)
+    remove_stale_checkpoints(folder, newest)
     copy.save()
     return folder
 
@@ -158,20 +164,20 @@ def _fetch(store: ObjectStore, folder: Path, url: str, read: tuple[str, ...]) ->
 def _bring_newer_checkpoint(
     store: ObjectStore, listing: Mapping[str, Version], copy: Copy
 ) -> list[str]:
-    """Bring the newest checkpoint, if it has come further than the weights; return its name."""
+    """Download the newest checkpoint if its step is after the weights' step; return its name."""
     newest = complete_in(listing)[:1]
     if not newest or int(newest[0].removeprefix("step_")) <= _step_of_weights(copy.folder):
         return []
 
     def on_damage(folder: str, problem: str) -> None:
-        print(f"{store}/{CHECKPOINTS}/{folder}: {problem}: passed over", file=sys.stderr)
+        print(f"{store}/{CHECKPOINTS}/{folder}: {problem}: skipped", file=sys.stderr)
 
-    found = bring_checkpoint(store, listing, copy, on_damage)
-    return [found] if found else []
+    name = bring_checkpoint(store, listing, copy, on_damage)
+    return [name] if name else []
 
 
 def _step_of_weights(folder: Path) -> int:
-    """Return the step of the last weights, -1 without any."""
+    """Return the step of the last weights, or -1 without weights."""
     for averaged in (True, False):
         path = weights_file(folder, "last", averaged)
         if os.path.exists(path):

@@ -1,13 +1,13 @@
-"""The record at a URL: parts that are never changed, each with the lines since the one before.
+"""Store the record at a URL in immutable parts, each with the lines since the previous part.
 
     record/part_000000000000.jsonl    the first lines
-    record/part_000000018231.jsonl    the lines from byte 18,231 of metrics.jsonl on
+    record/part_000000018231.jsonl    the lines of metrics.jsonl from byte 18,231
     `cat record/part_*` is metrics.jsonl
 
-Stores replace objects and cannot append to them. A file that is written again at every save costs
-more each time; a tail that is replaced would be lost lines if its upload is cut short by a kill
-where a store is not atomic. Parts are joined where there are many, under the name of the first,
-whose content begins as before: readers pass over the others until they are removed.
+Stores replace objects and cannot append to them. Uploading the whole file at every save would cost
+more each time. Replacing only the tail could lose lines, if a kill truncates the upload to a store
+that is not atomic. Many parts are joined under the name of the first, whose content begins
+unchanged, so readers skip the other parts until they are removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vit.run_folder import METRICS_FILE
 
 RECORD_FOLDER = "record"
 JOIN_FROM = 64
-"""Parts that the next job joins: each is a request."""
+"""Number of parts from which the next job joins them, because each part costs a request."""
 NUM_THREADS = 8
 
 
@@ -35,15 +35,15 @@ def part_name(start: int) -> str:
 def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
     """Return (start, stop, name) of the parts that make up the record, in order.
 
-    Bytes that only follow a gap are no part of it, nor are parts that others contain.
+    Parts after a gap are skipped, and so are parts that another part contains.
     """
-    found = []
+    parts = []
     for name, version in listing.items():
         if match := re.fullmatch(RECORD_FOLDER + r"/part_(\d+)\.jsonl", name):
-            found.append((int(match[1]), int(match[1]) + version.size, name))
+            parts.append((int(match[1]), int(match[1]) + version.size, name))
     used = []
     end = 0
-    for start, stop, name in sorted(found):
+    for start, stop, name in sorted(parts):
         if start == end and stop > end:
             used.append((start, stop, name))
             end = stop
@@ -51,9 +51,9 @@ def parts_in(listing: Mapping[str, Version]) -> list[tuple[int, int, str]]:
 
 
 def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
-    """Return the record as far as it is at `store`, b"" for none.
+    """Return the record at `store`, b"" for none.
 
-    A run that somebody has copied there from a folder has it as `metrics.jsonl`.
+    A run that was copied to the store from a folder has the record as `metrics.jsonl`.
     """
     parts = parts_in(listing) or [
         (0, listing[name].size, name) for name in (METRICS_FILE,) if name in listing
@@ -61,7 +61,9 @@ def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
 
     def read(part: tuple[int, int, str]) -> bytes:
         start, stop, name = part
-        return store.read_all(name)[: stop - start]  # the next job may be joining parts just now
+        return store.read_all(name)[
+            : stop - start
+        ]  # another job may be joining parts into this one
 
     with ThreadPoolExecutor(NUM_THREADS) as pool:
         content = b"".join(pool.map(read, parts))
@@ -69,7 +71,7 @@ def read_record(store: ObjectStore, listing: Mapping[str, Version]) -> bytes:
 
 
 def join_parts(store: ObjectStore, listing: Mapping[str, Version], content: bytes) -> None:
-    """Make one part of many. content: what `read_record` gave."""
+    """Join the parts into one. content: the result of `read_record`."""
     names = [name for name in listing if name.startswith(f"{RECORD_FOLDER}/")]
     if len(names) < JOIN_FROM:
         return
@@ -80,7 +82,7 @@ def join_parts(store: ObjectStore, listing: Mapping[str, Version], content: byte
 
 
 def new_lines(path: Path, start: int) -> bytes:
-    """Return the complete lines of the record at `path` from byte `start` on."""
+    """Return the complete lines of the record at `path` from byte `start`."""
     if not path.exists():
         return b""
     with path.open("rb") as file:

@@ -1,16 +1,18 @@
-"""A run at a URL while it is trained: what is there is complete, and enough to go on anywhere.
+"""Keep the URL of a run equal to its working copy during training.
 
-    start      take the lease; bring record, newest checkpoint, weights and losses of images, unless
-               the working copy has them; write the `start` line there
-    each save  the saver's thread, when the files are complete here:
+The files at the URL are always complete, and any machine can resume from them:
+
+    start      take the lease; download record, newest checkpoint, weights and losses of images
+               that the working copy lacks; upload the record's `start` line
+    each save  in the saver's thread, when the local files are complete, upload
                weights, losses, ... -> lines of the record -> tensors -> checkpoint.json -> `latest`
-               -> remove what `checkpoint.keep_last` removed here
-    end        the same once more, with the report; give the lease back
+               -> remove the checkpoints that `checkpoint.keep_last` removed locally
+    end        upload once again, with the report; give the lease back
 
-`checkpoint.json` is uploaded after all that its checkpoint counts on, so a kill at any moment
-leaves the newest checkpoint there complete, with the record up to its step. Only the main rank
-knows of the store. While it does not answer, training goes on until the next save; what cannot be
-uploaded for `data.patience_s` ends the run as a full disk does.
+`checkpoint.json` is uploaded after all files that its checkpoint needs, so a kill at any moment
+leaves a complete newest checkpoint at the URL, with the record up to its step. Only the main rank
+uses the store. If the store does not answer, training continues until the next save. A failure for
+`data.patience_s` ends the run like a full disk.
 """
 
 from __future__ import annotations
@@ -62,32 +64,36 @@ from vit.run_folder import (
 )
 from vit.system.files import replacing
 
-BROUGHT = (
-    *("weights/", f"{SAMPLES_FOLDER}/"),
-    *(CONFIG_FILE, PREDICTIONS_FILE, STOPPED_FILE, "wandb_id"),
+DOWNLOADED = (
+    "weights/",
+    f"{SAMPLES_FOLDER}/",
+    CONFIG_FILE,
+    PREDICTIONS_FILE,
+    STOPPED_FILE,
+    "wandb_id",
 )
-"""What a resumed run needs of the URL besides record and checkpoint; it makes the rest again."""
+"""Files that a resumed run needs in addition to record and checkpoint; it rewrites all others."""
 
 
 class UploadError(ValueError):
-    """The store refuses, or does not answer; one line for people."""
+    """The error for a store that refuses or does not answer, in one line."""
 
 
 class RunStore:
-    """The run at `run.dir`, a URL, on the main rank. Raises ValueError for a URL that no store has.
+    """The run at the URL `run.dir`, on the main rank. Raises ValueError for an invalid URL.
 
-    All methods that talk to the store raise ValueError if that fails for `data.patience_s`, and
-    `vit.extras.remote_runs.lease.LeaseLost` if another job has the run.
+    All methods that use the store raise ValueError if that fails for `data.patience_s`, and
+    `vit.extras.remote_runs.lease.LeaseLost` if another job holds the run.
     """
 
     def __init__(self, config: Config):
-        assert config.run.dir is not None, "load_config names it"
+        assert config.run.dir is not None, "load_config sets it"
         self._config = config
         self.folder = local_folder(config.run)
         """The working copy."""
         self._store = store_at(config.run.dir, config.data.patience_s)
-        self._there: dict[str, Version] = {}
-        """What is at the URL, while this process has the lease."""
+        self._remote: dict[str, Version] = {}
+        """The files at the URL, while this process holds the lease."""
         self._record_bytes = 0
         self._latest = ""
         self._copy = Copy(self.folder, config.run.dir)
@@ -98,112 +104,116 @@ class RunStore:
 
     @property
     def is_lost(self) -> bool:
-        """Whether another job has the run now; the next `push` raises it."""
+        """Return whether another job holds the run; the next `push` then raises."""
         return self._lease.is_lost
 
     def check(self) -> None:
-        """Raise LeaseLost if another job has the run now."""
+        """Raise LeaseLost if another job holds the run."""
         if self.is_lost:
             self._lease.confirm()
 
     # --- start ------------------------------------------------------------------------------------
 
     def open(self, lock: RunLock) -> None:
-        """Lock the working copy and the run at the URL, and bring what a resume needs."""
+        """Lock the working copy and the run at the URL, and download the files for a resume."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ValueError(
-                f"run.local_dir={self.folder}: cannot be made ({error.strerror}): choose another"
+                f"run.local_dir={self.folder}: cannot be created ({error.strerror}): choose another"
                 " folder"
             ) from None
         lock.acquire()
         self._copy.load()
-        with self._told("cannot be used"):
+        with self._reporting_errors("cannot be used"):
             self._lease.acquire(_identity(self.folder))
-            self._there = self._store.list_below()
+            self._remote = self._store.list_below()
             self._store.remove_unfinished()
-            record = read_record(self._store, self._there)
+            record = read_record(self._store, self._remote)
             self._choose_copy(record)
             self._mend_record(record)
             self._bring(record)
             self._copy.save()
 
     def _choose_copy(self, record: bytes) -> None:
-        """Clear a working copy of an older state, or of another run."""
-        here = new_lines(self.folder / METRICS_FILE, 0)
+        """Clear the working copy if it is outdated or of another run."""
+        local_record = new_lines(self.folder / METRICS_FILE, 0)
         saved = complete_checkpoints(self.folder)
-        if not record and saved and not complete_in(self._there):
+        if not record and saved and not complete_in(self._remote):
             raise ValueError(
-                f"{self}: holds no run, its working copy {self.folder} does, up to"
-                f" {saved[0].name}: remove that folder to begin anew, or copy it there to go on"
+                f"{self}: holds no run, but its working copy {self.folder} does, up to"
+                f" {saved[0].name}: remove that folder to start over, or copy it to the URL"
             )
-        if record and here.startswith(record):
+        if record and local_record.startswith(record):
             return
-        if here and record:
+        if local_record and record:
             print(
-                f"{self}: another job has gone on since {self.folder} was its working copy: what is"
-                " there counts, and is fetched",
+                f"{self}: another job has continued the run since {self.folder} was its working"
+                " copy: fetching the run from the URL",
                 file=sys.stderr,
             )
         self._copy.clear()
 
     def _mend_record(self, record: bytes) -> None:
-        """Remember where the next part begins; make that the end of the last one."""
+        """Set where the next part of the record begins, and repair a truncated last part."""
         self._record_bytes = len(record)
-        parts = parts_in(self._there)
-        if record and not parts:  # a run that was copied there from a folder
+        parts = parts_in(self._remote)
+        if record and not parts:  # a run that was copied to the URL from a folder
             self._store.write(part_name(0), record)
             self._store.remove(METRICS_FILE)
-        if parts and parts[-1][1] != len(record):  # the last one was cut short in a mounted folder
+        if parts and parts[-1][1] != len(
+            record
+        ):  # a kill truncated the last part in a mounted folder
             start, _, name = parts[-1]
             self._store.write(name, record[start:])
-        join_parts(self._store, self._there, record)
+        join_parts(self._store, self._remote, record)
 
     def _bring(self, record: bytes) -> None:
         path = self.folder / METRICS_FILE
         if record and not path.exists():
             with replacing(path) as file:
                 file.write(record)
-        wanted = {
-            name: self._there[name]
-            for name in plain_names(self._there)
-            if name.startswith(BROUGHT) and not (self.folder / name).exists()
+        versions = {
+            name: self._remote[name]
+            for name in plain_names(self._remote)
+            if name.startswith(DOWNLOADED) and not (self.folder / name).exists()
         }
-        bring(self._store, wanted, self._copy, f"{self}")
-        here = complete_checkpoints(self.folder)
-        there = complete_in(self._there)
-        found = None
-        if there and (not here or here[0].name < there[0]):
-            found = bring_checkpoint(self._store, self._there, self._copy, self._set_aside)
-        # Written after a checkpoint: whoever starts jobs by itself must not begin the run anew.
-        if not here and found is None and LATEST_FILE in self._there:
+        bring(self._store, versions, self._copy, f"{self}")
+        local_checkpoints = complete_checkpoints(self.folder)
+        remote_checkpoints = complete_in(self._remote)
+        downloaded = None
+        if remote_checkpoints and (
+            not local_checkpoints or local_checkpoints[0].name < remote_checkpoints[0]
+        ):
+            downloaded = bring_checkpoint(self._store, self._remote, self._copy, self._set_aside)
+        # `latest` proves that a checkpoint existed. An automatic restart must not start over.
+        if not local_checkpoints and downloaded is None and LATEST_FILE in self._remote:
             raise ValueError(
-                f"{self}/{CHECKPOINTS}: all checkpoints are damaged or gone; put a good one back,"
-                " or remove `latest` there, and the same command starts over"
+                f"{self}/{CHECKPOINTS}: all checkpoints are damaged or gone: put a good one back,"
+                f" or remove {self}/{LATEST_FILE} to start over with the same command"
             )
 
     def _set_aside(self, folder: str, problem: str) -> None:
-        """Let a damaged checkpoint count no more; the next save removes its tensors."""
+        """Make a damaged checkpoint incomplete; the next save removes its tensors."""
         print(
-            f"{self}/{CHECKPOINTS}/{folder}: {problem}: it is damaged; trying the one before",
+            f"{self}/{CHECKPOINTS}/{folder}: {problem}: it is damaged; trying the previous one",
             file=sys.stderr,
         )
         self._store.remove(info_name(folder))
-        self._there.pop(info_name(folder), None)
+        self._remote.pop(info_name(folder), None)
 
     # --- save -------------------------------------------------------------------------------------
 
     def push(self) -> float:
-        """Make the URL equal to the working copy; return the seconds that it took."""
+        """Upload the changes of the working copy; return the duration in seconds."""
         began = time.monotonic()
-        with self._told("the upload failed"):
+        with self._reporting_errors("the upload failed"):
             self._lease.confirm(self._store)
             names = plain_names(files_below(self.folder))
             for name in names:
                 self._upload(name)
             for name in set(plain_names(self._copy.names())) - set(names):
-                self._remove(name)  # such as `stopped_early`
+                self._remove(name)  # removed locally, such as `stopped_early`
             self._push_record(self._store)
             self._push_checkpoints()
             self._copy.save()
@@ -215,58 +225,58 @@ class RunStore:
             self._lease.ensure(store)
             name = part_name(self._record_bytes)
             if not store.write(name, lines, only_new=True, in_use=True):
-                # An attempt whose answer was lost, or what a kill has cut short in a folder; or the
-                # part of a job that has taken over, which nothing would bring back.
-                there = store.read_all(name)
-                if not lines.startswith(there):
+                # The part exists: our own upload whose response was lost, one that a kill truncated
+                # in a folder, or another job's, which must not be overwritten.
+                uploaded = store.read_all(name)
+                if not lines.startswith(uploaded):
                     self._lease.confirm(store)
                     raise LeaseLost(
-                        f"{store}: another job has written {name}: this one ends, and nothing more"
-                        " of it is saved there"
+                        f"{store}: another job has written {name}: this job ends, and saves nothing"
+                        " more at the URL"
                     )
-                if there != lines:
+                if uploaded != lines:
                     store.write(name, lines, in_use=True)
             self._record_bytes += len(lines)
 
     def _push_checkpoints(self) -> None:
-        here = complete_checkpoints(self.folder)
-        for folder in reversed(here):
+        checkpoints = complete_checkpoints(self.folder)
+        for folder in reversed(checkpoints):
             tensors = (path.name for path in folder.iterdir() if not path.name.startswith("."))
             for name in sorted(tensors, key=lambda name: (name == INFO_FILE, name)):
                 name = f"{CHECKPOINTS}/{folder.name}/{name}"
-                if self._is_there(name):
+                if self._is_uploaded(name):
                     continue
                 if name == info_name(folder.name):
-                    self._lease.confirm(self._store)  # the checkpoint counts from here on
+                    self._lease.confirm(self._store)  # this upload completes the checkpoint
                 self._upload(name)
-        if here and self._latest != here[0].name:
-            self._store.write(LATEST_FILE, f"{here[0].name}\n".encode(), in_use=True)
-            self._latest = here[0].name
-        kept = complete_in(self._there)[: self._config.checkpoint.keep_last]
-        for name, files in checkpoints_in(self._there).items():
-            if name not in kept:
-                # First what makes it complete: half of one must not look whole.
+        if checkpoints and self._latest != checkpoints[0].name:
+            self._store.write(LATEST_FILE, f"{checkpoints[0].name}\n".encode(), in_use=True)
+            self._latest = checkpoints[0].name
+        remaining = complete_in(self._remote)[: self._config.checkpoint.keep_last]
+        for name, files in checkpoints_in(self._remote).items():
+            if name not in remaining:
+                # Remove checkpoint.json first: a half removed checkpoint must not look complete.
                 for file in sorted(files, key=lambda file: file != info_name(name)):
                     self._remove(file)
 
-    def _is_there(self, name: str) -> bool:
-        return self._copy.is_same(name, self._there.get(name))
+    def _is_uploaded(self, name: str) -> bool:
+        return self._copy.is_same(name, self._remote.get(name))
 
     def _upload(self, name: str) -> None:
-        if self._is_there(name):
+        if self._is_uploaded(name):
             return
         stamp = self._copy.stamp(name)
-        if stamp[0] < 0:  # gone since the folder was listed
+        if stamp[0] < 0:  # removed since the folder was listed
             return
-        self._lease.ensure(self._store)  # the upload before it may have taken an hour
+        self._lease.ensure(self._store)  # the previous upload may have taken an hour
         self._store.upload(self.folder / name, name, in_use=True)
-        self._there[name] = Version(stamp[0], "")
+        self._remote[name] = Version(stamp[0], "")
         self._copy.note(name, stamp=stamp)
 
     def _remove(self, name: str) -> None:
         self._lease.ensure(self._store)
         self._store.remove(name, in_use=True)
-        self._there.pop(name, None)
+        self._remote.pop(name, None)
         self._copy.forget(name)
 
     # --- end --------------------------------------------------------------------------------------
@@ -274,8 +284,8 @@ class RunStore:
     def close(self, with_record: bool = False, at_once: bool = False) -> None:
         """Give the lease back; raises nothing.
 
-        with_record: the run ended with an error, which its last line tells: upload that, too, if
-        the store answers. at_once: talk to nobody.
+        with_record: upload the last lines of the record, which have the error that ended the run,
+        if the store answers. at_once: do not use the network.
         """
         if at_once:
             return
@@ -287,22 +297,26 @@ class RunStore:
         self._lease.release()
 
     @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """Turn what the store's client raises into one line that also says what is safe."""
+    def _reporting_errors(self, failure: str) -> Iterator[None]:
+        """Convert errors of the store's client to one line that also names the safe copy."""
         safe = ""
         if self._record_bytes:
             safe = (
                 f"; the working copy {self.folder} is complete, and the same command on this"
-                " machine goes on from there"
+                " machine resumes from it"
             )
         try:
             yield
         except LeaseLost:
             raise
         except FileNotFoundError as error:
-            raise UploadError(f"{self}: {what} ({error}): there is no such bucket{safe}") from None
+            raise UploadError(
+                f"{self}: {failure} ({error}): there is no such bucket{safe}"
+            ) from None
         except OSError as error:
-            place = error.filename or self.folder  # of a URL that is a folder, that may be full
+            place = (
+                error.filename or self.folder
+            )  # for file:// URLs the folder at the URL may be full
             raise UploadError(
                 f"{place}: cannot be written ({error.strerror}): free some space{safe}"
             ) from None
@@ -311,10 +325,10 @@ class RunStore:
 
 
 def _identity(folder: Path) -> str:
-    """Return what tells a locked folder from all others, of this machine and of others."""
+    """Return an identifier of a locked folder that is unique over all machines."""
     status = os.stat(folder / LOCK_FILE)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:  # not Linux: whoever comes waits until the lease expires
+    except OSError:  # not Linux: the next job waits until the lease expires
         boot = os.urandom(8).hex()
     return hashlib.sha256(f"{boot} {status.st_dev} {status.st_ino}".encode()).hexdigest()[:16]

@@ -1,1 +1,1 @@
-"""Training from a stream of tars that cannot be read at random (`data.reader: webdataset`)."""
+"""Train from a stream of tars without random access (`data.reader: webdataset`)."""

@@ -1,15 +1,14 @@
-"""Batches from a stream of tars, for sources that cannot be read at random. Not exact.
+"""Read training batches from a stream of tars, for sources without random access.
 
-`vit.data.storage.http` opens URLs, the webdataset library opens `pipe:` commands, one after the
-other; webdataset also groups the files of the tars into samples. A tar that ends without its end
-mark, or whose command fails, is an error. Each worker of each rank has its own shards or, with
-fewer shards than workers, its share of the samples of all shards. A buffer shuffles, and each pass
-over the shards has its own order. Crops and tables are drawn from a hash of the key.
+`vit.data.storage.http` opens URLs, and the webdataset library opens `pipe:` commands, one after the
+other. webdataset also groups the files of the tars into samples. A tar without its end mark and a
+failed command are errors. Each worker of each rank has its own shards or, with fewer shards than
+workers, its share of the samples of all shards. A buffer shuffles the samples, and each pass over
+the shards has its own order. Crops and augmentations are drawn from a hash of the key.
 
-It is not exact: workers get through their shards at different speeds, so in an epoch of
-`data.num_samples` some samples come twice and others not at all, and a resumed run starts a new
-pass. The record says so ("exact": false). Evaluation, which counts every image once, reads an
-indexed split.
+The order is not exact. Workers read their shards at different speeds, so an epoch of
+`data.num_samples` has some samples twice and omits others, and a resumed run starts a new pass. The
+record has "exact": false. Evaluation counts every image once, because it reads an indexed split.
 """
 
 from __future__ import annotations
@@ -47,27 +46,27 @@ from vit.system.urls import expand_braces, on_the_web, resolve
 
 SHUFFLE_SAMPLES = 1000
 SHUFFLE_BYTES = 64 << 20
-"""Limits of a worker's shuffle buffer: encoded samples, and their bytes."""
+"""Limits of a worker's shuffle buffer: the number of encoded samples, and their bytes."""
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What is known of a stream before it is read; takes the place of a `Split` in training."""
+    """The description of an unread stream, which replaces a `Split` in training."""
 
     filenames: list[str]
     """URLs and `pipe:` commands."""
     num_samples: int
-    """In an epoch, as the config says."""
+    """Samples in an epoch, from the config."""
     num_classes: int
     class_names: list[str]
     layout: SampleLayout = DEFAULT_LAYOUT
-    """Which members of a sample are its image and its label."""
+    """The members of a sample that hold its image and its label."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
-    """How long to retry a server."""
+    """The retry limits for a server."""
     splits: tuple[()] = ()
-    """Empty: nothing is read at random."""
+    """Empty, because a stream has no random access."""
     index: np.ndarray = field(default_factory=lambda: np.empty(0, INDEX_DTYPE))
-    """Empty: nothing is known of the samples."""
+    """Empty, because the samples are not known in advance."""
 
     def identity(self) -> str:
         """Return the hash of an empty index."""
@@ -82,7 +81,7 @@ def open_stream(
     layout: SampleLayout = DEFAULT_LAYOUT,
     retry: RetryPolicy | None = None,
 ) -> Stream:
-    """Return the stream of `shards`, without opening anything.
+    """Return the stream of `shards`, without opening a shard.
 
     shards: URLs, files and `pipe:` commands with braces (see `expand_braces`), joined by `::`.
     Raises ShardError if webdataset is not installed.
@@ -90,24 +89,31 @@ def open_stream(
     if find_spec("webdataset") is None:
         raise ShardError("data.reader: webdataset needs its package: pip install webdataset")
     urls = [url for part in shards.split("::") for url in expand_braces(part)]
-    return Stream(urls, num_samples, num_classes, class_names, layout, retry or RetryPolicy())
+    return Stream(
+        filenames=urls,
+        num_samples=num_samples,
+        num_classes=num_classes,
+        class_names=class_names,
+        layout=layout,
+        retry=retry or RetryPolicy(),
+    )
 
 
 def open_train_set(data: DataConfig, val_split: Split, num_classes: int | None) -> TrainSet:
     """Return the stream of `data`; see `vit.data.open_data.choose_train_set`."""
-    assert data.stream is not None, "the config is checked"
-    assert data.num_samples is not None, "the config is checked"
+    assert data.stream is not None, "the schema requires it"
+    assert data.num_samples is not None, "the schema requires it"
     names = val_split.class_names
     layout = SampleLayout(
         data.stream_image, data.stream_label, data.stream_keys_with_dots, tuple(names)
     )
     stream = open_stream(
         resolve(data.stream),
-        data.num_samples,
-        max(val_split.num_classes, num_classes or 0),
-        names,
-        layout,
-        RetryPolicy(data.patience_s),
+        num_samples=data.num_samples,
+        num_classes=max(val_split.num_classes, num_classes or 0),
+        class_names=names,
+        layout=layout,
+        retry=RetryPolicy(data.patience_s),
     )
     return TrainSet(stream, data.num_samples)
 
@@ -131,16 +137,16 @@ def create_batches(
 class _Sample(NamedTuple):
     key: str
     number: int
-    """63 bits of a hash of the key."""
+    """The sample's number: 63 bits of a hash of the key."""
     label: int
     data: bytes
     width: int
     height: int
-    """1 x 1 pixels if the size cannot be read: decoding will report that image."""
+    """The size is 1 x 1 pixels if it cannot be read; decoding then reports the image."""
 
 
 class StreamBatches(AugmentedBatches):
-    """This rank's rows of a batch: the next samples of the stream of the process that makes them.
+    """The batches of this rank; each process fills rows with the next samples of its own stream.
 
     See `TrainBatches`.
     """
@@ -176,7 +182,7 @@ class StreamBatches(AugmentedBatches):
         self._samples: Iterator[_Sample] = iter(())
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
+        """Write the rows from `first` of the batch at `position` into all tensors of `rows`.
 
         Returns the keys of bad images.
         """
@@ -199,14 +205,14 @@ class StreamBatches(AugmentedBatches):
         return self.make_rows(position, self.first_row + first, rows, samples)
 
     def _shuffled(self, epoch: int) -> Iterator[_Sample]:
-        """Yield this process's samples without end, each drawn at random from a buffer."""
-        with self._num_started.get_lock():  # a new process takes the next free share of the stream
+        """Yield this process's samples endlessly, each drawn at random from a buffer."""
+        with self._num_started.get_lock():  # each new process takes the next share of the stream
             reader = self._first_reader + self._num_started.value % self._num_processes
             self._num_started.value += 1
         buffer: list[_Sample] = []
         buffer_bytes = 0
         draws = fold(self.order.seed, epoch, reader)
-        # A larger buffer would hold several passes of a small stream.
+        # A larger buffer would mix several passes of a small stream.
         max_samples = min(SHUFFLE_SAMPLES, self.split.num_samples // self._num_readers // 4)
         for number, sample in enumerate(self._passes(reader, epoch)):
             buffer.append(sample)
@@ -218,7 +224,7 @@ class StreamBatches(AugmentedBatches):
                 yield buffer.pop()
 
     def _passes(self, reader: int, epoch: int) -> Iterator[_Sample]:
-        """Yield one reader's samples, pass after pass; all readers know each pass's shard order."""
+        """Yield one reader's samples, pass after pass; all readers use the same shard order."""
         urls = self.split.filenames
         num_readers = self._num_readers
         has_own_shards = len(urls) >= num_readers
@@ -237,15 +243,15 @@ class StreamBatches(AugmentedBatches):
             if not num_own:
                 more = f" and {len(own_urls) - 1} more" if len(own_urls) > 1 else ""
                 raise ShardError(
-                    f"{shown(own_urls[0])}{more}: {num_seen or 'no'} samples came, expected tars of"
-                    f" <key>.jpg and <key>.cls; its {num_readers} readers (ranks times"
-                    " data.num_workers) need one each at least"
+                    f"{shown(own_urls[0])}{more}: {num_seen or 'no'} samples found, expected tars"
+                    f" of <key>.jpg and <key>.cls; each of the {num_readers} readers (ranks times"
+                    " data.num_workers) needs at least one sample"
                 )
 
     def _checked(self, sample: dict[str, Any]) -> _Sample:
         """Convert a sample of webdataset. Raises ShardError if it lacks an image or a label."""
         key = sample["__key__"]
-        where = f"{shown(sample['__url__'])}: sample {key!r}"
+        prefix = f"{shown(sample['__url__'])}: sample {key!r}"
         layout = self.split.layout
         suffixes = [suffix for suffix in sample if not suffix.startswith("__")]
         try:
@@ -253,22 +259,29 @@ class StreamBatches(AugmentedBatches):
             label = layout.label_of(sample[layout.label_suffix])
         except InvalidSample as error:
             members = {suffix: sample[suffix] for suffix in suffixes}
-            raise ShardError(f"{where} {error}{remedy(members, layout, SETTINGS)}") from error
+            raise ShardError(f"{prefix} {error}{remedy(members, layout, SETTINGS)}") from error
         if not 0 <= label < self.split.num_classes:
-            raise ShardError(f"{where}: label {label}; expected 0 to {self.split.num_classes - 1}")
+            raise ShardError(f"{prefix}: label {label}; expected 0 to {self.split.num_classes - 1}")
         data = sample[image]
         digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
         try:
             width, height = read_image_size(data)
         except ValueError:
             width, height = 1, 1
-        return _Sample(key, int.from_bytes(digest) >> 1, label, data, width, height)
+        return _Sample(
+            key=key,
+            number=int.from_bytes(digest) >> 1,
+            label=label,
+            data=data,
+            width=width,
+            height=height,
+        )
 
 
 def _read_tars(
     urls: list[str], layout: SampleLayout, retry: RetryPolicy
 ) -> Iterator[dict[str, Any]]:
-    """Yield webdataset's samples of some tars, one after the other.
+    """Yield webdataset's samples from the tars, one tar after the other.
 
     Raises ShardError for a tar that cannot be read to its end.
     """
@@ -281,22 +294,22 @@ def _read_tars(
             )
         except ShardError:
             raise
-        except Exception as error:  # of a damaged tar, of the system, of webdataset
+        except Exception as error:  # from a damaged tar, the system or webdataset
             texts = (part for part in error.args if isinstance(part, str) and part)
             reason = next(texts, type(error).__name__)
             raise ShardError(
-                f"{shown(url)}: the stream broke ({reason}); run its command, or fetch its address,"
-                " by hand to see why"
+                f"{shown(url)}: the stream broke ({reason}): run its command or download its URL by"
+                " hand to find the cause"
             ) from error
 
 
 def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
-    """Yield the files of a tar, up to its end mark, as webdataset groups them.
+    """Yield the files of a tar up to its end mark, in the form that webdataset groups.
 
-    Raises OSError if its command fails, TarDamaged if the tar is cut. webdataset's own loop accepts
-    a damaged header, or an end between two files, as the end of the tar, and asks for a command's
-    status without waiting for it. Its HTTP reader waits for a silent server for ever and cannot
-    continue after a broken connection.
+    Raises OSError if its command fails, and TarDamaged if the tar is truncated. webdataset's own
+    loop is not used, because it takes a damaged header or an end between two files for the end of
+    the tar, and reads a command's status without waiting. Its HTTP reader waits endlessly for a
+    silent server and cannot continue after a broken connection.
     """
     from webdataset.gopen import gopen, set_options
 
@@ -305,11 +318,11 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
         stream = io.BufferedReader(WebFile(url, "", retry), PIECE_BYTES)
     else:
         stream = gopen(url)
-    set_options(stream, ignore_errors=True)  # `_wait_for_end` reports them
+    set_options(stream, ignore_errors=True)  # `_wait_for_end` reports errors instead
     try:
         read = unpacked(stream)
         for member in walk(read):
-            if member.kind != FILE or META.match(member.name):  # webdataset skips these as well
+            if member.kind != FILE or META.match(member.name):  # webdataset skips these members
                 continue
             data = read(member.size, member.offset)
             if len(data) < member.size:
@@ -320,13 +333,13 @@ def _read_files(url: str, retry: RetryPolicy) -> Iterator[dict[str, Any]]:
             yield {"fname": member.name, "data": data, "__url__": url}
     except Exception:
         if not on_the_web(url) and not stream.read(1):
-            _wait_for_end(stream)  # the failure of its command is the better explanation
+            _wait_for_end(stream)  # a failed command explains the error better
         raise
     _wait_for_end(stream)
 
 
 def _wait_for_end(stream: Any) -> None:
-    """Close a file, or a command's pipe. Raises OSError if the command failed."""
+    """Close a file or a command's pipe. Raises OSError if the command failed."""
     stream.close()
     if status := getattr(stream, "status", 0):
         raise OSError(f"its command ended with status {status}")
