@@ -283,20 +283,7 @@ class Monitor:
             for counts in values.rank_reports[:, 1:].tolist()
             if counts
         ]
-        change = abs(wait_share - self._reported_wait_share)
-        is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
-        if is_notable and self._timed_steps >= ADVICE_STEPS:
-            self._reported_wait_share = wait_share
-            self.record.say(
-                advice(
-                    wait_share,
-                    waiting,
-                    loaders,
-                    images_per_s=loader_images_per_s,
-                    num_workers=self.loader.num_workers,
-                    world=self.world,
-                )
-            )
+        self._advise(wait_share, waiting, loaders, loader_images_per_s)
         self.record.write(
             "train",
             step,
@@ -324,6 +311,29 @@ class Monitor:
         )
         losses.clear()
         self._new_interval(self._last_step_at, stats)
+
+    def _advise(
+        self,
+        wait_share: float,
+        waiting: Waiting,
+        loaders: list[Tally],
+        loader_images_per_s: float | None,
+    ) -> None:
+        """Report that training waits for data, if it is new and not the start of the workers."""
+        change = abs(wait_share - self._reported_wait_share)
+        is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
+        if is_notable and self._timed_steps >= ADVICE_STEPS:
+            self._reported_wait_share = wait_share
+            self.record.say(
+                advice(
+                    wait_share,
+                    waiting,
+                    loaders,
+                    images_per_s=loader_images_per_s,
+                    num_workers=self.loader.num_workers,
+                    world=self.world,
+                )
+            )
 
     def _loader_metrics(self, loaders: list[Tally], waiting: Waiting) -> dict[str, Any]:
         """Return the sums over the loaders of all ranks, and those of the slowest rank."""
