@@ -51,7 +51,11 @@ def main() -> World | None:
             )
         if process_group.is_main_process():
             describe = load("vit.training.print_config:describe", "--print-config")
-            print(describe(config, origins, process_group.world_size()), end="")
+            sentences = None
+            if args.verbose:
+                settings = load("vit.config.reference:settings", "--verbose")()
+                sentences = {key: setting.sentence for key, setting in settings.items()}
+            print(describe(config, origins, process_group.world_size(), sentences), end="")
         return None
     check = load("vit.extras.planner.check.all_checks:check", "--check") if args.check else None
     limit = timedelta(seconds=JOIN_TIMES * args.check_limit_s) if args.check else None
@@ -72,6 +76,12 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help="print every value, its origin and the derived numbers, and exit",
     )
     parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="with --print-config, print what each setting does",
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="test everything that the run needs on these hosts, print a table, and exit; minutes",
@@ -86,6 +96,8 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     args = parser.parse_intermixed_args(arguments)
     if not args.check_limit_s > 0:
         parser.error(f"--check-limit-s {args.check_limit_s:g}: expected more than 0")
+    if args.verbose and not args.print_config:
+        parser.error("--verbose: give --print-config with it")
     return args
 
 

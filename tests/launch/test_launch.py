@@ -3,6 +3,7 @@ tests/project/errors."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 
@@ -12,7 +13,8 @@ from processes import REPOSITORY, TINY, command, environment, metrics, run, run_
 from servers import WebServer
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from vit.config.io import load_config
+from vit.config import reference
+from vit.config.io import load_config, to_dict
 from vit.loggers.record import Record
 from vit.model import create_model
 from vit.training.plan import make_plan
@@ -90,6 +92,21 @@ def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(
     ):
         assert f"#   {key}: {value}" in shown
     assert not (tmp_path / "runs").exists()
+
+
+def test_verbose_print_config_explains_each_setting_and_stays_a_config(tmp_path, shards, capsys):
+    config = write_config(tmp_path, shards)
+    capsys.readouterr()
+    run_here("launch/train.py", "--config", config, "--print-config", "--verbose", *TINY)
+    printed = capsys.readouterr().out
+    comments = " ".join(re.findall(r"^  # (.*)$", printed, re.MULTILINE))
+    for section, values in to_dict(load_config(config, TINY)).items():
+        for name in values:
+            assert reference.settings()[f"{section}.{name}"].sentence in comments
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert load_config(tmp_path / "printed.yaml") == load_config(config, TINY)
+    with pytest.raises(ValueError, match="--verbose: give --print-config with it"):
+        run_here("launch/train.py", "--config", config, "-v", *TINY)
 
 
 def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys, monkeypatch):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -341,15 +342,26 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tup
     }
 
 
-def dump_yaml(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -> str:
+def dump_yaml(
+    values: Mapping[str, Any],
+    comments: Mapping[str, str] | None = None,
+    sentences: Mapping[str, str] | None = None,
+) -> str:
     """Return nested values as YAML text that `load_config` reads back.
 
-    `comments` (dotted key -> text) are appended to the lines.
+    `comments` (dotted key -> text) are appended to the lines; `sentences` stand above them.
     """
     lines = []
     for section, group in values.items():
         lines.append(f"{section}:")
         for key, value in group.items():
+            lines += textwrap.wrap(
+                (sentences or {}).get(f"{section}.{key}", ""),
+                96,
+                initial_indent="  # ",
+                subsequent_indent="  # ",
+                break_on_hyphens=False,
+            )
             line = f"  {key}: {_scalar(value)}"
             # A comment must stay on one line, because further lines would be YAML.
             comment = " ".join((comments or {}).get(f"{section}.{key}", "").split())

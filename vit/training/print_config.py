@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 
 import torch
@@ -28,9 +29,14 @@ IMAGENET_IMAGES = 1_281_167
 """Training images of ImageNet-1k, which are assumed if the data cannot be opened."""
 
 
-def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
+def describe(
+    config: Config,
+    origins: dict[str, str],
+    world_size: int,
+    sentences: Mapping[str, str] | None = None,
+) -> str:
     """Return the text of `--print-config`: every value with its origin as YAML, and the derived
-    numbers as comments.
+    numbers as comments. `sentences` (key -> what the setting does) stand above the values.
 
     If the data cannot be opened, the text assumes the images and classes of ImageNet, with a note.
     Raises ValueError as `make_plan` and `choose_train_set`.
@@ -104,7 +110,7 @@ def describe(config: Config, origins: dict[str, str], world_size: int) -> str:
         " without activations"
     )
     return (
-        config_io.dump_yaml(values, comments)
+        config_io.dump_yaml(values, comments, sentences)
         + "\n# derived\n"
         + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
     )
