@@ -82,7 +82,14 @@ def main() -> World:
     if tuned is not None:
         subject = _read(args.checkpoints[0], args, tuned.data.root, tuned.data.val_split, world)
         finetune(
-            subject.loaded, subject.config, subject.problem, tuned, world, build_run, out, args.json
+            subject.loaded,
+            subject.config,
+            problem=subject.problem,
+            tuned=tuned,
+            world=world,
+            build_run=build_run,
+            out=out,
+            as_json=args.json,
         )
         return world
 
@@ -102,7 +109,14 @@ def main() -> World:
             settings |= {"data.root": root, "data.val_split": split, "eval.sets": sets}
             settings["eval.best_by"] = config.eval.best_by
         results.append(
-            evaluate_weights(subject.loaded, config, world, out, args.select_classes, args.probes)
+            evaluate_weights(
+                subject.loaded,
+                config,
+                world=world,
+                out=out,
+                selected=args.select_classes,
+                probes=args.probes,
+            )
         )
         if world.is_main and subject.published is not None:
             _print_published(subject, config, results[-1], args.select_classes, out)

@@ -145,7 +145,9 @@ def draw_sheet(summary: Summary, trained: Trained, args: Namespace) -> None:
     plot_predictions = by_name.load(
         "vit.extras.report.prediction_sheet:plot_predictions", "--sheet"
     )
-    plot_predictions(pixels, names, classes, heading, args.sheet, overlays)
+    plot_predictions(
+        pixels, names, classes=classes, heading=heading, picture=args.sheet, overlays=overlays
+    )
 
 
 def read_names(path: Path) -> list[str]:

@@ -155,7 +155,11 @@ def attention(args: Namespace, world: World) -> None:
             else:
                 has_pool = getattr(trained.model, "global_pool", "") == "map"
                 title = f"Attention: {name}"
-                written.append(plot_heads(image, heads, rollout, title, path, has_pool))
+                written.append(
+                    plot_heads(
+                        image, heads, rollout=rollout, title=title, picture=path, has_pool=has_pool
+                    )
+                )
             meter.update(number + 1)
     for path in written:
         print(path)

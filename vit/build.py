@@ -127,7 +127,16 @@ def _build(
 
     # 6. The record. Rank 0 goes first, because it creates the folder.
     record = world.main_first(
-        lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
+        lambda: start_record(
+            config,
+            world,
+            folder=place.folder,
+            lock=lock,
+            data=data,
+            notes=notes,
+            state=state,
+            train_step=train_step,
+        )
     )
     with world.fail_together():
         place.push()  # if the run has a URL, the URL has the run from now on

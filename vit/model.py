@@ -292,7 +292,14 @@ class VisionTransformer(nn.Module):
 
         def make_block(*drop_paths: nn.Module) -> Block:
             attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
-            return Block(embed_dim, norm, attn, mlp(), drop_paths, init_values)
+            return Block(
+                embed_dim,
+                norm,
+                attn=attn,
+                mlp=mlp(),
+                drop_paths=drop_paths,
+                init_values=init_values,
+            )
 
         self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
         self._create_head(norm, num_heads, mlp_ratio, representation_size)

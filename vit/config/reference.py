@@ -62,10 +62,10 @@ def settings() -> dict[str, Setting]:
                 described = Setting(
                     key,
                     type_in_words(content, schema.get("$defs", {})),
-                    as_yaml(content.get("default", "none, it must be given")),
-                    " ".join((field.description or "").split()),
-                    MAY_CHANGE in field.metadata,
-                    tuple(itertools.chain(*(each.conditions for each in conditions))),
+                    default=as_yaml(content.get("default", "none, it must be given")),
+                    sentence=" ".join((field.description or "").split()),
+                    may_change=MAY_CHANGE in field.metadata,
+                    only_with=tuple(itertools.chain(*(each.conditions for each in conditions))),
                 )
                 first = every.setdefault(key, described)
                 if described.default != first.default.partition(" (")[0]:

@@ -270,7 +270,16 @@ class AugmentedBatches(Batches):
         table = draw_table(self.augment, keys, widths, heights, size)
         # Mixing needs the weights, which are known after decoding: a row whose partner could not be
         # decoded stays unmixed.
-        draw_mix(self.augment, table, weights, self.order.seed, position, first_row, size, epoch)
+        draw_mix(
+            self.augment,
+            table,
+            weights=weights,
+            seed=self.order.seed,
+            position=position,
+            first_row=first_row,
+            size=size,
+            epoch=epoch,
+        )
         write_rows(rows, samples.entries["label"], weights, table, samples.ids)
         return tuple(bad_keys)
 

@@ -88,11 +88,11 @@ class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
         self.ring = plan_ring(
             batches.layout,
             batches.row_unit,
-            stop - start,
-            num_workers,
-            prefetch_gib,
-            on_gpu,
-            max_ready,
+            num_batches=stop - start,
+            num_workers=num_workers,
+            prefetch_gib=prefetch_gib,
+            on_gpu=on_gpu,
+            max_ready=max_ready,
         )
         self._positions: Sequence[int] = range(start, stop)
         if passed_over:

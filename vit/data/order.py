@@ -375,13 +375,13 @@ def make_order(
     return Order(
         num_samples,
         g,
-        seed,
-        num_lanes,
-        block_samples or default_block_samples(num_samples),
-        window_blocks,
-        r,
-        aug_repeats_form,
-        shares,
+        seed=seed,
+        num_lanes=num_lanes,
+        block_samples=block_samples or default_block_samples(num_samples),
+        window_blocks=window_blocks,
+        aug_repeats=r,
+        aug_repeats_form=aug_repeats_form,
+        shares=shares,
     )
 
 

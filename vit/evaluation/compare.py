@@ -100,7 +100,9 @@ def evaluate_weights(
     probed: list[Probed] = []
     if probes is not None:
         augment = create_augment(config.augment, config.data, loaded.num_classes, world.device)
-        probed = run_probes(probes, model, config, split, augment, world)
+        probed = run_probes(
+            probes, model, config=config, val_split=split, augment=augment, world=world
+        )
 
     result = by_set[VAL][1]
     as_json = _as_json(result.accuracy)

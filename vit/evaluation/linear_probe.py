@@ -199,7 +199,9 @@ def fit_probe(
     everything = torch.arange(len(features), device=features.device)
 
     def objective_of(chosen: Tensor) -> Objective:
-        return Objective(features, labels, chosen, scale, num_classes, world)
+        return Objective(
+            features, labels, chosen=chosen, scale=scale, num_classes=num_classes, world=world
+        )
 
     start = None
     if l2 is None:

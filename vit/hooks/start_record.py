@@ -99,7 +99,9 @@ def start_record(
     lines += [line for part in notes for line in part.lines]
     lines += [f"note: {note}"] if (note := mount_note(folder)) else []
     lines += [note for sets in data.sets if (note := _note_of_trained(sets[0], data.train_set))]
-    lines += start_lines(config, data.plan, train_step, data.batches, shuffle, state)
+    lines += start_lines(
+        config, data.plan, train_step=train_step, batches=data.batches, shuffle=shuffle, state=state
+    )
     for line in lines:
         record.say(line)
     if not state.is_finished(data.plan):  # a command that is repeated on a finished run adds none

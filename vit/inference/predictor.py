@@ -187,8 +187,8 @@ def load(
     return Trained(
         model.to(device).eval(),
         Preprocess(ImageFormat.from_config(config.model, config.data), config.eval, augment),
-        tuple(name or f"class {number}" for number, name in enumerate(names)),
-        config,
-        replace(loaded, weights={}),
-        tuple(notes),
+        class_names=tuple(name or f"class {number}" for number, name in enumerate(names)),
+        config=config,
+        weights=replace(loaded, weights={}),
+        notes=tuple(notes),
     )

@@ -257,12 +257,12 @@ def _from_settings(
     return KnownModel(
         name,
         model,
-        (size, size) if isinstance(size, int) else (size[0], size[1]),
-        tuple(settings.get("mean") or IMAGENET[0]),
-        tuple(settings.get("std") or IMAGENET[1]),
-        settings.get("crop_pct") or 0.875,
-        interpolation,
-        mode if mode == "squash" else "center",
+        image_size=(size, size) if isinstance(size, int) else (size[0], size[1]),
+        mean=tuple(settings.get("mean") or IMAGENET[0]),
+        std=tuple(settings.get("std") or IMAGENET[1]),
+        crop_pct=settings.get("crop_pct") or 0.875,
+        interpolation=interpolation,
+        crop_mode=mode if mode == "squash" else "center",
         source=NO_NUMBER + (border if mode == "border" else ""),
         head=classifier if isinstance(classifier, str) else classifier[0],
     )

@@ -272,8 +272,10 @@ def _plan_line(
         near = resized / original
         for inverse in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)):
             if 1 / inverse == scale:
-                return _Line(start, stop, stop, first + cropped, inverse, first)
-    return _Line(start, stop, original, resized, None, first)
+                return _Line(
+                    start, stop, length=stop, resized=first + cropped, scale=inverse, first=first
+                )
+    return _Line(start, stop, length=original, resized=resized, scale=None, first=first)
 
 
 def resized_size(

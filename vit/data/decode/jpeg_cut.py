@@ -79,7 +79,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
             return None
         smaller = _head(data, header, header.width, bottom)
         smaller += memoryview(data)[header.scan_offset :]
-        return Cut(smaller, 0, 0, header.width, bottom, True)
+        return Cut(smaller, 0, top=0, width=header.width, height=bottom, has_rest=True)
     if mcus_per_line % interval and interval % mcus_per_line:
         return None
 
@@ -121,7 +121,12 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     np.frombuffer(smaller, np.uint8)[numbers] = 0xD0 + np.arange(len(numbers)) % 8
     smaller[-2:] = EOI
     return Cut(
-        smaller, first_column * tile_width, first_row * tile_height, cut_width, cut_height, False
+        smaller,
+        first_column * tile_width,
+        top=first_row * tile_height,
+        width=cut_width,
+        height=cut_height,
+        has_rest=False,
     )
 
 

@@ -92,7 +92,15 @@ def open_split(
     outside [0, num_classes).
     """
     part = parse_name(split)
-    whole = _open_whole(root, part.split, cache_dir, cache_gib, retry, is_checked, versions)
+    whole = _open_whole(
+        root,
+        part.split,
+        cache_dir=cache_dir,
+        cache_gib=cache_gib,
+        retry=retry,
+        is_checked=is_checked,
+        versions=versions,
+    )
     return whole if part.start is None else SplitSlice(whole, split)
 
 
@@ -117,15 +125,46 @@ def _open_whole(
     firsts = first_samples(described.lengths)
     tars: Tars
     if isinstance(folder, Path):
-        index = _local_index(folder, split, described, found_versions, layout, is_checked)
+        index = _local_index(
+            folder,
+            split,
+            described=described,
+            versions=found_versions,
+            layout=layout,
+            is_checked=is_checked,
+        )
         tars = LocalTars(folder, filenames, retry)
         if cache_dir is not None:
             cache = open_cache(cache_dir, cache_gib, "data.cache_dir")
-            tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
+            tars = open_cached_tars(
+                folder,
+                filenames,
+                versions=found_versions,
+                index=index,
+                firsts=firsts,
+                cache=cache,
+                retry=retry,
+            )
     else:
         cache = open_cache(cache_dir, cache_gib, shown)
-        index = _remote_index(folder, home, split, described, found_versions, cache, is_checked)
-        tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
+        index = _remote_index(
+            folder,
+            home,
+            split=split,
+            described=described,
+            versions=found_versions,
+            cache=cache,
+            is_checked=is_checked,
+        )
+        tars = open_cached_tars(
+            folder,
+            filenames,
+            versions=found_versions,
+            index=index,
+            firsts=firsts,
+            cache=cache,
+            retry=retry,
+        )
 
     # 3. Check the labels.
     class_names = list(info.get("class_names") or [])
@@ -136,14 +175,16 @@ def _open_whole(
     return Split(
         home or shown,
         split,
-        filenames,
-        described.lengths,
-        index,
-        num_classes,
-        class_names,
-        tars,
-        replace(layout, class_names=()),  # the split has the names; it is pickled for each worker
-        bool((info.get("options") or {}).get("apply_exif")),
+        filenames=filenames,
+        lengths=described.lengths,
+        index=index,
+        num_classes=num_classes,
+        class_names=class_names,
+        tars=tars,
+        layout=replace(
+            layout, class_names=()
+        ),  # the split has the names; it is pickled for each worker
+        apply_exif=bool((info.get("options") or {}).get("apply_exif")),
     )
 
 

@@ -145,7 +145,9 @@ def scan_sample(
         raise InvalidSample(f"has an image of 0 bytes, {image.name!r}")
     width, height = _size_in_pixels(read, image)
     checksum = crc32c(read(image.size, image.offset)) if with_checksum else 0
-    return ScannedSample(key, label, width, height, image, members, checksum)
+    return ScannedSample(
+        key, label, width=width, height=height, image=image, members=members, crc32c=checksum
+    )
 
 
 def survey_tar(

@@ -113,7 +113,7 @@ def open_cached(
 ) -> CachedTars:
     """Return a reader of shards at a URL, or in a mounted folder, through `cache`."""
     place = MountedFolder(folder, filenames, retry) if isinstance(folder, Path) else folder
-    return CachedTars(place, filenames, versions, index, firsts, cache)
+    return CachedTars(place, filenames, versions=versions, index=index, firsts=firsts, cache=cache)
 
 
 class CachedTars:
@@ -312,7 +312,9 @@ class CachedTars:
     def _make_block(self, shard: int, first: int, last: int) -> CacheBlock:
         name = f"{self._names[shard]}.{first}-{last}.block"
         start = self._start(first, shard)
-        return CacheBlock(name, shard, first, last, start, self._stop(last - 1))
+        return CacheBlock(
+            name, shard, first=first, last=last, start=start, stop=self._stop(last - 1)
+        )
 
     # ---- fetching ----
 

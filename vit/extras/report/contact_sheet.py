@@ -94,10 +94,10 @@ def make_contact_sheet(
     return plot_cells(
         [cell for row in zip(*columns.values(), strict=True) for cell in row],
         len(columns),
-        f"Augmentation of {split.root}, {width} × {height} pixels",
-        picture,
-        list(columns),
-        CAPTION_PT,
+        heading=f"Augmentation of {split.root}, {width} × {height} pixels",
+        picture=picture,
+        titles=list(columns),
+        caption_pt=CAPTION_PT,
     )
 
 

@@ -363,7 +363,14 @@ def plot_learning_curves(
         loss, accuracy = figure.subplots(1, 2)
         for number, (name, history) in enumerate(zip(names, histories, strict=True)):
             for axes, key in ((loss, "loss"), (accuracy, "top1")):
-                _draw_run(axes, history, key, name, f"C{number}", smooth_epochs)
+                _draw_run(
+                    axes,
+                    history,
+                    key=key,
+                    name=name,
+                    color=f"C{number}",
+                    smooth_epochs=smooth_epochs,
+                )
         is_plain = all(history.training_loss == PLAIN_LOSS for history in histories)
         loss.set(title="Cross-entropy" if is_plain else "Loss", ylim=(0, None))
         accuracy.set(title="Top-1 accuracy, %", ylim=(None, 100))

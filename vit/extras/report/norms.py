@@ -49,7 +49,7 @@ def plot_norms(lines: list[dict[str, Any]], picture: Path) -> Path:
                 values = values / np.where(values[:, :1] > 0, values[:, :1], np.nan)
             axes.set_title(title)
             if rows:
-                _draw(figure, axes, key, rows, edges, values)
+                _draw(figure, axes, key=key, layers=rows, edges=edges, values=values)
             else:
                 note = "not known for this\nkind of attention"
                 axes.text(0.5, 0.5, note, ha="center", color=GREY, transform=axes.transAxes)

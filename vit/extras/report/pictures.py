@@ -157,7 +157,12 @@ def _paint_augmented(source: ReportSource, picture: Path) -> str:
     rows = np.flatnonzero(batch.weights.numpy() > 0)[:NUM_AUGMENTED]
     names = source.class_names[: source.num_classes]
     model_plots.plot_augmented(
-        inputs[rows].cpu(), targets[rows].cpu(), config.data.mean, config.data.std, names, picture
+        inputs[rows].cpu(),
+        targets[rows].cpu(),
+        mean=config.data.mean,
+        std=config.data.std,
+        class_names=names,
+        picture=picture,
     )
     return f"The first {len(rows)} of the {batch_size:,} images of step 1, as the model saw them."
 
@@ -177,11 +182,11 @@ def _paint_attention(source: ReportSource, picture: Path) -> str:
     model_plots.plot_attention(
         images,
         relevance,
-        labels[chosen].tolist(),
-        predicted.tolist(),
-        logits.softmax(1).amax(1).tolist(),
-        source.class_names[: source.num_classes],
-        picture,
+        labels=labels[chosen].tolist(),
+        predictions=predicted.tolist(),
+        probabilities=logits.softmax(1).amax(1).tolist(),
+        class_names=source.class_names[: source.num_classes],
+        picture=picture,
     )
     num_wrong = int((predicted.numpy() != labels[chosen]).sum())
     kind = "averaged weights" if source.weights.averaged else "weights"

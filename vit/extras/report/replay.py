@@ -334,7 +334,9 @@ def plot_step(replay: Replay, num_images: int, picture: Path) -> Path:
     )
     columns = min(len(cells), 2 * PAIRS_IN_A_LINE)
     titles = ["stored, with crop", "as trained on"] * (columns // 2)
-    return plot_cells(cells, columns, heading, picture, titles, CAPTION_PT)
+    return plot_cells(
+        cells, columns, heading=heading, picture=picture, titles=titles, caption_pt=CAPTION_PT
+    )
 
 
 def _stored(replay: Replay, row: ReplayedRow) -> Tensor:

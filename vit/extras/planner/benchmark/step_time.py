@@ -93,7 +93,15 @@ def create_step(config: Config, plan: Plan, num_classes: int, world: World) -> T
         teacher_model, settings = teacher
         objective = Distilled(loss, Teacher(teacher_model.to(world.device), settings, config))
     create_reduce = create_reduce_of(config)
-    step = create_train_step(config, plan, num_classes, model, world, objective, create_reduce)
+    step = create_train_step(
+        config,
+        plan,
+        num_classes=num_classes,
+        model=model,
+        world=world,
+        objective=objective,
+        create_reduce=create_reduce,
+    )
     step.model.train()
     return step
 

@@ -61,6 +61,15 @@ def _batch_on_host(config: Config, num_rows: int, num_classes: int, position: in
     size = image_format.size
     table = draw_table(config.augment, keys, widths, heights, size)
     weights = np.ones(num_rows, dtype=np.float32)
-    draw_mix(config.augment, table, weights, config.train.seed, position, 0, size, epoch=0)
+    draw_mix(
+        config.augment,
+        table,
+        weights=weights,
+        seed=config.train.seed,
+        position=position,
+        first_row=0,
+        size=size,
+        epoch=0,
+    )
     write_rows(batch, rng.integers(0, num_classes, num_rows), weights, table, ids)
     return batch

@@ -152,11 +152,11 @@ class Trial:
             self._step = step = create_train_step(
                 config,
                 data.plan,
-                data.num_classes,
-                model,
-                world,
-                self._objective,
-                self._parts.create_reduce,
+                num_classes=data.num_classes,
+                model=model,
+                world=world,
+                objective=self._objective,
+                create_reduce=self._parts.create_reduce,
             )
             step.model.train()
             return self._do_steps(step)

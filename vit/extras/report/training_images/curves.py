@@ -119,13 +119,13 @@ def read_curves(
     return SampleCurves(
         list(files),
         num_seen,
-        sums[1] / total,
-        sums[2] / total,
-        first_right,
-        last_right,
-        times_forgotten,
-        list(files)[::every],
-        np.stack(margins),
+        mean_loss=sums[1] / total,
+        mean_margin=sums[2] / total,
+        first_right=first_right,
+        last_right=last_right,
+        times_forgotten=times_forgotten,
+        curve_epochs=list(files)[::every],
+        margins=np.stack(margins),
     )
 
 
@@ -149,7 +149,16 @@ def _add_up(source: ReportSource, epoch: int, path: Path) -> NDArray[np.float64]
             table = np.zeros((len(losses), width), np.float32)
             table[:, LAMBDA] = 1.0  # unchanged after `augment.mixup_off_epoch`
             size = source.train_format.in_epoch(epoch - 1).size
-            draw_mix(augment, table, readable, order.seed, position, 0, size, epoch - 1)
+            draw_mix(
+                augment,
+                table,
+                weights=readable,
+                seed=order.seed,
+                position=position,
+                first_row=0,
+                size=size,
+                epoch=epoch - 1,
+            )
             weights *= np.maximum(2 * table[:, LAMBDA] - 1, 0)
         ids.append(order.batch(position))
         rows.append([weights, *(np.nan_to_num(v) * weights for v in (losses, margins))])

@@ -160,11 +160,11 @@ def _shown(
     return Shown(
         split.key(sample),
         name,
-        _picture(split, sample),
-        Markup("") if curves is None else _curve(curves, sample),
-        notes,
-        f"{source.class_names[predicted]}, {share:.0%}" if predicted >= 0 else "",
-        predicted != label,
+        uri=_picture(split, sample),
+        curve=Markup("") if curves is None else _curve(curves, sample),
+        notes=notes,
+        predicted=f"{source.class_names[predicted]}, {share:.0%}" if predicted >= 0 else "",
+        differs=predicted != label,
     )
 
 
