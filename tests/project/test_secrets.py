@@ -1,5 +1,5 @@
-"""Logins are used, and found nowhere afterwards: one of each kind is planted, and all that a
-command leaves and prints is searched."""
+"""Commands must use logins without leaking them: one of each kind is planted, and all files and
+output are searched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
-    """How a secret may be written."""
+    """The forms in which a secret may be written."""
     plain = {
         secret,
         urllib.parse.quote(secret),
@@ -49,7 +49,7 @@ def forms(secret: str) -> set[bytes]:
 
 
 def found(place: Path, *printed: str) -> list[str]:
-    """Where a secret is: `name in file`."""
+    """Return the places of secrets: `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))
@@ -77,7 +77,7 @@ def web(shards) -> Iterator[WebServer]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """An empty folder, and an environment that is full of secrets."""
+    """An empty folder, and an environment full of secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
         "NETRC": str(tmp_path / "netrc"),
@@ -92,16 +92,21 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def trained(config: Path, run_dir: Path, *settings: str, ranks: int = 0, cold: bool = False):
-    wanted = [
+    tiny_settings = [
         setting for setting in TINY if setting.partition("=")[0] not in ("log.wandb", "log.report")
     ]
-    given = {"train.steps": 2, "log.wandb": "offline", "log.report": "true", "run.dir": run_dir}
+    run_settings = {
+        "train.steps": 2,
+        "log.wandb": "offline",
+        "log.report": "true",
+        "run.dir": run_dir,
+    }
     return run(
         "launch/train.py",
         "--config",
         config,
-        *wanted,
-        *(f"{key}={value}" for key, value in given.items()),
+        *tiny_settings,
+        *(f"{key}={value}" for key, value in run_settings.items()),
         *settings,
         ranks=ranks,
         cold=cold,
@@ -112,7 +117,7 @@ def with_login(web: WebServer, path: str = "/p") -> str:
     return f"{web.url.replace('://', f'://{LOGIN}')}{path}"
 
 
-@pytest.mark.full  # the next tests have the same places of a secret, in a header and in a query
+@pytest.mark.full  # the next tests have the same kinds of secret, in a header and in a query
 def test_a_run_from_an_address_with_a_login(web, place, shards):
     web.login = f"me:{PASSWORD}"
     config = write_config(place, shards, steps=2)
@@ -231,7 +236,7 @@ def test_an_address_that_is_refused_under_torchrun(web, place, shards):
 
 
 @pytest.mark.slow
-def test_what_commands_say_of_mistakes(web, place):
+def test_messages_about_mistakes_contain_no_secret(web, place):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     for done in (
         run("launch/eval.py", address, address),
@@ -277,5 +282,5 @@ def test_an_index_of_shards_at_an_address_with_a_login(web, place):
     assert found(place, trains.stdout, trains.stderr) == []
 
 
-def prepared(module: str, *words: object):
-    return call([warm_python.python(environment()), "-m", module, *map(str, words)])
+def prepared(module: str, *arguments: object):
+    return call([warm_python.python(environment()), "-m", module, *map(str, arguments)])

@@ -1,4 +1,4 @@
-"""Data that are missing, damaged, refused or of others, provoked row by row (docs/errors.md)."""
+"""Missing, damaged, rejected or swapped data, provoked row by row (docs/errors.md)."""
 
 from __future__ import annotations
 
@@ -160,10 +160,10 @@ def _(place):
         (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
 
     named(place.own_shards(), [])
-    others = [shutil.copytree(place.shards, place.folder / name) for name in ("one", "two")]
-    named(others[0], ["cat", "dog", "eel"])
-    named(others[1], ["eel", "dog", "cat"])
-    place.train(f"data.sources=[{{root: {others[0]}}}, {{root: {others[1]}}}]")
+    sources = [shutil.copytree(place.shards, place.folder / name) for name in ("one", "two")]
+    named(sources[0], ["cat", "dog", "eel"])
+    named(sources[1], ["eel", "dog", "cat"])
+    place.train(f"data.sources=[{{root: {sources[0]}}}, {{root: {sources[1]}}}]")
 
 
 @scenario("a corrupt image in training", begun=True)
