@@ -1,5 +1,5 @@
-"""A machine that loses its power loses what was not forced to the disk: nothing that counts on it
-may be there already."""
+"""A power cut loses all data that were not forced to the disk, so each file must be forced before
+another one refers to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from processes import TINY, run_here
 
 
 class Disk:
-    """What would be there after a power cut: of each file the bytes of its last fsync, and the
+    """The contents of a disk after a power cut: of each file the bytes of its last fsync, and the
     folders whose entries were forced since they changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):
@@ -60,7 +60,7 @@ class Disk:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux for a file's name")
-def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path, config, monkeypatch):
+def test_files_that_a_checkpoint_refers_to_are_on_the_disk_first(tmp_path, config, monkeypatch):
     disk = Disk(monkeypatch, tmp_path / "run")
     run_here(
         *("launch/train.py", "--config", config, f"run.dir={disk.run_dir}", *TINY), "train.steps=6"
