@@ -75,8 +75,8 @@ def served(
     / "run"`."""
     if phase == "upload":
         assert s3 is not None, "an upload needs a server"
-        with _uploaded(s3, folder, rng) as served:
-            yield served
+        with _uploaded(s3, folder, rng) as source:
+            yield source
     elif phase == "data wait":
         files = {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir()}
         with WebServer(files) as web:
