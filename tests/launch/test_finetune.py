@@ -1,5 +1,5 @@
-"""Fine-tuning as people type it: `launch/eval.py --finetune`, on one rank and two, stopped and gone
-on with, for other classes."""
+"""Fine-tuning as users type it: `launch/eval.py --finetune`, on one rank and two, stopped and
+resumed, and for new classes."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp
     assert len(metrics(tmp_path / "tuned", "start")) == 2
 
 
-def test_another_base_under_the_same_path_is_noticed(base, tmp_path, shards):
+def test_detects_a_replaced_base_under_the_same_path(base, tmp_path, shards):
     mine = tmp_path / "mine"
     shutil.copytree(base, mine)
     assert finetune(mine, tmp_path, shards, steps=2).returncode == 0
