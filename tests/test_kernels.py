@@ -28,7 +28,7 @@ NUMERIC = [
     "tests/extras/report/test_model_plots.py",
 ]
 CORE = [
-    "tests/distributed/exact/test_exact_runs.py::test_a_library_that_is_kept_from_instructions_is_another_kind_of_host",
+    "tests/distributed/exact/test_exact_runs.py::test_limited_instructions_count_as_a_different_kind_of_host",
     "tests/distributed/exact/test_exact_runs.py::test_hosts_of_two_kinds_are_refused",
     "tests/model/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
     "tests/training/test_loss.py",
