@@ -1,6 +1,6 @@
 """Check that every link, picture and anchor of a built site has a target in the site.
 
-python tests/project/check_site.py build/site
+    python tests/project/check_site.py build/site
 
 `make docs` runs it, because the site's generator accepts links to files outside its pages. Exit
 status 1 with one line for each dead link.
