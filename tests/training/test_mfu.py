@@ -26,7 +26,7 @@ H200 = Peak(989.4, "data sheet")
 
 
 class Nothing(Batches):
-    """Batches that are there at once."""
+    """Batches that are ready at once."""
 
     layout = BatchLayout(4, ImageFormat((4, 4)), 0)
 
@@ -69,7 +69,7 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     length=st.integers(0, 60),
 )
 def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, length):
-    """A sum over the steps themselves."""
+    """Compared with a sum over the steps."""
     ascending = tuple(sorted(dict(stages).items()))
     utilization = Utilization(7, H200, ascending)
     of_step = [utilization.flops_at(step) for step in range(121)]
@@ -83,7 +83,7 @@ def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, le
 
 @pytest.mark.parametrize("peak", [H200, None])
 def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
-    """Three ranks: each has a third of the images, and a peak of its own."""
+    """Three ranks: each has a third of the images, and its own peak."""
     settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
