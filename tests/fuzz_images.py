@@ -286,7 +286,7 @@ def same(a: Pixels | None, b: Pixels | None) -> bool:
     return (a is None) == (b is None) and (a is None or b is None or np.array_equal(a, b))
 
 
-def told(pixels: Pixels | None) -> str:
+def description(pixels: Pixels | None) -> str:
     return (
         "refused"
         if pixels is None
@@ -369,8 +369,8 @@ class Comparison:
             self.overlooked += 1
             return
         self.differences.append(
-            f"{part}: whole {told(whole)}, "
-            + ", ".join(f"{name} {told(pixels)}" for name, pixels in ways.items())
+            f"{part}: whole {description(whole)}, "
+            + ", ".join(f"{name} {description(pixels)}" for name, pixels in ways.items())
         )
 
     def _may_overlook(self, whole: Pixels | None) -> bool:

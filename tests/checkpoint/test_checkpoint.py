@@ -33,7 +33,7 @@ def test_the_smaller_loss_wins_at_equal_accuracy(before, evaluation, expected):
     assert state.take_best("val", *evaluation) == expected
 
 
-def test_progress_of_an_older_checkpoint_takes_part():
+def test_compares_with_the_best_of_an_older_checkpoint():
     """It has no loss, so the next equally good evaluation replaces it."""
     older = {
         key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
@@ -69,7 +69,7 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
     assert checkpoint_folder(tmp_path, 1).exists()
 
 
-def test_the_newest_checkpoint_is_read_while_the_run_removes_what_was_the_newest(tmp_path):
+def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
     """A second process saves as fast as it can and keeps one checkpoint."""
     facts = {"num_classes": 2, "grid_size": None}
 

@@ -191,7 +191,7 @@ def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
     assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST
 
 
-def test_a_checkpoint_from_before_it_had_a_hash_of_its_info_is_read(pristine, tmp_path):
+def test_reads_an_older_checkpoint_without_a_hash_of_its_info(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     for path in folder.glob("checkpoints/step_*/checkpoint.json"):
         info = json.loads(path.read_text())

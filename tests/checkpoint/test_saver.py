@@ -127,7 +127,7 @@ def count_operations(run: Run) -> int:
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
-def test_killed_before_any_operation_on_files_the_run_folder_is_whole(tmp_path, config, stride):
+def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
     """SIGKILL while weights are written, between state and json, between rename and `latest`, while
     older checkpoints are removed, and at all other moments."""
     first = built(config, tmp_path / "counted")
@@ -184,7 +184,7 @@ def _empty(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
-def test_killed_in_the_middle_of_a_file(tmp_path, config, limit_kib):
+def test_a_kill_in_the_middle_of_a_file_leaves_the_run_folder_whole(tmp_path, config, limit_kib):
     """The kernel kills the process at the first write past a limit: in a file of weights (125 KiB),
     or in that of the state (500 KiB)."""
     run = built(config, tmp_path / "run")
@@ -239,7 +239,7 @@ def test_the_next_save_clears_a_half_removed_checkpoint(tmp_path, config):
     assert names == {"step_00000009", "latest"}
 
 
-def test_a_process_forked_during_a_save_does_not_have_its_file(tmp_path, config):
+def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
     """Evaluation workers live as long as the run, so an inherited file would keep its space after
     removal."""
     run = built(config, tmp_path / "run")

@@ -153,7 +153,7 @@ def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 
 
-def test_a_copy_is_of_one_step_in_whatever_order_streams_run():
+def test_a_copy_has_one_step_for_any_order_of_streams():
     for choose in orders():
         copies = copies_of_steps(FakeCuda(choose))
         assert copies == [(step, [step] * 3) for step in (1, 3)]
@@ -200,7 +200,7 @@ def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
     assert [name for name in saved if not torch.equal(saved[name], expected[name])] == []
 
 
-def test_the_end_after_a_failure_of_the_device_raises_nothing_of_its_own():
+def test_closing_after_a_device_failure_raises_no_second_error():
     """The failure was already raised, and closing must not hide it."""
 
     class Failed(FakeEvent):

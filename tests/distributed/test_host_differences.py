@@ -51,15 +51,15 @@ def test_a_start_compares_one_rank_of_each_host(monkeypatch):
         host_differences, "software", lambda: {"torch": "2.13.0", "Python": "3.12.1"}
     )
 
-    def told(hosts: tuple[str, ...], config: tuple[str, ...]) -> list[list[str]]:
+    def lines_by_rank(hosts: tuple[str, ...], config: tuple[str, ...]) -> list[list[str]]:
         def rank(world: World) -> list[str]:
             return compare_hosts(replace(world, hosts=hosts), {"config": config[world.rank]})
 
         return together(3, rank)
 
     line = "hosts: 2 with 3 ranks, the same torch 2.13.0, Python 3.12.1"
-    assert told(("a", "a", "b"), ("x", "y", "x")) == [[line], [], []]
-    assert told(("a", "a", "b"), ("x", "x", "y")) == [
+    assert lines_by_rank(("a", "a", "b"), ("x", "y", "x")) == [[line], [], []]
+    assert lines_by_rank(("a", "a", "b"), ("x", "x", "y")) == [
         [
             line,
             "note: hosts differ: config x on a (rank 0), y on b (rank 2): all hosts must see the"
@@ -68,7 +68,7 @@ def test_a_start_compares_one_rank_of_each_host(monkeypatch):
         [],
         [],
     ]
-    assert told(("a", "a", "a"), ("x", "y", "z")) == [[], [], []]
+    assert lines_by_rank(("a", "a", "a"), ("x", "y", "z")) == [[], [], []]
 
 
 def test_the_version_of_a_driver(tmp_path):

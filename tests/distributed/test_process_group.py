@@ -343,7 +343,7 @@ def test_a_rank_that_is_missing_at_the_choice_of_devices_ends_all(monkeypatch):
     assert str(second).startswith("RankLost: rank 2 did not come within")
 
 
-def test_gpus_that_a_torch_for_gpus_cannot_use_are_an_error_unless_the_cpu_is_asked_for():
+def test_unusable_gpus_are_an_error_unless_the_cpu_is_requested():
     with pytest.raises(ValueError, match=r"train.device=auto: 1 of 1 host.*train.device=cpu"):
         choose_device("auto", "train.device=", [BROKEN] * 8)
     assert choose_device("cpu", "train.device=", [BROKEN] * 8) == ("cpu", [])
@@ -362,7 +362,7 @@ def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
     )
 
 
-def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
+def test_counts_gpus_on_the_bus_independently_of_the_driver(tmp_path):
     for name, vendor, kind in (
         ("0000:00:02.0", "0x8086", "0x030000"),  # Intel's
         ("0000:17:00.0", "0x10de", "0x030200"),  # a 3D controller
@@ -392,7 +392,7 @@ run_command(main)
 """
 
 
-def test_ranks_whose_hosts_differ_end_at_once_with_one_message_that_torchrun_repeats_last(tmp_path):
+def test_ranks_on_different_hosts_end_at_once_with_one_message(tmp_path):
     """They would wait for each other for ten minutes, some over NCCL and some over gloo."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "torchrun's own"

@@ -86,7 +86,7 @@ def test_all_ranks_learn_which_rank_is_behind():
     assert heard[0][0].message.startswith("rank 1 on ")
 
 
-def test_ranks_that_move_are_left_alone():
+def test_does_not_end_ranks_that_move():
     assert together(3, lambda world: watched(world, None, limit_s=5.0, for_s=1.0)) == [[]] * 3
     assert together(1, lambda world: watched(world, 0, limit_s=0.1, for_s=0.5)) == [[]]
 

@@ -119,7 +119,7 @@ def test_accepts_a_checkpoint_folder_and_a_weights_file(trained_run):
     assert evaluate(trained_run / "weights" / "last.safetensors") == reference
 
 
-def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp_path):
+def test_uses_and_names_the_newest_run_without_a_checkpoint(trained_run, tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(trained_run)
     done = run("launch/eval.py", "--json", cwd=tmp_path)

@@ -66,7 +66,7 @@ def look(pid: int | str, at: int) -> Look:
     return Look(at, anonymous_kib / 1024, num_descriptors, int(status["Threads"]))
 
 
-def grown(looks: Sequence[Look]) -> dict[str, float]:
+def rises(looks: Sequence[Look]) -> dict[str, float]:
     """Return the rise of each number from the first to the last of `looks`, along the best-fitting
     line."""
     at = np.array([each.at for each in looks], float)
@@ -81,7 +81,7 @@ def judged(looks: Sequence[Look], last: int) -> tuple[str, list[str]]:
     counted = [each for each in looks if each.at > last / 3]
     if len(counted) < 5:
         return "", [f"{len(counted)} looks are too few"]
-    up = grown(counted)
+    up = rises(counted)
     first = counted[0]
     sentence = (
         f"{first.MiB:.0f} MiB {up['MiB']:+.1f}, {first.descriptors} descriptors"

@@ -1,13 +1,13 @@
-"""Random combinations of settings, killed at random moments and resumed: each must end with the
-bits of the uninterrupted run.
+"""Kill and resume random combinations of settings at random moments: each must end with the bits of
+the uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
-Each combination is drawn from a number, its seed, and the next one has the next seed; what the
-program refuses is drawn again. All tensors of the last checkpoint, its state, the weights, the
-predictions and the record are compared; with `train.exact_over_ranks` with a run on another number
-of ranks, too. For each combination a line is printed, with the command that repeats it, and `--out`
-gets one as JSON. The runs of one that differs stay in `--folder`.
+Each combination is drawn from its number, the seed, and the next one from the next number; a
+combination that the program rejects is drawn again. All tensors of the last checkpoint, its state,
+the weights, the predictions and the record are compared; with `train.exact_over_ranks` also with a
+run on another number of ranks. Each combination prints a line with the command that repeats it, and
+adds a line of JSON to `--out`. The runs of a combination that differs stay in `--folder`.
 """
 
 from __future__ import annotations

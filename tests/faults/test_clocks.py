@@ -127,7 +127,7 @@ def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_a_training_whose_clock_is_set_ends_with_the_same_bits(tmp_path, config):
+def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, config):
     """Set the clock for both ranks and for torchrun, whose rendezvous has its own clocks and
     time-outs."""
     steps = ("train.steps=100", "checkpoint.every_steps=25", "eval.every_steps=100")

@@ -68,13 +68,13 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
 
 
 @pytest.mark.full
-def test_over_many_saves_of_one_run(tmp_path, shards):
+def test_resources_stay_flat_over_many_saves_of_one_run(tmp_path, shards):
     sentences, faults = over_steps(Whole(tmp_path, shards, steps=600), tmp_path / "steps")
     assert not faults
     assert len(sentences) == 2
 
 
 @pytest.mark.full
-def test_over_many_starts_in_one_process(tmp_path, shards):
+def test_resources_stay_flat_over_many_starts_in_one_process(tmp_path, shards):
     _, faults = over_starts(Whole(tmp_path, shards), tmp_path / "starts", 30)
     assert not faults

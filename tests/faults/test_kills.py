@@ -26,7 +26,7 @@ def whole(tmp_path_factory, shards) -> Whole:
 @pytest.mark.full
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
-def test_broken_in_each_phase(whole, tmp_path, phase, number):
+def test_a_run_broken_in_any_phase_resumes_to_the_same_bits(whole, tmp_path, phase, number):
     with S3Server() as s3:
         broken = broken_and_continued(
             whole, tmp_path, phase, number, random.Random(f"{phase} {number}"), s3, ranks=2

@@ -27,7 +27,7 @@ def test_a_paused_process_continues_to_the_same_weights(whole, tmp_path, target)
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [(), EXACT], ids=["plain", "exact"])
-def test_another_number_of_ranks_after_each_kill(tmp_path, shards, settings):
+def test_resumes_on_another_number_of_ranks_after_each_kill(tmp_path, shards, settings):
     whole = Whole(tmp_path, shards, *settings, steps=48, batch=24)
     assert not on_each_number(whole, tmp_path, (4, 2, 3, 1), random.Random(0))
 

@@ -67,7 +67,7 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def python(code: str) -> tuple[object, ...]:
-    """A prefix that runs `code` and then becomes the command behind it."""
+    """A prefix that runs `code` and then becomes the command after it."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 

@@ -1,13 +1,13 @@
-"""ImageNet in small: its files in their true formats, with real WordNet ids and images of some
-pixels.
+"""A small ImageNet: the official files in their true formats, with real WordNet ids and images of
+a few pixels.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-The data's story: images are made once, then written in whatever layout is asked for. As in the
-original the kit's ids (ILSVRC2012_ID) are in another order than the WNIDs, numbers in the names
-have gaps and no fixed width, and validation images are not in the order of their classes.
+Images are made once, and then written in the requested layout. As in the original, the order of the
+kit's ids (ILSVRC2012_ID) differs from that of the WNIDs, numbers in the names have gaps and no
+fixed width, and validation images are not in the order of their classes.
 """
 
 from __future__ import annotations

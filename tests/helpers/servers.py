@@ -28,24 +28,24 @@ from moto.server import ThreadedMotoServer
 
 
 class WebServer:
-    """Serves `files` ({"/path": bytes}) with ranges and ETags until the block ends.
+    """A web server for `files` ({"/path": bytes}) with ranges and ETags until the block ends.
 
         with WebServer({"/a.bin": data}) as server:
             server.cuts = [1000, 5000]     # the first two answers to GET end after this many bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range;
-    `lengths`: False for one that does not tell sizes; `claimed_length`: told instead of the true
-    one; `hang_after`: an answer pauses after this many bytes until this is None again;
-    `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
-    `fails_each`: of this many GETs one is answered 503, and the next time one is cut in its middle;
-    `delay_s`: in front of each answer; `retry_after`: told with each status; `away_until_s` (of
-    time.monotonic): 503 until then; `wrong_ranges`: this many answers give a part that was not
-    asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), that many come, then a
-    pause; `tags`: given to answers in turn, as mirrors do. `login` ("user:password"), `header`
-    (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
-    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers`
-    their headers.
+    `statuses`: sent in place of the file, one for each GET; `ranges`: False for a server that
+    ignores Range; `lengths`: False for one that does not send sizes; `claimed_length`: sent in
+    place of the true one; `hang_after`: an answer pauses after this many bytes until this is None
+    again; `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go
+    do; `fails_each`: one in this many GETs is answered with 503, and the next time one is cut in
+    its middle; `delay_s`: before each answer; `retry_after`: sent with each status; `away_until_s`
+    (of time.monotonic): 503 until then; `wrong_ranges`: this many answers send a range that was not
+    requested; `endless`: answers never end; `drip`: (bytes, seconds), send this many bytes, then
+    pause; `tags`: sent with answers in turn, as mirrors do. `login` ("user:password"), `header`
+    (name, value), `signature` (a query): without it the answer is 401, or 403 for a signature.
+    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each request,
+    `headers` their headers.
     """
 
     def __init__(self, files: dict[str, bytes]):

@@ -143,7 +143,7 @@ def stop() -> None:
 
 
 Request = tuple[list[str], dict[str, str], str]
-"""Arguments behind `python`, environment, folder."""
+"""The arguments after `python`, the environment, and the folder."""
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
@@ -213,7 +213,8 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
-            # First: a client that is gone fails below, and the next one may get its number.
+            # First, because sending to a client that has exited fails, and the next client may get
+            # its number.
             with suppress(KeyError):
                 selector.unregister(client)
             with client, suppress(OSError):

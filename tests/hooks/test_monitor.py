@@ -152,7 +152,7 @@ def test_waits_of_all_ranks_are_summed_up():
         ("store_s", "look at the network and the store"),
     ],
 )
-def test_the_remedy_is_for_the_part_that_takes_the_time(slowest, remedy, max_s, num_workers):
+def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
     """If all wait for one rank, only that rank's slow part counts; the other rank's part takes more
     time."""
 

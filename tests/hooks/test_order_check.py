@@ -32,9 +32,7 @@ def test_compares_an_epochs_samples_before_evaluating_or_saving(config, tmp_path
     assert kinds == ["start", "ready", "epoch", "train", "eval", "checkpoint", "end"]
 
 
-def test_nothing_is_evaluated_or_saved_after_rows_that_were_not_planned(
-    config, tmp_path, monkeypatch
-):
+def test_does_not_evaluate_or_save_after_unplanned_rows(config, tmp_path, monkeypatch):
     add = OrderCheck.add
 
     def miscount(self: OrderCheck, batch: Batch) -> None:

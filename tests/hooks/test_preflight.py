@@ -191,7 +191,7 @@ def check(
     return preflight(config.data, world, plan, train, [val], root, saved_bytes=saved_bytes)
 
 
-def test_the_copy_that_is_saved_needs_memory_where_rank_0_is(config, tmp_path):
+def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path):
     little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
         report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
@@ -231,7 +231,7 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
     assert notes("data.cache_dir=null") == ""
 
 
-def test_memory_that_suffices_and_that_does_not(config, tmp_path):
+def test_reports_whether_memory_suffices(config, tmp_path):
     """The message and the record have the same numbers; eight ranks on a host need eight times as
     much."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
@@ -393,7 +393,7 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     assert fp32 == "None"
 
 
-def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
+def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
     """A drop path of one block drops nothing; it is not rejected, because checkpoints of the first
     release may have it."""
     for number, (settings, expected) in enumerate(
@@ -424,7 +424,7 @@ def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
         (["train.ema_decay=null"], ""),
     ],
 )
-def test_an_average_that_has_no_time_to_move_is_a_note(settings, expected, config, tmp_path, capfd):
+def test_notes_an_average_that_cannot_move(settings, expected, config, tmp_path, capfd):
     weights = tmp_path / "w.pth"
     torch.save(create_model(tiny(config).model, num_classes=3).state_dict(), weights)
     overrides = [word.replace("FILE", str(weights)) for word in settings]

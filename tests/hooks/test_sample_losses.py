@@ -63,7 +63,7 @@ def test_a_second_process_continues_from_the_checkpoint(tmp_path):
     assert_equal(written(tmp_path, range(4, 8)), expected(range(8)))
 
 
-def test_only_every_nth_epoch_is_kept_if_asked_for(tmp_path):
+def test_keeps_only_every_nth_epoch_if_configured(tmp_path):
     assert_equal(written(tmp_path, range(8), every_epochs=2), expected(range(3, 6)))
 
 

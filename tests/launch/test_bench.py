@@ -34,7 +34,7 @@ train: {{epochs: 3, ema_decay: 0.9}}
     return path
 
 
-def test_without_data_the_step_is_measured_and_the_numbers_agree(no_data):
+def test_measures_the_step_without_data_and_its_numbers_agree(no_data):
     done = bench(no_data, "--steps", 4, "--json")
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -54,7 +54,7 @@ def test_without_data_the_step_is_measured_and_the_numbers_agree(no_data):
     assert row["all_reduce"] is None
 
 
-def test_with_data_the_loader_is_measured_too_and_tables_are_printed(config, tmp_path):
+def test_measures_the_loader_and_prints_tables_if_data_exist(config, tmp_path):
     trace = tmp_path / "new" / "trace"
     done = bench(config, "--steps", 3, "--profile", trace, "--out", tmp_path / "results")
     assert done.returncode == 0, done.stderr
@@ -140,7 +140,7 @@ def test_compiles_if_the_config_does(no_data):
         (["--seconds", "nan"], "--seconds nan: expected more than 0"),
     ],
 )
-def test_mistakes_are_one_line(arguments, message, no_data, monkeypatch):
+def test_reports_a_mistake_in_one_line(arguments, message, no_data, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     arguments = [str(word).replace("recipe.yaml", str(no_data)) for word in arguments]
     done = bench(no_data, *arguments)

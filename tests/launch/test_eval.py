@@ -49,7 +49,7 @@ def evaluated(capfd, *arguments: object) -> tuple[dict, str]:
     return json.loads(printed.out), printed.err
 
 
-def test_a_run_may_stand_without_its_flag(base, capfd):
+def test_accepts_a_run_without_its_flag(base, capfd):
     plain, messages = evaluated(capfd, "--checkpoint", base)
     assert evaluated(capfd, base)[0] == plain
     assert set(plain) == {

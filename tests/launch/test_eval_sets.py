@@ -168,7 +168,7 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     assert results["val"].accuracy.num_images == len(keys)
 
 
-def test_folders_that_are_numbers_are_the_models_classes_in_any_order(tmp_path):
+def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
     """ImageNet-V2's folders: 0, 1, 2, ... 11, whose order as text differs."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
     names = sorted(f"class{label}" for label in range(12))  # like the shards' labels
@@ -206,7 +206,7 @@ def test_folders_that_are_numbers_are_the_models_classes_in_any_order(tmp_path):
         ([[1]] * 23, "only 35% of the images of <root> 'val' have their own label in this list"),
     ],
 )
-def test_wrong_labels_are_one_line(content, message, shards, tmp_path):
+def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
     path = tmp_path / "real.json"
     if content is not None:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -307,7 +307,7 @@ def test_the_record_has_each_set_under_its_name_and_best_is_chosen_by_one(finish
     assert read_weights(finished / "weights" / "best.safetensors").step == -best[2]
 
 
-def test_the_command_finds_what_the_record_has_and_compares_image_by_image(finished, capfd):
+def test_the_command_agrees_with_the_record_and_compares_image_by_image(finished, capfd):
     best = finished / "weights" / "last.safetensors"
     capfd.readouterr()
     run_here("launch/eval.py", finished, best, "--device", "cpu", "--json")

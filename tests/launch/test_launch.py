@@ -92,7 +92,7 @@ def test_print_config_shows_origins_and_derived_numbers_and_trains_nothing(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys, monkeypatch):
+def test_print_config_without_data_assumes_and_reports_imagenets_size(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.chdir(REPOSITORY)
     run_here(

@@ -29,7 +29,7 @@ def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
     return run("launch/plan.py", *arguments)
 
 
-def test_every_question_has_a_line():
+def test_answers_every_question_in_a_line():
     arguments = ("--config", "configs/vit_l16.yaml", "--gpus", "8xRTX-4090", "model.depth=12")
     done = plan(*arguments, "--price", "2")
     assert done.returncode == 0, done.stderr
@@ -65,7 +65,7 @@ def test_json_has_the_same_numbers():
         ([], "--gpus"),
     ],
 )
-def test_mistakes_are_one_line(arguments, message):
+def test_reports_a_mistake_in_one_line(arguments, message):
     done = plan("--config", "configs/vit_b16.yaml", *arguments)
     assert done.returncode == 2
     assert message in done.stderr

@@ -42,7 +42,7 @@ def test_a_picture_is_written_and_named(arguments, base, tmp_path, capfd):
     assert [path.name for path in out.parent.iterdir()] == ["out.png"]
 
 
-def test_files_have_pictures_of_their_own(base, shards, tmp_path, capfd):
+def test_draws_one_picture_per_file(base, shards, tmp_path, capfd):
     folder = shards.parent / "images" / "val" / "class0"
     arguments = ["attention", base, "--image", folder, "--samples", 2, "--device", "cpu"]
     output = visualized(capfd, *arguments, "--out", tmp_path / "a.pdf")

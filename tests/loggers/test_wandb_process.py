@@ -22,7 +22,7 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    ours,
+    wandb_pids,
     parts,
     read_wandb,
     record_of,
@@ -117,7 +117,7 @@ def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd
         "data": rows,
     }
     assert not list(folder.glob(".wandb-feed*"))
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
     assert [path.name for path in temporary.iterdir()] == []
     assert not list((folder / "wandb").glob("tmp-*"))
 
@@ -203,7 +203,7 @@ def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_synced_between", [False, True])
-def test_the_command_that_is_printed_uploads_each_line_once(
+def test_the_printed_command_uploads_each_line_once(
     tmp_path, monkeypatch, capfd, is_synced_between
 ):
     folder = tmp_path / "my run"
@@ -235,7 +235,7 @@ def test_the_command_that_is_printed_uploads_each_line_once(
 
 
 @pytest.mark.full
-def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
+def test_shows_a_repeatedly_killed_run_once(shards, tmp_path):
     """With real processes: kill -9 after each of three checkpoints, then the same command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
@@ -244,7 +244,7 @@ def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
         killed = Background(config, run_dir, *settings, ranks=0)
         killed.wait_for_checkpoint(step)
         killed.kill_all()
-        wait_for(lambda: not ours())
+        wait_for(lambda: not wandb_pids())
         time.sleep(1.1 - time.time() % 1)
     train(config, run_dir, *settings)
     (part,) = parts(run_dir)
@@ -272,7 +272,7 @@ def test_shows_the_whole_run_after_a_process_of_wandb_dies_or_hangs(
     if number == signal.SIGSTOP:
         monkeypatch.setattr(wandb_logger, "LIMITS_S", {**wandb_logger.LIMITS_S, "end": 5.0})
     one_run(tmp_path, range(4), setting="offline", meanwhile=strike)
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
     assert re.search(
         r"^wandb: offline \(.*\); upload with: wandb sync ", capfd.readouterr().err, re.M
     )
@@ -280,7 +280,7 @@ def test_shows_the_whole_run_after_a_process_of_wandb_dies_or_hangs(
     assert len(record_of(tmp_path)) == 6
 
 
-def test_a_killed_training_is_shown_to_its_last_line_and_leaves_no_process(tmp_path):
+def test_shows_a_killed_training_to_its_last_line_and_leaves_no_process(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
@@ -308,7 +308,7 @@ time.sleep(60)
     assert process.stdout.readline() == "written\n"
     process.kill()
     process.communicate()
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
     (part,) = parts(tmp_path)
     assert numbers(read_wandb(part)[2]) == expected(range(3))
 
@@ -371,6 +371,6 @@ def test_wandb_off_writes_nothing_but_the_record(tmp_path, monkeypatch, setting,
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     one_run(tmp_path, setting=setting)
-    assert not ours()
+    assert not wandb_pids()
     assert not list(tmp_path.glob("*wandb*"))
     assert len(record_of(tmp_path)) == 5

@@ -14,7 +14,7 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    ours,
+    wandb_pids,
     parts,
     read_wandb,
     record_of,
@@ -152,14 +152,14 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     assert record_of(tmp_path) == record_of(tmp_path / "off"), (
         "W&B is a view: the record is the same"
     )
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
 
 
 def test_a_longer_run_reports_wandbs_own_reason(tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
     monkeypatch.setattr(wandb_logger, "INIT_S", 2.0)
-    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not ours()))
+    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not wandb_pids()))
     (message,) = capfd.readouterr().err.splitlines()
     assert re.match(
         r"wandb: offline \(CommError: .* connection refused\); upload with: ", message
@@ -174,11 +174,11 @@ def test_a_server_that_hangs_means_offline(tmp_path, server, capfd, holds):
     assert message.startswith("wandb: offline (no run after 3 s); upload with: ")
     assert holds(spent_s)
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
 
 
 @pytest.mark.parametrize("failure", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
-def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(
+def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
     tmp_path, server, capfd, holds, failure
 ):
     def lose() -> None:
@@ -200,4 +200,4 @@ def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))
     assert len(record_of(tmp_path)) == 7
     server.released.set()
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())

@@ -153,7 +153,7 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
         time.sleep(0.05)
 
 
-def ours() -> list[int]:
+def wandb_pids() -> list[int]:
     """Return the processes of this test that follow a feed or serve W&B: those with its home."""
     return [
         pid
@@ -164,8 +164,8 @@ def ours() -> list[int]:
 
 
 def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
-    """Send signals to those of `ours` whose command line contains `program`; return their ids."""
-    chosen = [pid for pid in ours() if program in command_line(pid)]
+    """Send signals to those of `wandb_pids` whose command line contains `program`; return their ids."""
+    chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:
             with suppress(ProcessLookupError):  # short-lived processes that W&B starts

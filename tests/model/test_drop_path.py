@@ -137,7 +137,7 @@ def test_a_schedule_gives_each_block_its_rate(schedule, form):
     assert rates == pytest.approx(expected)
 
 
-def test_evaluation_computes_all_rows_and_names_stay():
+def test_evaluation_computes_all_rows_and_parameters_keep_their_names():
     plain = small()
     model = small(**SUBSET, drop_path_rate=0.9)
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -105,7 +105,7 @@ def test_positions_are_the_same_to_rounding_as_those_of_the_file_reader_in_any_p
     assert (shown - expected[:, 1:]).abs().max() <= bias_rounding + 1e-5
 
 
-def test_a_model_made_without_memory_gets_its_matrices_and_tables():
+def test_a_model_of_the_meta_device_gets_its_matrices_and_tables():
     with torch.device("meta"):
         model = VisionTransformer(OWN, **TINY, rope_type="axial")
         take_sizes(model, OTHERS)

@@ -284,7 +284,7 @@ def test_dropout_follows_the_seed_and_stops_in_evaluation(field):
 
 
 @pytest.mark.parametrize("in_chans", [1, 2, 5])
-def test_any_number_of_channels(in_chans):
+def test_accepts_any_number_of_channels(in_chans):
     model = VisionTransformer(image_size=(32, 48), in_chans=in_chans, **TINY)
     assert model.grid_size == (2, 3)
     assert model.image_size == (32, 48)

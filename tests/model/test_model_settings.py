@@ -32,7 +32,7 @@ TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
         ({"drop_path_rate": 1.0}, "drop_path_rate is 1.0: expected"),
     ],
 )
-def test_impossible_settings_are_refused_with_what_would_work(fields, message):
+def test_rejects_impossible_settings_and_suggests_working_ones(fields, message):
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         create_model("vit_b16", **fields)
 
@@ -75,7 +75,7 @@ def test_impossible_settings_are_refused_with_what_would_work(fields, message):
         ({"norm_layer": "batchnorm", "mlp_layer": "moe"}, "norm_layer is 'batch.*mlp_layer is 'm"),
     ],
 )
-def test_parts_that_cannot_be_are_refused_with_what_would_work(fields, message):
+def test_rejects_impossible_parts_and_suggests_working_ones(fields, message):
     with pytest.raises(ValueError, match=message):
         VisionTransformer(**{"image_size": (32, 48), **SMALL, **fields})
 

@@ -108,7 +108,7 @@ def test_exempts_the_same_embeddings_as_timm_if_vectors_decay():
     assert names_of(model, without["params"]) == {"pos_embed", "cls_token", "reg_token"}
 
 
-def test_nothing_may_be_exempt():
+def test_can_decay_all_parameters():
     model = our_model()
     assert decayed_names(model, "nothing") == {name for name, _ in model.named_parameters()}
 

@@ -152,7 +152,7 @@ def test_it_is_measured_at_the_interval_and_at_the_end():
     assert [step + 1 for step in range(10) if norms.is_due(step)] == [4, 8, 10]
 
 
-def test_only_what_is_trained_is_measured():
+def test_measures_only_trained_layers():
     model = make_model()
     freeze(model, 1)
     assert Norms(model, 1, 9).layers == ("blocks.1", "head")

@@ -179,7 +179,7 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     assert f"| {forecast.largest_micro_batch_size} | {hours} |" in page
 
 
-def test_the_page_of_plans_has_what_every_header_says():
+def test_the_page_of_plans_agrees_with_every_header():
     """The headers are compared with the forecasts."""
     page = (ROOT / "docs" / "planning.md").read_text()
     stated = []
@@ -325,7 +325,7 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
 @pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
-    """In bf16 where the CPU has instructions for it: elsewhere that takes minutes for a step."""
+    """In bf16 if the CPU has instructions for it; without them a step would take minutes."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     done = run(
         "launch/train.py",

@@ -49,7 +49,7 @@ except ValueError as error:
 """
 
 
-def test_the_extras_are_those_that_are_deleted_here():
+def test_each_extra_needed_by_an_argument_exists():
     assert set(NEEDED_BY) < set(EXTRAS)
 
 

@@ -209,7 +209,7 @@ def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     return graph_at_run_time
 
 
-def test_imports_stand_at_the_top():
+def test_imports_are_at_the_top():
     used = set()
 
     def rule(module, arrow):
@@ -279,7 +279,7 @@ def test_the_listing_is_the_map():
     assert len(folders) <= MOST_FOLDERS, folders
 
 
-def test_works_where_torch_is_not_installed():
+def test_works_without_torch():
     rooms = ("vit.system", "vit.data", "data_prep")
     names = [name for name in modules() if room_of(name).startswith(rooms)]
     free = [name for name in names if name not in NEEDS_TORCH and not name.endswith("__main__")]

@@ -34,7 +34,7 @@ def wanted() -> list[str]:
     return sorted({*PROJECT["dependencies"], *itertools.chain.from_iterable(EXTRAS.values())})
 
 
-def test_requirements_have_the_packages_dependencies_and_what_recipes_and_readers_add():
+def test_requirements_have_all_dependencies_of_package_recipes_and_readers():
     text = (ROOT / "requirements.txt").read_text()
     lines = [line for line in text.splitlines() if line and line[0] not in "#-"]
     torchvision = [line for line in lines if line.startswith("torchvision")]

@@ -41,7 +41,7 @@ def places_of_names() -> dict[str, list[str]]:
     return places
 
 
-def found_by(name: str, places: dict[str, list[str]]) -> list[Any]:
+def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
     """Return the objects that `name` may refer to: by its module, or by its last part alone."""
     prefix, _, last = name.rpartition(".")
     if prefix:
@@ -57,7 +57,7 @@ def problem_of(call: str, places: dict[str, list[str]]) -> str:
     name = call.partition("(")[0]
     if name in ELSEWHERE:
         return ""
-    if not (meanings := found_by(name, places)):
+    if not (meanings := meanings_of(name, places)):
         return f"{call}: unknown {name}"
     node = ast.parse(call, mode="eval").body
     while not (isinstance(node, ast.Call) and ast.unparse(node.func) == name):

@@ -188,7 +188,7 @@ def test_python_examples_print_the_output_shown_below_them(page):
 
 def write_digits(root: Path) -> None:
     """Shards of scikit-learn's 1,797 digits as white on black, every fifth for evaluation, written
-    with a plain tar program's means."""
+    as any program would."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -267,7 +267,7 @@ runpy.run_path({str(ROOT / "launch" / script)!r}, run_name="__main__")
         for script in COMMANDS_OF_USERS
     ],
 )
-def test_a_command_starts_as_its_users_start_it(script):
+def test_a_command_starts_in_a_new_interpreter(script):
     """In an interpreter that has imported nothing before."""
     done = run(f"launch/{script}", "--help", cold=True)
     assert done.returncode == 0, done.stderr

@@ -48,7 +48,7 @@ def forms(secret: str) -> set[bytes]:
     }
 
 
-def found(place: Path, *printed: str) -> list[str]:
+def leaks(place: Path, *printed: str) -> list[str]:
     """Return the places of secrets: `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
@@ -123,7 +123,7 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
     config = write_config(place, shards, steps=2)
     done = trained(config, place / "run", f"data.root={with_login(web)}", ranks=1)
     assert done.returncode == 0, done.stderr
-    assert found(place, done.stdout, done.stderr) == []
+    assert leaks(place, done.stdout, done.stderr) == []
     assert (
         f"root: {json.dumps(web.url.replace('://', '://***@') + '/p')}"
         in (place / "run" / "config.yaml").read_text()
@@ -142,7 +142,7 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
     from_netrc = run("launch/eval.py", place / "run")
     assert from_netrc.returncode == 0, from_netrc.stderr
     assert (
-        found(
+        leaks(
             place,
             *(
                 text
@@ -169,7 +169,7 @@ def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_
             f"checkpoint.keep_last={number + 1}",
         )
         assert done.returncode == 0, done.stderr
-        assert found(place, done.stdout, done.stderr) == []
+        assert leaks(place, done.stdout, done.stderr) == []
     assert (
         f"root: {json.dumps(web.url + '/p?${SIGNED_QUERY}')}"
         in (place / "run" / "config.yaml").read_text()
@@ -212,7 +212,7 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
     assert "the stream broke" in failed.stderr
     assert "Authorization: ***" in failed.stderr
     assert (
-        found(
+        leaks(
             place,
             *(text for one in (done, again, printed, failed) for text in (one.stdout, one.stderr)),
         )
@@ -221,7 +221,7 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
 
 
 @pytest.mark.slow
-def test_an_address_that_is_refused_under_torchrun(web, place, shards):
+def test_a_rejected_address_under_torchrun_leaks_no_secret(web, place, shards):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     done = trained(
         write_config(place, shards), place / "run", f"data.root={address}", ranks=2, cold=True
@@ -232,7 +232,7 @@ def test_an_address_that_is_refused_under_torchrun(web, place, shards):
         in done.stderr
     )
     assert "traceback : error: http://127.0.0.1" in done.stderr, "what torchrun reports"
-    assert found(place, done.stdout, done.stderr) == []
+    assert leaks(place, done.stdout, done.stderr) == []
 
 
 @pytest.mark.slow
@@ -249,7 +249,7 @@ def test_messages_about_mistakes_contain_no_secret(web, place):
     ):
         assert done.returncode == 2
         assert "error: " in done.stderr
-        assert found(place, done.stdout, done.stderr) == []
+        assert leaks(place, done.stdout, done.stderr) == []
 
 
 @pytest.mark.slow
@@ -272,14 +272,14 @@ def test_an_index_of_shards_at_an_address_with_a_login(web, place):
     assert (
         "the server answers 403 Forbidden; the login that was sent is not accepted" in again.stderr
     ), "the address is the same data set's"
-    assert found(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
+    assert leaks(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
 
     web.signature = ""
     with Path(os.environ["NETRC"]).open("a") as netrc:
         netrc.write(f"machine 127.0.0.1 login me password {PASSWORD}\n")
     trains = trained(write_config(place, place / "index", steps=2), place / "run")
     assert trains.returncode == 0, trains.stderr
-    assert found(place, trains.stdout, trains.stderr) == []
+    assert leaks(place, trains.stdout, trains.stderr) == []
 
 
 def prepared(module: str, *arguments: object):

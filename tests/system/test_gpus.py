@@ -76,7 +76,7 @@ def test_finds_gpus_by_the_names_that_drivers_use(reported, name):
         "",
     ],
 )
-def test_a_gpu_that_the_table_does_not_have(reported):
+def test_a_gpu_that_is_not_in_the_table(reported):
     assert find_device(reported) is None
 
 
@@ -91,7 +91,7 @@ def test_time_per_byte_and_per_operation_fit_each_other():
         assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name
 
 
-def test_a_number_of_gpus():
+def test_parses_a_number_of_gpus():
     assert parse_gpus("8xH200") == (8, find_gpu("H200"))
     assert parse_gpus(" 64 x h100-pcie ") == (64, find_gpu("H100-PCIe"))
     assert parse_gpus("L40S") == (1, find_gpu("L40S"))
@@ -103,6 +103,6 @@ def test_rejects_an_invalid_number_of_gpus(text):
         parse_gpus(text)
 
 
-def test_an_unknown_name_gets_the_known_ones():
+def test_an_unknown_name_is_reported_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'H300' is not in the table .*did you mean h.*MI300X"):
         parse_gpus("8xH300")

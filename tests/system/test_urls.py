@@ -129,7 +129,7 @@ def test_one_data_set_has_one_name_with_any_login():
     assert urls.bare("https://me:pw@host/x?a=b") == "https://host/x"
 
 
-def test_a_server_is_asked_without_userinfo_and_with_the_signature_behind_the_name():
+def test_requests_omit_userinfo_and_append_the_signature():
     assert (
         urls.address("https://me:pw@host:81/a/b/?sig=1%3D", "train-0.tar")
         == "https://host:81/a/b/train-0.tar?sig=1%3D"
@@ -191,7 +191,7 @@ def test_reports_an_unreadable_login_without_printing_it(monkeypatch, tmp_path):
     assert "topsecret" not in str(caught.value)
 
 
-def test_a_login_in_plain_text_is_warned_of_once(caplog):
+def test_warns_once_of_a_login_in_plain_text(caplog):
     for _ in range(2):
         urls.credentials("http://me:pw@plain.example.org/x")
         urls.credentials("http://me:pw@localhost:80/x")

@@ -122,7 +122,7 @@ def test_balanced_weights_are_scikit_learns_for_the_drawn_images():
     )
 
 
-def test_weights_that_fit_no_classes_are_one_line():
+def test_reports_class_weights_that_fit_no_classes_in_one_line():
     train_set = train_set_of_labels(np.array([0, 0, 2]), 3)
     with pytest.raises(ValueError, match=r"has 2 numbers, the model has 3 classes: give one for"):
         choose_class_weights(LossConfig(class_weights=(1.0, 2.0)), train_set, 3)
@@ -177,7 +177,7 @@ def test_deit_iii_has_each_class_of_a_mixture_in_full():
     torch.testing.assert_close(loss(logits, targets).mean(), expected)
 
 
-def test_a_sum_over_classes_is_big_visions_sigmoid_loss():
+def test_the_sum_over_classes_is_big_visions_sigmoid_loss():
     """big_vision/utils.py, sigmoid_xent: -sum(labels log p + (1 - labels) log(1 - p))."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9, dtype=torch.float64)

@@ -220,7 +220,7 @@ def test_other_channels_are_refused(tmp_path):
         load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
 
 
-def test_the_planner_counts_the_weights_of_a_teacher_that_is_not_there():
+def test_the_planner_counts_the_weights_of_a_missing_teacher():
     step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     config = settings(teacher="deit_tiny_patch16_224-a1311bcf.pth")
     plan = replace(make_plan(config, 2048, 1)[0], global_batch_size=4, micro_batch_size=4)

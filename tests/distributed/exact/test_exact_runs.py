@@ -279,7 +279,7 @@ def test_hosts_of_two_kinds_are_refused():
 
 
 @pytest.mark.full
-def test_it_can_be_switched_on_for_the_rest_of_a_run(config, tmp_path):
+def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
     run_dir = tmp_path / "run"
     train(config, run_dir, "train.steps=3")
     more = ("train.steps=6", "train.exact_over_ranks=true", "data.micro_batch_size=4")

@@ -135,7 +135,7 @@ def test_one_rank_against_the_gradients_of_each_leaf():
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
-def test_each_gradient_is_aligned_whatever_the_ranks(ranks):
+def test_each_gradient_is_aligned_on_any_number_of_ranks(ranks):
     """Kernels that read several values at a time would otherwise add in a different order."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), 21, World(0, ranks, torch.device("cpu")), 1)
@@ -201,7 +201,7 @@ leave_world(world)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_have_the_bits_of_one_process_and_hold_what_is_counted(tmp_path, ranks):
+def test_processes_have_the_bits_of_one_process_and_the_counted_memory(tmp_path, ranks):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(tmp_path / "script.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
