@@ -113,7 +113,7 @@ def over_steps(whole: Whole, folder: Path, ranks: int = 2) -> tuple[list[str], l
     faults = whole.faults_of(run_dir)
     return (
         [f"rank {rank}: {sentence}" for rank, (sentence, _) in enumerate(verdicts)],
-        [*faults, *(fault for _, rises in verdicts for fault in rises)],
+        [*faults, *(fault for _, failures in verdicts for fault in failures)],
     )
 
 

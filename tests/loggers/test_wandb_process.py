@@ -22,7 +22,6 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    wandb_pids,
     parts,
     read_wandb,
     record_of,
@@ -30,6 +29,7 @@ from loggers.wandb_runs import (
     signal_ours,
     use_server,
     wait_for,
+    wandb_pids,
 )
 from PIL import Image
 from processes import Background, train, write_config

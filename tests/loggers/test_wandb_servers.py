@@ -14,12 +14,12 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    wandb_pids,
     parts,
     read_wandb,
     record_of,
     use_server,
     wait_for,
+    wandb_pids,
 )
 
 from vit.loggers import wandb_logger

@@ -164,7 +164,8 @@ def wandb_pids() -> list[int]:
 
 
 def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
-    """Send signals to those of `wandb_pids` whose command line contains `program`; return their ids."""
+    """Send signals to those of `wandb_pids` whose command line contains `program`; return their
+    ids."""
     chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:
