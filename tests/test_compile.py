@@ -80,13 +80,13 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
     compile_blocks(model, backend=graphs)
     for rows in (4, 4):
         model(torch.randn(rows, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 1, "one of the blocks has something of its own in its graph"
+    assert graphs.since() == 1, "a block has a constant in its graph that others lack"
     with torch.no_grad():
         model.eval()(torch.randn(2, 3, 16, 16))
         model(torch.randn(2, 3, 16, 16))
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 0, "training after an evaluation has its graph already"
+    assert graphs.since() == 0, "training after an evaluation made another graph"
 
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])

@@ -237,7 +237,7 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
             ours(make_batch(seed=number), number)
             plain(make_batch(seed=number), number)
             buckets = {p.grad.untyped_storage().data_ptr() for p in ours.parameters}
-        assert len(buckets) == 1, "so small a model has one bucket"
+        assert len(buckets) == 1, "a small model has one bucket"
         assert passes[-2:] == [buckets, buckets], "before either pass of the last step"
         assert torch.equal(weights_of(ours), weights_of(plain))
     finally:

@@ -228,7 +228,7 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
     while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, "ranks train on although torchrun is dead"
         time.sleep(0.1)
-    assert (tmp_path / "run" / "stopped_early").exists(), "they should have saved"
+    assert (tmp_path / "run" / "stopped_early").exists(), "the ranks should have saved"
     output = background.end()
     # Usually none; a pending request prints a page of torch's stack.
     assert output.count("TCPStore.cpp") <= 4, "a page for each request to a dead store"
@@ -307,7 +307,7 @@ def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tm
     done = train(config, tmp_path / "run", "train.steps=6")
     assert "it is truncated or missing; set aside as damaged_step_00000006" in done.stderr
     assert "resumed at step 3 of 6" in done.stderr
-    assert newest.exists(), "the step was made again"
+    assert newest.exists(), "the step must be repeated"
 
 
 def test_a_resume_repeats_the_draws_of_drop_path_by_subsets(tmp_path, config):
@@ -399,7 +399,7 @@ def test_trains_eagerly_with_a_note_if_compilation_is_impossible(tmp_path, shard
         command("launch/train.py", *arguments, ranks=0, python=warm_python.python(env)), env
     )
     assert f"{tmp_path / 'run'} is finished: 3 steps" in again.stderr
-    assert "torch.compile" not in again.stderr, "it was tried for a run without a step"
+    assert "torch.compile" not in again.stderr, "compilation was tried for a run without a step"
 
 
 def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):

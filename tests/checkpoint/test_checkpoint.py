@@ -63,7 +63,7 @@ def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path
     (half / "state.safetensors").write_bytes(b"half")
     folder, _ = newest_checkpoint(tmp_path, verify=True)
     assert folder == checkpoint_folder(tmp_path, 1)
-    assert half.exists(), "nobody says that it is damaged"
+    assert half.exists(), "an incomplete checkpoint must not be set aside"
     save(2)
     assert newest_checkpoint(tmp_path)[0] == checkpoint_folder(tmp_path, 2)
     assert checkpoint_folder(tmp_path, 1).exists()

@@ -38,10 +38,12 @@ class Disk:
             for path in source.iterdir() if source.is_dir() else [source]:
                 assert self.is_forced(path), f"{target} gets its name before {path} is on the disk"
             if source.is_dir():
-                assert source not in self.pending, "the names of its files may be gone"
+                assert source not in self.pending, "a power cut could lose the names of its files"
                 self.look_at_record(int(target.name.removeprefix("step_")))
             elif target.name == "latest":
-                assert target.parent not in self.pending, "the name that it says may be gone"
+                assert target.parent not in self.pending, (
+                    "a power cut could lose the name that it refers to"
+                )
             self.pending.add(target.parent)
         self._replace(source, target)  # type: ignore[attr-defined]
 
@@ -53,7 +55,9 @@ class Disk:
         forced = self.forced.get((self.run_dir / "metrics.jsonl").stat().st_ino, b"").splitlines()
         lines = [json.loads(line) for line in forced]
         trained = [line["step"] for line in lines if line["kind"] == "train"]
-        assert trained[:step] == [*range(1, step + 1)], "the steps before are not done again"
+        assert trained[:step] == [*range(1, step + 1)], (
+            "steps before a checkpoint are never repeated, so their lines must be on the disk"
+        )
         assert [line["step"] for line in lines if line["kind"] == "eval"] == [6][: step // 6]
         for path in (self.run_dir / "samples").iterdir():
             assert self.is_forced(path)

@@ -65,7 +65,7 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
             train(run)
 
     go_on("optim.lr=1e-2")
-    assert weights_of("best")[0] == 6, "otherwise nothing is shown here"
+    assert weights_of("best")[0] == 6, "otherwise the test proves nothing"
     shutil.rmtree(folder / "checkpoints" / "step_00000006")
     if present == "gone":
         (folder / "weights" / "best.safetensors").unlink()

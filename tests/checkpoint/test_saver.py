@@ -160,7 +160,9 @@ def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, 
 def assert_whole(folder: Path) -> int:
     """Check a run folder after a kill; return the step of the newest checkpoint."""
     checkpoint = newest_checkpoint(folder, verify=True)
-    assert checkpoint is not None, "the checkpoint before is removed only when there is a newer one"
+    assert checkpoint is not None, (
+        "the previous checkpoint may be removed only after a newer one exists"
+    )
     newest, info = checkpoint
     assert held_at(newest / "state.safetensors", info["step"])
     assert len(complete_checkpoints(folder)) <= 2
@@ -171,7 +173,9 @@ def assert_whole(folder: Path) -> int:
         with safe_open(path, framework="pt") as file:
             step = int(file.metadata()["step"])
         assert held_at(path, step)
-        assert step >= info["step"], "a checkpoint is never ahead of the weights it tells of"
+        assert step >= info["step"], (
+            "a checkpoint is never newer than the weights that it refers to"
+        )
     return info["step"]
 
 
@@ -292,7 +296,7 @@ def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_pa
     assert folder.name == "step_00000001"
     assert not list(run.folder.rglob("*.tmp*")), "half-written files were left"
     assert [line["step"] for line in metrics(run.folder, "checkpoint")] == [1], (
-        "the record tells only of what is there"
+        "the record lists only existing checkpoints"
     )
 
 

@@ -22,6 +22,8 @@ def test_time_limit_signals_always_wait_and_others_after_the_start():
         assert sent(signal.SIGTERM) == "Interrupted"
         signals.remember_only()
         assert sent(signal.SIGTERM) == "SIGTERM"
-        assert sent(signal.SIGINT) == "KeyboardInterrupt", "a second wish, from a terminal"
+        assert sent(signal.SIGINT) == "KeyboardInterrupt", (
+            "a second Ctrl-C ends the process at once"
+        )
     finally:
         signals.restore()

@@ -47,7 +47,9 @@ def test_each_attempt_has_a_separate_part_of_the_store(late):
     store = dist.HashStore()
     for _ in range(3):
         parts = attempt(store, 3, late)
-        assert not any(part.check(["ended"]) for part in parts), "of the attempt before"
+        assert not any(part.check(["ended"]) for part in parts), (
+            "a value of the previous attempt must not be visible"
+        )
         parts[1].set("ended", "rank 1")
         assert [part.get("ended") for part in parts] == [b"rank 1"] * 3
 

@@ -54,7 +54,7 @@ def test_after_a_longer_cut_both_hosts_end_and_name_the_lost_rank(two_hosts, tmp
     two_hosts.cut()
     assert first.end(ENDS_WITHIN_S) == 1
     assert "error: rank 1 on second has not been heard of for 5 s; last at step" in first.printed()
-    assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store for ever"
+    assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store without end"
     message = "error: rank 1 on second has not reached the store of torchrun at first:"
     assert second.printed().count(message) == 1
     assert "last at step" in second.printed().partition(message)[2]

@@ -64,7 +64,7 @@ def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_p
     assert sorted(path.name for path in unfinished(run_dir)) == [
         *(".config.yaml.elsewhere.1.tmp", ".index.html.elsewhere.1.tmp"),
         ".last.safetensors.elsewhere.1.tmp",
-    ], "of other hosts only what is old: it may be in work"
+    ], "a recent file of another host may be in use"
 
 
 @pytest.mark.full

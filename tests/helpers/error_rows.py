@@ -229,7 +229,7 @@ class Scenarios:
             return
         changed = {name for name in place.before if place.after.get(name) != place.before[name]}
         assert {Path(name).name for name in changed} <= {"metrics.jsonl", "config.yaml"}, (
-            "what was there before has changed"
+            "files from before the command have changed"
         )
         left_over = [name for name in place.after if name.endswith(".tmp") or "/.tmp_" in name]
         assert not left_over, "half-written files were left"

@@ -104,7 +104,9 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
             assert limit == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
     again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
     assert again.limits(60) == guard.limits(60), "of a checkpoint"
-    assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, "nothing is known of how they vary"
+    assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, (
+        "equal values have no deviation to estimate"
+    )
 
 
 def test_a_rewind_keeps_the_present_facts_of_the_run():
@@ -251,7 +253,7 @@ def test_a_kill_around_a_rewind_does_not_change_the_result(is_noted, finished, p
             shutil.rmtree(folder)
     info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
     content = json.loads(info.read_text())
-    assert content["passed_over"], "before anything is done again"
+    assert content["passed_over"], "the skipped batches must be noted before any step is repeated"
     if not is_noted:
         info.write_text(json.dumps(sealed({**content, "passed_over": [], "rewinds": 0})))
     train(planted, tmp_path / "run", *SETTINGS, *REWIND)
@@ -269,7 +271,7 @@ def test_skipping_the_update_equals_skipping_the_batch(planted, tmp_path):
     passed_over = final_state(tmp_path / "back", STEPS)
     for prefix in ("model.", "optim."):
         assert not differing(skipped, passed_over, prefix)
-    assert differing(skipped, passed_over, "ema."), "which moves towards unchanged weights"
+    assert differing(skipped, passed_over, "ema."), "the average moves towards unchanged weights"
 
 
 @pytest.mark.full
@@ -294,7 +296,7 @@ def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, plan
     deadline = time.monotonic() + 240
     while not rewinds_in(tmp_path / "run") or last_step(tmp_path / "run") < BAD_STEP:
         assert killed.process.poll() is None, killed.end()
-        assert time.monotonic() < deadline, "it did not go back"
+        assert time.monotonic() < deadline, "the run did not rewind"
         time.sleep(0.01)
     killed.kill_all()
     train(planted, tmp_path / "run", *settings, ranks=ranks)

@@ -93,7 +93,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
     if is_told:
         shares = [int(share) for share, *_ in messages]
         assert shares[0] > 50
-        assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same was said again"
+        assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same message was repeated"
         for _, rate, remedy in messages:
             assert 0 < float(rate) <= ROWS / PAUSE_S
             assert (
@@ -106,7 +106,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
 def test_garbage_is_collected_at_log_lines_only():
     assert gc.isenabled()
     _collect_garbage()
-    assert gc.get_freeze_count() == 0, "who does not ask for it has Python's own ways"
+    assert gc.get_freeze_count() == 0, "without the block garbage is collected as usual"
     with collect_garbage_at_log_lines():
         assert not gc.isenabled()
         _collect_garbage()
@@ -121,7 +121,7 @@ def test_garbage_is_collected_at_log_lines_only():
     gc.freeze()
     with collect_garbage_at_log_lines():
         _collect_garbage()
-    assert gc.get_freeze_count() > 0, "others have set that aside"
+    assert gc.get_freeze_count() > 0, "objects frozen by other code must stay frozen"
     gc.unfreeze()
 
 

@@ -85,7 +85,7 @@ def test_data_of_other_classes_are_reported(base, colours, capfd):
     first = lines.index(f"note: {result['note']}")
     assert lines[first + 1].endswith("23 images at 16x16")
     assert lines[first + 2].startswith("  top-1 ")
-    assert not any("top-1" in line for line in lines[:first]), "before any number"
+    assert not any("top-1" in line for line in lines[:first]), "the note comes before the numbers"
 
 
 def test_fewer_classes_of_the_same_names_are_reported_as_such(base, tmp_path, capfd):

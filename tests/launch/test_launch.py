@@ -41,7 +41,7 @@ def test_two_ranks_report_a_mistake_once(config, tmp_path):
         assert report.count("exitcode") == report.count(expected) == 1
         last = report.splitlines()[-2:]
         assert (expected in last[0], set(last[1])) == (True, {"="}), "ours is the last of its words"
-        assert not (tmp_path / "refused").exists(), "a refused run left something behind"
+        assert not (tmp_path / "refused").exists(), "a rejected run left files"
 
 
 def test_evaluation_without_a_run_names_the_missing_argument(tmp_path):
@@ -190,7 +190,7 @@ def test_a_run_has_twenty_lines_or_one_each_fifty_steps(steps, every, tmp_path):
     config = load_config(write_config(tmp_path, tmp_path, steps=steps))
     assert make_plan(config, 60, 1)[0].log_every_steps == every
     config = load_config(write_config(tmp_path, tmp_path, steps=steps), ["log.every_steps=7"])
-    assert make_plan(config, 60, 1)[0].log_every_steps == 7, "as it was asked for"
+    assert make_plan(config, 60, 1)[0].log_every_steps == 7, "the configured interval must be used"
 
 
 def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monkeypatch):

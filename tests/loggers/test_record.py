@@ -107,7 +107,7 @@ def test_reopening_removes_a_line_truncated_by_a_kill(tmp_path_factory, cut):
     whole = path.read_bytes()
     os.truncate(path, max(len(whole) - cut, 0))
     survivors = [json.loads(line) for line in whole[: max(len(whole) - cut, 0)].split(b"\n")[:-1]]
-    assert read_metrics(path) == survivors, "a plot of a killed run needs no restart before"
+    assert read_metrics(path) == survivors, "a killed run can be plotted without a restart"
 
     second = record_in(folder)
     second.write("train", 7)

@@ -304,7 +304,7 @@ def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
             assert model.blocks[0].attn.qkv(torch.zeros(1, 64)).dtype == torch.bfloat16
             tokens = model.forward_features(images)
             logits = model(images)
-        assert torch.equal(logits, model.forward_head(tokens.float())), "the head is fp32's"
+        assert torch.equal(logits, model.forward_head(tokens.float())), "the head computes in fp32"
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())
     assert relative_difference(logits, exact) < 0.05

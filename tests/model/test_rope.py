@@ -44,7 +44,7 @@ def test_rotated_queries_equal_timms(rope_type, grid, reference):
     x = queries(1 + math.prod(grid))
     rotated = rotate(x, ours.table, rope_type)
     expected = apply_rot_embed_cat(x[:, :, 1:], theirs.get_embed(), half=rope_type == "dinov3")
-    assert torch.equal(rotated[:, :, :1], x[:, :, :1]), "the class token does not turn"
+    assert torch.equal(rotated[:, :, :1], x[:, :, :1]), "the class token is not rotated"
     torch.testing.assert_close(rotated[:, :, 1:], expected, rtol=0, atol=2e-5)
 
 
@@ -85,7 +85,7 @@ def test_products_depend_on_the_distance_alone_and_lengths_stay(rope_type):
 def test_a_larger_image_follows_the_sources_rule():
     small = create("axial", (4, 4)).table.unflatten(3, (4, 4))
     larger = create("axial", (8, 6)).table.unflatten(3, (8, 6))
-    assert torch.equal(larger[:, :, :, :4, :4], small), "places count on"
+    assert torch.equal(larger[:, :, :, :4, :4], small), "positions continue to count"
     spread = create("axial", (8, 8), ref_feat_shape=4).table.unflatten(3, (8, 8))
     assert torch.equal(spread[:, :, :, ::2, ::2], small), "8 places lie between 0 and 4"
     odd = create("dinov3", (3, 3)).table.unflatten(3, (3, 3))

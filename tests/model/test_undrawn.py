@@ -47,7 +47,7 @@ def test_draws_no_number_and_continues_drawing_afterwards():
     torch.manual_seed(0)
     with undrawn():
         ours()
-    assert torch.equal(torch.rand(4), first), "something was drawn"
+    assert torch.equal(torch.rand(4), first), "a random number was drawn"
     torch.manual_seed(0)
     again = ours().state_dict()
     torch.manual_seed(0)

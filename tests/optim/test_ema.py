@@ -70,7 +70,7 @@ def test_average_follows_as_timms_does():
 def test_a_constant_buffer_is_not_copied_each_step():
     model = nn.Sequential(DropPath(0.1), nn.BatchNorm1d(4))
     copied = [id(averaged) for averaged, _ in Ema(model, 0.9)._buffers]
-    assert len(copied) == 3, "the batch norm's"
+    assert len(copied) == 3, "the counters of the batch norm"
 
 
 def test_buffers_are_copied_not_averaged():

@@ -135,7 +135,7 @@ def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float
         for group in groups
         for p in group["params"]
     ]
-    assert len(pairs) == len(dict(pairs)) == len(name_of), "each in exactly one"
+    assert len(pairs) == len(dict(pairs)) == len(name_of), "each parameter is in exactly one group"
     return dict(pairs)
 
 

@@ -163,7 +163,7 @@ def test_every_module_has_a_room():
     ]
     assert not lost
     in_use = {room_of(module) for module in modules()}
-    assert not set(ROOMS) - in_use, "no module is there: take the room off the list"
+    assert not set(ROOMS) - in_use, "a room has no module: remove it from the list"
 
 
 def test_imports_go_down():
@@ -220,7 +220,7 @@ def test_imports_are_at_the_top():
 
     late = violations(rule)
     assert not late, f"functions import third-party packages only:\n{late}"
-    assert used == set(LATE), "no longer there: take it off the list"
+    assert used == set(LATE), "an exception is no longer needed: remove it from the list"
 
 
 def test_no_file_imports_too_many():
@@ -262,7 +262,7 @@ def test_every_import_in_a_shell_script_exists():
         )
         for name in match[2].split(",")
     ]
-    assert imports, "slurm/train.sh has some"
+    assert imports, "slurm/train.sh has imports"
     code = "import importlib\n" + "".join(
         f"getattr(importlib.import_module({module!r}), {name!r}, None) or"
         f" importlib.import_module({f'{module}.{name}'!r})\n"
@@ -286,7 +286,7 @@ def test_works_without_torch():
     code = f"import sys; sys.modules['torch'] = None\nfor name in {free}: __import__(name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert set(NEEDS_TORCH) <= set(names), "no longer there"
+    assert set(NEEDS_TORCH) <= set(names), "a listed module no longer exists"
 
 
 PACKAGES = sorted((ROOT / "vit").rglob("__init__.py"))

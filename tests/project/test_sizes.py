@@ -48,7 +48,7 @@ def test_nothing_exceeds_its_limit():
         for name, (size, limit) in measured.items()
         if size > LARGER.get(name, limit)
     ]
-    assert not too_large, "split by role, or say less"
+    assert not too_large, "split it by role, or shorten it"
 
 
 def test_exceptions_from_the_limits_are_still_needed():

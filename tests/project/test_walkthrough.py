@@ -69,7 +69,7 @@ def test_all_cells_run(notebook, tmp_path):
     done = run(tmp_path / "cells.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^right: \d+ of 360 ", done.stdout, re.M)
-    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "pictures go elsewhere"
+    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "pictures must not be printed"
 
 
 @pytest.mark.full

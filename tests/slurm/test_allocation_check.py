@@ -62,7 +62,9 @@ def test_a_node_without_the_data_is_named_and_the_job_fails(cluster, shards, tmp
     verdict, finding = rows(job)["shards"]
     assert verdict == "FAIL", job.log
     # torchrun does not give rank 0 to the job's first node.
-    assert re.match(r"n2 \(rank [01]\): ", finding), "where, and not the node that has them"
+    assert re.match(r"n2 \(rank [01]\): ", finding), (
+        "the message must name the node without the data"
+    )
     assert rows(job)["step"][0] == "-", "not tried"
     assert re.search(r"checked, and nothing was started; exit status [1-9]", job.log)
     assert not (tmp_path / "run").exists()

@@ -248,7 +248,7 @@ def test_does_not_take_a_port_in_use(cluster, tmp_path):
         job.wait()
     assert f"n1: port {port} is taken (" in job.log
     assert f"head node n1 at 127.0.0.1:{20000 + (int(job.number) + 4001) % 12000}" in job.log
-    assert "error: /nowhere" in job.log, "it came to the evaluation"
+    assert "error: /nowhere" in job.log, "the job must reach the evaluation"
 
 
 def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, shards, tmp_path):

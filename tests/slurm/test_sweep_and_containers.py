@@ -116,4 +116,6 @@ def test_srun_arguments_prefix_every_python_and_each_node_stages_shards(cluster,
     [start] = metrics(tmp_path / "run", "start")
     assert start["world_size"] == 2
     lines = metrics(tmp_path / "run", "train")
-    assert sum(line.get("loader_cache_misses", 0) for line in lines) == 0, "all were there"
+    assert sum(line.get("loader_cache_misses", 0) for line in lines) == 0, (
+        "all shards must be in the cache"
+    )

@@ -23,7 +23,7 @@ def refusal(capsys):
         with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:
             run_here(f"launch/{script}.py", *arguments)
         printed = capsys.readouterr()
-        assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
+        assert (printed.out, printed.err) == ("", ""), "argparse's usage was printed"
         assert "\n" not in str(caught.value)
         return str(caught.value).rpartition(" (")[0]
 

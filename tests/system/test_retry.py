@@ -171,7 +171,9 @@ def test_reports_a_lasting_outage_again(caplog, monkeypatch, clock):
     with caplog.at_level(logging.WARNING), pytest.raises(ShardError):
         RetryPolicy(0.5, 0.01, 0.02).call(URL, failing(1000))
     assert 3 <= len(messages(caplog)) <= 6
-    assert len({line.split("; trying")[0] for line in messages(caplog)}) == 1, "since when, and why"
+    assert len({line.split("; trying")[0] for line in messages(caplog)}) == 1, (
+        "the repeated message must keep its start time and reason"
+    )
 
 
 def test_later_requests_share_the_time_limit_of_an_outage(clock):
@@ -183,10 +185,10 @@ def test_later_requests_share_the_time_limit_of_an_outage(clock):
     assert clock.passed_s == pytest.approx(1.0, abs=1e-2)
     assert len(attempt.made) == 1
     assert QUICK.call("http://other.example/a.tar", failing(2)) == 3, (
-        "another server is another matter"
+        "an outage of one server must not affect another"
     )
     assert RetryPolicy(1.0).call(URL, failing(0)) == 1
-    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "it had answered"
+    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "an answer ends the outage"
 
 
 def test_forgets_an_outage_without_requests_for_a_while(clock):

@@ -69,7 +69,9 @@ def test_hides_secrets_in_a_text():
         ),
     }.items():
         assert redact.shown(text) == expected
-        assert redact.shown(expected) == expected, "shown twice is shown once"
+        assert redact.shown(expected) == expected, (
+            "hiding secrets twice must equal hiding them once"
+        )
         as_json = json.dumps(text)
         assert redact.shown(as_json) == json.dumps(expected), "and the same inside of JSON"
 

@@ -56,7 +56,9 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     monkeypatch.setattr(torch, "mm", multiply)
     state = torch.get_rng_state()
     peak = measure_peak(CPU, "fp32", size=64)
-    assert torch.equal(torch.get_rng_state(), state), "a training draws as without the measurement"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "the measurement changed the random state of the training"
+    )
     assert 0.8 < factors[0].std() < 1.2, "constants draw less power than a training's products"
     assert peak.peak_source == "measured"
     assert 1e-6 < peak.peak_tflops < 1e6

@@ -229,7 +229,9 @@ def test_the_planner_counts_the_weights_of_a_missing_teacher():
     tiny = create_model("vit_ti16", num_classes=3)
     assert with_teacher.teacher == sum(4 * p.numel() for p in tiny.parameters())
     assert with_teacher.weights == without.weights
-    assert with_teacher.total > without.total + with_teacher.teacher, "its pass is at the peak here"
+    assert with_teacher.total > without.total + with_teacher.teacher, (
+        "the teacher's pass is at the peak of memory"
+    )
 
 
 def test_the_distilled_model_is_timms(tmp_path):
@@ -247,7 +249,9 @@ def test_the_distilled_model_is_timms(tmp_path):
     images = torch.randn(2, 3, 224, 224)
     assert torch.equal(model.eval()(images), guest.eval()(images))
     model.distilled_training = guest.distilled_training = True
-    assert torch.equal(model(images), guest(images)), "only in training they are apart"
+    assert torch.equal(model(images), guest(images)), (
+        "the logits of both heads are separate only in training"
+    )
     logits, expected = model.train()(images), guest.train()(images)
     assert all(map(torch.equal, logits, expected))
     assert len(logits) == 2

@@ -75,7 +75,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
     whole = draw_by_sample(model, 6, CPU)
     whole.set(3, 5, 10)
     together = model(images)
-    assert torch.equal(together, model(images)), "no state goes on from pass to pass"
+    assert torch.equal(together, model(images)), "draws must not depend on an earlier pass"
     for first, size in ((0, 2), (2, 2), (4, 2), (3, 1)):
         alone = tiny(**OPTIONS, mlp_layer=mlp)
         keys = draw_by_sample(alone, size, CPU)

@@ -54,7 +54,7 @@ def _(place):
 def _(place):
     place.train("train.steps=1", "eval.sets.trained.split=train[:50%]")
     notes = [line for line in place.done.stderr.splitlines() if "byte-equal" in line]
-    assert len(notes) == 1, "the images of val are others"
+    assert len(notes) == 1, "val has different images, so only the set is noted"
 
 
 @scenario("a set to evaluate on with a class that the model does not have")

@@ -257,7 +257,7 @@ def test_an_old_python_parses_a_command_up_to_the_check_of_versions():
                 if line.split()[1].split(".")[0] not in sys.stdlib_module_names
             ]
             assert ours[0].startswith("import check_versions"), (
-                f"{path.name}: another import may fail before it can tell"
+                f"{path.name}: another import may fail before the version check"
             )
 
 
