@@ -114,7 +114,7 @@ def test_garbage_is_collected_at_log_lines_only():
         assert set_aside > 0
         born = [[] for _ in range(10_000)]
         _collect_garbage()
-        # Garbage that was set aside may be freed by other threads that allocate.
+        # Other threads may have freed some of the objects that were set aside.
         assert gc.get_freeze_count() < set_aside + len(born) // 2, "once"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0

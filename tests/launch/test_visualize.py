@@ -63,7 +63,7 @@ def test_two_runs_on_the_same_samples(base, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("word", ["run", "config", "name"])
-def test_prints_the_shapes_of_a_recipe(word, base, tmp_path, capfd):
+def test_prints_the_shapes_for_a_run_config_or_name(word, base, tmp_path, capfd):
     config = write_config(tmp_path, Path("nowhere"))
     named = {"run": base, "config": config, "name": "vit_ti16"}[word]
     printed = visualized(capfd, "shapes", named, "--image-size", 32, "--num-classes", 7)
