@@ -76,7 +76,7 @@ def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_pat
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
-def test_the_second_host_ends_after_the_first_is_gone(two_hosts, tmp_path, config, is_cut):
+def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, config, is_cut):
     """Killed processes close their connections; a host without power sends nothing."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts

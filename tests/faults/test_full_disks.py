@@ -230,7 +230,7 @@ REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
         for name in WRITERS
     ],
 )
-def test_a_full_disk_is_named_leaves_no_half_file_and_the_next_try_works(
+def test_reports_a_full_disk_keeps_files_whole_and_works_with_room(
     name, disk, tmp_path, monkeypatch, capfd
 ):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib would write the present time
