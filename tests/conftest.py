@@ -1,5 +1,5 @@
-"""Shards that many tests read and none changes; what tests start ends with them; what is missing
-here is listed."""
+"""Shards that many tests read and none changes, the end of all processes of tests, and a list of
+missing programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 import warm_python
 from processes import make_shards, write_config
 
-# A slow machine is no fault of an example.
+# A slow machine is not a fault of an example.
 hypothesis.settings.register_profile(
     "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -48,7 +48,8 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files come first: dealt over processes file by file, none is left for the end."""
+    """The longest files come first, because files are dealt over processes and a long one at the
+    end would run alone."""
     items.sort(
         key=lambda item: (
             LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
@@ -60,14 +61,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of pytest-xdist's processes those that run tests."""
-    # torch takes what it has compiled for another set of the CPU's instructions, with vectors of
-    # another length, and half of the numbers are what was in memory (torch 2.15).
+    """True for the processes of pytest-xdist that run tests."""
+    # torch would load code that it compiled for other instructions of the CPU, with vectors of a
+    # different length, and half of the numbers would be random memory (torch 2.15).
     kernels = torch.backends.cpu.get_cpu_capability().lower()
     compiled = Path(tempfile.gettempdir(), f"vit-tests-compiled-{os.getuid()}-{kernels}")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(compiled)
-    # As in what tests start (`processes.environment`): a sum over two threads has other bits. Those
-    # of several processes that wait for each other would cost ten times what they gain.
+    # As in the processes of tests (`processes.environment`): a sum over two threads has different
+    # bits. Threads of several processes that wait for each other would cost ten times what they
+    # gain.
     torch.set_num_threads(1)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         families.begin_session()
@@ -75,8 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that failed, or was timed out, has not come to the lines that end what it had
-    started."""
+    """A failed or timed-out test did not reach the lines that end its processes."""
     try:
         return (yield)
     except BaseException:
@@ -86,8 +87,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def nothing_is_left() -> Iterator[None]:
-    """The last fixture that ends; an error here belongs to the tests that the left processes
-    name."""
+    """The last fixture that ends; its error belongs to the tests that the left processes name."""
     yield
     warm_python.stop()
     left = families.end_session()
@@ -98,10 +98,10 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def remedy(reasons: list[str]) -> str:
-    """One line for the programs that skipped tests ask for; empty if none does."""
-    asked = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
-    packages = sorted({package for found in asked if found for package in found[1].split()})
-    number = sum(found is not None for found in asked)
+    """Return one line with the programs that skipped tests need; empty if none does."""
+    matches = [re.search(r"apt-get install ([a-z0-9.+ -]+)", reason) for reason in reasons]
+    packages = sorted({package for match in matches if match for package in match[1].split()})
+    number = sum(match is not None for match in matches)
     return (
         f"{number} tests were skipped for missing programs: apt-get install {' '.join(packages)}"
         if packages
@@ -110,7 +110,7 @@ def remedy(reasons: list[str]) -> str:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The last line of all; -ra has told each reason."""
+    """Print the line last; -ra has printed each reason."""
     reporter = config.pluginmanager.get_plugin("terminalreporter")
     if reporter is not None and not hasattr(config, "workerinput"):
         skipped = [report.longrepr for report in reporter.stats.get("skipped", [])]

@@ -1,4 +1,5 @@
-"""launch/train.py, run as such, which leaves what the model was given in the folder $DUMPED_STEPS.
+"""launch/train.py, run as a script, which also writes the model's inputs to the folder
+$DUMPED_STEPS.
 
 A file for each step and rank, as `step_00007_rank_1.pt`: inputs, targets, losses, margins, labels.
 """
@@ -22,32 +23,35 @@ from vit.step import TrainStep
 
 @contextmanager
 def dumping(folder: Path) -> Iterator[None]:
-    """While it lasts, trainings of this process write their steps into `folder`."""
+    """During the block, trainings of this process write their steps into `folder`."""
     plain: dict[str, Callable[..., Any]] = {
         name: getattr(TrainStep, name) for name in ("_losses", "_queue")
     }
-    given: list[dict[str, Tensor]] = []
+    tensors_of_passes: list[dict[str, Tensor]] = []
 
     def losses(step: TrainStep, batch: Batch) -> tuple[Tensor, Tensor]:
-        found = plain["_losses"](step, batch)
+        losses_and_margins = plain["_losses"](step, batch)
         inputs, targets = step.augment.finish(batch.images, batch.labels, batch.table)
-        given.append(
+        tensors_of_passes.append(
             {
                 "inputs": inputs,
                 "targets": targets,
                 "labels": batch.labels.clone(),
-                "losses": found[0].detach().clone(),
-                "margins": found[1].detach().clone(),
+                "losses": losses_and_margins[0].detach().clone(),
+                "margins": losses_and_margins[1].detach().clone(),
             }
         )
-        return found
+        return losses_and_margins
 
-    def queue(step: TrainStep, batch: Batch, number: int, *others: Any) -> Any:
-        given.clear()  # also of passes that only fix DDP's buckets
-        found = plain["_queue"](step, batch, number, *others)
-        tensors = {name: torch.cat([each[name] for each in given]) for name in given[0]}
+    def queue(step: TrainStep, batch: Batch, number: int, *arguments: Any) -> Any:
+        tensors_of_passes.clear()  # also of passes that only fix DDP's buckets
+        result = plain["_queue"](step, batch, number, *arguments)
+        tensors = {
+            name: torch.cat([each[name] for each in tensors_of_passes])
+            for name in tensors_of_passes[0]
+        }
         torch.save(tensors, folder / f"step_{number + 1:05d}_rank_{step.world.rank}.pt")
-        return found
+        return result
 
     TrainStep._losses = losses
     TrainStep._queue = queue
@@ -59,7 +63,7 @@ def dumping(folder: Path) -> Iterator[None]:
 
 
 def dumped(folder: Path, step: int) -> dict[str, Tensor]:
-    """What all ranks were given at `step`, in the order of the global batch."""
+    """The inputs of all ranks at `step`, in the order of the global batch."""
     ranks = sorted(folder.glob(f"step_{step:05d}_rank_*.pt"))
     parts = [torch.load(path) for path in ranks]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -1,8 +1,9 @@
-"""A GPU that is not there: what runs on it has shapes, no values, and may not be waited for.
+"""An imaginary GPU: its tensors have shapes but no values, and the host may not wait for it.
 
 Under torch's FakeTensorMode an operation on tensors of "cuda:0" gets the shape of its result, and
 needs no driver. Reading a value there is an error, and so are a shape that depends on values and a
-tensor that is still on the host. The backward pass does not run: autograd asks for a CUDA context.
+tensor that is still on the host. The backward pass does not run, because autograd asks for a CUDA
+context.
 """
 
 from __future__ import annotations
@@ -33,14 +34,15 @@ NO_LAUNCH = {
     "new_empty_strided",
     "_unsafe_view",
 }
-"""What makes a tensor without computing it; views are recognised by their schema."""
+"""Functions that make a tensor without computing it; views are recognised by their schema."""
 
 
 class GpuWithoutMemory(TorchDispatchMode):
-    """Inside a FakeTensorMode: tensors on a GPU have shapes only, those of the host are real.
+    """A mode inside a FakeTensorMode: tensors on a GPU have shapes only, those of the host are
+    real.
 
-    Reading a value of the former is refused by FakeTensorMode; copies between the two for which the
-    host waits are noted in `waits`.
+    FakeTensorMode raises an error if a GPU's value is read. Copies between GPU and host for which
+    the host waits are added to `waits`.
     """
 
     def __init__(self) -> None:
@@ -61,12 +63,13 @@ class GpuWithoutMemory(TorchDispatchMode):
             with _disable_current_modes():
                 return function(*arguments, **options)
         non_blocking = options.get("non_blocking") or any(item is True for item in arguments[2:])
-        # A number of the host travels with the kernel; a mask or index of the host is copied first.
+        # A host's number travels with the kernel; a host's mask or index is copied first.
         on_host = any(tensor.device.type == "cpu" and tensor.ndim for tensor in tensors)
         copied = len(devices) > 1 if function in COPIES else on_host
         if copied and not (function in COPIES and non_blocking):
             self.waits.append(f"{function} of {[tuple(tensor.shape) for tensor in tensors]}")
-        if function is torch.ops.aten._fused_sgd_.default:  # torch has no fake kernel for it
+        # torch has no fake kernel for this function
+        if function is torch.ops.aten._fused_sgd_.default:
             assert devices == {"cuda"}, f"{function} of tensors on {devices}"
             return None
         return function(*arguments, **options)
@@ -88,9 +91,9 @@ def _forget_constants() -> None:
 
 
 def move_to_fake_gpu(model: nn.Module) -> nn.Module:
-    """Give `model` parameters and buffers of the same shapes on `GPU`, inside of its mode.
+    """Give `model` parameters and buffers of the same shapes on `GPU`; call it inside the mode.
 
-    `Module.to` does not work there: it swaps tensors, which fake ones refuse.
+    `Module.to` does not work there: it swaps tensors, which fake ones do not allow.
     """
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -104,9 +107,9 @@ def move_to_fake_gpu(model: nn.Module) -> nn.Module:
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operations that launch something on a device, by name and by our line.
+    """Counts the operations that launch work on a device, by name and by the engine's line.
 
-    On `device`, as in "meta", "cuda" or "cpu"; copies to it are some. A CPU stands for a GPU: the
+    On `device`, as in "meta", "cuda" or "cpu", including copies to it. A CPU can replace a GPU: the
     same operations reach it, one by one.
     """
 

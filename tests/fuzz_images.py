@@ -1,17 +1,17 @@
-"""Encoded images of all kinds, whole and damaged: whichever way decodes them, the pixels are the
-same, or all refuse.
+"""Encoded images of all kinds, whole and damaged: all ways of decoding them must give the same
+pixels, or all must reject the image.
 
     python tests/fuzz_images.py --minutes 10 [--seed 7]
 
-The ways: a window by the C decoder, by pip packages alone, cut out of the whole; the views of
-training and evaluation on each of these; what preparation makes of the bytes; the size that an
-index would record. Sound files give the same pixels on all of them. Of a damaged JPEG a window may
-show nothing of damage elsewhere, but then on all ways, and never of one that is cut off. Damage is
-what disks, networks and people do: flipped, lost, inserted and repeated bytes, cut files, bytes
-behind the end and between headers, headers that lie.
+The ways: a window by the C decoder, a window by pip packages alone, and a window cut out of the
+whole image; the views of training and evaluation of each of these; the bytes that preparation
+writes; the size in the index. Undamaged files give the same pixels in all ways. A window of a
+damaged JPEG may show none of the damage elsewhere, but then in all ways, and never if the file is
+truncated. Damage is what disks, networks and people cause: flipped, lost, inserted and repeated
+bytes, truncated files, bytes after the end and between headers, wrong headers.
 
 Prints counts; the exit status is 1 after a difference, whose file is kept.
-tests/data/decode/test_images.py asks the same of each kind once.
+tests/data/decode/test_images.py tests one image of each kind in the same way.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ POLICY = ImagePolicy(jpeg_quality=100)
 VIEW = EvalConfig(crop_pct=0.875)
 SIDE = 16
 MOST_PIXELS = 1 << 20
-"""Of what headers may promise here: larger ones are right, and slow."""
+"""The most pixels that headers may promise: larger images are legal, but slow."""
 
 
 # ---- images of all kinds -------------------------------------------------------------------------
@@ -120,32 +120,33 @@ def jpegs(width: int, height: int) -> Iterator[tuple[str, bytes]]:
     grey = picture(width, height, "L")
     for blocks in (0, 1, 2, 3):
         marks = {"restart_marker_blocks": blocks}
-        told = f", markers each {blocks}" if blocks else ""
+        interval = f", markers each {blocks}" if blocks else ""
         for sampling in ("4:4:4", "4:2:2", "4:2:0"):
             data = encoded(rgb, "JPEG", quality=85, subsampling=sampling, **marks)
-            yield f"JPEG {sampling}{told}", data
+            yield f"JPEG {sampling}{interval}", data
             for factors, name in {
                 "4:2:2": [(0x12, "4:4:0")],
                 "4:2:0": [(0x41, "4:1:1"), (0x14, "4:4:1")],
             }.get(sampling, []):
-                at = at_frame(data) + 11  # the same codes, said to be arranged in another way
-                yield f"JPEG {name}{told}", data[:at] + bytes([factors]) + data[at + 1 :]
-        yield f"JPEG grey{told}", encoded(grey, "JPEG", **marks)
-        yield f"JPEG RGB{told}", encoded(rgb, "JPEG", keep_rgb=True, **marks)
+                # the same codes, but the header states a different arrangement
+                at = at_frame(data) + 11
+                yield f"JPEG {name}{interval}", data[:at] + bytes([factors]) + data[at + 1 :]
+        yield f"JPEG grey{interval}", encoded(grey, "JPEG", **marks)
+        yield f"JPEG RGB{interval}", encoded(rgb, "JPEG", keep_rgb=True, **marks)
         cmyk = encoded(rgb.convert("CMYK"), "JPEG", **marks)
-        yield f"JPEG CMYK{told}", cmyk
+        yield f"JPEG CMYK{interval}", cmyk
         at = cmyk.index(b"Adobe") + 11
-        yield f"JPEG YCCK{told}", cmyk[:at] + b"\2" + cmyk[at + 1 :]
-        yield f"JPEG CMYK without Adobe{told}", cmyk.replace(b"Adobe", b"Other")
-        yield f"JPEG progressive{told}", encoded(rgb, "JPEG", progressive=True, **marks)
+        yield f"JPEG YCCK{interval}", cmyk[:at] + b"\2" + cmyk[at + 1 :]
+        yield f"JPEG CMYK without Adobe{interval}", cmyk.replace(b"Adobe", b"Other")
+        yield f"JPEG progressive{interval}", encoded(rgb, "JPEG", progressive=True, **marks)
         yield (
-            f"JPEG progressive CMYK{told}",
+            f"JPEG progressive CMYK{interval}",
             encoded(rgb.convert("CMYK"), "JPEG", progressive=True, **marks),
         )
     yield "JPEG rows of markers", encoded(rgb, "JPEG", restart_marker_rows=1)
     plain = encoded(rgb, "JPEG", quality=85)
     header = read_header(plain)
-    # Any bytes are arithmetic codes of some image.
+    # Any bytes are valid arithmetic codes of some image.
     codes = random.Random(0).randbytes(width * height).replace(b"\xff", b"\0")
     arithmetic = (
         plain[: header.frame_offset + 1]
@@ -199,8 +200,11 @@ def others(width: int, height: int) -> Iterator[tuple[str, bytes]]:
         "F",
     ):
         yield f"TIFF {mode}", encoded(picture(width, height, mode), "TIFF")
-    for how in ("tiff_lzw", "tiff_deflate", "packbits", "jpeg"):
-        yield f"TIFF {how}", encoded(picture(width, height), "TIFF", compression=how)
+    for compression in ("tiff_lzw", "tiff_deflate", "packbits", "jpeg"):
+        yield (
+            f"TIFF {compression}",
+            encoded(picture(width, height), "TIFF", compression=compression),
+        )
     yield (
         "TIFF I;16 deflate",
         encoded(picture(width, height, "I;16"), "TIFF", compression="tiff_deflate"),
@@ -244,12 +248,12 @@ def kinds(width: int, height: int) -> dict[str, bytes]:
 
 @contextmanager
 def without_native() -> Iterator[None]:
-    there = native.AVAILABLE
+    is_available = native.AVAILABLE
     native.AVAILABLE = False
     try:
         yield
     finally:
-        native.AVAILABLE = there
+        native.AVAILABLE = is_available
 
 
 def box_of(data: bytes, box: Window, channels: int) -> Pixels:
@@ -257,7 +261,7 @@ def box_of(data: bytes, box: Window, channels: int) -> Pixels:
 
 
 def view_of(data: bytes, box: Window, channels: int) -> Pixels:
-    """As training sees it; of the window's own size, so nothing is resized."""
+    """The view of training, at the window's own size, so that nothing is resized."""
     return (
         decode_views(data, [box], (box[3], box[2]), "bilinear", channels)[0]
         .permute(1, 2, 0)
@@ -269,10 +273,11 @@ def centre_of(data: bytes, channels: int) -> Pixels:
     return decode_center(data, (SIDE, SIDE), VIEW, "bilinear", channels).numpy()
 
 
-def tried(way: Callable[..., Pixels], *about: Any) -> Pixels | None:
-    """The pixels, or None for a refusal. Anything but ValueError is an error of ours."""
+def tried(decoder: Callable[..., Pixels], *about: Any) -> Pixels | None:
+    """Return the pixels, or None if the file is rejected. Any error but ValueError is a bug of the
+    project."""
     try:
-        return way(*about)
+        return decoder(*about)
     except ValueError:
         return None
 
@@ -281,7 +286,7 @@ def same(a: Pixels | None, b: Pixels | None) -> bool:
     return (a is None) == (b is None) and (a is None or b is None or np.array_equal(a, b))
 
 
-def told(pixels: Pixels | None) -> str:
+def description(pixels: Pixels | None) -> str:
     return (
         "refused"
         if pixels is None
@@ -290,15 +295,15 @@ def told(pixels: Pixels | None) -> str:
 
 
 class Comparison:
-    """One file on all ways, with windows that `rng` draws."""
+    """Decode one file in all ways, with windows that `rng` draws."""
 
     def __init__(self, data: bytes, rng: random.Random):
         self.data = data
         self.rng = rng
         self.differences: list[str] = []
         self.overlooked = 0
-        """Windows that show nothing of damage outside of them. Only damaged files that end like
-        whole ones may have such."""
+        """Windows that show no damage although the file is damaged elsewhere. Only damaged files
+        that end like whole ones may have such windows."""
         try:
             self.size: tuple[int, int] | None = read_image_size(data)
         except ValueError:
@@ -346,16 +351,16 @@ class Comparison:
             yield self.rng.randint(0, width - w), self.rng.randint(0, height - h), w, h
 
     def _by_both(
-        self, name: str, way: Callable[..., Pixels], *about: Any
+        self, name: str, decoder: Callable[..., Pixels], *about: Any
     ) -> dict[str, Pixels | None]:
-        ways = {name: tried(way, self.data, *about)}
+        ways = {name: tried(decoder, self.data, *about)}
         with without_native():
-            ways[f"{name} by pip packages"] = tried(way, self.data, *about)
+            ways[f"{name} by pip packages"] = tried(decoder, self.data, *about)
         return ways
 
-    def _judge(self, what: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
-        """The same pixels as in the whole or the same refusal; where codes of damaged files are not
-        looked at, the same on all ways."""
+    def _judge(self, part: str, whole: Pixels | None, ways: dict[str, Pixels | None]) -> None:
+        """Require the same pixels or rejection as in the whole image. Damaged codes that no way
+        reads may differ from the whole, but all ways must agree."""
         first = next(iter(ways.values()))
         agree = all(same(pixels, first) for pixels in ways.values())
         if agree and same(first, whole):
@@ -364,15 +369,15 @@ class Comparison:
             self.overlooked += 1
             return
         self.differences.append(
-            f"{what}: whole {told(whole)}, "
-            + ", ".join(f"{name} {told(pixels)}" for name, pixels in ways.items())
+            f"{part}: whole {description(whole)}, "
+            + ", ".join(f"{name} {description(pixels)}" for name, pixels in ways.items())
         )
 
     def _may_overlook(self, whole: Pixels | None) -> bool:
         try:
             header = read_header(self.data)
             simplejpeg.decode_jpeg(self.data)
-            return False  # it is sound
+            return False  # it is not damaged
         except ValueError:
             return self.data.endswith(b"\xff\xd9") and (
                 whole is None or header.restart_interval > 0
@@ -404,7 +409,7 @@ class Comparison:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """One to three of the things that happen to files."""
+    """Damage the file in one to three ways."""
     hurt = bytearray(data)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
         if len(hurt) < 40:
@@ -455,45 +460,45 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def _lie(data: bytearray, rng: random.Random) -> None:
-    """Change what a JPEG's headers say."""
+    """Change a field of a JPEG's headers."""
     try:
         header = read_header(bytes(data))
     except ValueError:
         return
     frame = header.frame_offset
-    what = rng.randrange(6)
-    if what == 0:
+    kind = rng.randrange(6)
+    if kind == 0:
         struct.pack_into(
             ">H",
             data,
             frame + 5 + 2 * rng.randrange(2),
             rng.choice((1, 7, 8, 16, header.width, header.height + 8, 300)),
         )
-    elif what == 1:
+    elif kind == 1:
         data[frame + 11 + 3 * rng.randrange(header.num_components)] = rng.choice(
             (0x11, 0x12, 0x21, 0x22, 0x14, 0x41, 0x31, 0x13)
         )
-    elif what == 2:
+    elif kind == 2:
         at = data.find(b"\xff\xdd\0\4")
         if at >= 0:
             struct.pack_into(">H", data, at + 4, rng.choice((0, 1, 2, 3, 5, 100)))
         else:
             data[frame:frame] = b"\xff\xdd\0\4" + struct.pack(">H", rng.choice((1, 2, 5)))
-    elif what == 3:
+    elif kind == 3:
         data[frame:frame] = rng.choice(
             (b"\0", b"\xff", b"stray", b"\xff\xd0", b"\xff\xfe\0\4hi", b"\xff\x01")
         )
-    elif what == 4:
+    elif kind == 4:
         data[frame + 1] = rng.choice((0xC0, 0xC1, 0xC2, 0xC3, 0xC9))
     else:
         data[header.scan_offset - rng.randint(1, 9)] = rng.randrange(256)
 
 
 def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]]:
-    """Counts, and differences with the files that show them, of so much time."""
+    """Return the counts, and the differences with the files that show them, of this time."""
     rng = random.Random(seed)
     counts = Counter[str]()
-    found = []
+    differences = []
     sizes = [(1, 1), (7, 9), (17, 33), (64, 48), (97, 64), (150, 41)]
     seeds = [
         (f"{width} x {height} {name}", data)
@@ -517,8 +522,8 @@ def fuzz(seconds: float, seed: int, keep: Path) -> tuple[Counter[str], list[str]
             counts["differences"] += 1
             file = keep / f"difference-{hashlib.sha256(data).hexdigest()[:12]}"
             file.write_bytes(data)
-            found.append(f"{name}: {difference} ({file})")
-    return counts, found
+            differences.append(f"{name}: {difference} ({file})")
+    return counts, differences
 
 
 def main() -> int:
@@ -539,10 +544,10 @@ def main() -> int:
         f" {'yes' if native.AVAILABLE else 'no, so one way less is compared'}",
         flush=True,
     )
-    counts, found = fuzz(60 * args.minutes, seed, args.keep)
-    print(*found[:40], sep="\n")
-    print(", ".join(f"{number:,} {what}" for what, number in counts.items()))
-    return 1 if found else 0
+    counts, differences = fuzz(60 * args.minutes, seed, args.keep)
+    print(*differences[:40], sep="\n")
+    print(", ".join(f"{number:,} {event}" for event, number in counts.items()))
+    return 1 if differences else 0
 
 
 if __name__ == "__main__":

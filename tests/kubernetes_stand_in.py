@@ -1,10 +1,10 @@
-"""What Kubernetes does with the files of deploy/kube/, as far as processes can feel it.
+"""Run the files of deploy/kube/ as Kubernetes would, as far as processes can notice.
 
-A pod is a process that is started with the command, arguments and variables of its container. With
-`isolated` it has its own network, host name, /etc/hosts (the names of a headless service) and
-process ids, so that it is process 1 as in a container. It is ended as a kubelet does: SIGTERM, the
-grace, SIGKILL. A failed pod is judged by `podFailurePolicy`, a failed Job by JobSet's
-`failurePolicy`, both read from the file: first rule that matches
+A pod is a process with the command, arguments and variables of its container. With `isolated` it
+has its own network, host name, /etc/hosts (the names of a headless service) and process ids, so
+that it is process 1 as in a container. It is ended as by a kubelet: SIGTERM, the grace period,
+SIGKILL. `podFailurePolicy` judges a failed pod and JobSet's `failurePolicy` a failed Job. Both are
+read from the file, and the first matching rule applies
 (https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy; kubernetes-sigs/
 jobset:keps/262-ConfigurableFailurePolicy).
 """
@@ -33,7 +33,7 @@ SUBNET = "10.213.7"
 
 
 class Ended(NamedTuple):
-    """How a JobSet ended, and the exit codes of its pods in each attempt, in the order of their
+    """The end of a JobSet, and the exit codes of its pods in each attempt, in the order of their
     ends."""
 
     is_complete: bool
@@ -57,12 +57,12 @@ class Pod:
             )
 
     def _first(self) -> int | None:
-        """Process id of what is process 1 in the pod, None if it is not there."""
+        """Return the process id of the pod's process 1, None if it does not run."""
         pid = self.process.pid
         if not self._is_isolated:
             return pid
-        found = children(pid)  # of unshare, which is what nsenter has become
-        return found[0] if found else None
+        pids = children(pid)  # children of unshare, which nsenter has become
+        return pids[0] if pids else None
 
     def signal(self, number: int) -> None:
         pid = self._first()
@@ -72,7 +72,7 @@ class Pod:
                 os.kill(pid, number)
 
     def terminate(self, grace_s: float) -> None:
-        """As a kubelet: SIGTERM now, SIGKILL after the grace (`poll` sends it)."""
+        """SIGTERM now and, by `poll`, SIGKILL after the grace period, as a kubelet does."""
         if self.kill_at is None and self.process.poll() is None:
             self.kill_at = time.monotonic() + grace_s
             self.signal(signal.SIGTERM)
@@ -83,7 +83,7 @@ class Pod:
             self.signal(signal.SIGKILL)
         if code is None:
             return None
-        if self._is_killed:  # of which unshare makes 1
+        if self._is_killed:  # the process of which unshare makes process 1
             return 128 + signal.SIGKILL
         return code if code >= 0 else 128 - code
 
@@ -107,7 +107,7 @@ class Cluster:
     ) -> Ended:
         """Run a JobSet's only Job with other `arguments` until it is complete or has failed.
 
-        disturb(attempt, pods) is called again and again; `variables` replace those of the file.
+        disturb(attempt, pods) is called repeatedly; `variables` replace those of the file.
         """
         spec = jobset["spec"]
         [replicated] = spec["replicatedJobs"]
@@ -136,7 +136,7 @@ class Cluster:
                 return Ended(False, actions, codes)
 
     def logs(self) -> str:
-        """What all pods have printed."""
+        """The output of all pods."""
         return "".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
     def _start(
@@ -153,9 +153,9 @@ class Cluster:
         python = sys.executable if self.isolated else warm_python.python(env)
         env["PYTHON_EXEC"] = python
         env.update(variables_of(container, index), **variables)
-        words = [*container["command"], *map(str, arguments)]
-        command = [python, "-m", "vit"] if words[0] == "vitline" else words[:1]
-        command += [re.sub(r"\$\((\w+)\)", lambda found: env[found[1]], word) for word in words[1:]]
+        typed = [*container["command"], *map(str, arguments)]
+        command = [python, "-m", "vit"] if typed[0] == "vitline" else typed[:1]
+        command += [re.sub(r"\$\((\w+)\)", lambda match: env[match[1]], word) for word in typed[1:]]
         if self.isolated:
             command = [*self._namespaces(index, names, service), *command]
         pod = Pod(names[index], command, env, self.folder / f"{names[index]}.log")
@@ -169,8 +169,8 @@ class Cluster:
         disturb: Callable[[list[Pod]], None],
         deadline: float,
     ) -> tuple[str, str, list[int]]:
-        """Until all pods have ended: (reason, message) of the Job's failure, or ("", ""), and exit
-        codes in the order of their ends."""
+        """Wait until all pods have ended; return the (reason, message) of the Job's failure, or
+        ("", ""), and the exit codes in the order of their ends."""
         grace_s = job["template"]["spec"]["terminationGracePeriodSeconds"]
         running = list(pods)
         failures = 0
@@ -201,7 +201,7 @@ class Cluster:
         return reason, message, codes
 
     def _namespaces(self, index: int, names: list[str], service: str) -> list[str]:
-        """Words before a command that start it in the pod's own namespaces."""
+        """Return the arguments before a command that start it in the pod's own namespaces."""
         if not self._networks:
             self._make_networks(names, service)
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; exec "$@"'
@@ -242,44 +242,44 @@ class Cluster:
             ip("link", "delete", f"vt{os.getpid() % 100_000}b")
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
 
 
 def variables_of(container: dict[str, Any], index: int) -> dict[str, str]:
-    """The container's variables in a pod of this completion index; secrets are not there."""
-    found = {"JOB_COMPLETION_INDEX": str(index)}
+    """The container's variables in a pod of this completion index, without secrets."""
+    variables = {"JOB_COMPLETION_INDEX": str(index)}
     for variable in container.get("env", ()):
         source = variable.get("valueFrom")
         if source is None:
-            found[variable["name"]] = variable["value"]
+            variables[variable["name"]] = variable["value"]
         elif "fieldRef" in source:
             assert source["fieldRef"]["fieldPath"] == INDEX
-            found[variable["name"]] = str(index)
+            variables[variable["name"]] = str(index)
         else:
             assert source["secretKeyRef"]["optional"] is True
-    found.pop("TMPDIR", None)  # a volume
-    return found
+    variables.pop("TMPDIR", None)  # a volume
+    return variables
 
 
 def pod_action(job: dict[str, Any], pod: Pod, code: int) -> tuple[str, str]:
-    """Action of the first rule of podFailurePolicy that matches a failed pod, with the message of a
-    Job that it fails; "Count" where none does."""
+    """Return the action of the first rule of podFailurePolicy that matches a failed pod, with the
+    message of a Job that it fails; "Count" if none matches."""
     for number, rule in enumerate(job["podFailurePolicy"]["rules"]):
         if requirement := rule.get("onExitCodes"):
             is_in = code in requirement["values"]
             if is_in == (requirement["operator"] == "In"):
-                where = f"Container {requirement['containerName']} for pod default/{pod.name}"
-                what = f"{where} failed with exit code {code}"
-                return rule["action"], f"{what} matching {rule['action']} rule at index {number}"
+                container = f"Container {requirement['containerName']} for pod default/{pod.name}"
+                message = f"{container} failed with exit code {code}"
+                return rule["action"], f"{message} matching {rule['action']} rule at index {number}"
         elif any(condition["type"] in pod.conditions for condition in rule["onPodConditions"]):
-            what = f"Pod default/{pod.name} has condition DisruptionTarget"
-            return rule["action"], f"{what} matching {rule['action']} rule at index {number}"
+            message = f"Pod default/{pod.name} has condition DisruptionTarget"
+            return rule["action"], f"{message} matching {rule['action']} rule at index {number}"
     return "Count", ""
 
 
 def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
-    """Action of the first rule of a JobSet's failurePolicy that matches a failed Job."""
+    """Return the action of the first rule of a JobSet's failurePolicy that matches a failed Job."""
     for rule in policy["rules"]:
         reasons = rule.get("onJobFailureReasons") or [reason]
         patterns = rule.get("onJobFailureMessagePatterns") or [""]
@@ -289,7 +289,8 @@ def jobset_action(policy: dict[str, Any], reason: str, message: str) -> str:
 
 
 def evict(pod: Pod, grace_s: float) -> None:
-    """As a drain or a preemption does: the condition, then the kubelet."""
+    """Evict a pod as a drain or a preemption does: first the condition, then the kubelet's
+    signal."""
     pod.conditions.add("DisruptionTarget")
     pod.terminate(grace_s)
 

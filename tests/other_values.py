@@ -1,6 +1,8 @@
-"""For each setting a value that is not its default, and what it needs beside it to have an effect.
+"""A value other than the default for each setting, and the settings that it needs to have an
+effect.
 
-A setting that is new has to come into `VALUES`; what only `OnlyWith` says it needs is found there.
+A new setting must be added to `VALUES`; the needs that only `OnlyWith` states are found from the
+schema.
 """
 
 from __future__ import annotations
@@ -236,13 +238,13 @@ BESIDE: dict[str, dict[str, Any]] = {
     "eval.best_by": {"eval.sets": VALUES["eval.sets"]},
     "init.select_classes": {"init.checkpoint": "{of_four}", "init.reset_head": True},
 }
-"""What else a setting needs, which is the same with its default."""
+"""Further settings that a setting needs, with the same values as for its default."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "data.reader": {"data.stream": "{shards}/train-00000.tar", "data.num_samples": 60},
     "schedule.name": {"schedule.decay_epochs": 10.0},
     "init.select_classes": {"init.reset_head": False},
 }
-"""What comes with the value of `VALUES`, and not with the default."""
+"""Settings that accompany the value of `VALUES`, but not the default."""
 
 
 def _dotted(setting: Setting, name: str) -> str:
@@ -256,7 +258,7 @@ def _conditions(needed: OnlyWith, setting: Setting) -> list[tuple[str, str, list
 
 
 def _find(key: str, kind: type[Section]) -> Setting:
-    """The setting `key`, of the optimizer `kind` if it is of one."""
+    """Return the setting `key`; `kind` names its optimizer if it belongs to one."""
     own = [each for each in SETTINGS if each.key == key]
     return next((each for each in own if each.kind is kind), own[0])
 
@@ -293,17 +295,18 @@ def beside(setting: Setting) -> dict[str, Any]:
 
 
 def changed(setting: Setting) -> dict[str, Any]:
-    """The other value of `setting`, which takes the place of what cannot be given beside it."""
+    """Return the other value of `setting`, with null for settings that exclude it."""
     key = setting.key
     pairs = [[f"{section}.{name}" for name in pair] for section, *pair in EXCLUSIVE]
-    others = [other for pair in pairs if key in pair for other in pair]
+    excluded = [other for pair in pairs if key in pair for other in pair]
     is_name = key == "optim.name" and setting.kind not in FIRST
     value = optimizer_of(setting) if is_name else VALUES[key]
-    return dict.fromkeys(others) | TOGETHER.get(key, {}) | {key: value}
+    return dict.fromkeys(excluded) | TOGETHER.get(key, {}) | {key: value}
 
 
 def without(setting: Setting, needed: OnlyWith) -> dict[str, Any]:
-    """The settings with which `needed` does not hold, while all else that `setting` needs does."""
+    """Return settings with which `needed` does not hold, while every other need of `setting`
+    does."""
     chosen = beside(setting)
     for key, sign, allowed in _conditions(needed, setting):
         partner = _find(key, setting.kind)

@@ -1,4 +1,4 @@
-"""Weights that hide nothing, and how far two results are apart."""
+"""Random weights that reveal missing parts, and the distance of two results."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 
 def randomise(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Weights that leave nothing at zero or one, where a forgotten bias, scale or head would not be
-    seen."""
+    """Fill weights so that none is zero or one, which would hide a forgotten bias, scale or
+    head."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

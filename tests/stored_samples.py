@@ -1,4 +1,4 @@
-"""The samples of shards, read by the standard library alone."""
+"""The samples of shards, read only with the standard library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Stored(NamedTuple):
 
 
 def stored(root: Path, split: str) -> dict[str, Stored]:
-    """The samples of a split by their keys, read by the standard library."""
+    """The samples of a split by their keys, read with the standard library."""
     members: dict[str, bytes] = {}
     for path in root.glob(f"{split}-*.tar"):
         with tarfile.open(path) as tar:

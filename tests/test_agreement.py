@@ -1,5 +1,4 @@
-"""What ranks check among themselves: which rows they trained on, and from which checkpoint they go
-on."""
+"""Ranks compare the rows that they trained on, and the checkpoint from which they resume."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_the_rows_of_all_ranks_are_the_batch(repeats):
-    """So it suffices that each rank checks its own."""
+    """So each rank needs to check only its own rows."""
     order = make_order(300_000, 96, num_lanes=8, aug_repeats=repeats)
     for world_size in (1, 2, 3, 8, 32):
         rows = 96 // world_size
@@ -52,7 +51,7 @@ def finished_run(config: Path, folder: Path, *overrides: str) -> Run:
     return run
 
 
-def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_path):
+def test_names_a_rank_with_unplanned_rows_and_ends_all(config, tmp_path):
     run = finished_run(config, tmp_path / "run")
     assert isinstance(run.batches, TrainBatches)
     split = run.batches.split
@@ -74,14 +73,14 @@ def test_a_rank_with_other_rows_than_planned_is_named_and_all_end(config, tmp_pa
 
     for wrong_rank in (0, 1):
         ended = together(2, lambda world, wrong=wrong_rank: function(world, wrong, 1))
-        told = f"batches 0 to 2, rows of rank {wrong_rank}: sample checksum "
+        message = f"batches 0 to 2, rows of rank {wrong_rank}: sample checksum "
         assert isinstance(ended[wrong_rank], RuntimeError)
-        assert str(ended[wrong_rank]).startswith(told)
-        assert str(ended[1 - wrong_rank]).startswith(f"RuntimeError: {told}")
+        assert str(ended[wrong_rank]).startswith(message)
+        assert str(ended[1 - wrong_rank]).startswith(f"RuntimeError: {message}")
 
 
 def shifted(batch: Batch) -> Batch:
-    """With one sample exchanged for its neighbour."""
+    """The rows with one sample replaced by its neighbour."""
     ids = batch.ids.clone()
     ids[-1] = (ids[-1] + 1) % 60
     return replace(batch, ids=ids)
@@ -158,12 +157,13 @@ def test_one_rank_reads_checkpoint_and_initial_weights_and_all_have_them(config,
     assert not (tmp_path / "new1").exists()
 
 
-def test_a_checkpoint_from_before_a_setting_goes_on_only_as_it_was_made(config, tmp_path):
-    """The average once always had its warm-up; now it is a setting, whose default is none."""
+def test_an_old_checkpoint_resumes_only_with_its_original_behaviour(config, tmp_path):
+    """The average once always had its warm-up; now a setting switches it on, and its default is
+    off."""
     run = finished_run(config, tmp_path / "run", "train.ema_decay=0.9")
     [(path, info)] = [newest_checkpoint(run.folder)]
     del info["config"]["train"]["ema_warmup"]
-    del info[SEAL]  # which came later
+    del info[SEAL]  # added in a later version
     (path / "checkpoint.json").write_text(json.dumps(info))
     with pytest.raises(ValueError, match=r"train\.ema_warmup: True there, False here"):
         resume.find_checkpoint(run.folder, config_io.to_dict(run.config), {}, set(), ALONE)
@@ -183,7 +183,7 @@ def test_a_checkpoint_from_before_a_setting_goes_on_only_as_it_was_made(config, 
     )
 
 
-def test_a_run_does_not_go_on_with_other_class_names(config, tmp_path):
+def test_a_run_does_not_resume_with_different_class_names(config, tmp_path):
     run = finished_run(config, tmp_path / "run")
     [(_, info)] = [newest_checkpoint(run.folder)]
     facts = {key: info["facts"][key] for key in ("num_samples", "index_sha256", "num_classes")}

@@ -1,4 +1,4 @@
-"""What is left of a run that was stopped while it was built; weights that do not fit."""
+"""Remains of a run that was stopped during its construction, and weights that do not fit."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ALONE = World(0, 1, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_of_a_new_run_only_preemption_leaves_a_mark(config, tmp_path, monkeypatch, number):
-    """The signal comes when the folder was just created and locked."""
+def test_only_preemption_leaves_a_mark_in_a_new_run(config, tmp_path, monkeypatch, number):
+    """The signal arrives just after the folder was created and locked."""
 
     def interrupted(*arguments):
         os.kill(os.getpid(), number)

@@ -1,4 +1,4 @@
-"""How many graphs a compiled model makes: one for all blocks in training, one in evaluation."""
+"""The number of graphs of a compiled model: one for all blocks in training, one in evaluation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from vit.training.compiling import checkpoint_activations, compile_blocks
 from vit.weights.files import load_weights
 
 DEPTH = 12
-"""More blocks than Dynamo makes graphs of one function before it gives up (8)."""
+"""More blocks than the graphs that Dynamo makes of one function before it gives up (8)."""
 
 
 class Counter:
-    """A backend of torch.compile that runs graphs as they are and counts them."""
+    """A backend of torch.compile that runs graphs unchanged and counts them."""
 
     def __init__(self):
         self.num_graphs = 0
@@ -37,7 +37,7 @@ class Counter:
         return graph
 
     def since(self) -> int:
-        """Graphs that were made since the last call."""
+        """Return the number of graphs since the last call."""
         count = self.num_graphs
         self.num_graphs = 0
         return count
@@ -80,18 +80,18 @@ def test_all_blocks_share_one_graph_in_training_and_one_in_evaluation(graphs, fi
     compile_blocks(model, backend=graphs)
     for rows in (4, 4):
         model(torch.randn(rows, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 1, "one of the blocks has something of its own in its graph"
+    assert graphs.since() == 1, "a block has a constant in its graph that others lack"
     with torch.no_grad():
         model.eval()(torch.randn(2, 3, 16, 16))
         model(torch.randn(2, 3, 16, 16))
     assert graphs.since() == 1
     model.train()(torch.randn(4, 3, 16, 16)).sum().backward()
-    assert graphs.since() == 0, "training after an evaluation has its graph already"
+    assert graphs.since() == 0, "training after an evaluation made another graph"
 
 
 @pytest.mark.parametrize(("schedule", "in_training"), [("constant", 1), ("linear", 2)])
 def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_training):
-    """Rates that grow: one graph for the first block's number of rows, one for any number."""
+    """With growing rates: one graph for the first block's number of rows, one for any number."""
     fields = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": schedule}
     model = small_vit(16, DEPTH, **fields, **VIT5)
     compile_blocks(model, backend=graphs)
@@ -106,7 +106,7 @@ def test_blocks_that_compute_a_subset_share_their_graphs(graphs, schedule, in_tr
 
 
 @pytest.mark.parametrize("form", ["mask", "subset"])
-def test_activations_computed_again_need_no_graph_of_their_own(graphs, form):
+def test_recomputed_activations_need_no_separate_graph(graphs, form):
     fields = {"drop_path_rate": 0.5, "drop_path_form": form, "drop_path_schedule": "constant"}
     model = small_vit(16, DEPTH, **fields, proj_drop_rate=0.1)
     checkpoint_activations(model, 2)
@@ -172,7 +172,7 @@ def test_micro_steps_and_the_average_share_the_graphs(graphs, size):
     assert graphs.since() == 0
 
 
-def test_each_size_of_images_has_one_graph_which_is_kept(graphs):
+def test_keeps_one_graph_for_each_image_size(graphs):
     """torch's default is one graph for all sizes once it has seen two, and slower ones."""
     model = small_vit(16, DEPTH, rope_type="axial", drop_path_rate=0.1)
     sides = (8, 24)
@@ -191,7 +191,7 @@ def test_each_size_of_images_has_one_graph_which_is_kept(graphs):
     assert graphs.since() == 0
 
 
-def test_buckets_of_ddp_do_not_cut_a_block_in_pieces(graphs, process_group):
+def test_buckets_of_ddp_do_not_split_the_graph_of_a_block(graphs, process_group):
     """A block of 3 MB and buckets of 1 MB, as one of ViT-L has 50 MB and a bucket 25."""
     model = small_vit(256, 2, drop_path_rate=0.1)
     compile_blocks(model, backend=graphs)
@@ -201,8 +201,9 @@ def test_buckets_of_ddp_do_not_cut_a_block_in_pieces(graphs, process_group):
     assert graphs.since() == 1
 
 
-def test_the_blocks_of_a_timm_model_are_compiled_each(graphs):
-    """timm's drop path keeps its rate as a number: a graph for each block, not for eight only."""
+def test_compiles_each_block_of_a_timm_model(graphs):
+    """timm's drop path keeps its rate as a number, so each block needs its own graph; all must be
+    compiled, not only eight."""
     torch.manual_seed(0)
     fields = {"depth": DEPTH, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.1}
     model = create_model("timm/vit_tiny_patch16_224", 32, 5, **fields).train()

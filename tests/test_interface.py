@@ -31,7 +31,7 @@ SIGNATURES = {
     "load_config": "path overrides used_here",
     "open_split": "root split cache_dir cache_gib retry is_checked versions",
 }
-"""Arguments that programs of users name: who changes one writes it into the release notes."""
+"""Arguments that users' programs name: a change must be written into the release notes."""
 
 
 def test_the_interface_has_these_names_and_arguments():
@@ -61,9 +61,9 @@ def test_a_type_checker_sees_the_interface(tmp_path: Path):
         "reveal_type(loader.__next__())\n"
         "vit.fit(vit.load_config('a.yaml'), rank=1)\n"
     )
-    words = ["-m", "mypy", "--config-file=", "--follow-imports=silent", "user.py"]
+    arguments = ["-m", "mypy", "--config-file=", "--follow-imports=silent", "user.py"]
     done = subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *arguments],
         cwd=tmp_path,
         env={**os.environ, "MYPYPATH": str(Path(vit.__file__).parents[1])},
         capture_output=True,
@@ -74,7 +74,7 @@ def test_a_type_checker_sees_the_interface(tmp_path: Path):
     assert 'Unexpected keyword argument "rank" for "fit"' in done.stdout
 
 
-def test_each_sample_comes_once_an_epoch_to_one_of_the_ranks(shards):
+def test_one_rank_gets_each_sample_once_an_epoch(shards):
     split = vit.open_split(shards, "train")
     plain = {"image_size": 16, "augment": {"hflip_prob": 0.0}, "epochs": 2, "seed": 3}
     with vit.create_loader(split, 12, **plain) as loader:
@@ -103,7 +103,7 @@ def test_parts_of_a_split_have_no_sample_in_common(shards):
     assert not keys[1] & keys[2]
 
 
-def test_a_batch_that_ranks_or_groups_do_not_divide_is_refused(shards):
+def test_rejects_a_batch_that_ranks_or_groups_do_not_divide(shards):
     split = vit.open_split(shards, "train")
     with pytest.raises(ValueError, match=r"global_batch_size=10 is not a multiple of 8.*choose 8"):
         vit.create_loader(split, 10, augment={"mixup_alpha": 0.2}, rank=0, world_size=2)

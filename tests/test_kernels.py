@@ -1,7 +1,5 @@
-"""What agrees with timm and torch here does so with the kernels of other CPUs: tolerances that only
-hold for this one are found here. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU stand for
-older ones.
-"""
+"""Agreement with timm and torch must hold with the kernels of other CPUs, so that tolerances do not
+fit only this one. `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA` let a CPU imitate older ones."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ import torch
 from processes import REPOSITORY, call, environment
 
 ONEDNN = {"default": "SSE41", "avx2": "AVX2", "avx512": "AVX512_CORE"}
-"""torch's sets of kernels, each with the oneDNN's for the same CPUs."""
+"""torch's sets of kernels, each with oneDNN's set for the same CPUs."""
 OURS = torch.backends.cpu.get_cpu_capability().lower()
 PLAINER = [*ONEDNN][: [*ONEDNN].index(OURS)] if OURS in ONEDNN else []
 NUMERIC = [
@@ -28,7 +26,7 @@ NUMERIC = [
     "tests/extras/report/test_model_plots.py",
 ]
 CORE = [
-    "tests/distributed/exact/test_exact_runs.py::test_a_library_that_is_kept_from_instructions_is_another_kind_of_host",
+    "tests/distributed/exact/test_exact_runs.py::test_limited_instructions_count_as_a_different_kind_of_host",
     "tests/distributed/exact/test_exact_runs.py::test_hosts_of_two_kinds_are_refused",
     "tests/model/test_model.py::test_state_dict_logits_and_gradients_equal_timm",
     "tests/training/test_loss.py",
@@ -36,11 +34,11 @@ CORE = [
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
     "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t]",
 ]
-"""Of all comparisons, some of each kind: seconds for each set of kernels."""
+"""A selection of all comparisons, some of each kind: seconds for each set of kernels."""
 
 
 def passed_with_kernels(capability: str, *tests: str) -> int:
-    """Number of tests that pass under `capability`; all that run must."""
+    """Return the number of tests that pass under `capability`; all that run must pass."""
     env = {
         **environment(),
         "ATEN_CPU_CAPABILITY": capability,
@@ -77,8 +75,8 @@ def test_all_comparisons_hold_with_the_kernels_of_other_cpus(capability):
     "capability",
     [pytest.param(each, marks=[pytest.mark.full] * (each != PLAINER[0])) for each in PLAINER],
 )
-def test_a_process_takes_the_kernels_it_is_told_to(capability):
-    """Or the tests above would compare one CPU with itself."""
+def test_a_process_uses_the_selected_kernels(capability):
+    """The variables must work, or the tests above would compare one CPU with itself."""
     code = "import torch; print(torch.backends.cpu.get_cpu_capability())"
     env = {**environment(), "ATEN_CPU_CAPABILITY": capability}
     done = call([sys.executable, "-c", code], env)

@@ -36,9 +36,9 @@ from vit.training.step_result import NON_FINITE, SPIKE, Limits
 WORLD = World(0, 1, torch.device("cpu"))
 CONFIG = AugmentConfig(hflip_prob=0.0)
 EPS = 1e-5
-"""Of AdamW. Keys' biases have a gradient of zero, so what is computed is rounding, 1e-10 to 1e-9 of
-any sign: with the default of 1e-8 AdamW makes a tenth of a step of it, another one with each CPU's
-kernels."""
+"""AdamW's epsilon. Keys' biases have a gradient of zero, so their computed gradient is rounding,
+1e-10 to 1e-9 of any sign. With the default of 1e-8 AdamW would make a tenth of a step of it, which
+differs with each CPU's kernels."""
 
 
 def make_batch(rows: int = 8, seed: int = 0) -> Batch:
@@ -172,8 +172,8 @@ def test_a_non_finite_gradient_changes_neither_weights_nor_moments(precision):
         ("fp32", Limits(1e9, 1e9), 0),
     ],
 )
-def test_an_update_above_its_limits_is_as_if_its_batch_had_not_come(precision, limits, verdict):
-    """But for the average, which moves towards what the weights are."""
+def test_an_update_above_its_limits_equals_skipping_the_batch(precision, limits, verdict):
+    """The average still moves towards the present weights."""
     guarded = make_step(4, precision, clip_grad_norm=1.0)
     plain = make_step(4, precision, clip_grad_norm=1.0)
     for step in (guarded, plain) if precision == "fp16" else ():
@@ -186,12 +186,12 @@ def test_an_update_above_its_limits_is_as_if_its_batch_had_not_come(precision, l
             plain(batch, number)
     state = named_tensors(guarded)
     expected = named_tensors(plain)
-    # An overflow would have halved the scale; this is none.
+    # An overflow would have halved the scale, but a skipped spike does not.
     different = {name for name in state if not torch.equal(state[name], expected[name])}
     assert different == ({"scaler.steps_since_overflow"} if precision == "fp16" else set())
 
 
-def test_a_gradient_that_is_not_finite_is_no_spike():
+def test_a_non_finite_gradient_does_not_count_as_a_spike():
     step = make_step(precision="fp16", clip_grad_norm=1.0)
     bad = make_batch()
     bad.weights[3] = float("nan")
@@ -227,17 +227,17 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
         passes = []
 
         def note(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-            kept = [
+            gradient_addresses = [
                 p.grad.untyped_storage().data_ptr() for p in ours.parameters if p.grad is not None
             ]
-            passes.append(set(kept))
+            passes.append(set(gradient_addresses))
 
         ours.model.register_forward_pre_hook(note)
         for number in range(3):
             ours(make_batch(seed=number), number)
             plain(make_batch(seed=number), number)
             buckets = {p.grad.untyped_storage().data_ptr() for p in ours.parameters}
-        assert len(buckets) == 1, "so small a model has one bucket"
+        assert len(buckets) == 1, "a small model has one bucket"
         assert passes[-2:] == [buckets, buckets], "before either pass of the last step"
         assert torch.equal(weights_of(ours), weights_of(plain))
     finally:
@@ -248,8 +248,8 @@ def test_gradients_that_add_up_stay_in_the_buckets_of_ddp():
 @pytest.mark.parametrize("form", ["mask", "subset"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
-    """A whole update on a GPU that is not there; but for the backward pass, in which autograd asks
-    for a CUDA context."""
+    """A whole update on an imaginary GPU, except for the backward pass, in which autograd asks for
+    a CUDA context."""
     recipe = AugmentConfig(
         randaugment_layers=2, erasing_prob=0.5, mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2
     )
@@ -282,7 +282,7 @@ def test_no_step_waits_for_the_gpu(precision, form, monkeypatch):
 
         monkeypatch.setattr(torch.Tensor, "backward", backward)
         change = step.augment.change_batch
-        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may take constants along
+        step._queue(change(batch), 0, False, (0.0, 1.0, 2.0))  # may carry constants
         mode.waits.clear()
         values, norm, rows, norms = step._queue(change(batch), 1, True, (0.5, 1.0, 2.0))
     assert {tensor.device for tensor in (values, norm, *rows, norms.values)} == {gpu}
@@ -328,7 +328,7 @@ def test_dropout_depends_on_seed_rank_and_step_only():
 
 
 def test_an_update_waits_for_the_copy_of_the_state_and_nothing_before_it_does():
-    """The copy runs beside forward and backward; nothing of the state changes until it is there."""
+    """The copy runs beside forward and backward; the state may change only after it has ended."""
     step = make_step()
     step.ema = Ema(step.model, 0.9)
     step(make_batch(), 0)

@@ -39,13 +39,13 @@ STEPS = 24
 
 @pytest.fixture
 def config(tmp_path: Path, shards: Path) -> Path:
-    """Long enough that a signal sent after the first step arrives long before the last."""
+    """Enough steps that a signal after the first one arrives long before the last."""
     return write_config(tmp_path, shards, steps=STEPS)
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory, shards: Path):
-    """Final state of an undisturbed run on this many ranks, made once."""
+    """The final state of an undisturbed run on this number of ranks, made once."""
     made: dict[int, dict[str, str]] = {}
 
     def state(ranks: int) -> dict[str, str]:
@@ -67,7 +67,8 @@ def assert_equal_state(run_dir: Path, expected: dict[str, str]) -> None:
 
 
 def victims_of_ranks() -> list:
-    """One rank of two and both are enough to break it; the others are for all real processes."""
+    """One rank of two and both are enough to break it; the other choices are for a full test
+    run."""
     cases = [(victims, ranks) for victims in ("one rank", "all") for ranks in (1, 2, 3)]
     marks = {case: [pytest.mark.full] for case in cases if case[1] != 2}
     return [
@@ -109,7 +110,7 @@ def test_killed_and_resumed_equals_uninterrupted(
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.full)]
 )
-def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
+def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_resumes(
     number, tmp_path, config, uninterrupted
 ):
     background = Background(config, tmp_path / "run", "checkpoint.every_steps=100", ranks=2)
@@ -133,7 +134,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_up_for(tmp_path):
+def test_a_signal_during_the_last_evaluation_stops_the_run_and_a_resume_repeats_it(tmp_path):
     config = write_config(tmp_path, make_shards(tmp_path, num_val=600), steps=6)
     background = Background(config, tmp_path / "run", "eval.batch_size=1", ranks=1)
     background.wait_for_step(6)
@@ -152,7 +153,7 @@ def test_a_signal_during_the_last_evaluation_is_obeyed_and_the_evaluation_made_u
 
 
 @pytest.mark.slow
-def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
+def test_a_resume_repeats_an_interrupted_evaluation(tmp_path):
     config = write_config(tmp_path, make_shards(tmp_path, num_val=600), steps=12)
     background = Background(config, tmp_path / "run", "eval.batch_size=1", ranks=2)
     background.wait_for_step(6)
@@ -175,7 +176,7 @@ def test_an_evaluation_that_was_broken_off_in_mid_run_is_made_up_for(tmp_path):
 def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_as_stopped(
     tmp_path, shards, config
 ):
-    """Here data come from a server that does not answer. Slurm's script queues a marked run
+    """The data come from a server that does not answer. Slurm's script queues a marked run
     again."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=3")
@@ -198,8 +199,9 @@ def test_a_signal_before_the_first_step_ends_at_once_and_a_saved_run_is_marked_a
     assert not (folder / "stopped_early").exists()
 
 
-def test_a_new_run_that_is_preempted_before_its_first_step_is_marked_too(tmp_path, shards, config):
-    """Slurm gives it grace and does not queue it again; the script does, if there is a mark."""
+def test_marks_a_new_run_that_is_preempted_before_its_first_step(tmp_path, shards, config):
+    """Slurm gives it a grace period and does not queue it again; the script does if there is a
+    mark."""
     folder = tmp_path / "run"
     files = {f"/shards/{path.name}": path.read_bytes() for path in shards.iterdir()}
     with WebServer(files) as server:
@@ -226,9 +228,9 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, shards, monkeypatch):
     while any(map(is_alive, ranks)):
         assert time.monotonic() < deadline, "ranks train on although torchrun is dead"
         time.sleep(0.1)
-    assert (tmp_path / "run" / "stopped_early").exists(), "they should have saved"
+    assert (tmp_path / "run" / "stopped_early").exists(), "the ranks should have saved"
     output = background.end()
-    # Mostly none; a request that was on its way has its page of torch's stack.
+    # Usually none; a pending request prints a page of torch's stack.
     assert output.count("TCPStore.cpp") <= 4, "a page for each request to a dead store"
 
 
@@ -298,18 +300,18 @@ def test_a_changed_setting_is_refused_on_resume_unless_allowed(tmp_path, config)
     assert last_step(tmp_path / "run") == 6
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(tmp_path, config):
+def test_sets_a_damaged_newest_checkpoint_aside_and_resumes_from_the_previous(tmp_path, config):
     train(config, tmp_path / "run", "train.steps=6")
     newest = tmp_path / "run" / "checkpoints" / "step_00000006" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
     done = train(config, tmp_path / "run", "train.steps=6")
     assert "it is truncated or missing; set aside as damaged_step_00000006" in done.stderr
     assert "resumed at step 3 of 6" in done.stderr
-    assert newest.exists(), "the step was made again"
+    assert newest.exists(), "the step must be repeated"
 
 
-def test_what_drop_path_by_subsets_draws_is_drawn_again_after_a_resume(tmp_path, config):
-    """In micro-steps; with activations that are computed again, which draw dropout again."""
+def test_a_resume_repeats_the_draws_of_drop_path_by_subsets(tmp_path, config):
+    """In micro-steps, and with recomputed activations, which draw dropout again."""
     settings = [
         "train.steps=6",
         "model.drop_path_form=subset",
@@ -381,21 +383,23 @@ def test_compiled_blocks_train_as_eager_ones_and_resume(tmp_path, shards):
 
 
 @pytest.mark.slow
-def test_where_nothing_can_be_compiled_training_is_eager_and_says_so(tmp_path, shards):
+def test_trains_eagerly_with_a_note_if_compilation_is_impossible(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=3)
     train(config, tmp_path / "eager")
-    words = ["--config", config, f"run.dir={tmp_path / 'run'}", *TINY, "train.compile=true"]
+    arguments = ["--config", config, f"run.dir={tmp_path / 'run'}", *TINY, "train.compile=true"]
     env = {**environment(), "CXX": "/nonexistent"}
-    done = call(command("launch/train.py", *words, ranks=0), env)
+    done = call(command("launch/train.py", *arguments, ranks=0), env)
     assert done.returncode == 0, done.stderr
     assert "note: torch.compile does not work here (" in done.stderr
     assert "No working C++ compiler" in done.stderr
     assert "or set train.compile=false" in done.stderr
     assert metrics(tmp_path / "run", "start")[0]["compiled"] is False
     assert final_state(tmp_path / "run", 3) == final_state(tmp_path / "eager", 3)
-    again = call(command("launch/train.py", *words, ranks=0, python=warm_python.python(env)), env)
+    again = call(
+        command("launch/train.py", *arguments, ranks=0, python=warm_python.python(env)), env
+    )
     assert f"{tmp_path / 'run'} is finished: 3 steps" in again.stderr
-    assert "torch.compile" not in again.stderr, "it was tried for a run without a step"
+    assert "torch.compile" not in again.stderr, "compilation was tried for a run without a step"
 
 
 def test_a_model_of_timm_trains_in_the_same_loop(tmp_path, shards):
@@ -461,8 +465,14 @@ MAX_MODULES = 150
 
 
 def test_a_run_imports_only_what_it_uses(config: Path, tmp_path: Path):
-    words = ["--config", str(config), *TINY, "data.num_workers=1", f"run.dir={tmp_path / 'run'}"]
-    done = call([sys.executable, "-c", LIST_MODULES, *words], environment())
+    arguments = [
+        "--config",
+        str(config),
+        *TINY,
+        "data.num_workers=1",
+        f"run.dir={tmp_path / 'run'}",
+    ]
+    done = call([sys.executable, "-c", LIST_MODULES, *arguments], environment())
     assert done.returncode == 0, done.stderr
     modules = done.stdout.split()
     assert "vit.step" in modules

@@ -1,5 +1,4 @@
-"""benchmarks/loader.py runs with what is installed, and its contestants do nothing outside of their
-turns."""
+"""benchmarks/loader.py runs with the installed contestants, which are idle between their turns."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from types import ModuleType
 import pytest
 from processes import REPOSITORY
 
-pytestmark = [pytest.mark.slow, pytest.mark.full]  # no user's command, and run before a release
+pytestmark = [pytest.mark.slow, pytest.mark.full]  # not a user's command; it runs before a release
 BENCHMARKS = REPOSITORY / "benchmarks"
 OURS = "ours, restart markers, pip only"
 V1 = "torchvision v1"
@@ -25,7 +24,7 @@ WHOLE = "limit: whole JPEGs"
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """A folder in which the benchmark has run: found.json, .md, .png, data/."""
+    """A folder with the output of the benchmark: found.json, .md, .png, data/."""
     folder = tmp_path_factory.mktemp("loader")
     command = [
         sys.executable,
@@ -58,7 +57,7 @@ def data(place, loader):
     return loader.Data(place / "data" / "images-64", 64)
 
 
-def test_quick_run_writes_every_round_and_says_who_is_not_installed(place, data):
+def test_a_quick_run_writes_every_round_and_names_missing_contestants(place, data):
     report = json.loads((place / "found.json").read_text())
     assert report["data"].startswith("64 JPEGs, ")
     tables = {
@@ -86,7 +85,7 @@ def test_quick_run_writes_every_round_and_says_who_is_not_installed(place, data)
     assert (place / "found.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_contestants_and_their_workers_stand_still_between_turns_and_end(data, loader):
+def test_contestants_and_their_workers_are_idle_between_turns_and_end(data, loader):
     bench = loader.Benchmark(data, batch_size=8, num_batches=2, rounds=1)
     with bench.serving([OURS, WHOLE], workers=2) as servers:
         assert [server.name for server in servers] == [OURS, WHOLE], bench.failures
@@ -105,7 +104,7 @@ def test_contestants_and_their_workers_stand_still_between_turns_and_end(data, l
     assert not [folder for server in servers for folder, _ in server.processes()]
 
 
-def test_a_contestant_that_fails_is_reported_and_the_others_go_on(data, loader):
+def test_reports_a_failed_contestant_and_continues_with_the_others(data, loader):
     shutil.rmtree(data.marked)
     bench = loader.Benchmark(data, batch_size=8, num_batches=2, rounds=1)
     with bench.serving([OURS, WHOLE], workers=0) as servers:

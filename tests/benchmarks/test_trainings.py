@@ -1,4 +1,5 @@
-"""Intervals over seeds and images, and that the plain loop of timm's parts is the same training."""
+"""Intervals over seeds and images, and the equality of the plain loop of timm's parts and the
+project's training."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from scipy import stats
 
 from vit.config.io import ConfigError, load_config
 
-pytestmark = pytest.mark.full  # no user's command, and run before a release
+pytestmark = pytest.mark.full  # not a user's command; it runs before a release
 BENCHMARKS = REPOSITORY / "benchmarks"
 SEEDS = 5
 ORIGINALS = 100
@@ -30,18 +31,18 @@ def module(monkeypatch):
 
 
 def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Two programs that are equally good over all seeds and all originals there are."""
+    """Draw two programs that are equally good over all possible seeds and originals."""
     hard = rng.normal(1.5, 1.5, ORIGINALS)
     both = []
     for _ in range(2):
-        own = rng.normal(0, 0.8, ORIGINALS)  # what this program finds hard, whatever the seed
+        own = rng.normal(0, 0.8, ORIGINALS)  # the images that this program finds hard with any seed
         luck = rng.normal(0, 0.6, (SEEDS, 1))
         logits = np.repeat(hard + own + luck, RENDERINGS, axis=1)
         both.append(rng.logistic(size=logits.shape) < logits)
     return both[0], both[1]
 
 
-def test_interval_covers_what_is_true_over_seeds_and_originals(module):
+def test_the_interval_covers_the_true_difference_over_seeds_and_originals(module):
     trainings = module("trainings")
     groups = np.repeat(np.arange(ORIGINALS), RENDERINGS)
     rng = np.random.default_rng(0)
@@ -50,14 +51,15 @@ def test_interval_covers_what_is_true_over_seeds_and_originals(module):
     draws = 600
     for _ in range(draws):
         first, second = draw(rng)
-        found = trainings.difference(first, second, groups)
-        covered += found.low <= 0 <= found.high
+        difference = trainings.difference(first, second, groups)
+        covered += difference.low <= 0 <= difference.high
         gaps = (second.astype(float) - first).ravel()
         by_images_alone += abs(gaps.mean()) <= 1.96 * gaps.std() / gaps.size**0.5
-    # 600 draws of a true 95 % lie above 93 % but for one time in 80; at least the larger of the two
-    # parts is taken, so it may be above.
+    # 600 draws of a true 95 % lie above 93 % in all but one of 80 cases. The interval uses at least
+    # the larger of its two parts, so its coverage may be higher.
     assert covered / draws >= 0.93
-    # What the interval is for: images of all seeds, as if they were independent, cover far less.
+    # Intervals that treat the images of all seeds as independent cover far less, which is why this
+    # one exists.
     assert by_images_alone / draws < 0.85
 
 
@@ -67,14 +69,14 @@ def test_interval_is_never_below_that_of_seeds_alone_or_of_originals_alone(modul
     rng = np.random.default_rng(1)
     for _ in range(20):
         first, second = draw(rng)
-        found = trainings.difference(first, second, groups)
+        difference = trainings.difference(first, second, groups)
         gaps = second.astype(float) - first
-        assert found.points == pytest.approx(100 * gaps.mean())
-        assert found.by_seed == pytest.approx(100 * gaps.mean(1))
+        assert difference.points == pytest.approx(100 * gaps.mean())
+        assert difference.by_seed == pytest.approx(100 * gaps.mean(1))
         for parts in (gaps.mean(1), gaps.reshape(SEEDS, ORIGINALS, -1).mean((0, 2))):
             alone = stats.ttest_1samp(parts, 0).confidence_interval()
-            assert found.low <= 100 * alone.low + 1e-9
-            assert found.high >= 100 * alone.high - 1e-9
+            assert difference.low <= 100 * alone.low + 1e-9
+            assert difference.high >= 100 * alone.high - 1e-9
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +97,7 @@ def settings(module, digits):
     return [*convergence.SETTINGS, f"data.root={digits}", "train.device=cpu"]
 
 
-def test_plain_loop_refuses_what_it_does_not_do(module, settings):
+def test_the_plain_loop_rejects_settings_that_it_does_not_support(module, settings):
     timm_loop, config_file = module("timm_loop"), module("convergence").CONFIG
     for word in (
         "optim.name=muon",
@@ -156,7 +158,7 @@ def test_plain_loop_has_the_same_model_groups_and_images(module, settings, digit
         std = torch.tensor(config.data.std).view(3, 1, 1)
         own_images = (batch.images / 255 - mean) / std
     their_images = torch.stack([loader.dataset[i][0] for i in range(50)])
-    # Pillow and torch round each pixel by themselves: a level or two of 255 here and there.
+    # Pillow and torch round each pixel independently: a level or two of 255 differ in places.
     assert float((own_images - their_images).abs().mean()) < 2 / 255 / min(config.data.std)
 
 
@@ -171,7 +173,7 @@ def test_both_benchmarks_run_continue_and_draw(tmp_path, digits):
         again = subprocess.run([*line, *small], capture_output=True, text=True, timeout=100)
         trained = [line for line in begun.stdout.splitlines() if "seed" in line and " s" in line]
         assert len([line for line in trained if line.endswith(" s")]) == count
-        # Nothing is trained again: the same seconds.
+        # Nothing is trained again: the times are the same.
         assert [line for line in again.stdout.splitlines() if line in trained] == trained
         report = json.loads((tmp_path / f"{name}.json").read_text())
         assert report["rounds"] == 2

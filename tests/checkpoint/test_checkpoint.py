@@ -1,5 +1,5 @@
-"""What a checkpoint keeps besides tensors, which evaluation is the best one among them; and reading
-the newest of a run that goes on."""
+"""A checkpoint's state apart from its tensors, the choice of the best evaluation, and reading the
+newest checkpoint of a running run."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from vit.weights.files import read_weights
 
 
 @pytest.mark.parametrize(
-    ("before", "found", "expected"),
+    ("before", "evaluation", "expected"),
     [
         (-1.0, [(0.0, 2.3)], True),
         (90.0, [(95.0, 1.35)], True),
-        (100.0, [(100.0, 1.0)], False),  # the same again
+        (100.0, [(100.0, 1.0)], False),  # the same values
         (100.0, [(100.0, 0.43)], True),
         (100.0, [(100.0, 1.2)], False),
         (100.0, [(99.0, 0.1), (100.0, 0.5)], True),  # weights and their average
         (100.0, [(100.0, math.nan)], False),
     ],
 )
-def test_of_equal_accuracies_the_smaller_loss_wins(before, found, expected):
+def test_the_smaller_loss_wins_at_equal_accuracy(before, evaluation, expected):
     state = RunState(best_top1=before, best_loss=1.0)
-    assert state.take_best("val", *found) == expected
+    assert state.take_best("val", *evaluation) == expected
 
 
-def test_progress_of_an_older_checkpoint_takes_part():
-    """It has no loss: the next evaluation as good takes its place."""
+def test_compares_with_the_best_of_an_older_checkpoint():
+    """It has no loss, so the next equally good evaluation replaces it."""
     older = {
         key: value for key, value in asdict(RunState(best_top1=100.0)).items() if key != "best_loss"
     }
@@ -50,8 +50,8 @@ def test_a_loss_that_is_not_a_number_can_be_stored():
     assert (state.best_top1, state.best_loss) == (10.0, None)
 
 
-def test_half_a_checkpoint_is_none_and_takes_no_place_of_those_that_are_kept(tmp_path):
-    """As a mounted bucket leaves it, which renames a folder by copying its files."""
+def test_an_incomplete_checkpoint_is_ignored_and_does_not_count_as_kept(tmp_path):
+    """As left by a mounted bucket, which renames a folder by copying its files."""
 
     def save(step: int) -> None:
         state = {"step": step, "facts": {}}
@@ -61,16 +61,16 @@ def test_half_a_checkpoint_is_none_and_takes_no_place_of_those_that_are_kept(tmp
     half = checkpoint_folder(tmp_path, 3)
     half.mkdir()
     (half / "state.safetensors").write_bytes(b"half")
-    found, _ = newest_checkpoint(tmp_path, verify=True)
-    assert found == checkpoint_folder(tmp_path, 1)
-    assert half.exists(), "nobody says that it is damaged"
+    folder, _ = newest_checkpoint(tmp_path, verify=True)
+    assert folder == checkpoint_folder(tmp_path, 1)
+    assert half.exists(), "an incomplete checkpoint must not be set aside"
     save(2)
     assert newest_checkpoint(tmp_path)[0] == checkpoint_folder(tmp_path, 2)
     assert checkpoint_folder(tmp_path, 1).exists()
 
 
-def test_the_newest_checkpoint_is_read_while_the_run_removes_what_was_the_newest(tmp_path):
-    """By another process, which saves as fast as it can and keeps one checkpoint."""
+def test_reads_the_newest_checkpoint_while_the_run_removes_older_ones(tmp_path):
+    """A second process saves as fast as it can and keeps one checkpoint."""
     facts = {"num_classes": 2, "grid_size": None}
 
     def save(step: int) -> None:

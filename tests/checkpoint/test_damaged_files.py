@@ -1,5 +1,6 @@
-"""Every file of a run's checkpoints and weights, cut, flipped or gone: the one before is taken, or
-an error names the file; never other weights than were saved."""
+"""Every file of a run's checkpoints and weights is truncated, flipped or removed: the previous
+checkpoint is loaded, or an error names the file. Other weights than the saved ones are never
+loaded."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def cut(content: bytes) -> Iterator[bytes]:
 
 
 def flipped(content: bytes) -> Iterator[bytes]:
-    """One bit of every 61st byte, and of all of the first ones."""
+    """Flip one bit of every 61st byte, and of each of the first bytes."""
     draw = random.Random(0)
     for place in {*range(16), *range(16, len(content), 61)}:
         if place < len(content):
@@ -90,14 +91,14 @@ FAULTS: dict[str, Callable[[bytes], Iterator[bytes | None]]] = {
 }
 
 
-def is_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        bytes_of(found[name]) == bytes_of(expected[name]) for name in expected
+def is_equal(loaded: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return loaded.keys() == expected.keys() and all(
+        bytes_of(loaded[name]) == bytes_of(expected[name]) for name in expected
     )
 
 
 def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
-    """What is read there, or why nothing is."""
+    """Return the weights at `path`, or the error of reading them."""
     try:
         return read_weights(place), ""
     except WeightsError as error:
@@ -106,7 +107,7 @@ def weights_at(place: Path) -> tuple[LoadedWeights | None, str]:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("file", FILES)
-def test_no_damage_becomes_other_weights(pristine, tmp_path, file, fault):
+def test_no_damage_loads_other_weights(pristine, tmp_path, file, fault):
     infos = {}
     for step in (BEFORE, NEWEST):
         infos[step] = read_info(pristine / f"checkpoints/step_{step:08d}")
@@ -120,55 +121,54 @@ def test_no_damage_becomes_other_weights(pristine, tmp_path, file, fault):
         else:
             (folder / file).write_bytes(content)
 
-        # What evaluates, exports or starts from the run.
+        # Commands that evaluate, export or start from the run.
         for place in (folder, *([(folder / file).parent] if "step_" in file else [])):
             loaded, problem = weights_at(place)
             if loaded is None:
                 assert str((folder / file).parent) in problem
                 noticed += 1
             else:
-                # A checkpoint without its info is any program's file, whose names fit no model.
+                # Without its info a checkpoint is a file of unknown origin, whose names fit no
+                # model.
                 expected = tensors(NEWEST) if loaded.step is None else plain(loaded.step)
                 assert is_equal(loaded.weights, expected)
 
-        # What resumes it.
-        said = list[str]()
-        path, info = newest_checkpoint(folder, verify=True, say=said.append)
-        # The name of the hash may have changed: what it would vouch for has not.
+        # Resuming the run.
+        messages = list[str]()
+        path, info = newest_checkpoint(folder, verify=True, say=messages.append)
+        # If the hash's name is damaged, the weights are still the saved ones.
         assert {key: info[key] for key in infos[BEFORE] if key != SEAL} == infos[info["step"]]
         assert is_equal(read_content(path / "state.safetensors").tensors, tensors(info["step"]))
         assert info["step"] in (BEFORE, NEWEST)
         if info["step"] == BEFORE:
             noticed += 1
-            assert said or not (folder / file).exists()
-            assert all(str((folder / file).parent) in line for line in said)
+            assert messages or not (folder / file).exists()
+            assert all(str((folder / file).parent) in line for line in messages)
         shutil.rmtree(folder)
     assert noticed or "latest" in file or fault == "removed"
 
 
-def test_if_all_checkpoints_are_damaged_that_is_said_and_all_are_kept(pristine, tmp_path):
+def test_reports_and_keeps_all_checkpoints_if_all_are_damaged(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     for path in folder.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    said = list[str]()
-    for _ in range(2):  # whoever starts a job again by itself does not begin the run anew
+    messages = list[str]()
+    for _ in range(2):  # an automatic restart must not start the run over
         with pytest.raises(CheckpointError, match="all checkpoints are damaged or gone"):
-            newest_checkpoint(folder, verify=True, say=said.append)
-    assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(said) == 2
+            newest_checkpoint(folder, verify=True, say=messages.append)
+    assert len(list(folder.glob("checkpoints/damaged_*/state.safetensors"))) == len(messages) == 2
     shutil.rmtree(folder / "checkpoints")
     assert newest_checkpoint(folder, verify=True) is None
 
 
 @pytest.mark.full
-def test_no_start_of_a_run_at_a_url_whose_checkpoints_are_all_damaged_begins_anew(
-    pristine, tmp_path
-):
+def test_a_run_at_a_url_does_not_start_over_if_all_checkpoints_are_damaged(pristine, tmp_path):
     RunStore = pytest.importorskip("vit.extras.remote_runs.store").RunStore
-    there = shutil.copytree(pristine, tmp_path / "there")
-    for path in there.glob("checkpoints/step_*/state.safetensors"):
+    copy_at_url = shutil.copytree(pristine, tmp_path / "there")
+    for path in copy_at_url.glob("checkpoints/step_*/state.safetensors"):
         path.write_bytes(path.read_bytes()[:-1])
-    values = {"run": {"dir": f"file://{there}"}, "data": {"root": "-"}, "train": {"steps": 9}}
-    for number in range(2):  # on machines that have nothing
+    values = {"run": {"dir": f"file://{copy_at_url}"}, "data": {"root": "-"}, "train": {"steps": 9}}
+    for number in range(2):  # on a machine without a local copy
         values["run"]["local_dir"] = str(tmp_path / str(number))
         store = RunStore(from_dict(values, "test"))
         lock = RunLock(store.folder)
@@ -179,11 +179,11 @@ def test_no_start_of_a_run_at_a_url_whose_checkpoints_are_all_damaged_begins_ane
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs a file that gives EIO")
-def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(pristine, tmp_path):
+def test_an_unreadable_checkpoint_is_not_treated_as_damaged(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     info = folder / "checkpoints" / f"step_{NEWEST:08d}" / "checkpoint.json"
     whole = info.rename(tmp_path / "whole")
-    info.symlink_to("/proc/self/mem")  # its first page
+    info.symlink_to("/proc/self/mem")  # the first page of the file
     with pytest.raises(CheckpointError, match=r"cannot be read \(Input/output error\)") as error:
         newest_checkpoint(folder, verify=True)
     assert str(info.parent) in str(error.value)
@@ -191,7 +191,7 @@ def test_a_checkpoint_that_cannot_be_read_is_not_taken_for_a_damaged_one(pristin
     assert newest_checkpoint(folder, verify=True)[1]["step"] == NEWEST
 
 
-def test_a_checkpoint_from_before_it_had_a_hash_of_its_info_is_read(pristine, tmp_path):
+def test_reads_an_older_checkpoint_without_a_hash_of_its_info(pristine, tmp_path):
     folder = shutil.copytree(pristine, tmp_path / "run")
     for path in folder.glob("checkpoints/step_*/checkpoint.json"):
         info = json.loads(path.read_text())

@@ -1,5 +1,5 @@
-"""Runs whose images change their size: exact wherever they are interrupted, on any ranks, and told
-in record and curves."""
+"""Runs that change their image size: exact after any interruption, on any number of ranks, and
+visible in record and curves."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from processes import TINY, Background, final_state, metrics, run_here, train, w
 
 STAGES = "schedule.image_sizes=[{until_epoch: 1, image_size: 24}, {until_epoch: 2, image_size: 8}]"
 SIZES = [24] * 5 + [8] * 5 + [16] * 2
-"""Of 12 steps, five of them an epoch."""
+"""The stages of 12 steps, five of them an epoch."""
 PLAIN = ("model.drop_path_rate=null", "model.proj_drop_rate=null")
-"""Without what each rank draws by itself."""
+"""Settings without random draws that depend on the rank."""
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, Path]:
-    """A config, and the folder of its undisturbed run, which has kept each checkpoint."""
+    """A config, and the folder of its undisturbed run, with all its checkpoints."""
     folder = tmp_path_factory.mktemp("sizes")
     config = write_config(folder, shards)
     train_here(config, folder / "run")
@@ -27,13 +27,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path,
 
 
 def train_here(config: Path, run_dir: Path, *overrides: str) -> None:
-    words = ["--config", config, f"run.dir={run_dir}", *TINY, STAGES]
-    words += ["checkpoint.every_steps=1", "checkpoint.keep_last=99", *overrides]
-    run_here("launch/train.py", *words)
+    arguments = ["--config", config, f"run.dir={run_dir}", *TINY, STAGES]
+    arguments += ["checkpoint.every_steps=1", "checkpoint.keep_last=99", *overrides]
+    run_here("launch/train.py", *arguments)
 
 
 def begin_again(run_dir: Path, copy: Path, step: int) -> None:
-    """Copy a run as it was when its newest checkpoint was that of `step`."""
+    """Copy a run in its state when the newest checkpoint was that of `step`."""
     shutil.copytree(run_dir, copy)
     for folder in (copy / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > step:
@@ -41,10 +41,10 @@ def begin_again(run_dir: Path, copy: Path, step: int) -> None:
 
 
 def names_that_differ(run_dir: Path, other: Path) -> list[str]:
-    found = final_state(run_dir, 12)
+    state = final_state(run_dir, 12)
     expected = final_state(other, 12)
-    assert found.keys() == expected.keys()
-    return [name for name in found if found[name] != expected[name]]
+    assert state.keys() == expected.keys()
+    return [name for name in state if state[name] != expected[name]]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def names_that_differ(run_dir: Path, other: Path) -> list[str]:
 def test_resumed_from_any_step_the_weights_are_those_of_the_undisturbed_run(
     step, workers, whole, tmp_path
 ):
-    """As after a kill whose last checkpoint was that of `step`."""
+    """Each resume starts as after a kill whose last checkpoint was that of `step`."""
     config, run_dir = whole
     begin_again(run_dir, tmp_path / "run", step)
     train_here(config, tmp_path / "run", f"data.num_workers={workers}")
@@ -82,14 +82,14 @@ def test_the_record_has_the_size_of_each_step_and_a_line_where_it_changes(whole,
     assert "24x24 until epoch 1, 8x8 until epoch 2, then 16x16 pixels in training" in page
 
 
-def test_a_run_of_one_size_has_no_word_of_it(config, tmp_path):
+def test_a_run_of_one_size_does_not_mention_sizes(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     assert all("image_size" not in line for line in metrics(tmp_path / "run", "train"))
 
 
 @pytest.mark.slow
 def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
-    """If one did it at another step, the mean of the losses would be another one."""
+    """If one rank changed at a different step, the mean of the losses would differ."""
     config, _ = whole
     train_here(config, tmp_path / "one", *PLAIN)
     train(config, tmp_path / "two", STAGES, *PLAIN, ranks=2)
@@ -98,16 +98,16 @@ def test_all_ranks_change_the_size_at_the_same_step(whole, tmp_path):
         for folder in (tmp_path / "one", tmp_path / "two")
     )
     assert len(one) == len(SIZES)
-    # the same sums in another order, twelve updates long
+    # the same sums in a different order, twelve updates long
     torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("step", [4, 6, 11])
-def test_killed_ranks_go_on_bit_by_bit_also_from_a_later_stage(ranks, step, whole, tmp_path):
-    """From three ranks on the sums depend on the layout of DDP's buckets, which each attempt fixes
-    anew, here in another stage than the first attempt."""
+def test_killed_ranks_resume_bit_by_bit_also_in_a_later_stage(ranks, step, whole, tmp_path):
+    """From three ranks on, the sums depend on the layout of DDP's buckets, which each attempt
+    chooses again: here in a different stage than the first attempt."""
     config, _ = whole
     train(config, tmp_path / "whole", STAGES, ranks=ranks)
     background = Background(config, tmp_path / "run", STAGES, ranks=ranks)
@@ -118,13 +118,13 @@ def test_killed_ranks_go_on_bit_by_bit_also_from_a_later_stage(ranks, step, whol
 
 
 @pytest.mark.full
-def test_it_goes_on_with_the_same_batches_on_another_number_of_ranks(whole, tmp_path):
+def test_resumes_with_the_same_batches_on_another_number_of_ranks(whole, tmp_path):
     read_history = pytest.importorskip("vit.extras.report.history").read_history
     config, _ = whole
-    given = (STAGES, *PLAIN, "checkpoint.every_steps=1", "checkpoint.keep_last=99")
-    train(config, tmp_path / "whole", *given, ranks=2)
+    settings = (STAGES, *PLAIN, "checkpoint.every_steps=1", "checkpoint.keep_last=99")
+    train(config, tmp_path / "whole", *settings, ranks=2)
     begin_again(tmp_path / "whole", tmp_path / "run", 5)
-    train(config, tmp_path / "run", *given, ranks=3)
+    train(config, tmp_path / "run", *settings, ranks=3)
     whole_losses, losses = (
         torch.tensor([line["loss"] for line in read_history(path).of_kind("train")])
         for path in (tmp_path / name / "metrics.jsonl" for name in ("whole", "run"))
@@ -132,7 +132,7 @@ def test_it_goes_on_with_the_same_batches_on_another_number_of_ranks(whole, tmp_
     torch.testing.assert_close(losses, whole_losses, rtol=1e-4, atol=1e-5)
 
 
-def test_other_sizes_are_another_run(whole, tmp_path):
+def test_a_run_cannot_resume_with_different_sizes(whole, tmp_path):
     config, run_dir = whole
     shutil.copytree(run_dir, tmp_path / "run")
     other = STAGES.replace("image_size: 8", "image_size: 32")

@@ -1,5 +1,5 @@
-"""A machine that loses its power loses what was not forced to the disk: nothing that counts on it
-may be there already."""
+"""A power cut loses all data that were not forced to the disk, so each file must be forced before
+another one refers to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from processes import TINY, run_here
 
 
 class Disk:
-    """What would be there after a power cut: of each file the bytes of its last fsync, and the
+    """The contents of a disk after a power cut: of each file the bytes of its last fsync, and the
     folders whose entries were forced since they changed."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, run_dir: Path):
@@ -38,10 +38,12 @@ class Disk:
             for path in source.iterdir() if source.is_dir() else [source]:
                 assert self.is_forced(path), f"{target} gets its name before {path} is on the disk"
             if source.is_dir():
-                assert source not in self.pending, "the names of its files may be gone"
+                assert source not in self.pending, "a power cut could lose the names of its files"
                 self.look_at_record(int(target.name.removeprefix("step_")))
             elif target.name == "latest":
-                assert target.parent not in self.pending, "the name that it says may be gone"
+                assert target.parent not in self.pending, (
+                    "a power cut could lose the name that it refers to"
+                )
             self.pending.add(target.parent)
         self._replace(source, target)  # type: ignore[attr-defined]
 
@@ -53,14 +55,16 @@ class Disk:
         forced = self.forced.get((self.run_dir / "metrics.jsonl").stat().st_ino, b"").splitlines()
         lines = [json.loads(line) for line in forced]
         trained = [line["step"] for line in lines if line["kind"] == "train"]
-        assert trained[:step] == [*range(1, step + 1)], "the steps before are not done again"
+        assert trained[:step] == [*range(1, step + 1)], (
+            "steps before a checkpoint are never repeated, so their lines must be on the disk"
+        )
         assert [line["step"] for line in lines if line["kind"] == "eval"] == [6][: step // 6]
         for path in (self.run_dir / "samples").iterdir():
             assert self.is_forced(path)
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="asks Linux for a file's name")
-def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it(tmp_path, config, monkeypatch):
+def test_files_that_a_checkpoint_refers_to_are_on_the_disk_first(tmp_path, config, monkeypatch):
     disk = Disk(monkeypatch, tmp_path / "run")
     run_here(
         *("launch/train.py", "--config", config, f"run.dir={disk.run_dir}", *TINY), "train.steps=6"

@@ -1,4 +1,4 @@
-"""What a resumed run makes of the files of weights that it finds."""
+"""A resumed run's treatment of the files of weights in its folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ from vit.train import train
 from vit.weights.files import read_weights
 
 
-def test_lines_of_intervals_and_epochs_that_a_kill_divides_equal_the_uninterrupted_ones(
-    config, tmp_path
-):
-    """Killed behind its checkpoint of step 9, in the middle of an interval and of an epoch."""
+def test_intervals_and_epochs_split_by_a_kill_have_the_uninterrupted_lines(config, tmp_path):
+    """Killed after its checkpoint of step 9, in the middle of an interval and of an epoch."""
     folder = tmp_path / "run"
     often = ("train.steps=12", "log.every_steps=5", "checkpoint.every_steps=3")
 
@@ -44,13 +42,16 @@ def test_lines_of_intervals_and_epochs_that_a_kill_divides_equal_the_uninterrupt
 
 
 @pytest.mark.parametrize("present", ["discarded", "gone"])
-def test_the_best_weights_are_never_those_of_a_branch_that_was_left(
-    config, tmp_path, capfd, present
-):
-    """Killed between weights and checkpoint, then resumed to another end: on other ranks numbers
-    differ by rounding, here the rate by a setting."""
+def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, capfd, present):
+    """Killed between weights and checkpoint, then resumed to a different end. On other ranks
+    numbers would differ by rounding; here a setting changes the rate."""
     folder = tmp_path / "run"
-    given = ("train.ema_decay=null", "train.steps=6", "eval.every_steps=3", f"run.dir={folder}")
+    settings_of_run = (
+        "train.ema_decay=null",
+        "train.steps=6",
+        "eval.every_steps=3",
+        f"run.dir={folder}",
+    )
 
     def weights_of(name: str) -> tuple[int, dict[str, Tensor]]:
         loaded = read_weights(folder / "weights" / f"{name}.safetensors")
@@ -58,22 +59,23 @@ def test_the_best_weights_are_never_those_of_a_branch_that_was_left(
         return loaded.step, loaded.weights
 
     def go_on(*overrides: str) -> None:
-        settings = load_config(config, [*TINY, *given, *overrides])
+        settings = load_config(config, [*TINY, *settings_of_run, *overrides])
         changed = [override.partition("=")[0] for override in overrides]
         with build_run(settings, World(0, 1, torch.device("cpu")), changed) as run:
             train(run)
 
     go_on("optim.lr=1e-2")
-    assert weights_of("best")[0] == 6, "otherwise nothing is shown here"
+    assert weights_of("best")[0] == 6, "otherwise the test proves nothing"
     shutil.rmtree(folder / "checkpoints" / "step_00000006")
     if present == "gone":
         (folder / "weights" / "best.safetensors").unlink()
-    go_on("optim.lr=1e-30")  # at step 6 as good as at step 3, which alone is no new best
-    assert "resumed at step 3 of 6" in (said := capfd.readouterr().err)
+    # The evaluation at step 6 equals that at step 3, so it is not a new best.
+    go_on("optim.lr=1e-30")
+    assert "resumed at step 3 of 6" in (messages := capfd.readouterr().err)
     step, best = weights_of("best")
     last = weights_of("last")[1]
     assert step == 6
     assert best.keys() == last.keys()
     assert all(torch.equal(best[name], value) for name, value in last.items())
     reason = "of step 6, which the run has left" if present == "discarded" else "gone or damaged"
-    assert f"best.safetensors is {reason}" in said
+    assert f"best.safetensors is {reason}" in messages

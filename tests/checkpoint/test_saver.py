@@ -1,4 +1,5 @@
-"""Saves without a stop: what a thread writes is what the state was, and whole at every moment."""
+"""Saves run in a thread without pausing training: each file must hold one step's state, and be
+whole at every moment."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ STEPS = 3
 
 
 def built(config: Path, folder: Path, *overrides: str) -> Run:
-    """A run before its first step, whose thread is at rest."""
+    """A run before its first step, with an idle thread."""
     settings = config_io.load_config(config, [*TINY, f"run.dir={folder}", *overrides])
     run = build_run(settings, ALONE)
     run.saver.finish()
@@ -43,7 +44,7 @@ def built(config: Path, folder: Path, *overrides: str) -> Run:
 
 
 def fill(run: Run, step: int) -> None:
-    """Let each number of the state be `step`."""
+    """Set each number of the state to `step`."""
     run.state.step = step
     with torch.no_grad():
         for model in run.models().values():
@@ -55,7 +56,7 @@ def fill(run: Run, step: int) -> None:
 
 
 def held_at(path: Path, step: int) -> bool:
-    """Whether all weights in a file are those of `step`."""
+    """Return whether all weights in a file are those of `step`."""
     with safe_open(path, framework="pt") as file:
         names = [name for name in file.keys() if not name.startswith("scaler.")]  # noqa: SIM118
         return all((file.get_tensor(name) == step).all() for name in names)
@@ -76,9 +77,10 @@ def _hook(event: str, args: tuple) -> None:
 
 @contextmanager
 def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
-    """Call `function` before each operation of the thread that writes: Python's audit events."""
+    """Call `function` before each file operation of the writing thread, by Python's audit
+    events."""
     global _at_each
-    if not getattr(sys, "_saver_hook", False):  # a hook stays as long as the interpreter
+    if not getattr(sys, "_saver_hook", False):  # a hook stays until the interpreter ends
         sys.addaudithook(_hook)
         sys._saver_hook = True  # type: ignore[attr-defined]
     _at_each = function
@@ -89,7 +91,7 @@ def at_each_operation(function: Callable[[str, tuple], None]) -> Iterator[None]:
 
 
 def in_a_fork(function: Callable[[], None]) -> int:
-    """Wait status of a copy of this process that calls `function` and ends."""
+    """Return the wait status of a copy of this process that calls `function` and exits."""
     pid = os.fork()
     if not pid:
         try:
@@ -101,7 +103,7 @@ def in_a_fork(function: Callable[[], None]) -> int:
 
 
 def save_all(run: Run) -> None:
-    """Save steps 1 to STEPS, as a run does that is evaluated at each."""
+    """Save steps 1 to STEPS, as a run with an evaluation at each step does."""
     saver = Saver(run.place, run.train_step, config_io.to_dict(run.config), [], 1, run.record)
     saver.prepare()
     for step in range(1, STEPS + 1):
@@ -111,7 +113,7 @@ def save_all(run: Run) -> None:
 
 
 def count_operations(run: Run) -> int:
-    """How many operations on files `save_all` makes."""
+    """Return the number of file operations in `save_all`."""
     read, write = os.pipe()
 
     def count() -> None:
@@ -125,7 +127,7 @@ def count_operations(run: Run) -> int:
 
 
 @pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.full), 4])
-def test_killed_before_any_operation_on_files_the_run_folder_is_whole(tmp_path, config, stride):
+def test_a_kill_before_any_file_operation_leaves_the_run_folder_whole(tmp_path, config, stride):
     """SIGKILL while weights are written, between state and json, between rename and `latest`, while
     older checkpoints are removed, and at all other moments."""
     first = built(config, tmp_path / "counted")
@@ -133,7 +135,7 @@ def test_killed_before_any_operation_on_files_the_run_folder_is_whole(tmp_path, 
     total = count_operations(first)
     assert total > 30 * STEPS, "weights, state, info, latest, and one folder to remove"
     steps_found = set()
-    # From the second save on, each moment of two saves; the first has nothing to replace.
+    # All moments of two saves, from the second save on, because the first replaces no file.
     moments = range(total // STEPS, total, stride)
     run = built(config, tmp_path / "run")
     run.record.close()
@@ -156,10 +158,12 @@ def test_killed_before_any_operation_on_files_the_run_folder_is_whole(tmp_path, 
 
 
 def assert_whole(folder: Path) -> int:
-    """Check what is in a run folder after a kill; returns the step of the newest checkpoint."""
-    found = newest_checkpoint(folder, verify=True)
-    assert found is not None, "the checkpoint before is removed only when there is a newer one"
-    newest, info = found
+    """Check a run folder after a kill; return the step of the newest checkpoint."""
+    checkpoint = newest_checkpoint(folder, verify=True)
+    assert checkpoint is not None, (
+        "the previous checkpoint may be removed only after a newer one exists"
+    )
+    newest, info = checkpoint
     assert held_at(newest / "state.safetensors", info["step"])
     assert len(complete_checkpoints(folder)) <= 2
     latest = (folder / "checkpoints" / "latest").read_text().strip()
@@ -169,7 +173,9 @@ def assert_whole(folder: Path) -> int:
         with safe_open(path, framework="pt") as file:
             step = int(file.metadata()["step"])
         assert held_at(path, step)
-        assert step >= info["step"], "a checkpoint is never ahead of the weights it tells of"
+        assert step >= info["step"], (
+            "a checkpoint is never newer than the weights that it refers to"
+        )
     return info["step"]
 
 
@@ -182,14 +188,14 @@ def _empty(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("limit_kib", [60, 300])
-def test_killed_in_the_middle_of_a_file(tmp_path, config, limit_kib):
-    """By the kernel, at the first write past a limit: in a file of weights (125 KiB), or in that of
-    the state (500 KiB)."""
+def test_a_kill_in_the_middle_of_a_file_leaves_the_run_folder_whole(tmp_path, config, limit_kib):
+    """The kernel kills the process at the first write past a limit: in a file of weights (125 KiB),
+    or in that of the state (500 KiB)."""
     run = built(config, tmp_path / "run")
     run.record.close()
 
     def limit(event: str, args: tuple) -> None:
-        if event == "shutil.rmtree":  # the second save is complete: the first one goes
+        if event == "shutil.rmtree":  # the second save is complete, so the first one is removed
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit_kib << 10, limit_kib << 10))
 
     def save_until_killed() -> None:
@@ -204,13 +210,13 @@ def test_killed_in_the_middle_of_a_file(tmp_path, config, limit_kib):
     assert [path.stat().st_size for path in unfinished] == [limit_kib << 10]
     assert (".tmp_step_00000003" in str(unfinished[0])) is (limit_kib == 300)
 
-    # What is left of it goes with the next save.
+    # The next save removes its remains.
     assert in_a_fork(lambda: save_all(run)) == 0
     assert not list(run.folder.rglob("*.tmp")), "left over"
 
 
-def test_a_kill_amid_the_removal_of_a_checkpoint_leaves_nothing_for_ever(tmp_path, config):
-    """Of its two files either may go first, and the other one may have gigabytes."""
+def test_the_next_save_clears_a_half_removed_checkpoint(tmp_path, config):
+    """Either of its two files may be removed first, and the other one may have gigabytes."""
     run = built(config, tmp_path / "run")
     run.record.close()
     removed = []
@@ -233,18 +239,19 @@ def test_a_kill_amid_the_removal_of_a_checkpoint_leaves_nothing_for_ever(tmp_pat
     saver.save(run.state, True)
     saver.finish()
     saver.close()
-    found = {path.name for path in (run.folder / "checkpoints").iterdir()}
-    assert found == {"step_00000009", "latest"}
+    names = {path.name for path in (run.folder / "checkpoints").iterdir()}
+    assert names == {"step_00000009", "latest"}
 
 
-def test_a_process_forked_during_a_save_does_not_have_its_file(tmp_path, config):
-    """Workers of evaluation live as long as the run: the disk would keep what is removed later."""
+def test_a_process_forked_during_a_save_does_not_inherit_its_file(tmp_path, config):
+    """Evaluation workers live as long as the run, so an inherited file would keep its space after
+    removal."""
     run = built(config, tmp_path / "run")
-    found = list[tuple[list[str], int]]()
+    observations = list[tuple[list[str], int]]()
 
     def look(event: str, args: tuple) -> None:
-        if event == "os.rename" and not found:
-            found.append((open_files(tmp_path, ".tmp"), in_a_fork(expect_nothing)))
+        if event == "os.rename" and not observations:
+            observations.append((open_files(tmp_path, ".tmp"), in_a_fork(expect_nothing)))
 
     def expect_nothing() -> None:
         assert not open_files(tmp_path, ".tmp")
@@ -253,7 +260,7 @@ def test_a_process_forked_during_a_save_does_not_have_its_file(tmp_path, config)
         run.saver.save(run.state, True)
         run.saver.finish()
     run.__exit__(None, None, None)
-    [(files, status)] = found
+    [(files, status)] = observations
     assert [Path(file).name.split(".")[1] for file in files] == ["state"]
     assert status == 0
 
@@ -265,8 +272,8 @@ def open_files(folder: Path, ending: str) -> list[str]:
     return [link for link in links if link.startswith(str(folder)) and link.endswith(ending)]
 
 
-def test_an_error_of_the_thread_comes_with_the_next_save_and_with_the_end(tmp_path, config):
-    """It leaves what was complete, and no half file."""
+def test_an_error_of_the_thread_is_raised_at_the_next_save_and_at_the_end(tmp_path, config):
+    """Complete files stay, and no half file is left."""
     run = built(config, tmp_path / "run")
     fill(run, 1)
     run.saver.save(run.state, True, ("last",))
@@ -289,15 +296,15 @@ def test_an_error_of_the_thread_comes_with_the_next_save_and_with_the_end(tmp_pa
     assert folder.name == "step_00000001"
     assert not list(run.folder.rglob("*.tmp*")), "half-written files were left"
     assert [line["step"] for line in metrics(run.folder, "checkpoint")] == [1], (
-        "the record tells only of what is there"
+        "the record lists only existing checkpoints"
     )
 
 
 @pytest.mark.slow
 def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(tmp_path, config):
-    """A thread of the main rank meets it, while all ranks train. A checkpoint has 500 KiB."""
-    words = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
-    output = call([*WITH_SHORT_FILES, *command("launch/train.py", *words, ranks=2)]).stderr
+    """The main rank's thread gets the error while all ranks train. A checkpoint has 500 KiB."""
+    arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY)
+    output = call([*WITH_SHORT_FILES, *command("launch/train.py", *arguments, ranks=2)]).stderr
     assert len(re.findall(r"^error: .*: cannot be written", output, re.MULTILINE)) == 1, output
     assert "\nrank 1: " not in output, output
     assert "exitcode  : 2 " in output
@@ -305,8 +312,8 @@ def test_a_disk_that_becomes_full_during_a_save_ends_all_ranks_with_one_message(
     assert not list((tmp_path / "run").rglob("*.safetensors*"))
 
 
-def test_the_state_is_what_it_was_when_it_was_copied_and_others_can_read_it(tmp_path, config):
-    """Also torch.distributed.checkpoint, into tensors of its own."""
+def test_saves_the_state_of_the_copy_in_a_format_that_torch_reads(tmp_path, config):
+    """Also by torch.distributed.checkpoint, into tensors that the test makes."""
     run = built(config, tmp_path / "run")
     release = threading.Event()
 
@@ -316,7 +323,7 @@ def test_the_state_is_what_it_was_when_it_was_copied_and_others_can_read_it(tmp_
     with at_each_operation(hold):
         fill(run, 1)
         run.saver.save(run.state, True, ("last", "best"))
-        fill(run, 2)  # training goes on while nothing is written yet
+        fill(run, 2)  # training continues before the thread has written anything
         release.set()
         run.saver.finish()
     run.__exit__(None, None, None)
@@ -325,14 +332,14 @@ def test_the_state_is_what_it_was_when_it_was_copied_and_others_can_read_it(tmp_
     assert all(held_at(path, 1) for path in (run.folder / "weights").glob("*.safetensors"))
     with safe_open(folder / "state.safetensors", framework="pt") as file:
         names = file.keys()
-        found = {name: torch.full_like(file.get_tensor(name), 7) for name in names}
-    load(found, storage_reader=HuggingFaceStorageReader(str(folder)))
-    assert all((value == 1).all() for name, value in found.items() if "scaler" not in name)
+        tensors = {name: torch.full_like(file.get_tensor(name), 7) for name in names}
+    load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    assert all((value == 1).all() for name, value in tensors.items() if "scaler" not in name)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
 def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config, is_replaced):
-    """It saves nothing into a folder that a second run may have made."""
+    """It must not save into a folder that a second run may have made."""
     run = built(config, tmp_path / "run")
     run.saver.save(run.state, True)
     run.saver.finish()
@@ -347,8 +354,8 @@ def test_a_run_whose_folder_was_removed_ends_with_the_next_save(tmp_path, config
     assert complete_checkpoints(tmp_path / "moved")
 
 
-def test_a_second_interrupt_does_not_wait_for_a_thread_that_stands_still(tmp_path, config):
-    """As on a mount that is gone; what was complete before is whole."""
+def test_a_second_interrupt_does_not_wait_for_a_blocked_thread(tmp_path, config):
+    """As on a lost mount; the previous complete files stay whole."""
     run = built(config, tmp_path / "run", "checkpoint.every_steps=2")
     release = threading.Event()
     give_up = threading.Timer(5, release.set)
@@ -376,7 +383,8 @@ def test_a_second_interrupt_does_not_wait_for_a_thread_that_stands_still(tmp_pat
 
 @pytest.mark.slow
 def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(tmp_path, config):
-    """Training goes on while the thread stands still; the stop waits for it; all is resumed."""
+    """Training continues while the thread is stopped; the stop waits for it; the result can be
+    resumed."""
     overrides = ("train.steps=18", "eval.every_steps=100", "checkpoint.every_steps=6")
     train(config, tmp_path / "whole", *overrides)
     run = built(config, tmp_path / "run", *overrides, "checkpoint.keep_last=9")
@@ -389,7 +397,7 @@ def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(t
             assert release.wait(240)
 
     def stop() -> None:
-        while last_step(run.folder) < 8:  # two steps after the save that stands still
+        while last_step(run.folder) < 8:  # two steps after the blocked save
             time.sleep(0.01)
         held_at_step.append(last_step(run.folder))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -413,7 +421,7 @@ def test_a_signal_while_a_save_is_written_waits_for_it_and_then_saves_the_stop(t
 
 
 def _functions(thread: int | None) -> set[str]:
-    """Names of the functions in which a thread is."""
+    """The names of the functions on a thread's stack."""
     frame = sys._current_frames().get(thread or 0)
     names = set()
     while frame is not None:
@@ -423,7 +431,7 @@ def _functions(thread: int | None) -> set[str]:
 
 
 def test_weights_are_read_from_a_checkpoint_that_is_newer(tmp_path, config):
-    """They are written at evaluations; a run that is killed later has gone further."""
+    """Weights are written at evaluations; a run that was killed later has a newer checkpoint."""
     folder = tmp_path / "run"
     train(config, folder, "train.steps=9", "eval.every_steps=6", "checkpoint.every_steps=3")
     assert find_weights(folder) == folder / "weights" / "last_ema.safetensors"
@@ -433,8 +441,8 @@ def test_weights_are_read_from_a_checkpoint_that_is_newer(tmp_path, config):
     for path in (older / "weights").iterdir():
         path.rename(folder / "weights" / path.name)
     assert find_weights(folder) == folder / "checkpoints" / "step_00000009"
-    found = read_weights(folder)
-    assert (found.step, found.averaged) == (9, True)
+    weights = read_weights(folder)
+    assert (weights.step, weights.averaged) == (9, True)
     for path in (folder / "weights").iterdir():
         path.unlink()
     assert find_weights(folder) == folder / "checkpoints" / "step_00000009"

@@ -1,4 +1,4 @@
-"""The copy of the state that a thread writes: equal to the state at one step, on a CPU and on a GPU
+"""The copy of the state that the thread writes equals the state at one step, on a CPU and on a GPU
 whose streams run as late, and in as odd an order, as their waits allow."""
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FakeEvent:
 
 
 class FakeStream:
-    """Work that is done in order, some time: functions, and events to wait for."""
+    """A queue of functions and of events to wait for, executed in order at arbitrary times."""
 
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
@@ -63,9 +63,9 @@ class FakeStream:
 
 
 class FakeCuda(TorchDispatchMode):
-    """Stands for torch.cuda: operations on tensors are queued, and run one at a time.
+    """A replacement for torch.cuda: operations on tensors are queued and run one at a time.
 
-    `choose` picks among the streams that can go on. without: the wait that is left out.
+    `choose` picks among the streams that can continue. without: the wait to omit.
     """
 
     def __init__(self, choose: Callable[[list[FakeStream]], FakeStream], without: str = ""):
@@ -102,7 +102,7 @@ class FakeCuda(TorchDispatchMode):
         return nullcontext()
 
     def run_one(self) -> bool:
-        """Do the next piece of work of a stream that can go on; whether there was one."""
+        """Run the next piece of work of a stream that can continue; return whether one existed."""
         ready = []
         for stream in self._streams:
             while stream.queue and isinstance(stream.queue[0], FakeEvent):
@@ -120,10 +120,10 @@ class FakeCuda(TorchDispatchMode):
 
 def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[float]]]:
     """Train `steps` steps of one parameter, one slot of an optimizer and one buffer, copied after
-    each second one; returns the step and the numbers of each copy, as a thread finds them."""
+    each second one; return each copy's step and its numbers as the thread sees them."""
     state = {name: torch.zeros(()) for name in ("model.weight", "optim.slot", "model.buffer")}
     snapshot = Snapshot(state, GPU, cuda)
-    found = []
+    copies = []
     copied = None
     with cuda:
         for step in range(1, steps + 1):
@@ -137,49 +137,50 @@ def copies_of_steps(cuda: FakeCuda, steps: int = 5) -> list[tuple[int, list[floa
                 copied = snapshot.take(state, ["model.buffer"])
                 if cuda.without == "buffers at once":
                     copied = snapshot.take(state)
-                # The host goes on, and may be far ahead when the thread looks.
+                # The host continues, and may be far ahead when the thread reads.
                 pending = step
             else:
                 snapshot.wait()
-                found.append((pending, [float(copy) for copy in snapshot.tensors.values()]))
+                copies.append((pending, [float(copy) for copy in snapshot.tensors.values()]))
         while cuda.run_one():
             pass
-    return found
+    return copies
 
 
 def orders() -> list[Callable[[list[FakeStream]], FakeStream]]:
-    """The computing stream first, the copying stream first, and a hundred at random."""
+    """The computing stream first, the copying stream first, and a hundred random orders."""
     chance = random.Random(0)
     return [lambda ready: ready[0], lambda ready: ready[-1], *[chance.choice] * 100]
 
 
-def test_a_copy_is_of_one_step_in_whatever_order_streams_run():
+def test_a_copy_has_one_step_for_any_order_of_streams():
     for choose in orders():
-        found = copies_of_steps(FakeCuda(choose))
-        assert found == [(step, [step] * 3) for step in (1, 3)]
+        copies = copies_of_steps(FakeCuda(choose))
+        assert copies == [(step, [step] * 3) for step in (1, 3)]
 
 
 @pytest.mark.parametrize("wait", ["copy waits", "update waits", "thread waits", "buffers at once"])
-def test_without_any_one_of_the_waits_some_order_is_wrong(wait):
+def test_each_wait_is_needed_in_some_order(wait):
     wrong = [
-        found
+        copies
         for choose in orders()
-        if (found := copies_of_steps(FakeCuda(choose, wait))) != [(1, [1] * 3), (3, [3] * 3)]
+        if (copies := copies_of_steps(FakeCuda(choose, wait))) != [(1, [1] * 3), (3, [3] * 3)]
     ]
     assert wrong
 
 
 def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
-    """Of a run whose GPU does nothing until it is waited for, and then runs the step first."""
+    """A run whose GPU works only when the host waits for it, and then runs the step first."""
     overrides = [*TINY, f"run.dir={tmp_path / 'run'}"]
     run = build_run(config_io.load_config(config, overrides), World(0, 1, torch.device("cpu")))
     run.saver.finish()
     state = run.train_step.model
-    state.register_buffer("seen", torch.ones(3))  # as a batch norm's, which a forward pass changes
+    # a buffer like a batch norm's, which a forward pass changes
+    state.register_buffer("seen", torch.ones(3))
     cuda = FakeCuda(lambda ready: ready[0])
     snapshot = Snapshot(named_tensors(run.train_step), GPU, cuda)
     run.saver._snapshot = snapshot
-    is_queued = threading.Event()  # the GPU's work is done by whoever waits for it, here the thread
+    is_queued = threading.Event()  # the waiting thread, here the saver's, runs the GPU's work
     snapshot.wait = lambda: is_queued.wait(60) and Snapshot.wait(snapshot)
     expected = {name: tensor.clone() for name, tensor in named_tensors(run.train_step).items()}
     with cuda:
@@ -199,8 +200,8 @@ def test_a_saver_makes_thread_and_update_wait_for_the_copy(tmp_path, config):
     assert [name for name in saved if not torch.equal(saved[name], expected[name])] == []
 
 
-def test_the_end_after_a_failure_of_the_device_raises_nothing_of_its_own():
-    """The failure was raised where it was met, and closing must not hide it."""
+def test_closing_after_a_device_failure_raises_no_second_error():
+    """The failure was already raised, and closing must not hide it."""
 
     class Failed(FakeEvent):
         def synchronize(self) -> None:
@@ -213,8 +214,8 @@ def test_the_end_after_a_failure_of_the_device_raises_nothing_of_its_own():
     snapshot.close()
 
 
-def test_processes_that_are_forked_do_not_have_the_copy():
-    """A loader worker would keep the pages of an old copy."""
+def test_forked_processes_do_not_inherit_the_copy():
+    """Otherwise a loader worker would keep the pages of an old copy."""
     state = {"weight": torch.ones(2**20)}
     snapshot = Snapshot(state, torch.device("cpu"))
     snapshot.prepare()
@@ -231,7 +232,7 @@ def test_processes_that_are_forked_do_not_have_the_copy():
     child = os.fork()
     if not child:
         os.close(write)
-        os.read(read, 1)  # until the parent has looked
+        os.read(read, 1)  # until the parent has checked
         os._exit(0)
     try:
         assert any(begin <= address < end for begin, end in maps(os.getpid()))

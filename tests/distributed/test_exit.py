@@ -1,4 +1,4 @@
-"""Which signals end a process at once, and which wait for a step."""
+"""Which signals end a process at once, and which wait for the end of a step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import signal
 from vit.distributed.exit import StopSignals
 
 
-def test_what_comes_ahead_of_a_time_limit_waits_for_the_first_step_and_all_do_later():
+def test_time_limit_signals_always_wait_and_others_after_the_start():
     signals = StopSignals()
 
     def sent(number: signal.Signals) -> str:
@@ -22,6 +22,8 @@ def test_what_comes_ahead_of_a_time_limit_waits_for_the_first_step_and_all_do_la
         assert sent(signal.SIGTERM) == "Interrupted"
         signals.remember_only()
         assert sent(signal.SIGTERM) == "SIGTERM"
-        assert sent(signal.SIGINT) == "KeyboardInterrupt", "a second wish, from a terminal"
+        assert sent(signal.SIGINT) == "KeyboardInterrupt", (
+            "a second Ctrl-C ends the process at once"
+        )
     finally:
         signals.restore()

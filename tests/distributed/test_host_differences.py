@@ -1,4 +1,4 @@
-"""What hosts have not alike is told with its places."""
+"""Differences between hosts are reported with the hosts and ranks that have them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def test_places(ranks, hosts, expected):
     assert places(ranks, hosts) == expected
 
 
-def test_a_difference_says_which_value_is_where():
-    found = {rank: {"torch": "2.13.0" if rank < 8 else "2.11.0"} for rank in range(16)}
-    [unlike] = differences(found, HOSTS)
+def test_a_difference_names_each_value_with_its_hosts():
+    software = {rank: {"torch": "2.13.0" if rank < 8 else "2.11.0"} for rank in range(16)}
+    [unlike] = differences(software, HOSTS)
     assert unlike.said == (
         "torch 2.13.0 on a (ranks 0-7), 2.11.0 on b (ranks 8-15): install the same on all hosts"
     )
@@ -38,8 +38,8 @@ def test_a_difference_says_which_value_is_where():
 
 
 def test_a_variable_of_one_rank_and_cpus_of_two_kinds():
-    found = {0: {"CPU kernels": "AVX2"}, 1: {"CPU kernels": "AVX512", "NCCL_ALGO": "Ring"}}
-    cpus, variable = differences(found, ("a", "b"))
+    software = {0: {"CPU kernels": "AVX2"}, 1: {"CPU kernels": "AVX512", "NCCL_ALGO": "Ring"}}
+    cpus, variable = differences(software, ("a", "b"))
     assert (cpus.name, cpus.is_fatal) == ("CPU kernels", False)
     assert variable.said == (
         "NCCL_ALGO none on a (rank 0), Ring on b (rank 1): export the same NCCL_ALGO everywhere"
@@ -51,15 +51,15 @@ def test_a_start_compares_one_rank_of_each_host(monkeypatch):
         host_differences, "software", lambda: {"torch": "2.13.0", "Python": "3.12.1"}
     )
 
-    def told(hosts: tuple[str, ...], config: tuple[str, ...]) -> list[list[str]]:
+    def lines_by_rank(hosts: tuple[str, ...], config: tuple[str, ...]) -> list[list[str]]:
         def rank(world: World) -> list[str]:
             return compare_hosts(replace(world, hosts=hosts), {"config": config[world.rank]})
 
         return together(3, rank)
 
     line = "hosts: 2 with 3 ranks, the same torch 2.13.0, Python 3.12.1"
-    assert told(("a", "a", "b"), ("x", "y", "x")) == [[line], [], []]
-    assert told(("a", "a", "b"), ("x", "x", "y")) == [
+    assert lines_by_rank(("a", "a", "b"), ("x", "y", "x")) == [[line], [], []]
+    assert lines_by_rank(("a", "a", "b"), ("x", "x", "y")) == [
         [
             line,
             "note: hosts differ: config x on a (rank 0), y on b (rank 2): all hosts must see the"
@@ -68,7 +68,7 @@ def test_a_start_compares_one_rank_of_each_host(monkeypatch):
         [],
         [],
     ]
-    assert told(("a", "a", "a"), ("x", "y", "z")) == [[], [], []]
+    assert lines_by_rank(("a", "a", "a"), ("x", "y", "z")) == [[], [], []]
 
 
 def test_the_version_of_a_driver(tmp_path):

@@ -1,4 +1,4 @@
-"""What ranks say to each other: threads over a real store, and real processes where they matter."""
+"""Messages between ranks: threads over a real store, and real processes where they matter."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ leave_world(world)
 
 
 def launch(script: str, folder: Path, ranks: int = 2) -> subprocess.CompletedProcess[str]:
-    """A script under torchrun, to its end."""
+    """Run a script under torchrun to its end."""
     path = folder / "script.py"
     path.write_text(script)
     return run(path, ranks=ranks, timeout_s=240)
 
 
-def test_what_the_main_rank_does_alone_may_take_longer_than_a_collective(tmp_path):
-    """Making an index of a large data set does, and so may saving."""
+def test_work_of_the_main_rank_may_outlast_the_time_out_of_collectives(tmp_path):
+    """Indexing a large data set does, and saving may."""
     done = launch(SLOW_MAIN, tmp_path)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0 has 0 and 7", "rank 1 has 10 and 7"]
@@ -69,11 +69,13 @@ def words(ended: list[Any]) -> list[str]:
     return [f"{type(one).__name__}: {one}" for one in ended]
 
 
-def test_all_ranks_get_what_the_main_rank_tells():
-    told = {"name": "step_00000003", "info": {"step": 3, "size": [2, None]}}
+def test_all_ranks_get_the_broadcast_value():
+    announcement = {"name": "step_00000003", "info": {"step": 3, "size": [2, None]}}
     assert (
-        together(3, lambda world: world.broadcast_from_main(lambda: told if world.is_main else 1))
-        == [told] * 3
+        together(
+            3, lambda world: world.broadcast_from_main(lambda: announcement if world.is_main else 1)
+        )
+        == [announcement] * 3
     )
 
 
@@ -86,7 +88,7 @@ def test_all_ranks_get_what_the_main_rank_tells():
         (KeyboardInterrupt(), "KeyboardInterrupt"),
     ],
 )
-def test_whatever_ends_the_main_rank_ends_those_who_wait_for_it(error, heard):
+def test_any_end_of_the_main_rank_ends_waiting_ranks(error, heard):
     def function() -> None:
         raise error
 
@@ -98,9 +100,7 @@ def test_whatever_ends_the_main_rank_ends_those_who_wait_for_it(error, heard):
 @pytest.mark.parametrize(
     ("wrong", "tell"), [((), ()), ((0,), (0,)), ((2,), (2,)), ((0, 1, 2), (0,)), ((1, 2), (1, 2))]
 )
-def test_a_mistake_on_any_rank_ends_all_and_is_reported_once_where_the_main_rank_has_it(
-    wrong, tell
-):
+def test_a_mistake_on_any_rank_ends_all_and_is_reported_once(wrong, tell):
     def function(world: World) -> str:
         with world.fail_together():
             if world.rank in wrong:
@@ -117,7 +117,7 @@ def test_a_mistake_on_any_rank_ends_all_and_is_reported_once_where_the_main_rank
     assert words(together(3, function)) == (expected if wrong else ["str: went on"] * 3)
 
 
-def test_a_bug_on_one_rank_ends_those_who_wait_for_it():
+def test_a_bug_on_one_rank_ends_waiting_ranks():
     def function(world: World) -> None:
         with world.fail_together():
             if world.rank == 1:
@@ -127,14 +127,14 @@ def test_a_bug_on_one_rank_ends_those_who_wait_for_it():
     assert words(together(3, function)) == [heard, "RuntimeError: a bug", heard]
 
 
-def test_a_mistake_of_another_rank_after_the_main_rank_ends_those_who_are_ahead():
-    """A host that does not see the data which the main rank's host sees."""
+def test_a_later_mistake_of_another_rank_ends_ranks_that_are_ahead():
+    """One host does not see the data that the main rank's host sees."""
 
     def function(world: World) -> None:
         try:
             world.main_first(lambda: open(__file__ if world.is_main else "nowhere").close())
         except OSError as error:
-            world.announce_end(str(error))  # as `run_command` does
+            world.announce_end(str(error))  # like `run_command`
             raise
         with world.fail_together():
             pass
@@ -144,7 +144,7 @@ def test_a_mistake_of_another_rank_after_the_main_rank_ends_those_who_are_ahead(
     assert words(ended[:1]) == [f"AlreadyReported: {ended[1]}"]
 
 
-def test_a_rank_that_does_not_come_is_named(monkeypatch):
+def test_names_a_rank_that_does_not_arrive(monkeypatch):
     monkeypatch.setattr(world_module, "LONGEST_WAIT", datetime.timedelta(seconds=2))
 
     def function(world: World) -> None:
@@ -167,7 +167,7 @@ def test_the_ranks_that_are_missing_are_found_by_halves(silent):
     assert world_module.silent_ranks(store, "part 3", ranks) == silent
 
 
-def test_what_hosts_see_must_be_the_same():
+def test_hosts_must_see_the_same_data():
     ended = together(
         3, lambda world: world.check_same(lambda: "b" if world.rank == 1 else "a", "data")
     )
@@ -197,9 +197,9 @@ run_command(main)
 
 @contextmanager
 def by_hand(script: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """This many ranks without torchrun, all waiting; the store lives and dies with rank 0."""
+    """Ranks without torchrun, all waiting; the store lives and dies with rank 0."""
     with socket.socket() as reserved:
-        # Bound all the time, so that nobody else is given the port; rank 0 may listen on it.
+        # Bound all the time, so that no other process gets the port; rank 0 may listen on it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -225,8 +225,8 @@ def end_of(process: subprocess.Popen[str]) -> tuple[str, int]:
     return process.communicate(timeout=240)[1], process.returncode
 
 
-def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
-    """Nobody else would end them: each may be on a host of its own."""
+def test_a_signal_ends_a_waiting_rank_and_all_ranks_that_wait_with_it(tmp_path):
+    """Each may be on a separate host, where no launcher would end it."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
     nothing = "before the first step: nothing to save\n"
@@ -234,19 +234,20 @@ def test_a_signal_ends_a_rank_that_waits_and_those_who_wait_with_it(tmp_path):
         ranks[1].send_signal(signal.SIGTERM)
         assert end_of(ranks[1]) == (f"rank 1: ended by SIGTERM {nothing}", 143)
         assert end_of(ranks[2]) == ("", 2)
-        ranks[0].send_signal(signal.SIGINT)  # in its own function, for which others waited
+        ranks[0].send_signal(signal.SIGINT)  # in the function for which the other ranks waited
         assert end_of(ranks[0]) == (f"ended by SIGINT {nothing}", 130)
 
 
-def test_who_waits_notices_a_killed_rank_of_its_host(tmp_path):
-    """As where rank 0 is killed while it saves: torchrun's SIGTERM ends nobody who is to save."""
+def test_a_waiting_rank_notices_a_killed_rank_of_its_host(tmp_path):
+    """As if rank 0 is killed while it saves: torchrun's SIGTERM does not end ranks that must
+    save."""
     script = tmp_path / "wait.py"
     waits = """
     with world.fail_together():
         time.sleep(3600 if world.rank == 1 else 0)
 """
     changes = {
-        "    StopSignals()": "    StopSignals().remember_only()",  # before it says that it waits
+        "    StopSignals()": "    StopSignals().remember_only()",  # before it reports that it waits
         "    world.main_first(lambda: time.sleep(3600))": waits,
     }
     text = WAIT
@@ -259,21 +260,21 @@ def test_who_waits_notices_a_killed_rank_of_its_host(tmp_path):
         ranks[1].wait()
         for rank in (0, 2):
             ranks[rank].send_signal(signal.SIGTERM)
-        told, status = end_of(ranks[2])
+        output, status = end_of(ranks[2])
         assert status in (1, 2)
         killed = f"rank 1 on {socket.gethostname()} has ended without a word, as if killed"
-        told += end_of(ranks[0])[0]
-        assert killed in told
+        output += end_of(ranks[0])[0]
+        assert killed in output
 
 
-def test_who_waits_for_the_main_rank_notices_that_it_was_killed(tmp_path):
+def test_a_waiting_rank_notices_that_the_main_rank_was_killed(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
     lost = "lost the connection to the first host's launcher, or to rank 0"
-    why = "its own message, or torchrun's, says why"
+    reason = "its own message, or torchrun's, says why"
     with by_hand(script, 2) as ranks:
         ranks[0].kill()
-        assert end_of(ranks[1]) == (f"rank 1: {lost}; {why}\n", 1)
+        assert end_of(ranks[1]) == (f"rank 1: {lost}; {reason}\n", 1)
 
 
 # ---- which device -----------------------------------------------------------------------------
@@ -286,32 +287,32 @@ FEW = HostDevices("node9", ranks=8, gpus=4, nvidia_gpus=4, said="")
 CPU = HostDevices("node3", ranks=8, gpus=0, nvidia_gpus=0, said="No CUDA GPUs are available")
 
 
-@pytest.mark.parametrize("asked", ["auto", "cuda"])
-def test_a_host_without_what_the_others_have_is_named(asked):
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_names_a_host_without_the_gpus_of_the_others(device):
     for odd, says in (
         (BROKEN, "node7: torch sees no GPU (Found no NVIDIA driver on your system)"),
         (FEW, "node9: 4 GPU(s) for 8 rank(s)"),
     ):
         everyone = [GOOD] * 8 + [odd] * 8
         with pytest.raises(ValueError, match="1 of 2 host") as caught:
-            choose_device(asked, "train.device=", everyone)
+            choose_device(device, "train.device=", everyone)
         assert f"cannot train on GPUs. {says}. Check" in str(caught.value)
         assert choose_device("cpu", "train.device=", everyone) == ("cpu", [])
 
 
-def test_where_all_have_the_same_it_is_taken():
+def test_uses_the_device_that_all_hosts_have():
     assert choose_device("auto", "train.device=", [GOOD] * 16) == ("cuda", [])
     assert choose_device("cuda", "train.device=", [GOOD] * 16) == ("cuda", [])
     assert choose_device("auto", "train.device=", [CPU] * 16) == ("cpu", [])
-    for host, asked in ((CPU, "node3: torch sees no GPU"), (FEW, "node9: 4 GPU")):
-        with pytest.raises(ValueError, match=asked):
+    for host, message in ((CPU, "node3: torch sees no GPU"), (FEW, "node9: 4 GPU")):
+        with pytest.raises(ValueError, match=message):
             choose_device("cuda", "train.device=", [host] * 8)
 
 
-def test_the_main_rank_decides_for_all_of_what_each_has_found():
-    def agreed(world: World, found: list[HostDevices]) -> tuple[str, tuple[str, ...]]:
-        here = found[world.rank]
-        world = process_group._agree_on_device(world, "auto", "train.device=", here)
+def test_the_main_rank_chooses_one_device_for_all():
+    def agreed(world: World, devices: list[HostDevices]) -> tuple[str, tuple[str, ...]]:
+        rank_devices = devices[world.rank]
+        world = process_group._agree_on_device(world, "auto", "train.device=", rank_devices)
         return str(world.device), world.hosts
 
     hosts = ("node1", "node1", "node3")
@@ -326,7 +327,7 @@ def test_the_main_rank_decides_for_all_of_what_each_has_found():
     assert str(first) == str(second)
 
 
-def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
+def test_a_rank_that_is_missing_at_the_choice_of_devices_ends_all(monkeypatch):
     monkeypatch.setattr(world_module, "COLLECTIVE_TIMEOUT", datetime.timedelta(seconds=2))
 
     def function(world: World) -> None:
@@ -342,7 +343,7 @@ def test_a_rank_that_does_not_come_to_agree_on_devices_ends_all(monkeypatch):
     assert str(second).startswith("RankLost: rank 2 did not come within")
 
 
-def test_gpus_that_a_torch_for_gpus_cannot_use_are_an_error_unless_the_cpu_is_asked_for():
+def test_unusable_gpus_are_an_error_unless_the_cpu_is_requested():
     with pytest.raises(ValueError, match=r"train.device=auto: 1 of 1 host.*train.device=cpu"):
         choose_device("auto", "train.device=", [BROKEN] * 8)
     assert choose_device("cpu", "train.device=", [BROKEN] * 8) == ("cpu", [])
@@ -361,7 +362,7 @@ def test_training_on_the_cpu_of_a_machine_with_a_gpu_is_reported_loudly():
     )
 
 
-def test_gpus_are_counted_on_the_bus_whatever_their_driver_does(tmp_path):
+def test_counts_gpus_on_the_bus_independently_of_the_driver(tmp_path):
     for name, vendor, kind in (
         ("0000:00:02.0", "0x8086", "0x030000"),  # Intel's
         ("0000:17:00.0", "0x10de", "0x030200"),  # a 3D controller
@@ -391,25 +392,25 @@ run_command(main)
 """
 
 
-def test_ranks_whose_hosts_differ_end_at_once_with_one_message_that_torchrun_repeats_last(tmp_path):
-    """They would wait for each other, some over NCCL and some over gloo, for ten minutes."""
+def test_ranks_on_different_hosts_end_at_once_with_one_message(tmp_path):
+    """They would wait for each other for ten minutes, some over NCCL and some over gloo."""
     done = launch(DIFFERENT, tmp_path, ranks=3)
     assert done.returncode == 1, "torchrun's own"
-    told = (
+    message = (
         "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs. node7: torch sees no GPU"
         " (Found no NVIDIA driver on your system). Check them with nvidia-smi, start one rank for"
         " each GPU (--nproc_per_node), leave them out, or use train.device=cpu everywhere"
     )
     lines = done.stderr.splitlines()
-    assert lines[0] == told, done.stderr
-    assert lines[-2].strip() == f"traceback : {told}"
+    assert lines[0] == message, done.stderr
+    assert lines[-2].strip() == f"traceback : {message}"
     assert set(lines[-1]) == {"="}
     assert "exitcode  : 2 " in done.stderr
     assert done.stderr.count("exitcode  :") == 1, "other ranks are in torchrun's report"
 
 
 @pytest.mark.parametrize(("norm", "sent"), [(nn.BatchNorm1d(4), True), (nn.LayerNorm(4), False)])
-def test_buffers_travel_before_each_step_only_where_they_change(norm, sent):
+def test_sends_buffers_before_each_step_only_if_they_change(norm, sent):
     """A ViT's fixed positions are the same on all ranks from the start."""
     model = nn.Sequential(nn.Linear(4, 4), norm)
     model.register_buffer("pos_embed", torch.zeros(4))
@@ -422,7 +423,7 @@ def test_buffers_travel_before_each_step_only_where_they_change(norm, sent):
 
 
 def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
-    """torch's own defaults, and what a user's other code may have set before."""
+    """torch's own defaults, and values that a user's other code may have set before."""
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     torch.backends.cudnn.allow_tf32 = True
     torch.backends.cudnn.benchmark = True
@@ -433,4 +434,4 @@ def test_fp32_is_fp32_and_kernels_are_not_chosen_by_timing(monkeypatch):
     assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "backend:native")
     process_group.join_world("cpu")
-    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own wins"
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "backend:native", "the user's own setting wins"

@@ -1,5 +1,4 @@
-"""torchrun starts the ranks again: what an attempt has left in its store is not taken for the next
-one's."""
+"""torchrun restarts the ranks: an attempt must ignore what the previous one left in the store."""
 
 from __future__ import annotations
 
@@ -24,11 +23,12 @@ LIMIT = timedelta(seconds=60)
 
 
 def attempt(store: dist.Store, size: int, late: int | None = None) -> list[dist.Store]:
-    """What each rank gets, as a thread; the rank `late` comes when all others are waiting."""
-    found: dict[int, dist.Store] = {}
+    """Return the store of each rank, as a thread; the rank `late` comes when all others are
+    waiting."""
+    stores: dict[int, dist.Store] = {}
 
     def meet(rank: int) -> None:
-        found[rank] = part_of_attempt(store, rank, size, LIMIT)
+        stores[rank] = part_of_attempt(store, rank, size, LIMIT)
 
     threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(size)]
     for rank, thread in enumerate(threads):
@@ -39,20 +39,22 @@ def attempt(store: dist.Store, size: int, late: int | None = None) -> list[dist.
         threads[late].start()
     for thread in threads:
         thread.join()
-    return [found[rank] for rank in range(size)]
+    return [stores[rank] for rank in range(size)]
 
 
 @pytest.mark.parametrize("late", [None, 0, 2])
-def test_each_attempt_has_a_part_of_the_store_of_its_own(late):
+def test_each_attempt_has_a_separate_part_of_the_store(late):
     store = dist.HashStore()
     for _ in range(3):
         parts = attempt(store, 3, late)
-        assert not any(part.check(["ended"]) for part in parts), "of the attempt before"
+        assert not any(part.check(["ended"]) for part in parts), (
+            "a value of the previous attempt must not be visible"
+        )
         parts[1].set("ended", "rank 1")
         assert [part.get("ended") for part in parts] == [b"rank 1"] * 3
 
 
-def test_who_does_not_come_is_named():
+def test_names_ranks_that_do_not_come():
     with pytest.raises(RankLost, match="rank 1, 2 did not come within"):
         part_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
     with pytest.raises(RankLost, match="rank 0 did not come within"):
@@ -63,8 +65,8 @@ def test_who_does_not_come_is_named():
 def test_torchrun_starts_a_killed_rank_again_and_the_weights_are_the_same(tmp_path, config):
     train(config, tmp_path / "whole", "train.steps=60", ranks=2)
     run_dir = tmp_path / "run"
-    words = ("--config", config, f"run.dir={run_dir}", *TINY, "train.steps=60")
-    line = command("launch/train.py", *words, ranks=2, python=sys.executable)
+    arguments = ("--config", config, f"run.dir={run_dir}", *TINY, "train.steps=60")
+    line = command("launch/train.py", *arguments, ranks=2, python=sys.executable)
     line.insert(line.index("--standalone"), "--max-restarts=2")
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with Family(line, env=environment(), cwd=REPOSITORY, **pipes) as family:
@@ -79,5 +81,5 @@ def test_torchrun_starts_a_killed_rank_again_and_the_weights_are_the_same(tmp_pa
         os.kill(max(ranks), signal.SIGKILL)
         printed = family.communicate(240)[0]
     assert family.process.returncode == 0, printed
-    assert [found["restarts"] for found in metrics(run_dir, "start")] == [0, 1]
+    assert [line["restarts"] for line in metrics(run_dir, "start")] == [0, 1]
     assert final_state(run_dir, 60) == final_state(tmp_path / "whole", 60)

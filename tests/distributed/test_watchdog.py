@@ -1,4 +1,4 @@
-"""A rank that stands still is found and named: by threads over a store, and by real trainings."""
+"""A stopped rank is found and named: with threads over a store, and in real trainings."""
 
 from __future__ import annotations
 
@@ -27,21 +27,22 @@ LIMIT_S = 60.0
 
 
 def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
-    """A rank that made its last of `count` marks `ago_s` ago, and its last beat `heard_s` ago."""
+    """A rank that made its last of `count` marks `ago_s` ago, and sent its last beat `heard_s`
+    ago."""
     seen = _Seen(number=1, count=count, step=7, doing="in the step")
     return replace(seen, changed_at=1000.0 - ago_s, heard_at=1000.0 - heard_s, **values)
 
 
 @pytest.mark.parametrize(
-    ("seen", "ranks", "words"),
+    ("seen", "ranks", "message"),
     [
         ([beat(9, 1), beat(9, 1)], None, ""),
         ([beat(9, 59), beat(8, 59)], None, ""),
         ([beat(9, 61), beat(8, 61)], (1,), "rank 1 on h1 has not moved for 61 s; last at step 7"),
-        # Who is behind has moved just now, however long the others have waited.
+        # The rank that is behind has just moved, however long the others have waited.
         ([beat(9, 500), beat(8, 2), beat(9, 500)], None, ""),
         ([beat(8, 70), beat(9, 1), beat(8, 70)], (0, 2), "rank 0 on h0, 2 on h2 has not moved"),
-        # They show where they stand, up to four: one of them may hang within the step.
+        # Up to four ranks show their positions, because one of them may hang within the step.
         ([beat(9, 61), beat(9, 62)], (0, 1), "all 2 ranks have stood at step 7, in the step, for"),
         ([beat(9, 61)] * 9, (0, 1, 2, 3), "none is behind: the network between them hangs, or one"),
         (
@@ -51,19 +52,19 @@ def beat(count: int, ago_s: float, heard_s: float = 0.0, **values) -> _Seen:
         ),
         ([beat(9, 99), beat(8, 99, is_away=True)], None, ""),
         ([beat(9, 9999), beat(8, LONGEST_WAIT.total_seconds() + 1, is_away=True)], (1,), "rank 1"),
-        # A rank without a beat is still starting, which has limits of its own.
+        # A rank without a beat is still starting, which has a different limit.
         ([beat(9, 99), _Seen()], None, ""),
         ([beat(9, 99)] + [beat(8, 99)] * 6, (1, 2, 3, 4, 5, 6), "4 on h4 and 2 more has not"),
     ],
 )
-def test_who_is_behind(seen, ranks, words):
+def test_finds_the_rank_that_is_behind(seen, ranks, message):
     verdict = judge(dict(enumerate(seen)), LIMIT_S, 1000.0, lambda rank: f"h{rank}")
     assert (verdict and verdict.ranks) == ranks
-    assert words in (verdict.message if verdict else "")
+    assert message in (verdict.message if verdict else "")
 
 
 def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> list[Verdict]:
-    """The verdicts on a rank that works on, unless it is `behind`, for `for_s`."""
+    """The verdicts about a working rank, unless it is `behind`, for `for_s`."""
     verdicts = list[Verdict]()
     watch = Watch(world, limit_s, verdicts.append)
     watch.start()
@@ -78,20 +79,20 @@ def watched(world: World, behind: int | None, limit_s: float, for_s: float) -> l
     return verdicts
 
 
-def test_all_ranks_hear_who_is_behind():
+def test_all_ranks_learn_which_rank_is_behind():
     heard = together(3, lambda world: watched(world, 1, limit_s=0.5, for_s=60))
     assert [[verdict.ranks for verdict in each] for each in heard] == [[(1,)]] * 3
     assert len({verdict.message for each in heard for verdict in each}) == 1
     assert heard[0][0].message.startswith("rank 1 on ")
 
 
-def test_ranks_that_move_are_left_alone():
+def test_does_not_end_ranks_that_move():
     assert together(3, lambda world: watched(world, None, limit_s=5.0, for_s=1.0)) == [[]] * 3
     assert together(1, lambda world: watched(world, 0, limit_s=0.1, for_s=0.5)) == [[]]
 
 
-def test_a_rank_that_compares_no_more_is_not_taken_for_silent():
-    """It opens its loader anew after a rewind, which may take as long as its storage does."""
+def test_a_rank_that_stops_comparing_does_not_count_as_silent():
+    """After a rewind it opens its loader again, which may take as long as its storage does."""
 
     def work(world: World) -> list[Verdict]:
         verdicts = watched(world, None, limit_s=0.5, for_s=0.2)
@@ -102,25 +103,26 @@ def test_a_rank_that_compares_no_more_is_not_taken_for_silent():
     assert together(3, work) == [[]] * 3
 
 
-def test_time_in_which_this_process_was_stopped_is_nobodys_silence(monkeypatch):
-    """As by Slurm's suspend, which stops all; a rank that is silent afterwards is named."""
+def test_time_during_a_suspend_does_not_count_as_silence(monkeypatch):
+    """As by Slurm's suspend, which stops all ranks; a rank that is silent afterwards is named."""
     store = dist.HashStore()
     world = World(0, 2, torch.device("cpu"), store, ("first", "second"))
     watch = Watch(world, LIMIT_S, print)
     seen = {1: _Seen()}
     watch._looked_at = 0.0
     store.set("beat 1", json.dumps([0, 4, 7, "in the step", False]))
-    found = {}
+    verdicts = {}
     for now_s in (3.0, 6.0, *range(1006, 1080, 3)):
         monkeypatch.setattr(watch_module, "time", SimpleNamespace(monotonic=lambda: now_s))  # noqa: B023
         watch._look(store, seen, LIMIT_S)
-        found[now_s] = judge(seen, LIMIT_S, now_s, world.host_of)
-    assert next(now_s for now_s, verdict in found.items() if verdict is not None) == 1066
-    assert found[1066].message.startswith("rank 1 on second has not been heard of for 60 s")
+        verdicts[now_s] = judge(seen, LIMIT_S, now_s, world.host_of)
+    assert next(now_s for now_s, verdict in verdicts.items() if verdict is not None) == 1066
+    assert verdicts[1066].message.startswith("rank 1 on second has not been heard of for 60 s")
 
 
 class Cable:
-    """Passes on what two sides of connections say, until it is pulled: then nothing, and no end."""
+    """Forward data between two sides of connections until the cable is pulled, then nothing,
+    without closing."""
 
     def __init__(self, port: int):
         self._to = port
@@ -157,14 +159,16 @@ class Cable:
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
-def test_a_rank_that_cannot_reach_the_store_ends_once_it_stands_still(is_cut, monkeypatch):
-    """A cable that was pulled ends no connection: who asks the store waits for ever."""
+def test_a_rank_without_a_store_ends_once_it_stops_moving(is_cut, monkeypatch):
+    """A pulled cable does not close a connection: a request to the store would never return."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     cable = Cable(store.port)
     monkeypatch.setenv("MASTER_ADDR", "first")
     monkeypatch.setenv("MASTER_PORT", "29500")
-    there = dist.TCPStore("127.0.0.1", cable.port, is_master=False)
-    world = World(1, 2, torch.device("cpu"), dist.PrefixStore("vit", there), ("first", "second"))
+    store_over_cable = dist.TCPStore("127.0.0.1", cable.port, is_master=False)
+    world = World(
+        1, 2, torch.device("cpu"), dist.PrefixStore("vit", store_over_cable), ("first", "second")
+    )
     verdicts = Queue[Verdict]()
     watch = Watch(world, 1.0, verdicts.put)
     watch.start()
@@ -172,19 +176,19 @@ def test_a_rank_that_cannot_reach_the_store_ends_once_it_stands_still(is_cut, mo
         time.sleep(0.01)
     if is_cut:
         cable.pull()
-    for step in range(1, 20):  # it works on, for two limits: a store that is slow ends nobody
+    for step in range(1, 20):  # it works during two limits: a slow store does not end the run
         watch.mark(step, "in the step")
         time.sleep(0.1)
     assert verdicts.empty()
     if is_cut:
-        found = verdicts.get(timeout=60)
-        assert found.is_cut_off
+        verdict = verdicts.get(timeout=60)
+        assert verdict.is_cut_off
         assert "rank 1 on second has not reached the store of torchrun at first:29500 for" in (
-            found.message
+            verdict.message
         )
-        assert "; last at step 19, in the step: that host is gone" in found.message
+        assert "; last at step 19, in the step: that host is gone" in verdict.message
     else:
-        time.sleep(1.5)  # it stands still, and the store, which answers, is not to blame
+        time.sleep(1.5)  # it has stopped although the store answers
         assert verdicts.empty()
     cable.close()
     watch.close()
@@ -195,7 +199,7 @@ def shards(tmp_path_factory):
     return make_shards(tmp_path_factory.mktemp("shards"))
 
 
-def test_a_stopped_rank_is_named_and_the_record_says_so(shards, tmp_path):
+def test_a_stopped_rank_is_named_in_the_message_and_the_record(shards, tmp_path):
     """SIGSTOP: a swapping host, a frozen cgroup, a debugger."""
     config = write_config(tmp_path, shards, steps=3000)
     run = Background(config, tmp_path / "run", "run.hang_timeout_s=4", ranks=2, cold=True)
@@ -204,14 +208,14 @@ def test_a_stopped_rank_is_named_and_the_record_says_so(shards, tmp_path):
     os.kill(stopped, signal.SIGSTOP)
     output = run.wait_for_output("has not been heard of for 4 s; last at step")
     assert "rank 1 on " in output
-    os.kill(stopped, signal.SIGKILL)  # torchrun would, after 30 s
+    os.kill(stopped, signal.SIGKILL)  # torchrun would end it after 30 s
     output += run.end()
     assert "the same command continues from the newest checkpoint" in output
     assert metrics(tmp_path / "run", "end")[-1]["reason"].startswith("rank 1 on ")
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_for_a_while_goes_on_to_the_same_weights(shards, tmp_path):
+def test_a_briefly_stopped_rank_continues_to_the_same_weights(shards, tmp_path):
     config = write_config(tmp_path, shards, steps=60)
     train(config, tmp_path / "whole", ranks=2)
     run = Background(config, tmp_path / "run", "run.hang_timeout_s=60", cold=True)

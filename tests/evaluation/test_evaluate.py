@@ -1,4 +1,4 @@
-"""Exact evaluation: the same integers whatever the ranks, and equal to a plain loop over the
+"""Exact evaluation: the same integers on any number of ranks, equal to a plain loop over the
 images."""
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def test_it_equals_a_plain_loop_over_the_images(trained_run, shards):
 
 @pytest.mark.slow
 def test_predictions_come_from_all_ranks_in_the_order_of_the_split(tmp_path, shards):
-    """What three ranks saved is what the one-rank command counts right."""
+    """The predictions that three ranks saved are those that the one-rank command counts as
+    right."""
     train(write_config(tmp_path, shards), tmp_path / "run", "train.ema_decay=null", ranks=3)
     saved = np.load(tmp_path / "run" / "predictions.npz")
     assert saved["labels"].tolist() == open_split(shards, "val").index["label"].tolist()
@@ -112,13 +113,13 @@ def test_another_resolution_interpolates_positions_without_training(trained_run)
     assert "positions resampled from 2x2 to 4x3" in done.stdout
 
 
-def test_a_checkpoint_folder_and_a_weights_file_serve_as_well(trained_run):
+def test_accepts_a_checkpoint_folder_and_a_weights_file(trained_run):
     reference = evaluate(trained_run)
     assert evaluate(trained_run / "checkpoints" / "step_00000012") == reference
     assert evaluate(trained_run / "weights" / "last.safetensors") == reference
 
 
-def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp_path):
+def test_uses_and_names_the_newest_run_without_a_checkpoint(trained_run, tmp_path):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "mine").symlink_to(trained_run)
     done = run("launch/eval.py", "--json", cwd=tmp_path)
@@ -127,7 +128,7 @@ def test_without_a_checkpoint_the_newest_run_is_taken_and_named(trained_run, tmp
     assert json.loads(done.stdout) == evaluate(trained_run)
 
 
-def test_one_crew_serves_all_evaluations_also_after_an_interruption(shards):
+def test_one_worker_pool_serves_all_evaluations_also_after_an_interruption(shards):
     values = {"data": {"root": str(shards)}, "train": {"steps": 1}, "eval": {"batch_size": 4}}
     config = from_dict(values | {"model": {"name": "vit_ti8", "image_size": 16}}, "test")
     model = create_model(config.model, num_classes=3)

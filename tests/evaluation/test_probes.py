@@ -25,7 +25,7 @@ WORDS = ["--knn", "--k", "3,20", "--linear-probe", "--l2", "0.01", "--device", "
 
 
 def blobs(num: int, dim: int, num_classes: int, seed: int, spread: float = 1.5):
-    """Features around a centre for each class, and labels."""
+    """Return features around a centre for each class, and labels."""
     rng = np.random.default_rng(seed)
     centres = np.random.default_rng(7).normal(size=(num_classes, dim))
     labels = rng.integers(num_classes, size=num)
@@ -39,8 +39,8 @@ def test_neighbours_vote_as_scikit_learns_do(block, monkeypatch):
     queries, own = blobs(300, 16, 8, seed=1)
     ks = (1, 20, 150)
     train = (torch.from_numpy(features), torch.from_numpy(labels))
-    asked = (torch.from_numpy(queries), torch.from_numpy(own))
-    for voted in knn.classify(*train, *asked, ks, 8, WORLD):
+    queries_and_labels = (torch.from_numpy(queries), torch.from_numpy(own))
+    for voted in knn.classify(*train, *queries_and_labels, ks, 8, WORLD):
         theirs = KNeighborsClassifier(
             voted.k,
             metric="cosine",
@@ -75,22 +75,22 @@ def theirs(features: np.ndarray, labels: np.ndarray, l2: float) -> LogisticRegre
 def test_the_linear_probe_has_scikit_learns_optimum(l2, monkeypatch):
     monkeypatch.setattr(linear_probe, "ROWS", 64)
     features, labels = blobs(333, 10, 4, seed=0)
-    features[:, 3] = 2.5  # a feature that says nothing
+    features[:, 3] = 2.5  # a constant feature, which carries no information
     features = 4 + 3 * features
-    given = torch.from_numpy(features)
-    probe, scale = linear_probe.fit_probe(given, torch.from_numpy(labels), 4, WORLD, l2)
+    inputs = torch.from_numpy(features)
+    probe, scale = linear_probe.fit_probe(inputs, torch.from_numpy(labels), 4, WORLD, l2)
     assert probe.is_optimal
     deviation = features.std(0)
     standard = (features - features.mean(0)) / np.where(deviation < 1e-9, np.inf, deviation)
     expected = theirs(standard, labels, l2)
     # The gradient at the end is at most 1e-5, and l2 the least curvature.
     assert np.abs(probe.weight.numpy() - expected.coef_).max() < 3e-5 / l2
-    ours = linear_probe.logits_of(probe, scale, given).softmax(1).numpy()
+    ours = linear_probe.logits_of(probe, scale, inputs).softmax(1).numpy()
     assert np.abs(ours - expected.predict_proba(standard)).max() < 1e-3
     assert (probe.weight[:, 3] == 0).all()
 
 
-def test_the_penalty_is_the_one_that_is_best_on_images_held_out():
+def test_chooses_the_penalty_that_is_best_on_held_out_images():
     features, labels = blobs(240, 40, 3, seed=0, spread=4)
     tensors = (torch.from_numpy(features), torch.from_numpy(labels))
     probe, _ = linear_probe.fit_probe(*tensors, 3, WORLD)
@@ -116,18 +116,20 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     return folder / "run"
 
 
-def test_features_are_what_the_head_reads_of_each_image(base, shards):
+def test_features_are_the_inputs_of_the_head(base, shards):
     trained = load(base)
     split = open_split(shards, "val")
     augment = trained.preprocess.augment
-    found = extract_features(
+    features_of_images = extract_features(
         trained.model, split, trained.config, augment, WORLD, wanted_by="--knn"
     )
-    pixels = [trained.preprocess.pixels(split.read(sample)) for sample in range(len(found))]
+    pixels = [
+        trained.preprocess.pixels(split.read(sample)) for sample in range(len(features_of_images))
+    ]
     tokens = trained.model.forward_features(trained.preprocess.normalize(torch.stack(pixels)))
     expected = trained.model.fc_norm(tokens[:, 0])
     # fp16 has 11 bits.
-    assert torch.allclose(found.float(), expected, rtol=2**-11, atol=1e-6)
+    assert torch.allclose(features_of_images.float(), expected, rtol=2**-11, atol=1e-6)
     logits = trained.model.head(expected)
     assert torch.allclose(logits, trained(trained.preprocess.normalize(torch.stack(pixels))))
 
@@ -136,35 +138,35 @@ def test_the_command_compares_checkpoints_by_their_features(base, capfd):
     capfd.readouterr()
     best = base / "weights" / "last.safetensors"
     run_here("launch/eval.py", base, best, *WORDS, "--batch-size", 5)
-    said = capfd.readouterr()
-    first, second = json.loads(said.out)["checkpoints"]
+    printed = capfd.readouterr()
+    first, second = json.loads(printed.out)["checkpoints"]
     assert list(first["probes"]) == ["knn 3", "knn 20", "linear probe"]
     assert first["probes"] != second["probes"]
-    for found in first["probes"].values():
-        assert (found["num_images"], found["num_train"]) == (23, 60)
-        assert found["top1_low"] < found["top1"] <= found["top1_high"]
-    [difference] = json.loads(said.out)["difference"]
-    for name, found in difference.items():
+    for probe in first["probes"].values():
+        assert (probe["num_images"], probe["num_train"]) == (23, 60)
+        assert probe["top1_low"] < probe["top1"] <= probe["top1_high"]
+    [difference] = json.loads(printed.out)["difference"]
+    for name, probe in difference.items():
         if name != "val":
             gained = second["probes"][name]["correct_top1"] - first["probes"][name]["correct_top1"]
-            assert found["only_second"] - found["only_first"] == gained, name
-    assert "features: 83 x 32 in fp16" in said.err
-    rows = [line.split() for line in said.err.splitlines() if line.startswith("knn 3 ")]
+            assert probe["only_second"] - probe["only_first"] == gained, name
+    assert "features: 83 x 32 in fp16" in printed.err
+    rows = [line.split() for line in printed.err.splitlines() if line.startswith("knn 3 ")]
     assert rows[0][-2:] == ["-", "-"]
 
 
 @pytest.mark.full
-def test_two_ranks_find_what_one_does(base, capfd):
+def test_two_ranks_have_the_results_of_one(base, capfd):
     capfd.readouterr()
-    words = [base, *WORDS, "--batch-size", "5"]
-    run_here("launch/eval.py", *words)
+    arguments = [base, *WORDS, "--batch-size", "5"]
+    run_here("launch/eval.py", *arguments)
     alone = json.loads(capfd.readouterr().out)["probes"]
-    done = run("launch/eval.py", *words, ranks=2)
+    done = run("launch/eval.py", *arguments, ranks=2)
     assert json.loads(done.stdout)["probes"] == alone
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("arguments", "message"),
     [
         (["--l2", "0.1"], "--l2 0.1 belongs to --linear-probe"),
         (["--knn", "--k", "0"], "--k 0: expected distinct positive numbers"),
@@ -173,13 +175,13 @@ def test_two_ranks_find_what_one_does(base, capfd):
         (["--knn", "--finetune", "demo"], "--knn: after --finetune run eval.py on the new run"),
     ],
 )
-def test_what_cannot_be_is_told_in_a_line(words, told):
-    with pytest.raises(ValueError, match=re.escape(told)) as caught:
-        run_here("launch/eval.py", "--checkpoint", "runs/none", *words)
+def test_reports_impossible_arguments_in_one_line(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        run_here("launch/eval.py", "--checkpoint", "runs/none", *arguments)
     assert "\n" not in str(caught.value)
 
 
-def test_data_without_a_training_split_are_told(base, shards, tmp_path):
+def test_reports_data_without_a_training_split(base, shards, tmp_path):
     alone = shutil.copytree(shards, tmp_path / "alone")
     info = json.loads((alone / "_info.json").read_text())
     del info["splits"]["train"]

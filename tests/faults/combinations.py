@@ -1,4 +1,4 @@
-"""Settings, ranks and kills, drawn together at random, for trainings of seconds."""
+"""Draw random settings, ranks and kills together, for trainings of seconds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import make_shards, train
 from vit.data.shards.data_set import open_split
 
 CHANCE = 0.25
-"""Of each row of the tables below to be drawn."""
+"""Choices of each row of the tables below that can be drawn."""
 BATCH = 12
 _NO_VIT = tuple(f"model.{name}=null" for name in ("embed_dim", "depth", "num_heads"))
 
@@ -108,7 +108,7 @@ OPTIONS: Choices = {
     ],
     "seed": [("train.seed=7",)],
 }
-"""What any model may have: name of a row -> what one of is drawn."""
+"""Choices for any model: name of a row -> the choices of which one is drawn."""
 
 VIT: Choices = {
     "dropout": [
@@ -148,19 +148,19 @@ VIT: Choices = {
         ),
     ],
 }
-"""What our own ViT may have."""
+"""Choices only for the project's own ViT."""
 
 GUESTS = [
     (f"model.name=timm/test_{name}", "model.image_size=32", *_NO_VIT)
     for name in ("resnet", "efficientnet", "byobnet", "vit")
 ]
-"""Models of timm, most with batch norms."""
+"""Models of timm, most of them with batch norms."""
 
 
 @dataclass(frozen=True)
 class Data:
-    """What drawn settings name: shards of 60 images, others of 24 of which one cannot be decoded,
-    and a run of the tests' ViT, to start from or to learn from."""
+    """Files that drawn settings refer to: shards of 60 images, shards of 24 images of which one is
+    undecodable, and a run of the tests' ViT as a source of weights or as a teacher."""
 
     shards: Path
     spoiled: Path
@@ -169,8 +169,9 @@ class Data:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL of an attempt on so many ranks: `delay_s` after `step` is in the record (-1: after
-    the start), of one rank or of all. takes_folder: a run at a URL loses its local one."""
+    """SIGKILL of one rank or all ranks of an attempt with this number of ranks, `delay_s` after
+    `step` is in the record (-1: after the start). takes_folder: a run at a URL also loses its local
+    folder."""
 
     ranks: int
     step: int
@@ -182,8 +183,8 @@ class Kill:
 @dataclass(frozen=True)
 class Combination:
     """Settings of a run, the kind of its place ("" for a folder, or "file" or "s3"), the ranks of
-    the uninterrupted run and of the last attempt, and the kills of the others. other_ranks: another
-    number that must give the same bits, 0 if it need not."""
+    the uninterrupted run and of the last attempt, and the kills of the earlier attempts.
+    other_ranks: a second number of ranks that must give the same bits, or 0."""
 
     settings: tuple[str, ...]
     place: str
@@ -194,7 +195,7 @@ class Combination:
 
 
 def make_data(folder: Path) -> Data:
-    """Write it."""
+    """Make the files of `Data`."""
     shards = make_shards(folder)
     spoiled = make_shards(folder / "spoiled", num_train=24, num_val=3, seed=1)
     index = np.load(spoiled / "train.index.npy")
@@ -227,9 +228,9 @@ def draw(rng: random.Random, data: Data) -> Combination:
         lines.append(("train.compile=true",))
     settings = tuple(setting for line in lines for setting in line)
     ranks = rng.choice([1, 2, 2, 3])
-    others = [number for number in (1, 2, 3) if number != ranks]
+    numbers = [number for number in (1, 2, 3) if number != ranks]
     is_exact = "train.exact_over_ranks=true" in settings
-    other_ranks = rng.choice(others) if is_exact else 0
+    other_ranks = rng.choice(numbers) if is_exact else 0
     moments = sorted(rng.randrange(-1, steps - 1) for _ in range(rng.randrange(1, 4)))
     kills = [
         Kill(
@@ -246,7 +247,7 @@ def draw(rng: random.Random, data: Data) -> Combination:
 
 
 def _named(data: Data) -> Choices:
-    """Sources and bad images."""
+    """The sources and bad images of drawn settings."""
     spoiled = str(data.spoiled)
     sources = [
         [{"split": "train[:60%]"}, {"split": "train[60%:]", "fraction": 0.5}],
@@ -264,7 +265,7 @@ def _named(data: Data) -> Choices:
 
 
 def _trained(data: Data) -> Choices:
-    """What begins with a trained model: our ViT alone has its layers."""
+    """Settings that start from a trained model; only the project's own ViT has matching layers."""
     teacher = f"distill.teacher={data.trained}"
     begin = f"init.checkpoint={data.trained}"
     return {

@@ -1,4 +1,4 @@
-"""Two hosts as namespaces of this machine: what a cable that is pulled, or a power cut, does."""
+"""Two hosts as namespaces of this machine, to test a cut cable and a power failure."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SUBNET = "10.213.9"
 PORT = 29600
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True)
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True)
 
 
 class Host:
-    """A host name, a network and process ids of their own; the files are those of this machine."""
+    """A host with its own name, network and process ids; it shares this machine's files."""
 
     def __init__(self, name: str, network: str, folder: Path):
         self.name = name
@@ -38,12 +38,12 @@ class Host:
 
     @property
     def log(self) -> Path:
-        """What its launcher and its rank have printed."""
+        """The output of its launcher and its rank."""
         return self._folder / f"{self.name}.log"
 
-    def start(self, words: list[str], **variables: str) -> None:
-        """Run a command line there."""
-        # The shell stays as process 1, which not even SIGKILL ends from within.
+    def start(self, arguments: list[str], **variables: str) -> None:
+        """Run a command line on the host."""
+        # The shell stays as process 1, which even SIGKILL does not end from inside.
         script = 'mount --bind "$1" /etc/hosts; hostname "$2"; shift 2; "$@"; exit $?'
         inside = [
             *("nsenter", f"--net=/run/netns/{self._network}"),
@@ -52,7 +52,7 @@ class Host:
         ]
         with self.log.open("ab") as file:
             self._family = Family(
-                [*inside, *words],
+                [*inside, *arguments],
                 env={**environment(), **variables},
                 cwd=REPOSITORY,
                 stdout=file,
@@ -63,7 +63,7 @@ class Host:
         return self.log.read_text(errors="replace")
 
     def wait_for(self, text: str, timeout_s: float = 240) -> str:
-        """Until it has printed `text`."""
+        """Wait until the host has printed `text`."""
         deadline = time.monotonic() + timeout_s
         while text not in self.printed():
             assert self.status is None, f"{self.name} ended without {text!r}:\n{self.printed()}"
@@ -73,11 +73,11 @@ class Host:
 
     @property
     def status(self) -> int | None:
-        """Exit status of the launcher, None while it runs."""
+        """The exit status of the launcher, None while it runs."""
         return None if self._family is None else self._family.process.poll()
 
     def end(self, timeout_s: float) -> int:
-        """Exit status, once it has ended by itself."""
+        """Wait for the launcher and return its exit status."""
         assert self._family is not None
         try:
             return self._family.process.wait(timeout_s)
@@ -85,7 +85,7 @@ class Host:
             raise AssertionError(f"{self.name} has not ended:\n{self.printed()}") from None
 
     def kill(self) -> None:
-        """SIGKILL for all of its processes at once."""
+        """SIGKILL all processes of the host at once."""
         if self._family is None:
             return
         for first in children(self._family.process.pid):
@@ -99,7 +99,7 @@ class Host:
 
 
 class TwoHosts:
-    """Hosts `first` and `second` with a cable between them, which can be pulled."""
+    """Hosts `first` and `second` with a cable between them that a test can cut."""
 
     def __init__(self, folder: Path):
         self._mark = f"vh{os.getpid() % 100_000}{next(_letters)}"
@@ -120,25 +120,25 @@ class TwoHosts:
         (folder / "hosts").write_text(table)
 
     def cut(self) -> None:
-        """Nothing passes any more, and nobody is told."""
+        """Drop all packets silently: neither host gets an error."""
         ip("link", "set", f"{self._mark}n1", "down")
 
     def mend(self) -> None:
         ip("link", "set", f"{self._mark}n1", "up")
 
     def slow_down(self, rate: str) -> None:
-        """Let no more pass than `rate`, as tc writes it, each way."""
+        """Limit each direction to `rate`, in the notation of tc."""
         for number in range(len(self.hosts)):
             network = f"{self._mark}n{number}"
-            words = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]
-            made = subprocess.run(["tc", "qdisc", "add", "dev", network, "root", *words])
+            limit = ["tbf", "rate", rate, "burst", "8kb", "latency", "400ms"]
+            made = subprocess.run(["tc", "qdisc", "add", "dev", network, "root", *limit])
             if made.returncode:
                 pytest.skip("this kernel has no slow links (tc tbf)")
 
     def train(
         self, config: Path, run_dir: Path, *overrides: str, launcher: tuple[str, ...] = ()
     ) -> None:
-        """torchrun with a rank on each host."""
+        """Run torchrun with a rank on each host."""
         for host in self.hosts:
             host.start(
                 [
@@ -155,7 +155,7 @@ class TwoHosts:
         for host in self.hosts:
             host.close()
         for number in range(len(self.hosts)):
-            # Before the namespace, which lives as long as the last process in it.
+            # Before the namespace is removed, which lives as long as its last process.
             ip("link", "delete", f"{self._mark}n{number}")
             ip("netns", "delete", f"{self._mark}n{number}")
         ip("link", "delete", f"{self._mark}b")

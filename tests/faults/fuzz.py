@@ -1,13 +1,13 @@
-"""Random combinations of settings, killed at random moments and resumed: each must end with the
-bits of the uninterrupted run.
+"""Kill and resume random combinations of settings at random moments: each must end with the bits of
+the uninterrupted run.
 
     python tests/faults/fuzz.py [--minutes 30] [--seed 0] [--count 17] [--out fuzz.jsonl]
 
-Each combination is drawn from a number, its seed, and the next one has the next seed; what the
-program refuses is drawn again. All tensors of the last checkpoint, its state, the weights, the
-predictions and the record are compared; with `train.exact_over_ranks` with a run on another number
-of ranks, too. For each combination a line is printed, with the command that repeats it, and `--out`
-gets one as JSON. The runs of one that differs stay in `--folder`.
+Each combination is drawn from its number, the seed, and the next one from the next number; a
+combination that the program rejects is drawn again. All tensors of the last checkpoint, its state,
+the weights, the predictions and the record are compared; with `train.exact_over_ranks` also with a
+run on another number of ranks. Each combination prints a line with the command that repeats it, and
+adds a line of JSON to `--out`. The runs of a combination that differs stay in `--folder`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-# In the end the project's own folder is first, as in soak.py.
+# Moves the project's own folder to the front at the end, as in soak.py.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -54,26 +54,26 @@ STATE = (
     *("step", "updates_skipped", "updates_skipped_in_a_row", "rewinds", "passed_over", "recent"),
     *("bad_images", "evaluated_step", "best_top1", "best_loss", "best_set"),
 )
-"""Of a checkpoint's checkpoint.json, what follows from the training alone."""
+"""The values of checkpoint.json that depend only on the training."""
 KINDS = ("train", "eval", "epoch", "norms", "fault", "rewind")
 MEASURED = re.compile(
     r"time|.*_s|seconds|loader_.*|data_wait_.*|images_per_s.*|mfu|peak_memory_gib"
 )
-"""Fields of the record that no two runs have in common."""
+"""Fields of the record that differ between any two runs."""
 NAMED_DIFFERENCES = 5
-"""In the line that is printed; JSON has all."""
+"""The most characters of a printed line; JSON has all of them."""
 LONGEST_S = 900.0
-"""Of an attempt: one that compiles takes minutes."""
+"""The time limit of an attempt: one that compiles takes minutes."""
 
 
 class Refused(Exception):
-    """The program's reason why it does not begin with a combination."""
+    """The program's reason for rejecting a combination."""
 
 
 @dataclass
 class Result:
-    """Of a combination. refused: the reasons for those that were drawn before it; differences: what
-    is not as in the uninterrupted run."""
+    """The result of a combination. refused: the reasons for rejecting the draws before it;
+    differences: from the uninterrupted run."""
 
     seed: int
     combination: Combination
@@ -83,23 +83,25 @@ class Result:
     took_s: float = 0.0
 
     def line(self) -> str:
-        """For people."""
-        given = self.combination
-        ranks = " and ".join(str(each) for each in (given.ranks, given.other_ranks) if each)
-        words = " ".join(given.settings)
+        """The result as one printed line."""
+        combination = self.combination
+        ranks = " and ".join(
+            str(each) for each in (combination.ranks, combination.other_ranks) if each
+        )
+        settings = " ".join(combination.settings)
         more = len(self.differences) - NAMED_DIFFERENCES
         named = self.differences[:NAMED_DIFFERENCES] + [f"{more} more"] * (more > 0)
         verdict = "; ".join(named) or "equal"
         return (
             f"python tests/faults/fuzz.py --seed {self.seed} --count 1   # {verdict}:"
-            f" {ranks} rank(s), {given.place or 'folder'}, {self.num_kills} kill(s),"
-            f" {len(self.refused)} refused, {self.took_s:.0f} s: {words}"
+            f" {ranks} rank(s), {combination.place or 'folder'}, {self.num_kills} kill(s),"
+            f" {len(self.refused)} refused, {self.took_s:.0f} s: {settings}"
         )
 
 
 @dataclass(frozen=True)
 class Fuzz:
-    """A folder for all runs, what they are made of, and a server of objects."""
+    """A folder for all runs, their shards and models, and an object server."""
 
     folder: Path
     data: Data
@@ -131,50 +133,59 @@ class Fuzz:
         result.took_s = time.monotonic() - began_s
         return result
 
-    def run_whole(self, run_dir: Path, given: Combination, ranks: int = 0) -> None:
-        """Train without a kill. Raises Refused, and AssertionError for a training that fails."""
-        words = ["--config", self.config, f"run.dir={run_dir}", *TINY, *given.settings]
+    def run_whole(self, run_dir: Path, combination: Combination, ranks: int = 0) -> None:
+        """Train without a kill. Raises Refused if the combination is rejected, and AssertionError
+        if the training fails."""
+        arguments = ["--config", self.config, f"run.dir={run_dir}", *TINY, *combination.settings]
         try:
-            load_config(self.config, [*TINY, *given.settings])
+            load_config(self.config, [*TINY, *combination.settings])
         except ValueError as error:
             raise Refused(error) from None
-        done = run("launch/train.py", *words, ranks=ranks or given.ranks, timeout_s=LONGEST_S)
-        if done.returncode and not lines_of(run_dir):  # it has not begun
+        done = run(
+            "launch/train.py", *arguments, ranks=ranks or combination.ranks, timeout_s=LONGEST_S
+        )
+        if done.returncode and not lines_of(run_dir):  # it was rejected before it began
             raise Refused(_error(done.stderr))
         assert done.returncode == 0, f"uninterrupted, status {done.returncode}: {done.stderr}"
 
     def broken(self, folder: Path, result: Result) -> Result:
-        """Kill and resume, and compare; on another number of ranks, too, if bits must be equal."""
-        given = result.combination
+        """Kill, resume and compare; also on another number of ranks if the bits must be equal."""
+        combination = result.combination
         run_dir = folder / "run"
-        place = self._place(given, folder)
+        place = self._place(combination, folder)
         try:
-            for kill in given.kills:
-                result.num_kills += self._killed(run_dir, given, place, kill)
-            last = Background(self.config, run_dir, *given.settings, *place, ranks=given.ranks)
-            said = last.end(LONGEST_S)
-            assert last.process.returncode == 0, f"status {last.process.returncode}: {said}"
-            result.differences += differences(folder / "whole", run_dir, given.steps)
-            if given.other_ranks:
-                self.run_whole(folder / "other", given, given.other_ranks)
-                others = differences(folder / "whole", folder / "other", given.steps)
-                result.differences += [f"on {given.other_ranks} rank(s): {each}" for each in others]
+            for kill in combination.kills:
+                result.num_kills += self._killed(run_dir, combination, place, kill)
+            last = Background(
+                self.config, run_dir, *combination.settings, *place, ranks=combination.ranks
+            )
+            output = last.end(LONGEST_S)
+            assert last.process.returncode == 0, f"status {last.process.returncode}: {output}"
+            result.differences += differences(folder / "whole", run_dir, combination.steps)
+            if combination.other_ranks:
+                self.run_whole(folder / "other", combination, combination.other_ranks)
+                other_differences = differences(
+                    folder / "whole", folder / "other", combination.steps
+                )
+                result.differences += [
+                    f"on {combination.other_ranks} rank(s): {each}" for each in other_differences
+                ]
         except (AssertionError, Refused, subprocess.TimeoutExpired) as error:
             result.differences.append(str(error))
         return result
 
-    def _place(self, given: Combination, folder: Path) -> tuple[str, ...]:
-        """Settings of a run at a URL, whose local folder is the one that is compared."""
-        if not given.place:
+    def _place(self, combination: Combination, folder: Path) -> tuple[str, ...]:
+        """Settings for a run at a URL; its local folder is compared."""
+        if not combination.place:
             return ()
-        at = self.s3.new_bucket() if given.place == "s3" else f"file://{folder / 'bucket'}"
+        at = self.s3.new_bucket() if combination.place == "s3" else f"file://{folder / 'bucket'}"
         return (f"run.dir={at}/runs/x", f"run.local_dir={folder / 'run'}", "run.lease_s=2")
 
     def _killed(
-        self, run_dir: Path, given: Combination, place: tuple[str, ...], kill: Kill
+        self, run_dir: Path, combination: Combination, place: tuple[str, ...], kill: Kill
     ) -> bool:
-        """Whether the kill came before the end of the attempt."""
-        attempt = Background(self.config, run_dir, *given.settings, *place, ranks=kill.ranks)
+        """Return whether the kill came before the end of the attempt."""
+        attempt = Background(self.config, run_dir, *combination.settings, *place, ranks=kill.ranks)
         while last_step(run_dir) < kill.step and attempt.process.poll() is None:
             time.sleep(0.01)
         time.sleep(kill.delay_s)
@@ -183,15 +194,15 @@ class Fuzz:
         for pid in hit:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        if kill.hits_all or not hit:  # else torchrun ends with its rank
+        if kill.hits_all or not hit:  # otherwise torchrun ends after its rank
             attempt.process.kill()
-        said = attempt.end(LONGEST_S)
+        output = attempt.end(LONGEST_S)
         status = attempt.process.returncode
         is_end = any(line["kind"] == "end" for line in lines_of(run_dir))
-        assert status or is_end, f"status 0 without an end: {said}"
-        assert status != 2, f"status 2: {said}"
-        if given.place and kill.takes_folder:
-            shutil.rmtree(run_dir, ignore_errors=True)  # that machine is gone
+        assert status or is_end, f"status 0 without an end: {output}"
+        assert status != 2, f"status 2: {output}"
+        if combination.place and kill.takes_folder:
+            shutil.rmtree(run_dir, ignore_errors=True)  # the machine with that folder is gone
         return bool(status)
 
 
@@ -199,39 +210,43 @@ class Fuzz:
 
 
 def differences(whole: Path, resumed: Path, steps: int) -> list[str]:
-    """Names of what two finished runs do not have in common, with both values of what is short."""
+    """Return the names of the values that differ between two finished runs, with both values if
+    they are short."""
     first = {**_contents(whole, steps), **_lines(whole)}
     second = {**_contents(resumed, steps), **_lines(resumed)}
-    found = []
+    names = []
     for name in sorted(first | second):
         one = first.get(name)
         other = second.get(name)
         if isinstance(one, dict) and isinstance(other, dict):
-            found += [
+            names += [
                 f"{name} {key}: {one.get(key)} and {other.get(key)}"
                 for key in sorted({*one, *other})
                 if repr(one.get(key)) != repr(other.get(key))
             ]
         elif one != other:
-            found.append(f"{name}: {one} and {other}")
-    return found
+            names.append(f"{name}: {one} and {other}")
+    return names
 
 
 def _contents(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The last checkpoint, losses of images, weights and predictions: name -> digest or value."""
-    found: dict[str, Any] = dict(final_state(run_dir, steps))
-    # not timm's name for one of them, a link: a URL has none
+    """The last checkpoint, the losses of images, the weights and the predictions: name -> digest or
+    value."""
+    contents: dict[str, Any] = dict(final_state(run_dir, steps))
+    # without the link that gives one of them timm's name, because a URL has no links
     for path in (path for path in run_dir.glob("weights/*.safetensors") if not path.is_symlink()):
         tensors = load_file(path)
-        found |= {f"{path.name} {name}": digest(bytes_of(each)) for name, each in tensors.items()}
+        contents |= {
+            f"{path.name} {name}": digest(bytes_of(each)) for name, each in tensors.items()
+        }
     with np.load(run_dir / "predictions.npz") as arrays:
-        found |= {f"predictions {name}": digest(arrays[name].tobytes()) for name in arrays.files}
+        contents |= {f"predictions {name}": digest(arrays[name].tobytes()) for name in arrays.files}
     state = json.loads((run_dir / f"checkpoints/step_{steps:08d}/checkpoint.json").read_text())
-    return found | {f"state {name}": state[name] for name in STATE}
+    return contents | {f"state {name}": state[name] for name in STATE}
 
 
 def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
-    """Return the record's lines by kind and number, without what is measured."""
+    """Return the record's lines by kind and number, without measured values."""
     lines: dict[str, dict[str, Any]] = {}
     numbers = dict.fromkeys(KINDS, 0)
     for line in read_metrics(run_dir / METRICS_FILE):
@@ -244,7 +259,7 @@ def _lines(run_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def _error(text: str) -> str:
-    """What a program said last of all, from "error: " on."""
+    """The last error that a program printed, from "error: " on."""
     return text[text.rfind("error: ") :].strip()
 
 
@@ -252,7 +267,7 @@ def _error(text: str) -> str:
 
 
 def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -> list[Result]:
-    """Try one seed after another, as long as the clock (`time.monotonic`) allows."""
+    """Try one seed after another until the clock (`time.monotonic`) reaches the end."""
     with redirect_stdout(sys.stderr):
         data = make_data(folder)
     config = folder / "fuzz.yaml"
@@ -273,7 +288,7 @@ def fuzz(folder: Path, seeds: Iterable[int], until_s: float, out: Path | None) -
 
 
 def read_command_line() -> argparse.Namespace:
-    """The flags above."""
+    """Parse the flags above."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -286,9 +301,9 @@ def read_command_line() -> argparse.Namespace:
 
 
 def main() -> int:
-    """The command line above."""
+    """Run the command line above."""
     args = read_command_line()
-    if args.folder is None:  # outside of the session's own, which goes with it
+    if args.folder is None:  # outside the session's temporary folder, which is removed at the end
         args.folder = Path(tempfile.mkdtemp(prefix="vit-fuzz-"))
     args.folder.mkdir(parents=True, exist_ok=True)
     kernels = torch.backends.cpu.get_cpu_capability().lower()

@@ -1,5 +1,5 @@
-"""SIGKILL, SIGTERM and SIGUSR1 in every phase, and the same command again: the run ends with the
-bits of the one that nothing has disturbed."""
+"""SIGKILL, SIGTERM and SIGUSR1 in every phase: the same command again must end with the bits of an
+undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from vit.loggers.record import read_metrics
 from vit.run_folder import METRICS_FILE, REPORT_FOLDER
 
 TRIES = 6
-"""Of meeting a phase at the moment that was drawn, in new folders."""
+"""Attempts to hit a phase at its drawn moment, each in a new folder."""
 
 
 class Whole:
-    """Shards, a config, and the final state of undisturbed runs on each number of ranks, which are
-    made when they are asked for. settings: of each run, besides the config."""
+    """Shards, a config, and the final states of undisturbed runs on each number of ranks, made on
+    demand. settings: for each run, in addition to the config."""
 
     def __init__(
         self, folder: Path, shards: Path, *settings: str, steps: int = 24, batch: int = 12
@@ -45,7 +45,7 @@ class Whole:
         ]
 
     def state(self, ranks: int) -> dict[str, str]:
-        """Of the run on so many ranks."""
+        """The final state of the run on this number of ranks."""
         if ranks not in self._states:
             run_dir = self.folder / f"whole{ranks}_{self.steps}"
             train(self.config, run_dir, *self.settings, ranks=ranks)
@@ -55,37 +55,38 @@ class Whole:
         return self._states[ranks]
 
     def faults_of(self, run_dir: Path, expected: dict[str, str] | None = None) -> list[str]:
-        """What is not as it should be at the end of a run in `run_dir`; compared with `expected`,
-        if there is one."""
-        found = []
+        """Return the faults at the end of a run in `run_dir`, including differences from `expected`
+        if it is given."""
+        faults = []
         if expected is not None:
             state = final_state(run_dir, self.steps)
             different = [name for name in state | expected if state.get(name) != expected.get(name)]
-            found += [f"different from the undisturbed run: {different}"] if different else []
+            faults += [f"different from the undisturbed run: {different}"] if different else []
         lines = read_metrics(run_dir / METRICS_FILE)
         steps = [line["step"] for line in lines if line["kind"] == "train"]
         if steps != list(range(1, self.steps + 1)):
-            found.append(f"steps of the record: {steps}")
+            faults.append(f"steps of the record: {steps}")
         evaluated = [line["step"] for line in lines if line["kind"] == "eval"]
         if evaluated != list(range(6, self.steps + 1, 6)):
-            found.append(f"evaluations of the record: {evaluated}")
+            faults.append(f"evaluations of the record: {evaluated}")
         for line in (line for line in lines if line["kind"] == "epoch"):
             planned = self.checksum(line["first_batch"], line["last_batch"])
             if not line["exact"] or line["sample_checksum"] != planned:
-                found.append(f"sample checksum {line}, by brute force {planned}")
+                faults.append(f"sample checksum {line}, by brute force {planned}")
         left = [str(path) for path in unfinished(run_dir)]
         left += [str(path) for path in run_dir.glob("stopped_early")]
-        return [*found, f"left over: {left}"] if left else found
+        return [*faults, f"left over: {left}"] if left else faults
 
     def checksum(self, first: int, last: int) -> str:
-        """Of the samples of these batches, both included, as the record writes it."""
+        """The checksum of the samples from `first` to `last` batch inclusive, as the record writes
+        it."""
         rows = [sample for batch in self._batches[first : last + 1] for sample in batch]
         return f"{sum(map(mix, rows)) % 2**64:016x}"
 
 
 @dataclass(frozen=True)
 class Broken:
-    """How a run was broken, and what is wrong with what came of it."""
+    """The way in which a run was broken, and the faults of its result."""
 
     phase: Phase
     ranks: int
@@ -94,8 +95,8 @@ class Broken:
     faults: list[str]
 
     def __str__(self) -> str:
-        said = "; ".join(self.faults) or "equal"
-        return f"{self.phase}, {self.victims} of {self.ranks}, {self.restarts} restarts: {said}"
+        faults = "; ".join(self.faults) or "equal"
+        return f"{self.phase}, {self.victims} of {self.ranks}, {self.restarts} restarts: {faults}"
 
 
 def broken_and_continued(
@@ -109,8 +110,8 @@ def broken_and_continued(
 ) -> Broken:
     """Train in `folder`, break the run in `phase` by signal `number`, train on, and compare.
 
-    The victims are drawn: a random rank, all ranks, or, of SIGTERM, torchrun, which passes it on;
-    so is the number of ranks, if it is 0.
+    The victims are drawn: a random rank, all ranks, or, for SIGTERM, torchrun, which passes it on.
+    The number of ranks is drawn if it is 0.
     """
     ranks = ranks or rng.choice([1, 2, 2, 2, 3])
     expected = whole.state(ranks)
@@ -120,7 +121,7 @@ def broken_and_continued(
         attempt = _Attempt(whole, run_dir, place, phase, ranks, rng)
         victims, faults = attempt.break_by(number)
         if phase == "upload" and rng.random() < 0.5:
-            shutil.rmtree(run_dir)  # that machine is gone
+            shutil.rmtree(run_dir)  # the machine with that folder is gone
         train(whole.config, run_dir, *place.settings, ranks=ranks)
         faults += whole.faults_of(run_dir, expected)
         if phase == "report" and not (run_dir / REPORT_FOLDER / "index.html").exists():
@@ -139,8 +140,8 @@ class _Attempt:
     rng: random.Random
 
     def break_by(self, number: signal.Signals) -> tuple[str, list[str]]:
-        """Start the run and send the signal in its phase; returns who got it, and what is wrong
-        with how it ended."""
+        """Start the run and send the signal in its phase; return the victims, and the faults of how
+        the run ended."""
         scale = 1.0
         for _ in range(TRIES):
             if self.phase == "start" and self.rng.random() < 0.5:
@@ -160,7 +161,7 @@ class _Attempt:
                 shutil.rmtree(self.run_dir, ignore_errors=True)
                 continue
             if self.phase != "upload" or number != signal.SIGKILL or victims == "one rank":
-                self.place.let_go()  # else it is lost on its way
+                self.place.let_go()  # otherwise the signal would be lost on its way
             return victims, self._wrong_with(run.end(), run.process.returncode, number, victims)
         raise AssertionError(f"{self.phase}: missed {TRIES} times")
 
@@ -169,7 +170,7 @@ class _Attempt:
         return Background(self.whole.config, self.run_dir, *settings, ranks=self.ranks)
 
     def _train_a_little(self) -> None:
-        """So that what is broken is a start that resumes."""
+        """Train a few steps, so that the broken start is one that resumes."""
         run = self._begin()
         run.wait_for_checkpoint(3)
         self._send(run, run.workers(), signal.SIGKILL, "all ranks")
@@ -179,7 +180,7 @@ class _Attempt:
         self, run: Background, pids: list[int], number: signal.Signals, victims: str = ""
     ) -> str:
         whom = ["one rank", "one rank", "all ranks"]
-        # torchrun tells its ranks of SIGTERM; of SIGUSR1 it dies.
+        # torchrun forwards SIGTERM to its ranks, but dies of SIGUSR1
         whom += ["torchrun"] if number == signal.SIGTERM else []
         victims = victims or self.rng.choice(whom)
         if victims == "torchrun":
@@ -187,20 +188,21 @@ class _Attempt:
         for pid in {"one rank": [self.rng.choice(pids)], "all ranks": pids}.get(victims, []):
             os.kill(pid, number)
         if number == signal.SIGKILL and victims == "all ranks":
-            run.process.kill()  # a power cut, as far as processes can feel one
+            run.process.kill()  # for processes this equals a power cut
         return victims
 
     def _wrong_with(
-        self, said: str, status: int, number: signal.Signals, victims: str
+        self, output: str, status: int, number: signal.Signals, victims: str
     ) -> list[str]:
-        """Before the first step there is nothing to save, and at the report nothing to lose."""
+        """Return the faults of the end. Before the first step there is nothing to save, and at the
+        report nothing to lose."""
         if self.phase == "start":
             return []
         if number == signal.SIGKILL:
-            return [f"status 0: {said}"] if status == 0 and self.phase != "report" else []
+            return [f"status 0: {output}"] if status == 0 and self.phase != "report" else []
         if status != 0 and victims != "torchrun":
-            return [f"status {status}: {said}"]
+            return [f"status {status}: {output}"]
         is_told = (self.run_dir / "stopped_early").exists()
         lines = lines_of(self.run_dir)
         is_finished = lines[-1]["kind"] == "end" and lines[-1]["outcome"] == "finished"
-        return [] if is_told or is_finished else [f"neither saved nor finished: {said}"]
+        return [] if is_told or is_finished else [f"neither saved nor finished: {output}"]

@@ -1,8 +1,7 @@
-"""Trainings on two ranks whose server is away in the middle: what they end with is what they end
-with when it is not.
+"""Trainings on two ranks whose server fails in the middle must end as they do without the failure.
 
-The cache holds two of three shards, so that blocks are fetched all the time; at step 4 all
-connections end, and new ones are answered 503 for a while.
+The cache holds two of three shards, so that blocks are fetched all the time. At step 4 all
+connections end, and for a while new ones are answered 503.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def served(kind: str, shards: Path) -> Iterator[tuple[str, Gate]]:
 
 
 def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str]:
-    """Of a training whose cache holds two of the three shards."""
+    """Settings of a training whose cache holds two of the three shards."""
     room = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75
     return [
         f"data.root={url}",
@@ -56,8 +55,8 @@ def settings(url: str, shards: Path, cache: Path, patience_s: float) -> list[str
 def trained_through(
     kind: str, folder: Path, shards: Path, away_s: float, patience_s: float = 600.0
 ) -> tuple[str, bool]:
-    """Train without and with an outage of `away_s`; returns what the latter printed, and
-    whether both ended equal."""
+    """Train without and with an outage of `away_s`; return the latter's output, and whether both
+    ended equal."""
     config = write_config(folder, shards, steps=STEPS)
     with served(kind, shards) as (url, gate):
         train(
@@ -70,7 +69,7 @@ def trained_through(
         gate.close()
         time.sleep(away_s)
         gate.open()
-        said = run.end()
-        assert gate.num_refused, "nobody asked while the server was away"
-    assert run.process.returncode == 0, said
-    return said, final_state(folder / "away", STEPS) == final_state(folder / "whole", STEPS)
+        output = run.end()
+        assert gate.num_refused, "no request was made during the outage"
+    assert run.process.returncode == 0, output
+    return output, final_state(folder / "away", STEPS) == final_state(folder / "whole", STEPS)

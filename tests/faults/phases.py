@@ -1,18 +1,18 @@
-"""Break a run in a named phase, without a part of it that is made for that: what the record, the
-run's folder, a server and /proc show says which phase it is in.
+"""Break a run in a named phase, without any code in the run for it: the record, the run's folder,
+a server and /proc show the phase.
 
-    phase        it is there while
+    phase        it lasts while
     start        the ranks live and the record has no `ready` line of this attempt
     step         the newest line is that of a step after which nothing is due
     save         an unfinished file or folder of rank 0's thread is in the run's folder
     upload       the server holds one of the run's objects back
-    evaluation   the record has the step after which it is due, and not its result
+    evaluation   the record has the step after which it is due, but not its result
     data wait    the server holds the data back, and the record stands still
-    report       the record has the end of the run, and the page is not there
+    report       the record has the end of the run, but the page does not exist
 
-A moment in it is drawn, and then nothing is left to chance: all ranks are stopped (SIGSTOP), and
-only if the phase is still there the fault comes, to ranks that cannot leave it. Otherwise they go
-on to the next time.
+After a random delay in the phase, all ranks are stopped (SIGSTOP). If the phase still lasts, the
+fault is sent to ranks that cannot leave it. Otherwise they continue until the phase's next
+occurrence.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ Phase = Literal["start", "step", "save", "upload", "evaluation", "data wait", "r
 PHASES: tuple[Phase, ...] = get_args(Phase)
 SAVE_EVERY_STEPS = 3
 EVALUATE_EVERY_STEPS = 6
-"""As `processes.write_config` has them."""
+"""The steps of an epoch in `processes.write_config`."""
 STILL_S = 0.3
-"""For so long a record has no new line before a run counts as waiting; a step takes a tenth."""
+"""A run counts as waiting after this long without a new line in the record; a step takes a tenth of
+it."""
 LONGEST_S = {"start": 1.5, "report": 2.0, "step": 0.02, "evaluation": 0.01}
-"""Of the drawn delay before the fault, for phases that last as long, warm; it is halved after each
-time that came too late."""
+"""The scale of the drawn delay before the fault, for phases of a warm run; it is halved each time
+the fault comes too late."""
 FOUND_WITHIN_S = 240.0
 
 
 class Missed(Exception):
-    """The run has ended before the phase was there at the moment that was drawn."""
+    """The run ended before the phase occurred at the drawn moment."""
 
 
 @dataclass
 class Served:
-    """Where a run's data come from and where it goes to, and what holds either back.
+    """The source of a run's data and its destination, and how to hold either back.
 
-    settings: of the run's command. `hold`: called once at the start of the attempt that is to be
-    broken. `is_held`: whether the server holds a request now. `let_go`: all goes on.
+    settings: for the run's command. `hold`: called once at the start of the attempt to be broken.
+    `is_held`: whether the server holds a request now. `let_go`: release all requests.
     """
 
     settings: tuple[str, ...] = ()
@@ -70,12 +71,12 @@ class Served:
 def served(
     phase: Phase, folder: Path, shards: Path, rng: random.Random, s3: S3Server | None = None
 ) -> Iterator[Served]:
-    """What a phase needs besides a folder; `upload` needs a server. The run's own folder is
-    `folder / "run"` in any case."""
+    """The server that a phase needs; `upload` requires one. The run's own folder is always `folder
+    / "run"`."""
     if phase == "upload":
         assert s3 is not None, "an upload needs a server"
-        with _uploaded(s3, folder, rng) as found:
-            yield found
+        with _uploaded(s3, folder, rng) as source:
+            yield source
     elif phase == "data wait":
         files = {f"/set/{path.name}": path.read_bytes() for path in shards.iterdir()}
         with WebServer(files) as web:
@@ -83,45 +84,46 @@ def served(
     elif phase == "report":
         yield Served(("log.report=true",))
     elif phase == "evaluation":
-        yield Served(("eval.batch_size=1",))  # so that it lasts
+        yield Served(("eval.batch_size=1",))  # so that the phase lasts
     else:
         yield Served()
 
 
 @contextmanager
 def _uploaded(s3: S3Server, folder: Path, rng: random.Random) -> Iterator[Served]:
-    """A run at a URL, of whose objects the server holds one that is drawn."""
-    with Way(s3.port) as way:
+    """A run at a URL whose server holds back one randomly drawn object."""
+    with Way(s3.port) as proxy:
         url = f"{s3.new_bucket()}/runs/x"
-        left = [rng.randrange(1, 40)]  # of some 50 with saves in a run of 24 steps
+        left = [rng.randrange(1, 40)]  # of about 50 with saves in a run of 24 steps
         is_saving = False
 
         def fault(method: str, path: str) -> str | None:
             nonlocal is_saving
-            is_saving |= "/samples/" in path  # a save's first; config and record come at the start
+            # the first object of a save; config and record come at the start
+            is_saving |= "/samples/" in path
             if method != "PUT" or not is_saving or "lease.json" in path:
                 return None
             left[0] -= 1
             return "hold" if left[0] == 0 else None
 
         def hold() -> None:
-            way.fault = fault
+            proxy.fault = fault
 
         def let_go() -> None:
-            way.is_good()
-            way.let_go.set()
+            proxy.is_good()
+            proxy.let_go.set()
 
         local = f"run.local_dir={folder / 'run'}"
         yield Served(
             (f"run.dir={url}", local, "run.lease_s=2"),
             hold,
-            lambda: way.is_holding.is_set() and not way.let_go.is_set(),
+            lambda: proxy.is_holding.is_set() and not proxy.let_go.is_set(),
             let_go,
         )
 
 
 def _fetched(web: WebServer, folder: Path, shards: Path) -> Served:
-    """Data behind a server that answers no more from a step on; the cache holds half of them, so
+    """Data behind a server that stops answering from a step on; the cache holds half of them, so
     that blocks are fetched all the time."""
     room_gib = sum(path.stat().st_size for path in shards.glob("train-*.tar")) * 0.75 / (1 << 30)
     asked_before = [0]
@@ -157,14 +159,14 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def unfinished(run_dir: Path) -> list[Path]:
-    """What a save, or a page, writes now, or a kill has left."""
-    found = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
-    return [*found, *run_dir.glob("*/.*.tmp")]
+    """The unfinished files of a save or a page, also of a killed one."""
+    paths = [*run_dir.glob(".*.tmp"), *run_dir.glob("checkpoints/.tmp_*")]
+    return [*paths, *run_dir.glob("*/.*.tmp")]
 
 
 @dataclass
 class Watched:
-    """An attempt of a run, from outside. num_starts: `start` lines before it."""
+    """An attempt of a run, observed from outside. num_starts: `start` lines before it."""
 
     run: Background
     run_dir: Path
@@ -174,13 +176,13 @@ class Watched:
     _seen: tuple[int, float] = field(default=(0, 0.0))
 
     def lines(self) -> list[dict[str, Any]]:
-        """Of this attempt; none before its `start` line."""
+        """The lines of this attempt; none before its `start` line."""
         lines = lines_of(self.run_dir)
         starts = [number for number, line in enumerate(lines) if line["kind"] == "start"]
         return lines[starts[-1] :] if len(starts) > self.num_starts else []
 
     def is_in(self, phase: Phase) -> bool:
-        """Whether it is there now."""
+        """Return whether the run is in the phase now."""
         if phase == "save" and not unfinished(self.run_dir):
             return False
         if phase == "upload":
@@ -206,7 +208,7 @@ class Watched:
         return steps[-1] % SAVE_EVERY_STEPS != 0 and not is_due and not unfinished(self.run_dir)
 
     def _stands_still(self, num_lines: int) -> bool:
-        """Whether the record has had no new line for `STILL_S`."""
+        """Return whether the record has had no new line for `STILL_S`."""
         now = time.monotonic()
         if num_lines != self._seen[0]:
             self._seen = num_lines, now
@@ -214,17 +216,17 @@ class Watched:
 
     @contextmanager
     def stopped_in(self, phase: Phase, rng: random.Random, scale: float = 1.0) -> Iterator[list]:
-        """All ranks are stopped while the phase is there, to the end of the block; yields their
-        process ids. scale: of the drawn delay. Raises Missed."""
+        """Stop all ranks in the phase until the end of the block; yield their process ids. scale:
+        of the drawn delay. Raises Missed."""
         deadline = time.monotonic() + FOUND_WITHIN_S
         self._wait_until(lambda: phase == "start" or self._is_ready(), phase, deadline)
         self._wait_until(lambda: bool(self.run.workers()), phase, deadline)
-        pids = self.run.workers()  # now: to look for them takes longer than a save
+        pids = self.run.workers()  # early, because the search takes longer than a save
         while True:
             self._wait_until(lambda: self.is_in(phase), phase, deadline)
             time.sleep(rng.uniform(0, LONGEST_S.get(phase, 0.0) * scale))
             if phase == "start":
-                pids = self.run.workers()  # some have begun meanwhile
+                pids = self.run.workers()  # some processes have started since the search
             with stopped(pids):
                 if pids and self.run.process.poll() is None and self.is_in(phase):
                     yield pids
@@ -237,12 +239,13 @@ class Watched:
         while not is_there():
             if self.run.process.poll() is not None or time.monotonic() > deadline:
                 raise Missed(f"{phase}: not seen\n{self.run.end()}")
-            time.sleep(0.001 if phase == "save" else 0.004)  # a look costs what the ranks need
+            # a look takes processor time from the ranks
+            time.sleep(0.001 if phase == "save" else 0.004)
 
 
 @contextmanager
 def stopped(pids: Iterable[int]) -> Iterator[None]:
-    """Processes stand still, with all of their threads, to the end of the block."""
+    """Stop processes with all of their threads until the end of the block."""
     pids = list(pids)
     for pid in pids:
         with suppress(ProcessLookupError):
@@ -258,7 +261,8 @@ def stopped(pids: Iterable[int]) -> Iterator[None]:
 
 
 def _wait_until_stopped(pid: int) -> None:
-    """A thread in a system call that cannot be interrupted, as fsync, completes it first."""
+    """Wait until all threads are stopped: one in an uninterruptible system call such as fsync
+    completes it first."""
     deadline = time.monotonic() + FOUND_WITHIN_S
     while any(state not in "TtZX" for state in states_of_threads(pid).values()):
         assert time.monotonic() < deadline, f"process {pid} does not stop"

@@ -1,4 +1,4 @@
-"""Runs that go on, after kills, on another number of ranks each time, and two runs at once."""
+"""Runs that continue after kills on a different number of ranks each time, and two runs at once."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ EXACT = ("train.exact_over_ranks=true", "data.micro_batch_size=4")
 def on_each_number(
     whole: Whole, folder: Path, numbers: Sequence[int], rng: random.Random
 ) -> list[str]:
-    """Train in `folder` on so many ranks one after another; all but the last are killed, as far as
-    the way to the end is divided evenly, one rank or all of them. Returns what is wrong.
+    """Train in `folder` on these numbers of ranks in turn. All attempts but the last are killed at
+    even distances, one rank or all of them. Return the faults.
 
-    `whole` runs exactly over ranks, or only its batches are compared.
+    `whole` runs exactly over ranks; otherwise only its batches are compared.
     """
     run_dir = folder / "run"
     for number, ranks in enumerate(numbers[:-1], 1):
@@ -40,20 +40,20 @@ def on_each_number(
 
 
 def two_at_once(whole: Whole, folder: Path) -> list[str]:
-    """Train twice at the same time on this node, and once more into a folder that is in use.
-    Returns what is wrong."""
+    """Train twice at the same time on this node, and try a third run in a folder that is in use.
+    Return the faults."""
     folders = [folder / "one", folder / "two"]
     jobs = [Background(whole.config, run_dir, *whole.settings) for run_dir in folders]
     jobs[0].wait_for_step(1)
-    words = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
-    with stopped(jobs[0].workers()):  # it lasts longer than a third waits for its end
-        third = run("launch/train.py", *words, ranks=2)
+    arguments = ["--config", whole.config, f"run.dir={folders[0]}", *TINY, *whole.settings]
+    with stopped(jobs[0].workers()):  # the job outlasts a third one that waits for its end
+        third = run("launch/train.py", *arguments, ranks=2)
     faults = []
     if third.returncode == 0 or "in use by a live run" not in third.stderr:
         faults.append(f"a third into the first's folder: {third.returncode}, {third.stderr}")
     for job, run_dir in zip(jobs, folders, strict=True):
-        said = job.end()
+        output = job.end()
         if job.process.returncode != 0:
-            faults.append(f"status {job.process.returncode}: {said}")
+            faults.append(f"status {job.process.returncode}: {output}")
         faults += whole.faults_of(run_dir, whole.state(2))
     return faults

@@ -1,5 +1,5 @@
-"""What a run must survive, in numbers: each part prints one line, and the exit status is 1 if one
-of them failed. Under an hour on two cores.
+"""Break runs many times: each part prints one line, and the exit status is 1 if one of them
+failed. Under an hour on two cores.
 
     python tests/faults/soak.py [--count 100] [--parts kills signals ...] [--seed 0]
 
@@ -14,9 +14,9 @@ of them failed. Under an hour on two cores.
     exits      count / 5 finished runs on two ranks, each with status 0
     secrets    tests/project/test_secrets.py
 
-What is killed and compared forks interpreters that have imported torch, to save time; `steps`,
-`starts` and `exits`, for which it matters, have interpreters of their own. A part that fails tells
-the cases, and the folder with their runs stays.
+To save time, killed and compared runs are forks of interpreters that have imported torch; `steps`,
+`starts` and `exits` need real interpreters. A part that fails lists the cases and keeps the
+folder with their runs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
-# In the end the project's own folder is first: tests/data_prep has the name of a package, too, and
-# one that is installed to be edited is looked for last.
+# Put the project's own folder first: tests/data_prep has the name of a package, and an editable
+# installation is searched last.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -56,12 +56,12 @@ STOPPED_FOR_S = 60.0
 
 
 class Failed(Exception):
-    """Of a part: what it has found, one thing a line."""
+    """A failed part; its message has one fault a line."""
 
 
 @dataclass(frozen=True)
 class Soak:
-    """A folder for all runs, their shards, and what the command line asks for."""
+    """A folder for all runs, their shards, and the values of the command line."""
 
     folder: Path
     shards: Path
@@ -71,7 +71,7 @@ class Soak:
     seed: int
 
     def new_folder(self, name: str) -> Path:
-        """Of a case."""
+        """Make a folder for a case."""
         path = self.folder / name.replace(" ", "_")
         path.mkdir()
         return path
@@ -81,14 +81,14 @@ class Soak:
     def kills(self) -> str:
         """SIGKILL in random phases."""
         rng = random.Random(self.seed)
-        # all phases before any comes twice as often as another
+        # each phase once before any is repeated
         drawn = [phase for _ in range(-(-self.count // len(PHASES))) for phase in PHASES]
         cases = [(phase, signal.SIGKILL) for phase in drawn[: self.count]]
         rng.shuffle(cases)
         phases = Counter(phase for phase, _ in cases)
-        said = ", ".join(f"{phase} {phases[phase]}" for phase in PHASES)
+        numbers = ", ".join(f"{phase} {phases[phase]}" for phase in PHASES)
         tally = self._broken("kills", cases, rng)
-        return f"SIGKILL of a random rank or all in a random phase ({said}): {tally}"
+        return f"SIGKILL of a random rank or all in a random phase ({numbers}): {tally}"
 
     def signals(self) -> str:
         """SIGTERM and SIGUSR1 in each phase."""
@@ -103,11 +103,11 @@ class Soak:
     ) -> str:
         faults = []
         with S3Server() as s3, Meter(name, len(cases), "cases") as meter:
-            for number, (phase, which) in enumerate(cases):
+            for number, (phase, signal_to_send) in enumerate(cases):
                 folder = self.new_folder(f"{name}{number}_{phase}")
-                broken = broken_and_continued(self.whole, folder, phase, which, rng, s3)
+                broken = broken_and_continued(self.whole, folder, phase, signal_to_send, rng, s3)
                 if broken.faults:
-                    faults.append(f"{folder}: {which.name} {broken}")
+                    faults.append(f"{folder}: {signal_to_send.name} {broken}")
                 else:
                     shutil.rmtree(folder)
                 meter.update(number + 1)
@@ -140,8 +140,10 @@ class Soak:
         for name, settings in (("plain", ()), ("exact", ranks.EXACT)):
             whole = Whole(self.folder, self.shards, *settings, steps=48, batch=24)
             rng = random.Random(self.seed)
-            found = ranks.on_each_number(whole, self.new_folder(f"ranks_{name}"), (4, 2, 3, 1), rng)
-            faults += [f"{name}: {fault}" for fault in found]
+            rank_faults = ranks.on_each_number(
+                whole, self.new_folder(f"ranks_{name}"), (4, 2, 3, 1), rng
+            )
+            faults += [f"{name}: {fault}" for fault in rank_faults]
         tally = _tally(2, faults, "each batch the planned one; exact: the bits of one rank")
         return f"4 -> 2 -> 3 -> 1 ranks, killed in between, plain and exact: {tally}"
 
@@ -170,18 +172,19 @@ class Soak:
         return f"{self.count} starts in one process: {_tally(1, faults, sentence)}"
 
     def outage(self) -> str:
-        """The server of the data is away."""
+        """The server of the data fails for a while."""
         away_s = 60 * self.away_minutes
         faults = []
         for kind in ("http", "s3"):
             folder = self.new_folder(f"outage_{kind}")
-            said, equal = outage.trained_through(kind, folder, self.shards, away_s, 120 + away_s)
-            faults += [] if equal else [f"{kind}: different from the undisturbed run\n{said}"]
+            output, equal = outage.trained_through(kind, folder, self.shards, away_s, 120 + away_s)
+            faults += [] if equal else [f"{kind}: different from the undisturbed run\n{output}"]
         tally = _tally(2, faults, "waited, bit-equal")
         return f"the data's server away for {self.away_minutes:g} minutes (http, S3): {tally}"
 
     def exits(self) -> str:
-        """Whole runs: the end of an interpreter with threads of gloo is a race of its own."""
+        """Whole runs: an interpreter that ends with threads of gloo has a race that only exits can
+        show."""
         times = max(self.count // 5, 1)
         config = write_config(self.folder, self.shards, "exits.yaml", steps=2)
         faults = []
@@ -195,19 +198,19 @@ class Soak:
         return f"runs on two ranks that are left to finish: {_tally(times, faults, 'status 0')}"
 
     def secrets(self) -> str:
-        """Planted, and looked for in all that is left and printed."""
+        """Plant secrets, and search all files and all output for them."""
         line = [sys.executable, "-m", "pytest", "-q", "-n0", "tests/project/test_secrets.py"]
         done = subprocess.run(line, cwd=REPOSITORY, capture_output=True, text=True)
         faults = [] if done.returncode == 0 else [done.stdout + done.stderr]
-        told = (done.stdout.strip().splitlines() or [""])[-1]
-        return f"eight kinds of planted secrets: {_tally(1, faults, f'nowhere ({told})')}"
+        last_line = (done.stdout.strip().splitlines() or [""])[-1]
+        return f"eight kinds of planted secrets: {_tally(1, faults, f'nowhere ({last_line})')}"
 
 
-def _tally(num_cases: int, faults: Sequence[str], words: str) -> str:
-    """What a line ends with. Raises Failed if there are faults."""
+def _tally(num_cases: int, faults: Sequence[str], result: str) -> str:
+    """Return the end of a part's line. Raises Failed if there are faults."""
     if faults:
         raise Failed(f"{len(faults)} faults in {num_cases} cases\n" + "\n".join(faults))
-    return f"{num_cases}/{num_cases} {words}" if num_cases > 1 else words
+    return f"{num_cases}/{num_cases} {result}" if num_cases > 1 else result
 
 
 PARTS: dict[str, Callable[[Soak], str]] = {
@@ -220,7 +223,7 @@ PARTS: dict[str, Callable[[Soak], str]] = {
 
 
 def read_command_line() -> argparse.Namespace:
-    """The flags above."""
+    """Parse the flags above."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -237,9 +240,9 @@ def read_command_line() -> argparse.Namespace:
 
 
 def main() -> int:
-    """The command line above."""
+    """Run the command line above."""
     args = read_command_line()
-    if args.folder is None:  # outside of the session's own, which goes with it
+    if args.folder is None:  # outside the session's temporary folder, which is removed at the end
         args.folder = Path(tempfile.mkdtemp(prefix="vit-soak-"))
     args.folder.mkdir(parents=True, exist_ok=True)
     families.begin_session()
@@ -254,7 +257,7 @@ def main() -> int:
             part_began_s = time.monotonic()
             try:
                 line = PARTS[name](soak)
-            except Exception as error:  # the other parts are still to come
+            except Exception as error:  # the next parts still run
                 failed.append(name)
                 line = f"{name}: FAILED: {error}"
             print(f"{line} [{duration(time.monotonic() - part_began_s)}]", flush=True)

@@ -1,9 +1,9 @@
-"""SIGSTOP for a while of a rank, a loader worker and the thread that writes, and SIGCONT: the run
-goes on to the same bits.
+"""Stop a rank, a loader worker or the writing thread for a while: the run must continue to the same
+bits.
 
-A signal stops a process with all of its threads. The thread that writes is stopped alone, as by a
-disk that does not answer, by the means of debuggers (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT):
-training goes on to the next save, and waits there.
+SIGSTOP stops a process with all of its threads. The writing thread is stopped alone, as by a disk
+that does not answer, with the debugger's system call (ptrace, PTRACE_SEIZE and PTRACE_INTERRUPT):
+training continues to the next save, and waits there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGETS = ("rank", "worker", "writer")
 _SEIZE = 0x4206
 _INTERRUPT = 0x4207
 _DETACH = 17
-"""Of <linux/ptrace.h>."""
+"""Constants of <linux/ptrace.h>."""
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
 _libc.ptrace.restype = ctypes.c_long
@@ -33,10 +33,10 @@ _libc.ptrace.restype = ctypes.c_long
 def stopped_and_continued(
     whole: Whole, folder: Path, target: str, for_s: float, rng: random.Random
 ) -> list[str]:
-    """Train on two ranks in `folder`, stop `target` (of `TARGETS`) for so long, and compare.
+    """Train on two ranks in `folder`, stop `target` (of `TARGETS`) for a while, and compare.
 
-    Returns what is wrong. Meanwhile the run must come to stand, but not for a worker, for which
-    another one may work. Raises PermissionError where threads may not be traced.
+    Returns the faults. The run must come to a halt in that time, except for a worker, which another
+    worker may replace. Raises PermissionError if threads may not be traced.
     """
     run_dir = folder / "run"
     run = Background(
@@ -68,14 +68,15 @@ def stopped_and_continued(
                 faults = _waits(
                     run_dir, for_s, lambda: {*states_of_threads(victim).values()} == {"T"}
                 )
-    said = run.end()
+    output = run.end()
     if run.process.returncode != 0:
-        return [*faults, f"status {run.process.returncode}: {said}"]
+        return [*faults, f"status {run.process.returncode}: {output}"]
     return faults + whole.faults_of(run_dir, whole.state(2))
 
 
 def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[str]:
-    """What is wrong in the next `for_s`: the record must come to stand, and not end."""
+    """Return the faults of the next `for_s`: the record must stand still, and the run must not
+    end."""
     time.sleep(0.9 * for_s)
     before = len(lines_of(run_dir))
     time.sleep(0.1 * for_s)
@@ -85,7 +86,7 @@ def _waits(run_dir: Path, for_s: float, is_stopped: Callable[[], bool]) -> list[
 
 
 def _newest_thread(pid: int) -> int:
-    """Of rank 0 that writes: each save has a thread of its own, made after all others."""
+    """The writing thread of rank 0: each save starts a new thread after all others."""
 
     def began_at(thread: int) -> int:
         return int((stat_of(pid, thread) or ["0"] * 20)[19])

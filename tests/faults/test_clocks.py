@@ -1,4 +1,4 @@
-"""The clock on the wall is set while something runs: what has passed is measured by another one."""
+"""The wall clock is set during a run; durations must come from a monotonic clock."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ time_t time(time_t *result) {
 
 
 class Clock:
-    """Stands for time.time, and can be set."""
+    """A replacement for time.time that a test can set."""
 
     def __init__(self) -> None:
         self.off_s = 0.0
@@ -81,7 +81,7 @@ def clock(monkeypatch) -> Clock:
 
 
 @pytest.mark.parametrize("off_s", [HOURS_S, -HOURS_S])
-def test_times_in_the_record_are_as_far_apart_as_what_has_passed(tmp_path, clock, off_s):
+def test_times_in_the_record_differ_by_the_time_that_passed(tmp_path, clock, off_s):
     began_s = time.time()
     record = Record(tmp_path, LogConfig(), True, total_steps=9)
     record.write("train", 1, loss=1.0)
@@ -94,7 +94,9 @@ def test_times_in_the_record_are_as_far_apart_as_what_has_passed(tmp_path, clock
 
 
 @pytest.mark.parametrize("off_s", [HOURS_S, -HOURS_S])
-def test_an_outage_lasted_as_long_as_it_did(clock, caplog, monkeypatch, off_s):
+def test_the_length_of_an_outage_does_not_depend_on_the_wall_clock(
+    clock, caplog, monkeypatch, off_s
+):
     monkeypatch.setattr("vit.system.retry.WARN_AFTER_S", 0.0)
     attempts = iter([RetryableError("away"), RetryableError("away"), None])
 
@@ -111,8 +113,9 @@ def test_an_outage_lasted_as_long_as_it_did(clock, caplog, monkeypatch, off_s):
     assert "answers again after 0 s" in caplog.text
 
 
-def test_a_block_from_a_time_to_come_is_not_kept_for_ever(tmp_path, clock):
-    """A clock that was ahead; without a touch the block would always be the last to go."""
+def test_evicts_a_block_whose_time_is_in_the_future(tmp_path, clock):
+    """A clock that was ahead must not keep a block: without a new access time it would always be
+    evicted last."""
     cache = BlockCache(tmp_path / "cache", 1.0)
     (tmp_path / "cache" / "set").mkdir()
     assert cache.fetch("set/a.block", lambda: Fetched(b"abcd", [4])) == b"abcd"
@@ -124,8 +127,9 @@ def test_a_block_from_a_time_to_come_is_not_kept_for_ever(tmp_path, clock):
 
 @pytest.mark.full
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
-def test_a_training_whose_clock_is_set_ends_with_the_same_bits(tmp_path, config):
-    """Both ranks and torchrun, which meets them by its own clocks and time-outs."""
+def test_setting_the_clock_does_not_change_the_bits_of_a_training(tmp_path, config):
+    """Set the clock for both ranks and for torchrun, whose rendezvous has its own clocks and
+    time-outs."""
     steps = ("train.steps=100", "checkpoint.every_steps=25", "eval.every_steps=100")
     train(config, tmp_path / "whole", *steps, ranks=2)
     (tmp_path / "shim.c").write_text(SHIM)
@@ -135,8 +139,8 @@ def test_a_training_whose_clock_is_set_ends_with_the_same_bits(tmp_path, config)
     off = tmp_path / "off"
     off.write_text("0")
     run_dir = tmp_path / "run"
-    words = ("--config", config, f"run.dir={run_dir}", *TINY, *steps, "run.hang_timeout_s=60")
-    line = command("launch/train.py", *words, ranks=2, python=sys.executable)
+    arguments = ("--config", config, f"run.dir={run_dir}", *TINY, *steps, "run.hang_timeout_s=60")
+    line = command("launch/train.py", *arguments, ranks=2, python=sys.executable)
     env = {**environment(), "LD_PRELOAD": str(shim), "VIT_TEST_CLOCK": str(off)}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with Family(line, env=env, cwd=REPOSITORY, **pipes) as family:
@@ -152,13 +156,13 @@ def test_a_training_whose_clock_is_set_ends_with_the_same_bits(tmp_path, config)
     assert final_state(run_dir, 100) == final_state(tmp_path / "whole", 100)
     assert "ETA -" not in printed
     lines = map(json.loads, (run_dir / METRICS_FILE).read_text().splitlines())
-    times = [found["time"] for found in lines]
+    times = [line["time"] for line in lines]
     assert times == sorted(times)
     assert times[-1] - times[0] < 600
 
 
 def set_clock(off: Path, seconds: int) -> None:
-    """Let all processes see it at once: a file that is being written reads as nothing."""
+    """Change the clock's file atomically, because a file that is being written reads as empty."""
     new = off.with_name("new")
     new.write_text(str(seconds))
     os.replace(new, off)

@@ -1,5 +1,5 @@
-"""Two hosts of which one is cut off, switched off or slow: torchrun's own commands, in namespaces
-of this machine."""
+"""Two hosts of which one is cut off, switched off or slow, with the real torchrun, in namespaces of
+this machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.full
 STEPS = 200
 SPARSE = ("log.every_steps=20", "eval.every_steps=200", "checkpoint.every_steps=25")
 ENDS_WITHIN_S = 150.0
-"""Torchrun's own 30 s and ours, and the starts of a loaded machine."""
+"""Torchrun's time-out of 30 s and the project's, and the starts of a loaded machine."""
 
 
 def wait_for_step(run_dir, step: int, timeout_s: float = 240) -> None:
@@ -35,7 +35,7 @@ def whole(tmp_path, config):
 
 
 def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_path, config, whole):
-    """TCP sends again what was lost."""
+    """TCP sends lost packets again."""
     run_dir = tmp_path / "run"
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=120")
     wait_for_step(run_dir, 40)
@@ -46,7 +46,7 @@ def test_a_cut_that_is_shorter_than_the_limit_changes_nothing(two_hosts, tmp_pat
     assert final_state(run_dir, STEPS) == whole
 
 
-def test_after_a_longer_cut_both_sides_end_and_say_what_is_lost(two_hosts, tmp_path, config):
+def test_after_a_longer_cut_both_hosts_end_and_name_the_lost_rank(two_hosts, tmp_path, config):
     first, second = two_hosts.hosts
     run_dir = tmp_path / "run"
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
@@ -54,13 +54,13 @@ def test_after_a_longer_cut_both_sides_end_and_say_what_is_lost(two_hosts, tmp_p
     two_hosts.cut()
     assert first.end(ENDS_WITHIN_S) == 1
     assert "error: rank 1 on second has not been heard of for 5 s; last at step" in first.printed()
-    assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store for ever"
-    told = "error: rank 1 on second has not reached the store of torchrun at first:"
-    assert second.printed().count(told) == 1
-    assert "last at step" in second.printed().partition(told)[2]
+    assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store without end"
+    message = "error: rank 1 on second has not reached the store of torchrun at first:"
+    assert second.printed().count(message) == 1
+    assert "last at step" in second.printed().partition(message)[2]
 
 
-def test_restarts_of_torchrun_go_on_when_the_cable_is_back(two_hosts, tmp_path, config, whole):
+def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_path, config, whole):
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     restarts = ("--max-restarts=3", "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=60")
@@ -76,8 +76,8 @@ def test_restarts_of_torchrun_go_on_when_the_cable_is_back(two_hosts, tmp_path, 
 
 
 @pytest.mark.parametrize("is_cut", [False, True], ids=["killed", "switched off"])
-def test_a_host_that_is_gone_ends_the_other(two_hosts, tmp_path, config, is_cut):
-    """Killed processes end their connections; a host without power says nothing."""
+def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, config, is_cut):
+    """Killed processes close their connections; a host without power sends nothing."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
@@ -91,7 +91,7 @@ def test_a_host_that_is_gone_ends_the_other(two_hosts, tmp_path, config, is_cut)
 
 
 def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
-    """Nobody is left who could judge; the other host ends by itself."""
+    """No process is left that could report the loss, so the other host must end on its own."""
     run_dir = tmp_path / "run"
     first, second = two_hosts.hosts
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", "train.steps=100000")
@@ -102,7 +102,7 @@ def test_the_host_of_the_store_is_switched_off(two_hosts, tmp_path, config):
     assert "rank 1 on second has not reached the store of torchrun at first:" in second.printed()
 
 
-def test_a_slow_link_costs_time_only(two_hosts, tmp_path, config, whole):
+def test_a_slow_link_only_costs_time(two_hosts, tmp_path, config, whole):
     run_dir = tmp_path / "run"
     two_hosts.slow_down("10mbit")
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=60")

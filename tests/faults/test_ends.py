@@ -1,5 +1,5 @@
-"""A terminal that is closed, signals before the first step and after the last one, a limit that is
-reached, ranks that were started otherwise."""
+"""A closed terminal, signals before the first step and after the last one, an exhausted limit, and
+ranks that were started differently."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 48
 
 def test_a_closed_terminal_is_remembered_but_not_after_nohup():
     def heard(number, frame):
-        """In place of the default, by which this process would end."""
+        """A handler in place of the default action, which would end this process."""
 
     before = signal.getsignal(signal.SIGHUP)
     try:
@@ -42,7 +42,7 @@ def test_a_closed_terminal_is_remembered_but_not_after_nohup():
 def test_a_signal_before_the_first_step_is_not_lost_where_errors_are_ignored():
     signals = StopSignals()
     try:
-        with suppress(Interrupted):  # as a `__del__` does
+        with suppress(Interrupted):  # as in a `__del__`
             os.kill(os.getpid(), signal.SIGTERM)
         signals.remember_only()
         assert signals.received == "SIGTERM"
@@ -50,16 +50,16 @@ def test_a_signal_before_the_first_step_is_not_lost_where_errors_are_ignored():
         signals.restore()
 
 
-def test_where_no_more_files_may_be_opened_the_limit_is_named():
+def test_names_the_limit_when_no_more_files_may_be_opened():
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, limit[1]))
         with pytest.raises(OSError, match="Too many open files") as error:
             open("/dev/null").close()
-        said = problem_of(error.value)
+        problem = problem_of(error.value)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    assert said == (
+    assert problem == (
         "Too many open files: this process may have 3; raise that (`ulimit -n`) and run the same"
         " command again"
     )
@@ -75,34 +75,35 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("word", "said"),
+    ("word", "difference"),
     [
         ("optim.lr=0.5", "optim.lr: 0.001 on rank 0, 0.5 on rank 1"),
         ("eval.every_steps=5", "eval.every_steps: 6 on rank 0, 5 on rank 1"),
         ("data.num_workers=1", ""),
     ],
 )
-def test_ranks_that_are_started_with_other_settings_are_refused(tmp_path, config, word, said):
-    """As where the config file of one host was edited: each would train a model of its own."""
+def test_refuses_ranks_with_different_settings(tmp_path, config, word, difference):
+    """An edited config file on one host must be reported: each rank would train a different
+    model."""
     script = tmp_path / "otherwise.py"
     script.write_text(OTHERWISE)
     run_dir = tmp_path / "run"
-    words = ("--config", config, f"run.dir={run_dir}", *TINY, "train.steps=2", word)
-    line = command("launch/train.py", *words, ranks=2)
+    arguments = ("--config", config, f"run.dir={run_dir}", *TINY, "train.steps=2", word)
+    line = command("launch/train.py", *arguments, ranks=2)
     line.insert(line.index(str(COMMANDS / "launch/train.py")), str(script))
     done = call(line)
-    if not said:
+    if not difference:
         assert done.returncode == 0, done.stderr
         return
     assert "error: rank 1 on " in done.stderr
-    assert f" was started with other settings than rank 0:\n  {said}\nStart" in done.stderr
+    assert f" was started with other settings than rank 0:\n  {difference}\nStart" in done.stderr
     assert done.returncode != 0
     assert not run_dir.exists()
 
 
 @pytest.mark.full
-def test_a_run_whose_terminal_is_closed_is_saved_and_goes_on(tmp_path, config):
-    """The terminal tells each of its processes, also the loader's workers."""
+def test_saves_when_the_terminal_is_closed_and_resumes(tmp_path, config):
+    """A terminal signals each of its processes, also the loader's workers."""
     settings = (f"train.steps={STEPS}", "data.num_workers=2", "checkpoint.every_steps=1000")
     train(config, tmp_path / "whole", *settings, ranks=2)
     run = Background(config, tmp_path / "run", *settings, ranks=2, cold=True)
@@ -110,17 +111,17 @@ def test_a_run_whose_terminal_is_closed_is_saved_and_goes_on(tmp_path, config):
     ranks = run.trainers()
     for pid in [*(worker for rank in ranks for worker in children(rank)), *ranks]:
         os.kill(pid, signal.SIGHUP)
-    said = run.end()
-    assert run.process.returncode == 0, said
+    output = run.end()
+    assert run.process.returncode == 0, output
     mark = json.loads((tmp_path / "run" / "stopped_early").read_text())
     assert 4 <= mark["step"] < STEPS
-    assert f"stopped at step {mark['step']} of {STEPS}, saved" in said
+    assert f"stopped at step {mark['step']} of {STEPS}, saved" in output
     train(config, tmp_path / "run", *settings, ranks=2)
     assert final_state(tmp_path / "run", STEPS) == final_state(tmp_path / "whole", STEPS)
 
 
 @pytest.mark.full
-def test_a_finished_run_is_not_ended_by_a_rank_that_waits_for_the_report(tmp_path, config):
+def test_a_signal_to_a_waiting_rank_does_not_end_a_finished_run(tmp_path, config):
     run = Background(config, tmp_path / "run", "log.report=true", ranks=2, cold=True)
     run.wait_for_step(12)
     first, second = run.trainers()
@@ -128,24 +129,24 @@ def test_a_finished_run_is_not_ended_by_a_rank_that_waits_for_the_report(tmp_pat
     while lines_of(tmp_path / "run")[-1]["kind"] != "end":
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    with stopped([first]):  # it draws
-        time.sleep(1)  # the other one has closed its run meanwhile, and waits
+    with stopped([first]):  # it draws the report
+        time.sleep(1)  # the other rank has closed its run by now, and waits
         os.kill(second, signal.SIGTERM)
         while _pending(second):
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    said = run.end()
-    assert run.process.returncode == 0, said
+    output = run.end()
+    assert run.process.returncode == 0, output
     assert (tmp_path / "run" / "report" / "index.html").exists()
 
 
 def _pending(pid: int) -> int:
-    """The signals that have come to a process and not reached it yet; none of one that ended."""
+    """The pending signals of a process; none if it has ended."""
     lines = status_of(pid)
     return int(lines.get("SigPnd", "0"), 16) | int(lines.get("ShdPnd", "0"), 16)
 
 
-def test_places_on_a_host_are_no_other_settings():
+def test_paths_of_a_host_do_not_count_as_different_settings():
     def hash_of(rate: float, place: str) -> str:
         data = {"root": place, "sources": [{"root": f"{place}/more"}]}
         return settings_sha256({"optim": {"lr": rate}, "data": data})

@@ -1,4 +1,5 @@
-"""What a process holds does not grow with its steps and starts; and a leak would be seen."""
+"""A process's memory, descriptors and threads do not grow with its steps and starts; and the check
+detects a leak."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from processes import TINY, run_here, write_config
     ],
 )
 def test_a_leak_is_seen_through_the_noise(leak, named):
-    """One descriptor of ten saves; 50 KiB a save, an eighth of the state."""
+    """A leak of one descriptor in ten saves, and of 50 KiB a save, an eighth of the state."""
     rng = np.random.default_rng(0)
     looks = [
         Look(
@@ -41,9 +42,7 @@ def test_a_leak_is_seen_through_the_noise(leak, named):
 
 
 @pytest.mark.slow
-def test_starts_leave_no_descriptor_and_no_thread_and_clear_away_what_kills_left(
-    tmp_path: Path, shards
-):
+def test_starts_leak_no_descriptor_or_thread_and_remove_leftovers_of_kills(tmp_path: Path, shards):
     config = write_config(tmp_path, shards)
     run_dir = tmp_path / "run"
     looks = []
@@ -52,7 +51,7 @@ def test_starts_leave_no_descriptor_and_no_thread_and_clear_away_what_kills_left
         run_here("launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, *steps)
         gc.collect()
         looks.append(look("self", number))
-    # More after each start: what other tests of this process have left comes and goes once.
+    # Compare later starts only: leftovers of other tests in this process disappear once.
     for numbers in ([each.descriptors for each in looks], [each.threads for each in looks]):
         assert any(after <= before for before, after in pairwise(numbers)), numbers
     (run_dir / "checkpoints" / ".tmp_step_00000012").mkdir()
@@ -65,17 +64,17 @@ def test_starts_leave_no_descriptor_and_no_thread_and_clear_away_what_kills_left
     assert sorted(path.name for path in unfinished(run_dir)) == [
         *(".config.yaml.elsewhere.1.tmp", ".index.html.elsewhere.1.tmp"),
         ".last.safetensors.elsewhere.1.tmp",
-    ], "of other hosts only what is old: it may be in work"
+    ], "a recent file of another host may be in use"
 
 
 @pytest.mark.full
-def test_over_many_saves_of_one_run(tmp_path, shards):
+def test_resources_stay_flat_over_many_saves_of_one_run(tmp_path, shards):
     sentences, faults = over_steps(Whole(tmp_path, shards, steps=600), tmp_path / "steps")
     assert not faults
     assert len(sentences) == 2
 
 
 @pytest.mark.full
-def test_over_many_starts_in_one_process(tmp_path, shards):
+def test_resources_stay_flat_over_many_starts_in_one_process(tmp_path, shards):
     _, faults = over_starts(Whole(tmp_path, shards), tmp_path / "starts", 30)
     assert not faults

@@ -1,9 +1,9 @@
-"""Each place that writes, on a disk that is full, or becomes it in the middle of the work.
+"""Each writer on a disk that is full, or fills up during the work.
 
-One line for people names the place; what has its final name is whole, as it was before or as it is
-to be; nothing half-written is left; and with room the same call does all of it. Writers whose full
-disks have tests of their own: checkpoints and weights (tests/checkpoint/test_saver.py), the cache
-of blocks (tests/data/storage), `--check` (tests/extras/planner/check), shards
+One printed line names the place. A file with its final name is whole, either the old or the new
+one; no half-written file is left; and with room the same call succeeds. Writers whose full disks
+are tested elsewhere: checkpoints and weights (tests/checkpoint/test_saver.py), the cache of blocks
+(tests/data/storage), `--check` (tests/extras/planner/check), shards
 (tests/data_prep/test_prep_errors.py).
 """
 
@@ -54,7 +54,7 @@ from vit.weights.programs import Subject
 ALONE = World(0, 1, torch.device("cpu"))
 FACTS = {"num_classes": 3, "grid_size": [2, 2], "class_names": ["a", "b", "c"]}
 PAGE_KIB = 4
-"""A file takes whole ones, and the smallest has one."""
+"""The size of a page: a file takes whole pages, and the smallest has one."""
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +78,20 @@ def disk(mounted, tmp_path) -> Iterator[Path]:
 
 
 class Writer(NamedTuple):
-    """What writes into a folder, after what is there before it."""
+    """A function that writes into a folder, after `prepare` has made the folder's old files."""
 
     write: Callable[[Path], object]
     prepare: Callable[[Path], object] = lambda folder: None
     names: str = ""
-    """Of the file that the message is to name; "": the folder."""
+    """The file that the message must name; "" for the folder."""
     notes: str = ""
-    """A file of JSON that has times in it."""
+    """A JSON file that contains times."""
 
 
 def predictions(folder: Path, step: int = 7) -> None:
-    found = SimpleNamespace(predictions=torch.arange(3000))
+    evaluation = SimpleNamespace(predictions=torch.arange(3000))
     split = SimpleNamespace(index={"label": np.arange(3000)})
-    save_predictions(folder, found, split, step)
+    save_predictions(folder, evaluation, split, step)
 
 
 def losses(folder: Path) -> None:
@@ -136,7 +136,7 @@ def handed_over(folder: Path, program: str) -> None:
 
 def recipe(folder: Path) -> None:
     line = "torchrun main.py --model deit_small_patch16_224 --batch-size 128"
-    with chdir(folder):  # the file says how it was made
+    with chdir(folder):  # the file contains the command that made it
         run_here("launch/recipe.py", "import", line, "--out", "recipe.yaml")
 
 
@@ -151,21 +151,21 @@ def results(folder: Path) -> None:
     write_promises = pytest.importorskip("vit.extras.planner.benchmark.certificate").write_promises
     promise = {"what": "it trains", "passed": True, "said": "yes"}
     path = write_promises(folder, "a CPU", "cpu", [promise])
-    for written in (path, path.with_suffix(".md")):  # the date and the commit are in both
+    for written in (path, path.with_suffix(".md")):  # both files contain the date and the commit
         written.rename(folder / f"results{written.suffix}")
 
 
 def fetched(folder: Path) -> None:
     """A run at a URL, read through the cache on this disk."""
     local_run = pytest.importorskip("vit.extras.remote_runs.reading").local_run
-    there = Path(os.environ["PLACE_WITH_ROOM"])
-    (there / "weights").mkdir(exist_ok=True)
-    (there / "weights" / "last.safetensors").write_bytes(bytes(30_000))
+    place_at_url = Path(os.environ["PLACE_WITH_ROOM"])
+    (place_at_url / "weights").mkdir(exist_ok=True)
+    (place_at_url / "weights" / "last.safetensors").write_bytes(bytes(30_000))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "vit.extras.remote_runs.reading.cache_of", lambda url, kind: folder / "cache" / "run"
         )
-        local_run(f"file://{there}")
+        local_run(f"file://{place_at_url}")
 
 
 def page(folder: Path) -> None:
@@ -204,14 +204,14 @@ WRITERS = {
 
 def whole_files(folder: Path, notes: str) -> dict[str, str]:
     """Digests of all files but `notes`, which must be JSON."""
-    found = snapshot(folder)
-    if found.pop(notes, None) is not None:
+    digests = snapshot(folder)
+    if digests.pop(notes, None) is not None:
         json.loads((folder / notes).read_text())
-    return found
+    return digests
 
 
 def line_of(write: Callable[[Path], object], folder: Path) -> str:
-    """What is printed of the error that `write` ends with."""
+    """Return the printed line for the error that `write` raises."""
     try:
         write(folder)
     except Exception as error:
@@ -220,7 +220,7 @@ def line_of(write: Callable[[Path], object], folder: Path) -> str:
 
 
 REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
-"""What is written as another one is."""
+"""Writers that share their code with another writer."""
 
 
 @pytest.mark.parametrize(
@@ -230,10 +230,10 @@ REPEATED = ("pdf", "svg", "to huggingface", "to torchvision")
         for name in WRITERS
     ],
 )
-def test_the_place_is_named_nothing_is_half_written_and_it_works_with_room(
+def test_reports_a_full_disk_keeps_files_whole_and_works_with_room(
     name, disk, tmp_path, monkeypatch, capfd
 ):
-    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib dates its files
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "0")  # matplotlib would write the present time
     monkeypatch.setenv("PLACE_WITH_ROOM", str(tmp_path))
     writer = WRITERS[name]
     whole = tmp_path / "whole" / "place"
@@ -249,13 +249,13 @@ def test_the_place_is_named_nothing_is_half_written_and_it_works_with_room(
     for room_kib in {0, new_bytes // 2048 // PAGE_KIB * PAGE_KIB}:
         writer.prepare(place)
         filler = leave_free(disk, room_kib)
-        said = line_of(writer.write, place)
-        assert "No space left on device" in said
-        assert "\n" not in said
-        assert str(place / writer.names) in said or writer.names in said.split(":")[0]
-        found = whole_files(place, writer.notes)
-        for path in found.keys() | before.keys():
-            assert found.get(path) in (before.get(path), expected.get(path)), f"{path}: half"
+        line = line_of(writer.write, place)
+        assert "No space left on device" in line
+        assert "\n" not in line
+        assert str(place / writer.names) in line or writer.names in line.split(":")[0]
+        digests = whole_files(place, writer.notes)
+        for path in digests.keys() | before.keys():
+            assert digests.get(path) in (before.get(path), expected.get(path)), f"{path}: half"
             assert not path.endswith(".tmp")
             assert "/." not in f"/{path}" or path in expected
         assert "Exception ignored" not in capfd.readouterr().err
@@ -269,7 +269,7 @@ def test_the_place_is_named_nothing_is_half_written_and_it_works_with_room(
 # ---- what a run writes while it goes on ----------------------------------------------------------
 
 
-def test_a_line_of_the_record_that_found_no_room_is_written_again(disk):
+def test_writes_a_record_line_again_after_the_disk_was_full(disk):
     folder = disk / "run"
     folder.mkdir()
     record = Record(folder, LogConfig(), True, total_steps=9)
@@ -293,8 +293,8 @@ def test_a_line_of_the_record_that_found_no_room_is_written_again(disk):
     assert again[:-1] == lines
 
 
-def test_a_lock_needs_no_room(disk):
-    """A run is locked, whether or not its file can say by whom."""
+def test_locks_a_run_on_a_full_disk(disk):
+    """A run must be locked even if the lock file has no room for its owner's name."""
     folder = disk / "run"
     folder.mkdir()
     leave_free(disk, 0)
@@ -304,8 +304,8 @@ def test_a_lock_needs_no_room(disk):
     lock.release()
 
 
-def test_the_word_for_a_launcher_needs_no_room(disk, monkeypatch):
-    """Else a run that has finished would be started again and again."""
+def test_the_launcher_gets_the_outcome_on_a_full_disk(disk, monkeypatch):
+    """Without the outcome a launcher would start a finished run again and again."""
     monkeypatch.setenv(OUTCOME_VARIABLE, str(disk / "outcome"))
     leave_free(disk, 0)
     for word in ("stopped", "finished"):
@@ -313,52 +313,59 @@ def test_the_word_for_a_launcher_needs_no_room(disk, monkeypatch):
         assert read_outcome(disk / "outcome") == word
 
 
-# What a thread raises, and nobody takes, is printed with its stack.
+# An unhandled exception in a thread would be printed with its stack.
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("free_kib", [0, 16], ids=["later", "while it is made"])
 def test_tensorboard_ends_with_one_line(disk, free_kib):
-    said = list[str]()
+    messages = list[str]()
 
     def lines() -> Iterator[tuple[int, float, dict[str, float]]]:
         deadline = time.monotonic() + 60
-        while not said and time.monotonic() < deadline:
+        while not messages and time.monotonic() < deadline:
             yield 1, 0.0, {f"train/{number}": 1.0 for number in range(100)}
             time.sleep(0.05)
 
     if free_kib:
         leave_free(disk, free_kib)
-        view = TensorboardView(disk, lines(), said.append)
+        view = TensorboardView(disk, lines(), messages.append)
     else:
-        view = TensorboardView(disk, [], said.append)
+        view = TensorboardView(disk, [], messages.append)
         leave_free(disk, free_kib)
         for line in lines():
             view.send(*line)
     view.close()
-    assert len(said) == 1
-    assert "tensorboard: stopped (" in said[0]
-    assert "metrics.jsonl has everything" in said[0]
+    assert len(messages) == 1
+    assert "tensorboard: stopped (" in messages[0]
+    assert "metrics.jsonl has everything" in messages[0]
 
 
 def test_wandb_ends_with_one_line(disk):
-    said = list[str]()
+    messages = list[str]()
     (disk / "run").mkdir()
     leave_free(disk, 0)
-    view = WandbProcess(disk / "run", "project", "offline", {}, [], Rows([], 0), said.append)
+    view = WandbProcess(disk / "run", "project", "offline", {}, [], Rows([], 0), messages.append)
     view.send(step=1, numbers={"train/loss": 1.0})
     view.close()
     lost = "metrics.jsonl has all that it could take"
-    assert said == [f"wandb: stopped (No space left on device); {lost}"]
+    assert messages == [f"wandb: stopped (No space left on device); {lost}"]
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
-def test_what_a_run_says_may_be_lost_and_what_a_command_answers_may_not(config, tmp_path):
+def test_a_full_stderr_does_not_end_a_run_but_a_full_stdout_fails_a_command(config, tmp_path):
     python = warm_python.python(environment())
-    words = command("launch/train.py", "--config", config, *TINY, "train.steps=3", ranks=0)
-    words[0] = python
-    with_full = ["sh", "-c", 'exec "$@" 2>/dev/full', "sh", *words, f"run.dir={tmp_path / 'run'}"]
+    arguments = command("launch/train.py", "--config", config, *TINY, "train.steps=3", ranks=0)
+    arguments[0] = python
+    with_full = [
+        "sh",
+        "-c",
+        'exec "$@" 2>/dev/full',
+        "sh",
+        *arguments,
+        f"run.dir={tmp_path / 'run'}",
+    ]
     assert call(with_full).returncode == 0
     assert metrics(tmp_path / "run", "end")[-1]["outcome"] == "finished"
-    done = call(["sh", "-c", 'exec "$@" >/dev/full', "sh", *words, "--print-config"])
+    done = call(["sh", "-c", 'exec "$@" >/dev/full', "sh", *arguments, "--print-config"])
     assert done.returncode == 2
     assert done.stderr.startswith("error: No space left on device")
     assert done.stderr.count("\n") == 1

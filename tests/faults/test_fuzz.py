@@ -1,4 +1,4 @@
-"""Combinations of `tests/faults/fuzz.py`, and what it finds where two runs differ."""
+"""Combinations of `tests/faults/fuzz.py`, and its report of two runs that differ."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from servers import S3Server
 
 @pytest.fixture
 def data(shards) -> Data:
-    """Without what is drawn of others."""
+    """Data without the files that these combinations do not need."""
     return Data(shards, shards, shards)
 
 
 @pytest.mark.full
 def test_a_combination_is_killed_and_resumed_to_the_bits_of_the_uninterrupted_run(data, tmp_path):
-    """Of exact runs of Muon with spikes that are gone back from, on three ranks and on two."""
+    """Exact runs of Muon that rewind after spikes, on three ranks and on two."""
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
     drawn = draw(random.Random(0), data)
@@ -35,33 +35,33 @@ def test_a_combination_is_killed_and_resumed_to_the_bits_of_the_uninterrupted_ru
         replace(drawn.kills[0], ranks=ranks, step=step, delay_s=0.0, hits_all=step == 4)
         for ranks, step in ((3, 4), (2, 7))
     )
-    given = replace(
+    combination = replace(
         drawn, settings=settings, place="s3", steps=12, ranks=3, other_ranks=2, kills=kills
     )
     with S3Server() as s3:
         fuzz = Fuzz(tmp_path, data, config, s3)
-        fuzz.run_whole(tmp_path / "whole", given)
-        result = fuzz.broken(tmp_path, Result(0, given, []))
+        fuzz.run_whole(tmp_path / "whole", combination)
+        result = fuzz.broken(tmp_path, Result(0, combination, []))
     assert not result.differences
     assert result.num_kills == 2
 
 
-def test_two_runs_that_differ_in_one_setting_are_found_to_differ(config, tmp_path):
-    """In tensors, and in the record's lines."""
+def test_reports_two_runs_that_differ_in_one_setting(config, tmp_path):
+    """Differences must be reported in tensors and in the record's lines."""
     for name, rate in (("one", 1e-3), ("other", 1.1e-3)):
         train(config, tmp_path / name, "train.steps=6", f"optim.lr={rate}")
     assert not differences(tmp_path / "one", tmp_path / "one", 6)
-    found = "\n".join(differences(tmp_path / "one", tmp_path / "other", 6))
+    names = "\n".join(differences(tmp_path / "one", tmp_path / "other", 6))
     for name in ("model.head.weight: ", "last.safetensors head.weight: ", "train line 1 lr: "):
-        assert f"\n{name}" in f"\n{found}", found
+        assert f"\n{name}" in f"\n{names}", names
 
 
-def test_what_a_config_refuses_is_drawn_again(data, tmp_path):
+def test_draws_again_when_a_config_is_rejected(data, tmp_path):
     config = tmp_path / "fuzz.yaml"
     config.write_text(f"data: {{root: {data.shards}}}\n")
-    given = replace(draw(random.Random(0), data), settings=("optim.lr=-1",))
+    combination = replace(draw(random.Random(0), data), settings=("optim.lr=-1",))
     with S3Server() as s3, pytest.raises(Refused, match=r"optim\.lr"):
-        Fuzz(tmp_path, data, config, s3).run_whole(tmp_path / "run", given)
+        Fuzz(tmp_path, data, config, s3).run_whole(tmp_path / "run", combination)
 
 
 def test_a_seed_draws_the_same_combination_again(data):

@@ -1,5 +1,5 @@
-"""A run that is broken in a named phase ends with the bits of the one that is not.
-`tests/faults/soak.py` does it by the hundred."""
+"""A run that is broken in a named phase ends with the bits of an undisturbed one.
+`tests/faults/soak.py` repeats this hundreds of times."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def whole(tmp_path_factory, shards) -> Whole:
 @pytest.mark.full
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.name)
-def test_broken_in_each_phase(whole, tmp_path, phase, number):
+def test_a_run_broken_in_any_phase_resumes_to_the_same_bits(whole, tmp_path, phase, number):
     with S3Server() as s3:
         broken = broken_and_continued(
             whole, tmp_path, phase, number, random.Random(f"{phase} {number}"), s3, ranks=2
@@ -34,8 +34,8 @@ def test_broken_in_each_phase(whole, tmp_path, phase, number):
     assert not broken.faults
 
 
-def test_what_differs_is_found(whole, tmp_path):
-    """Of a record whose checksum, steps and evaluations are not those of the plan."""
+def test_reports_how_a_record_differs_from_the_plan(whole, tmp_path):
+    """The record's checksum, steps and evaluations must be those of the plan."""
     (tmp_path / "metrics.jsonl").write_text(
         '{"kind": "start", "step": 0}\n{"kind": "train", "step": 2}\n'
         '{"kind": "epoch", "step": 5, "first_batch": 0, "last_batch": 4, "exact": true,'
@@ -50,9 +50,10 @@ def test_what_differs_is_found(whole, tmp_path):
 
 
 @pytest.mark.parametrize("script", ["soak.py", pytest.param("fuzz.py", marks=pytest.mark.full)])
-def test_make_finds_all_that_a_script_imports(script, tmp_path):
-    """As in a new environment, where nothing but the installation names the project's folder."""
-    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def test_make_can_import_all_modules_of_a_script(script, tmp_path):
+    """As in a new environment, where only the installation adds the project's folder to the
+    path."""
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     line = [sys.executable, Path(__file__).with_name(script), "--help"]
-    asked = subprocess.run(line, cwd=tmp_path, env=kept, capture_output=True, text=True)
-    assert asked.returncode == 0, asked.stderr
+    process = subprocess.run(line, cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr

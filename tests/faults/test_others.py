@@ -1,4 +1,4 @@
-"""Processes and threads that are stopped for a while, other numbers of ranks, two jobs at once."""
+"""Paused processes and threads, changed numbers of ranks, and two jobs at once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def whole(tmp_path_factory, shards) -> Whole:
 
 @pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
-def test_what_is_stopped_for_a_while_goes_on_to_the_same_weights(whole, tmp_path, target):
+def test_a_paused_process_continues_to_the_same_weights(whole, tmp_path, target):
     try:
         faults = stopped_and_continued(whole, tmp_path, target, 10, random.Random(0))
     except PermissionError as error:
@@ -27,13 +27,11 @@ def test_what_is_stopped_for_a_while_goes_on_to_the_same_weights(whole, tmp_path
 
 @pytest.mark.full
 @pytest.mark.parametrize("settings", [(), EXACT], ids=["plain", "exact"])
-def test_another_number_of_ranks_after_each_kill(tmp_path, shards, settings):
+def test_resumes_on_another_number_of_ranks_after_each_kill(tmp_path, shards, settings):
     whole = Whole(tmp_path, shards, *settings, steps=48, batch=24)
     assert not on_each_number(whole, tmp_path, (4, 2, 3, 1), random.Random(0))
 
 
 @pytest.mark.full
-def test_two_jobs_at_once_are_each_as_alone_and_a_third_into_a_folder_in_use_is_refused(
-    whole, tmp_path
-):
+def test_two_jobs_do_not_disturb_each_other_and_a_used_folder_is_refused(whole, tmp_path):
     assert not two_at_once(whole, tmp_path)

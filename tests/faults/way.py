@@ -1,4 +1,4 @@
-"""A way to a real S3 server on which a test decides what happens to each request."""
+"""A proxy to a real S3 server, on which a test decides the outcome of each request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from servers import forget_clients
 
 
 class Way:
-    """A way to an S3 server with faults; the environment names it as the server.
+    """A proxy to an S3 server with faults; the environment names it as the server.
 
-    `fault`: called with method and path of each request, in the order in which they come; it
-    returns None for a good one, a status with S3's code ("503 SlowDown") to answer, "cut" for a
-    connection that ends in the middle of the body, or "hold" to wait until `held` is let go.
-    `requests`: of all that came.
+    `fault`: called with method and path of each request in the order of arrival. It returns None
+    for a good one, a status with S3's code ("503 SlowDown") to answer, "cut" for a connection that
+    ends in the middle of the body, or "hold" to wait until `held` is let go. `requests`: all that
+    arrived.
     """
 
     def __init__(self, port: int):
@@ -49,7 +49,7 @@ class Way:
         forget_clients()
 
     def is_good(self) -> None:
-        """From here on there are no faults."""
+        """Stop all faults from now on."""
         self.fault = lambda method, path: None
 
 
@@ -57,7 +57,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing of clients that were killed."""
+        """Print nothing about clients that were killed."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
@@ -70,9 +70,9 @@ class _Passes(BaseHTTPRequestHandler):
         pass
 
     def _pass_on(self) -> None:
-        way = self.way
-        way.requests.append((self.command, self.path))
-        fault = way.fault(self.command, self.path)
+        proxy = self.way
+        proxy.requests.append((self.command, self.path))
+        fault = proxy.fault(self.command, self.path)
         if fault == "cut":
             self.rfile.read(int(self.headers.get("Content-Length", 0)) // 2)
             self.close_connection = True
@@ -80,14 +80,14 @@ class _Passes(BaseHTTPRequestHandler):
             return
         body = self._body()
         if fault == "hold":
-            way.is_holding.set()
-            way.let_go.wait()
+            proxy.is_holding.set()
+            proxy.let_go.wait()
         elif fault:
             status, _, code = fault.partition(" ")
             text = f"<Error><Code>{code}</Code><Message>{code} it is</Message></Error>".encode()
             self._answer(int(status), [("Content-Type", "application/xml")], text)
             return
-        server = http.client.HTTPConnection("127.0.0.1", way.server_port, timeout=60)
+        server = http.client.HTTPConnection("127.0.0.1", proxy.server_port, timeout=60)
         headers = {k: v for k, v in self.headers.items() if k.lower() not in _HOP}
         server.request(self.command, self.path, body, headers)
         answer = server.getresponse()

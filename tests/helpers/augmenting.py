@@ -1,4 +1,4 @@
-"""What the tests of augmentation share: pictures, keys and tables."""
+"""Pictures, keys and tables for the tests of augmentation."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def keys_of(num: int, seed: int = 0, epoch: int = 0) -> np.ndarray:
 def table_of(
     config: AugmentConfig, num: int, size: tuple[int, int] = (24, 20), first: int = 0
 ) -> np.ndarray:
-    """Rows `first` and following of originals of 300 x 200 pixels, mixing at rest."""
+    """A table for `first` and the following rows: originals of 300 x 200 pixels, no mixing."""
     keys = sample_keys(0, 0, np.arange(first, first + num))
     return draw_table(config, keys, np.full(num, 300), np.full(num, 200), size)
 
@@ -57,12 +57,13 @@ def mixed_table(
 
 
 def on_pixels(config: AugmentConfig, channels: int = 3) -> Augment:
-    """An `Augment` of ten classes that returns grey levels: its normalisation does nothing."""
+    """An `Augment` of ten classes that returns grey levels, because its normalisation is the
+    identity."""
     return Augment(config, 10, (0.0,) * channels, (1 / 255,) * channels, CPU)
 
 
 def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Whole levels of (B, C, H, W) uint8 images after `table`."""
+    """Integer levels of (B, C, H, W) uint8 images after `table` was applied."""
     labels = torch.zeros(len(images), dtype=torch.int64)
     inputs, _ = on_pixels(config, images.shape[1])(
         torch.from_numpy(images), labels, torch.from_numpy(table)
@@ -73,8 +74,8 @@ def changed(config: AugmentConfig, images: np.ndarray, table: np.ndarray) -> np.
 def one_op(
     config: AugmentConfig, images: np.ndarray, op: int, *values: float | np.ndarray
 ) -> np.ndarray:
-    """Whole levels of images after operation number `op` of a config's first layer, at a strength
-    (and place) for all or for each."""
+    """Integer levels of images after operation number `op` of a config's first layer. Strength and
+    place are one value for all images or one for each."""
     table = table_of(config, len(images), images.shape[2:])
     table[:, FLIP] = 0
     for op_column in table_layout(config).op_columns:

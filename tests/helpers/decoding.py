@@ -1,4 +1,4 @@
-"""Images to decode, what Pillow makes of them, and what is drawn in a picture."""
+"""Images to decode, Pillow's result for them, and the colours drawn in a picture."""
 
 import io
 import os
@@ -53,19 +53,19 @@ def photographs() -> list[bytes]:
 
 
 def pixels(picture: Path) -> np.ndarray:
-    """(H, W, 3) int16 of a PNG that is 1400 wide and neither blank nor cut short."""
+    """(H, W, 3) int16 of a PNG that must be 1400 pixels wide, not blank and not truncated."""
     with Image.open(picture) as image:
         assert image.format == "PNG"
         colors = image.convert("RGB").reduce(4).getcolors(2**24)
-        found = np.array(image.convert("RGB")).astype(np.int16)
-    assert found.shape[1] == 1400
+        pixels = np.array(image.convert("RGB")).astype(np.int16)
+    assert pixels.shape[1] == 1400
     assert colors is not None
     assert len(colors) > 10, "blank"
-    return found
+    return pixels
 
 
 def places(shown: np.ndarray, color: str | tuple, tolerance: int = 2) -> np.ndarray:
-    """(H, W) bool: where a picture has a color, given as #rrggbb or as (red, green, blue) in
+    """(H, W) bool mask of the pixels of one color, given as #rrggbb or as (red, green, blue) in
     0..255."""
     if isinstance(color, str):
         color = tuple(int(color[i : i + 2], 16) for i in (1, 3, 5))

@@ -1,5 +1,5 @@
-"""The tables of docs/errors.md for tests that provoke their rows, and what commands are started
-under to make them fail."""
+"""The tables of docs/errors.md for tests that provoke their rows, and prefixes that make commands
+fail."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NEEDS_MOUNT = "needs Linux and the right to mount a file system"
 
 
 class Row(NamedTuple):
-    """A row of a table: what is wrong, the lines that are printed, with <placeholders>, and the
-    exit status."""
+    """A row of a table: the mistake, the lines that are printed, with <placeholders>, and the exit
+    status."""
 
     what: str
     printed: str
@@ -54,8 +54,8 @@ def pattern_of(printed: str) -> str:
 
 
 def snapshot(folder: Path) -> dict[str, str]:
-    """Digests of all files below `folder`; the lock of a run only says which process had it
-    last."""
+    """Digests of all files below `folder`, without the run's lock, which only names its last
+    process."""
     return {
         str(p.relative_to(folder)): digest(p.read_bytes())
         for p in folder.rglob("*")
@@ -67,15 +67,15 @@ def snapshot(folder: Path) -> dict[str, str]:
 
 
 def python(code: str) -> tuple[object, ...]:
-    """A prefix that runs `code` and then becomes the command behind it."""
+    """A prefix that runs `code` and then becomes the command after it."""
     return (sys.executable, "-c", f"{code}\nimport os, sys\nos.execvp(sys.argv[1], sys.argv[1:])")
 
 
-# Root passes over permission bits by two capabilities; without them it is refused like others.
+# Two capabilities let root ignore permission bits. Without them root is refused like any user.
 WITH_SHORT_FILES = python(
     "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (300_000, 300_000))"
 )
-"""A checkpoint is longer: writing it fails in the middle, as on a full disk."""
+"""A limit below the size of a checkpoint: writing one fails in the middle, as on a full disk."""
 WITHOUT_PRIVILEGES = python(
     "import ctypes, sys\nif sys.platform == 'linux':\n [ctypes.CDLL(None).prctl(24, c, 0, 0, 0) for"
     " c in (1, 2)]"
@@ -84,7 +84,7 @@ WITHOUT_PRIVILEGES = python(
 
 @contextmanager
 def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
-    """A file system of 8 MiB, or what `options` of mount say."""
+    """A mounted file system of 8 MiB, or of the size in the mount `options`."""
     place.mkdir()
     if (
         sys.platform != "linux"
@@ -100,7 +100,7 @@ def small_disk(place: Path, options: str = "size=8m") -> Iterator[Path]:
 
 
 def leave_free(disk: Path, free_kib: int) -> Path:
-    """Fill `disk` up to `free_kib`; returns the file to delete."""
+    """Fill `disk` up to `free_kib`; return the file to delete."""
     filler = disk / "filler"
     filler.write_bytes(bytes(shutil.disk_usage(disk).free - free_kib * 1024))
     return filler
@@ -113,8 +113,8 @@ TRAINING_ROWS = rows("Training and evaluation")
 
 
 class Place:
-    """A folder with a config of its own; runs commands there and remembers the last one and what it
-    changed."""
+    """A folder with its own config. It runs commands and keeps the last one's output and file
+    changes."""
 
     def __init__(self, folder: Path, shards: Path, finished: Path):
         self.folder = folder
@@ -136,8 +136,8 @@ class Place:
         config: Path | None = None,
         **variables: str,
     ) -> None:
-        """`launch/train.py` on one rank. With a prefix, which changes what a process may do, or
-        variables a real interpreter starts."""
+        """Run `launch/train.py` on one rank. A prefix or variables need a real interpreter, because
+        a warm one is already running."""
         arguments = [
             "--config",
             config or self.config,
@@ -166,37 +166,37 @@ class Place:
         )
 
     def own_shards(self) -> Path:
-        """A copy of the shards that may be spoilt."""
+        """A copy of the shards that a scenario may damage."""
         root = shutil.copytree(self.shards, self.folder / "shards")
         self.config.write_text(self.config.read_text().replace(str(self.shards), str(root)))
         return root
 
 
 class Scenarios:
-    """What provokes rows of "Training and evaluation": `@scenario("first cell of the row")`
+    """Scenarios for the rows of "Training and evaluation": `@scenario("first cell of the row")`
     registers a function of a `Place`.
 
-    Besides text and exit status each row is checked for what was left behind: nothing for a mistake
-    that is found before the start; for one that shows later, only whole files.
+    Besides text and exit status, each row's leftovers are checked. A mistake that is detected
+    before the start must leave nothing; a later one only whole files.
     """
 
     def __init__(self) -> None:
         self.of: dict[str, Callable[[Place], None]] = {}
         self.begun: set[str] = set()
-        """Rows about a training that was under way."""
+        """Rows about a training that had begun."""
         self.slow: set[str] = set()
-        """Rows that take over five seconds."""
+        """Rows that take more than five seconds."""
 
     def __call__(
-        self, what: str, *, begun: bool = False, slow: bool = False
+        self, problem: str, *, begun: bool = False, slow: bool = False
     ) -> Callable[[Callable[[Place], None]], Callable[[Place], None]]:
-        """Register the scenario of the row `what`."""
+        """Register the scenario of the row `problem`."""
 
         def register(function: Callable[[Place], None]) -> Callable[[Place], None]:
-            assert what not in self.of, f"{what}: twice"
-            self.of[what] = function
-            self.begun.update([what] if begun else [])
-            self.slow.update([what] if slow else [])
+            assert problem not in self.of, f"{problem}: twice"
+            self.of[problem] = function
+            self.begun.update([problem] if begun else [])
+            self.slow.update([problem] if slow else [])
             return function
 
         return register
@@ -212,7 +212,7 @@ class Scenarios:
         ]
 
     def check(self, row: Row, place: Place) -> None:
-        """Compare what has happened with the row."""
+        """Compare the command's output, exit status and files with the row."""
         output = place.done.stderr
         assert place.done.returncode == row.status, output
         assert re.search(f"^{pattern_of(row.printed)}$", output, re.MULTILINE), (
@@ -229,7 +229,7 @@ class Scenarios:
             return
         changed = {name for name in place.before if place.after.get(name) != place.before[name]}
         assert {Path(name).name for name in changed} <= {"metrics.jsonl", "config.yaml"}, (
-            "what was there before has changed"
+            "files from before the command have changed"
         )
         left_over = [name for name in place.after if name.endswith(".tmp") or "/.tmp_" in name]
         assert not left_over, "half-written files were left"

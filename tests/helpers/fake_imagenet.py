@@ -1,13 +1,13 @@
-"""ImageNet in small: its files in their true formats, with real WordNet ids and images of some
-pixels.
+"""A small ImageNet: the official files in their true formats, with real WordNet ids and images of
+a few pixels.
 
     fake = make_fake(num_classes=10, train_per_class=5, val_per_class=2)
     # ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar, ILSVRC2012_devkit_t12.tar.gz
     write_archives(fake, folder)
 
-The data's story: images are made once, then written in whatever layout is asked for. As in the
-original the kit's ids (ILSVRC2012_ID) are in another order than the WNIDs, numbers in the names
-have gaps and no fixed width, and validation images are not in the order of their classes.
+Images are made once, and then written in the requested layout. As in the original, the order of the
+kit's ids (ILSVRC2012_ID) differs from that of the WNIDs, numbers in the names have gaps and no
+fixed width, and validation images are not in the order of their classes.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def _jpeg(pixels: np.ndarray) -> bytes:
     return simplejpeg.encode_jpeg(pixels, quality=90)
 
 
-def _saved(image: Image.Image, format: str = "JPEG", **how: object) -> bytes:
+def _saved(image: Image.Image, format: str = "JPEG", **options: object) -> bytes:
     file = io.BytesIO()
-    image.save(file, format, **how)
+    image.save(file, format, **options)
     return file.getvalue()
 
 
 def odd_images(seed: int = 0) -> dict[str, bytes]:
-    """The kinds of odd files that lie among ImageNet's, all to be named .JPEG; "truncated" alone
-    cannot be read."""
+    """The kinds of odd files among ImageNet's images, all to be named .JPEG; only "truncated" is
+    unreadable."""
     pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), np.uint8)
     image = Image.fromarray(pixels)
     turned = Image.Exif()
@@ -102,8 +102,8 @@ def make_fake(
     odd: bool = False,
     seed: int = 0,
 ) -> Fake:
-    """Images of the first classes; with `odd`, the last training images of the first classes are
-    odd ones, one kind a class."""
+    """Images of the first classes. With `odd`, the last training image of each of the first classes
+    is odd, one kind a class."""
     rng = np.random.default_rng(seed)
     shuffle = random.Random(seed)
     wnids = WNIDS[:num_classes]
@@ -156,7 +156,7 @@ def tar_of(files: Iterable[tuple[str, bytes]]) -> bytes:
 
 
 def write_train_tar(fake: Fake, path: Path) -> Path:
-    """The tar of one tar a class."""
+    """The tar that holds one tar a class."""
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as outer:
         for wnid, images in fake.train.items():
             data = tar_of(images.items())
@@ -167,7 +167,7 @@ def write_train_tar(fake: Fake, path: Path) -> Path:
 
 
 def write_inner_tars(fake: Fake, folder: Path) -> Path:
-    """One tar a class, as they are in the official one."""
+    """One tar a class, as inside the official tar."""
     folder.mkdir(parents=True)
     for wnid, images in fake.train.items():
         (folder / f"{wnid}.tar").write_bytes(tar_of(images.items()))
@@ -236,7 +236,7 @@ def meta_mat(fake: Fake) -> bytes:
 
 
 def devkit_files(fake: Fake) -> dict[str, bytes]:
-    """Files of the development kit, by their paths in its archive."""
+    """Files of the development kit by their paths in its archive."""
     truth = "".join(f"{fake.ids[fake.val_wnids[name]]}\n" for name in sorted(fake.val))
     return {
         "readme.txt": b"Development kit of a small ImageNet\n",
@@ -268,7 +268,7 @@ def write_archives(fake: Fake, folder: Path) -> Path:
 
 
 def write_files(files: Iterable[tuple[str, bytes]], folder: Path) -> Path:
-    """A folder of these files."""
+    """A folder that holds `files`."""
     for name, data in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(data)
@@ -309,7 +309,8 @@ def _table(rows: Iterable[tuple[str, str]]) -> bytes:
 
 
 def kaggle_files(fake: Fake) -> dict[str, bytes]:
-    """All of imagenet-object-localization-challenge; the rows of the tables are in no order."""
+    """All files of imagenet-object-localization-challenge, with the rows of its tables in random
+    order."""
     files = {
         f"ILSVRC/Data/CLS-LOC/train/{wnid}/{name}": data
         for wnid, images in fake.train.items()
@@ -355,7 +356,7 @@ def write_parquets(
     fake: Fake, folder: Path, num_train: int = 3, num_val: int = 2, rows_per_group: int = 7
 ) -> Path:
     """data/train-*-of-*.parquet and data/validation-*: rows {image: {bytes, path}, label} in no
-    order of classes, names with their WNID."""
+    order of classes; file names contain the WNID."""
     import pyarrow
     import pyarrow.parquet
 
@@ -457,4 +458,4 @@ LAYOUTS = {
     for name, function in sorted(globals().items())
     if name.startswith("as_")
 }
-"""All of the above by name: they must give the same shards."""
+"""All layouts above by name: each must give the same shards."""

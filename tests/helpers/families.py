@@ -1,12 +1,12 @@
-"""What a test starts ends with it: also what that starts in sessions of its own, as torchrun does,
+"""End every process that a test starts, including those in other sessions, as torchrun makes them,
 and also if pytest itself is killed.
 
-Every process that comes from a test bears a mark in its environment, which its children inherit, in
-whatever session they are and whoever becomes their parent. `Family` gives its process a mark of its
-own, and ends whatever bears it. Whatever a test starts also bears the name of the test, which
-pytest puts into the environment: if the test fails, it is ended. At the end of the session nothing
-may be left; a guard, a small process next to pytest, sees to the same when pytest is killed. Only
-Linux shows the environment of processes; elsewhere a `Family` ends its own process alone.
+Every process of a test has a mark in its environment. Children inherit it, whatever their session
+or parent. `Family` gives its process a unique mark and ends all processes that have it. Processes
+also inherit the test's name, which pytest puts into the environment; if the test fails, they are
+ended. No process may be left at the end of the session. A guard, a small process beside pytest,
+does the same if pytest is killed. Only Linux shows the environment of processes; on other systems a
+`Family` ends only its own process.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from proc import all_pids, command_line, environment_of, stat_of
 MARK = "VIT_TEST_ID"
 NAME = "PYTEST_CURRENT_TEST"
 ENDS_WITHIN_S = 60.0
-"""Helpers of a program that has ended (multiprocessing's, W&B's) notice it and follow."""
+"""Time for helper processes (multiprocessing's, W&B's) to notice that their program has ended, and
+to exit."""
 _numbers = itertools.count()
 
 
 def bearing(mark: str, name: str = "") -> dict[int, str]:
-    """Live processes whose mark begins with `mark`, this one excepted: process id -> command line
-    and test. With `name`: those of that test."""
-    found = {}
+    """Live processes whose mark begins with `mark`, except this one: process id -> command line and
+    test. `name` selects the processes of that test."""
+    processes = {}
     for pid in all_pids():
         variables = environment_of(pid)
         if not variables.get(MARK, "").startswith(mark) or pid == os.getpid():
@@ -48,42 +49,42 @@ def bearing(mark: str, name: str = "") -> dict[int, str]:
         if int(parent) == os.getpid() and re.search(
             "multiprocessing.(resource_tracker|forkserver) import", line
         ):
-            continue  # ours, as long as we live
+            continue  # it lives as long as this process
         if state != "Z" and (not name or test == name):
-            found[pid] = f"{line[:200]} [{test}]"
-    return found
+            processes[pid] = f"{line[:200]} [{test}]"
+    return processes
 
 
 def kill(mark: str, name: str = "") -> None:
-    """SIGKILL for all that `bearing` finds, until there is none: a process may start another one
-    while it is looked for."""
+    """SIGKILL all processes that `bearing` lists until none is left: a process may start another
+    one during the search."""
     deadline = time.monotonic() + ENDS_WITHIN_S
-    while found := bearing(mark, name):
-        for pid in found:
+    while processes := bearing(mark, name):
+        for pid in processes:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
         if time.monotonic() > deadline:
-            raise AssertionError(f"not to be killed: {found}")
+            raise AssertionError(f"not to be killed: {processes}")
         time.sleep(0.01)
 
 
 def left_over(mark: str) -> dict[int, str]:
-    """What still bears `mark` after the time in which helpers end."""
+    """Return the processes that still have `mark` after the time in which helpers exit."""
     deadline = time.monotonic() + ENDS_WITHIN_S
-    while (found := bearing(mark)) and time.monotonic() < deadline:
+    while (processes := bearing(mark)) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return found
+    return processes
 
 
 class Family:
-    """A process and all that it starts, to the end of the block; takes what `subprocess.Popen`
-    takes.
+    """A process and its descendants, which live until the end of the block; takes the arguments of
+    `subprocess.Popen`.
 
-    The block's end waits for nobody: if the process lives, or the block was left by an exception,
-    all are killed. If the process has ended, so must its children, soon: AssertionError names the
-    others.
+    If the process lives at the block's end, or an exception left the block, all of them are killed
+    at once. If the process has ended, its children must exit soon; otherwise AssertionError names
+    them.
     """
 
     def __init__(self, command: list[str], env: Mapping[str, str], **options: Any):
@@ -104,8 +105,8 @@ class Family:
         assert not orphans, f"{self.process.args!r} has ended and left {orphans}"
 
     def communicate(self, timeout_s: float) -> tuple[str, str]:
-        """stdout and stderr, when it has ended. Children that outlive it hold its streams open:
-        they are not waited for until the time is up."""
+        """Return stdout and stderr after the process has ended. Children that outlive it hold its
+        streams open; they get only the remaining time."""
         deadline = time.monotonic() + timeout_s
         while True:
             had_ended = self.process.poll() is not None
@@ -114,8 +115,8 @@ class Family:
                     timeout=max(min(ENDS_WITHIN_S, deadline - time.monotonic()), 0)
                 )
             except subprocess.TimeoutExpired:
-                # before the wait: one that ended in its last moment has its streams closed by the
-                # next
+                # Before the wait: the next call closes the streams of a process that ended in its
+                # last moment.
                 if had_ended:
                     raise AssertionError(
                         f"{self.process.args!r} has ended and left {bearing(self.mark)}"
@@ -134,10 +135,10 @@ class Family:
 
 
 def inherited() -> dict[str, str]:
-    """The environment for a process. Threads work for several tests at a time, so what they start
-    bears no test's name."""
+    """The environment for a process. Other threads start processes for several tests at a time, so
+    theirs get no test's name."""
     hidden = () if threading.current_thread() is threading.main_thread() else (NAME,)
-    # a copy of the names: pytest sets and deletes its own in the main thread meanwhile
+    # a copy of the names, because pytest sets and deletes its variable in the main thread
     names = [name for name in list(os.environ) if name not in hidden]
     return {name: value for name in names if (value := os.environ.get(name)) is not None}
 
@@ -146,46 +147,48 @@ def inherited() -> dict[str, str]:
 
 
 def begin_session() -> None:
-    """Mark what this pytest, or this worker of pytest-xdist, will start, and set the guard beside
-    it."""
-    # a shell's `&`: what tests start would inherit it, and Ctrl-C is tested
+    """Mark the processes that this pytest, or this worker of pytest-xdist, will start, and start
+    the guard."""
+    # A shell's `&` ignores SIGINT. Processes of tests would inherit that, and Ctrl-C is tested.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ[MARK] = f"vit-{os.getpid()}-{time.time_ns()}"
     without_mark = {key: value for key, value in os.environ.items() if key != MARK}
     folder = _own_temporary_folder()
-    # not isolated (-I): it imports what is beside it
+    # not isolated (-I), because it imports its neighbours
     command = [sys.executable, "-ESs", __file__, str(os.getpid()), os.environ[MARK], folder]
     subprocess.Popen(command, env=without_mark, start_new_session=True, stdin=subprocess.DEVNULL)
 
 
 def _own_temporary_folder() -> str:
-    """Make and return what stands for /tmp in this session, here and in what tests start.
+    """Make and return the folder that replaces /tmp for this session and for all processes of its
+    tests.
 
-    Programs leave folders there: W&B and torchrun where they are killed, torchrun in any case.
+    Programs leave folders in /tmp: W&B if it is killed, torchrun always.
     """
-    # pytest's own folders stay, for people to look into
+    # pytest's own folders stay, so that people can look into them
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
-    folder = tempfile.mkdtemp(prefix="vit-")  # short: sockets in it have 107 bytes for their path
+    # short, because a socket's path is limited to 107 bytes
+    folder = tempfile.mkdtemp(prefix="vit-")
     os.chmod(folder, 0o1777)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
 
 
 def end_session() -> list[str]:
-    """End what is left; returns a line about each process that should not be there."""
+    """End the processes that are left; return a line about each one that should have ended."""
     left = [f"{pid}: {line}" for pid, line in left_over(os.environ[MARK]).items()]
     kill(os.environ[MARK])
     return left
 
 
 def end_of_failed_test() -> None:
-    """End what the test that runs now has started in its own body."""
+    """End the processes that the running test has started in its own body."""
     kill(os.environ[MARK], os.environ[NAME])
 
 
 def _guard(pid: int, mark: str, folder: str) -> None:
-    """Wait for the end of pytest; then end what bears `mark`, and remove the folder."""
+    """Wait for the end of pytest; then end all processes with `mark`, and remove the folder."""
     while os.getppid() == pid:
         time.sleep(0.5)
     kill(mark)

@@ -1,4 +1,4 @@
-"""Shards in the forms that other tools give them."""
+"""Shards in the forms that other tools write."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("tench", "cat", "dog", "crème brûlée", "hen of the woods")
 
 
 def image(number: int, kind: str = "JPEG") -> bytes:
-    """An image whose size and colour tell its number."""
+    """An image whose size and colour encode its number."""
     encoded = io.BytesIO()
     Image.new("RGB", (20 + number, 30), (10 * (number % 25), 100, 200)).save(encoded, kind)
     return encoded.getvalue()
@@ -28,17 +28,17 @@ def as_json(**fields: object) -> bytes:
 
 
 def layout_of(flags: str) -> SampleLayout:
-    words = shlex.split(flags)
-    given = dict(zip(words[::2], words[1::2], strict=True))
+    arguments = shlex.split(flags)
+    options = dict(zip(arguments[::2], arguments[1::2], strict=True))
     return SampleLayout(
-        given.get("--image"),
-        given.get("--label", "cls"),
-        class_names=NAMES if "--classes" in given else (),
+        options.get("--image"),
+        options.get("--label", "cls"),
+        class_names=NAMES if "--classes" in options else (),
     )
 
 
 def write_tar(path: Path, samples: list[tuple[str, dict[str, bytes]]]) -> Path:
-    """By the standard library; (key, {suffix: content}) in order."""
+    """Write a tar with the standard library; (key, {suffix: content}) in order."""
     with tarfile.open(path, "w") as tar:
         for key, members in samples:
             for suffix, data in members.items():

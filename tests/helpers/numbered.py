@@ -1,4 +1,4 @@
-"""Batches that say themselves which they are, for tests of who makes them."""
+"""Batches whose contents are their own numbers, for tests of the processes that make them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vit.data.image_format import ImageFormat
 
 
 class Numbered(Batches):
-    """Batches whose every row says which it is; no images to decode."""
+    """Batches whose rows hold the batch's number; there are no images to decode."""
 
     def __init__(self, num_rows: int = 300, side: int = 4, pause_s: float = 0.0):
         self.layout = BatchLayout(num_rows, ImageFormat((side, side), 3, "bilinear"), 2)

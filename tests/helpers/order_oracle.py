@@ -1,7 +1,7 @@
-"""The order of samples read out of its description one sample at a time: Python's integers and
-lists, no numpy, nothing of ours.
+"""The order of samples, computed from its description one sample at a time with Python's integers
+and lists: no numpy, and no code of the product.
 
-Only `orders`, which draws what is to be compared, makes our `Order`.
+Only `orders`, which draws the cases to compare, makes the product's `Order`.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def orders(
 
 
 def anew(order: Order) -> Order:
-    """The same order as another process makes it."""
+    """The same order as another process would make it."""
     o = order
     sizes = (
         o.num_samples,

@@ -1,4 +1,4 @@
-"""A `TrainStep` without a config, for tests that look at a step alone."""
+"""A `TrainStep` without a config, for tests that need only a step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where a scenario of tests/data_prep/test_prep_errors.py takes place: a folder, commands of
-data_prep in it, and what they left behind."""
+"""A folder for a scenario of tests/data_prep/test_prep_errors.py: it runs commands of data_prep and
+records their leftovers."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ _catalogues = ExitStack()
 
 
 def new_catalogue(*arguments: Any, **options: Any) -> Catalogue:
-    """`open_catalogue`, whose folder and descriptor are there until the end of the test."""
+    """`open_catalogue`, whose folder and descriptor stay open until the end of the test."""
     return _catalogues.enter_context(open_catalogue(*arguments, **options))
 
 
 def close_catalogues() -> None:
-    """Remove what `new_catalogue` has opened."""
+    """Remove the catalogues that `new_catalogue` has opened."""
     _catalogues.close()
 
 
 class Place:
-    """A folder for one scenario; runs commands of data_prep there, and remembers the last one and
-    what it changed."""
+    """A folder for one scenario. It runs commands of data_prep and keeps the last one's output and
+    changes."""
 
     def __init__(self, folder: Path, captured: pytest.CaptureFixture[str]):
         self.folder = folder
@@ -55,7 +55,7 @@ class Place:
     def run(
         self, module: str, *arguments: object, prefix: tuple[object, ...] = (), alone: bool = False
     ) -> None:
-        """`python -m data_prep.<module>`; `alone` or with a prefix in a process of its own."""
+        """Run `python -m data_prep.<module>`; with `alone` or a prefix in its own process."""
         self.before = snapshot(self.folder)
         self.again = lambda: self.run(module, *arguments, prefix=prefix, alone=True)
         self.captured.readouterr()
@@ -70,23 +70,23 @@ class Place:
         else:
             try:
                 self.status = importlib.import_module(f"data_prep.{module}").main(line)
-            except SystemExit as stopped:  # argparse's
+            except SystemExit as stopped:  # the exit status of argparse
                 self.status = int(stopped.code or 0)
         self.stdout, self.stderr = self.captured.readouterr()
         self.after = snapshot(self.folder)
 
-    def prepare(self, module: str, *arguments: object, **how: Any) -> None:
-        """A source's command, which writes to `out`."""
-        self.run(module, *arguments, "--out", self.out, "--workers", 1, **how)
+    def prepare(self, module: str, *arguments: object, **options: Any) -> None:
+        """Run a source's command, which writes to `out`."""
+        self.run(module, *arguments, "--out", self.out, "--workers", 1, **options)
 
     def continues(self) -> None:
-        """The same command, once more, completes the data set; what the first one did and printed
-        is what counts afterwards."""
-        told = dict(self.__dict__)
+        """Check that a second call of the same command completes the data set; the first call's
+        output is kept for later checks."""
+        first_call = dict(self.__dict__)
         self.again()
         assert self.status == 0, self.stderr
         whole_shards_only(self.out, complete=True)
-        self.__dict__.update(told)
+        self.__dict__.update(first_call)
 
 
 def command(module: str) -> list[str]:
@@ -94,8 +94,8 @@ def command(module: str) -> list[str]:
 
 
 def whole_shards_only(out: Path, complete: bool = False) -> None:
-    """Nothing half-written: each tar can be read to its end and is the one its sidecar tells of.
-    With `complete`, none is missing."""
+    """Check that each tar can be read to its end and is the one that its sidecar describes. With
+    `complete`, none may be missing."""
     assert not [path.name for path in out.rglob("*") if path.name.endswith((".tmp", ".part"))], (
         "half-written files were left"
     )
@@ -121,12 +121,12 @@ SCENARIOS: dict[str, Scenario] = {}
 BEGUN: set[str] = set()
 
 
-def scenario(what: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
-    """Register the scenario of the row `what`. `begun`: shards were being written."""
+def scenario(problem: str, *, begun: bool = False) -> Callable[[Scenario], Scenario]:
+    """Register the scenario of the row `problem`. `begun`: shards were being written."""
 
     def register(function: Scenario) -> Scenario:
-        SCENARIOS[what] = function
-        BEGUN.update([what] if begun else [])
+        SCENARIOS[problem] = function
+        BEGUN.update([problem] if begun else [])
         return function
 
     return register

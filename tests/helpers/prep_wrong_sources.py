@@ -1,5 +1,5 @@
-"""What can be wrong with the archives and folders that data preparation is given, and with
-downloads: scenarios of test_prep_errors.py."""
+"""Scenarios of test_prep_errors.py: wrong archives and folders for data preparation, and failing
+downloads."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ def _(place: Place) -> None:
 
 
 def with_stated_size(path: Path, name: str, size: int) -> Path:
-    """The zip says in its table that a member has `size` bytes."""
+    """Return the zip with `size` as the stated size of a member in its table."""
     data = bytearray(path.read_bytes())
     at = data.rindex(name.encode()) - 46
     assert data[at : at + 4] == b"PK\1\2"
@@ -294,8 +294,8 @@ def _(place: Place) -> None:
 
 
 def idx_files(place: Place, **contents: bytes) -> Path:
-    """MNIST's labels as they should be, and images as given by the first word of their names, else
-    of nothing."""
+    """Files with correct labels of MNIST, and images that depend on the first word of their names;
+    empty without it."""
     folder = place.folder / "mnist"
     folder.mkdir()
     for name in MNIST:
@@ -379,7 +379,7 @@ def _(place: Place) -> None:
 def _(place: Place) -> None:
     folder = write_parquets(imagenet(), place.folder / "imagenet-1k")
     with pytest.MonkeyPatch.context() as patch:
-        # `import pyarrow` now fails as it does where it is not installed
+        # `import pyarrow` now fails as it does without the package
         patch.setitem(sys.modules, "pyarrow", None)
         place.prepare("imagenet", folder)
 
@@ -427,7 +427,8 @@ def _(place: Place) -> None:
 
 @scenario("`--download`: the server cannot be reached")
 def _(place: Place) -> None:
-    with socket.socket() as closed:  # bound, so that nobody else takes the port, but not listening
+    # bound, so that no other process takes the port, but not listening
+    with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         download_mnist(place, f"http://127.0.0.1:{closed.getsockname()[1]}")
 

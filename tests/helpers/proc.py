@@ -1,7 +1,7 @@
-"""What Linux shows of processes in /proc.
+"""Facts about processes from Linux's /proc.
 
-A process may end at any moment. Of one that has ended, or is another user's, each function returns
-what is empty.
+A process may end at any moment. If it has ended or belongs to another user, each function returns
+an empty value.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from pathlib import Path
 
 
 def all_pids() -> list[int]:
-    """Process ids of all that run now, and of those that nobody has waited for."""
+    """Process ids of all processes, including zombies."""
     return [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of those that a process has started: of a rank its loader workers."""
+    """Process ids of a process's children: for a rank, its loader workers."""
     return [
         int(child)
         for thread in _threads(pid)
@@ -24,12 +24,12 @@ def children(pid: int) -> list[int]:
 
 
 def command_line(pid: int) -> str:
-    """Its words, with a space between two."""
+    """The command line, with a space between two arguments."""
     return " ".join(_words(pid, "cmdline"))
 
 
 def environment_of(pid: int) -> dict[str, str]:
-    """Variables as the process had them at its start."""
+    """The environment that the process had at its start."""
     return dict(word.split("=", 1) for word in _words(pid, "environ") if "=" in word)
 
 
@@ -40,8 +40,8 @@ def status_of(pid: int) -> dict[str, str]:
 
 
 def stat_of(pid: int, thread: int | None = None) -> list[str]:
-    """The fields of `stat` behind the name, of the process or of one of its threads: state (R, S,
-    D, T, Z ...), parent, and so on (proc(5), from field 3)."""
+    """The fields of `stat` after the name, of the process or of one of its threads: state (R, S, D,
+    T, Z ...), parent, and so on (proc(5), from field 3)."""
     name = "stat" if thread is None else f"task/{thread}/stat"
     return _read(pid, name).decode(errors="replace").rpartition(")")[2].split()
 
@@ -52,14 +52,18 @@ def state_of(pid: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether it has not ended; one that nobody has waited for has."""
+    """Return whether the process runs; a zombie does not."""
     return state_of(pid) not in ("", "Z", "X")
 
 
 def states_of_threads(pid: int) -> dict[int, str]:
     """Thread id -> R, S, D, T ..."""
     fields = {thread: stat_of(pid, thread) for thread in _threads(pid)}
-    return {thread: found[0] for thread, found in fields.items() if found}
+    return {
+        thread: fields_of_thread[0]
+        for thread, fields_of_thread in fields.items()
+        if fields_of_thread
+    }
 
 
 def _threads(pid: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Helpers for tests with real processes: tiny shards, torchrun, kills.
 
-Runs are small on purpose (a dimension of 32, images of 16 px), so that starting Python dominates;
-what they test does not depend on size.
+Runs are small on purpose (a dimension of 32, images of 16 px), so that starting Python takes most
+of the time. The behaviour under test does not depend on size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from vit.weights.save import SEAL
 REPOSITORY = Path(__file__).parents[2]
 _package = Path(vit.train.__file__).parent
 COMMANDS = _package if (_package / "launch").is_dir() else REPOSITORY
-"""Where launch/ is: in an installed package inside of it (tests/project/test_wheel.py)."""
+"""The folder that contains launch/; in an installed package it is inside the package
+(tests/project/test_wheel.py)."""
 TINY = [
     "model.embed_dim=32",
     "model.depth=2",
@@ -61,8 +62,7 @@ def make_shards(
     size: tuple[int, int] = (24, 20),
     seed: int = 0,
 ) -> Path:
-    """Shards of noise around a colour for each class, through the real writer. Returns their
-    root."""
+    """Write shards of noise around one colour a class with the real writer. Return their root."""
     rng = np.random.default_rng(seed)
     for split, total in (("train", num_train), ("val", num_val)):
         for number in range(total):
@@ -91,8 +91,8 @@ def make_shards(
 def write_config(
     folder: Path, root: Path, name: str = "tiny.yaml", *, steps: int = 12, batch: int = 12
 ) -> Path:
-    """A config that trains on `root`, with dropout, drop path, mixing and an average, so that all
-    of them are resumed."""
+    """Write a config that trains on `root` with dropout, drop path, mixing and an average, so that
+    a resume restores all of them."""
     path = folder / name
     path.write_text(f"""
 model: {{drop_path_rate: 0.2, proj_drop_rate: 0.1}}
@@ -108,14 +108,14 @@ eval: {{every_steps: 6}}
 
 
 def environment() -> dict[str, str]:
-    """Ours, with one thread a process and nothing that points to W&B."""
-    kept = {
+    """This process's environment with one thread a process and without variables of W&B."""
+    variables = {
         key: value
         for key, value in inherited().items()
         if not key.startswith(("WANDB", "RANK", "WORLD_SIZE", "LOCAL_RANK"))
     }
-    kept.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    variables.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    return {**variables, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def command(
@@ -151,10 +151,10 @@ def run(
     timeout_s: float = 240,
     cold: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Run to the end; return stdout and stderr as text.
+    """Run a command to its end; return stdout and stderr as text.
 
-    The interpreters are warm (tests/helpers/warm_python.py), also those of torchrun and its ranks;
-    `cold`: they are started as a user's are.
+    The interpreters are warm (tests/helpers/warm_python.py), including torchrun's and its ranks';
+    `cold` starts them as a user would.
     """
     env = environment()
     python = sys.executable if cold else warm_python.python(env)
@@ -165,11 +165,12 @@ def run(
 
 
 @contextmanager
-def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
-    """What a process that runs `script` with `words` has and this one has not."""
+def _typed(script: str, arguments: Sequence[object]) -> Iterator[None]:
+    """Give this process the arguments and path that a process running `script` with `arguments`
+    has."""
     argv = sys.argv
     path = list(sys.path)
-    sys.argv = [script, *map(str, words)]
+    sys.argv = [script, *map(str, arguments)]
     sys.path.insert(0, str((COMMANDS / script).parent))
     try:
         yield
@@ -178,17 +179,17 @@ def _typed(script: str, words: Sequence[object]) -> Iterator[None]:
         sys.path[:] = path
 
 
-def run_here(script: str, *words: object) -> None:
-    """Run a command of launch/ in this process, which has torch already; what ends a command with
-    status 2 is a ValueError."""
-    with _typed(script, words):
+def run_here(script: str, *arguments: object) -> None:
+    """Run a command of launch/ in this process, which has imported torch already; an exit status of
+    2 becomes a ValueError."""
+    with _typed(script, arguments):
         runpy.run_path(str(COMMANDS / script))["main"]()
 
 
 def train(
     config: Path, run_dir: Path, *overrides: str, ranks: int = 0, cold: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """A whole training; fails the test with its output if it does not exit with 0."""
+    """Run a whole training; fail the test with its output if the exit status is not 0."""
     done = run(
         "launch/train.py",
         "--config",
@@ -204,15 +205,15 @@ def train(
 
 
 class Background:
-    """A training to be killed. torchrun and its ranks are warm (they end with `process` and
-    `trainers`, which pass signals on to them), unless `cold`: real children of torchrun."""
+    """A training that a test will kill. torchrun and its ranks are warm: `process` and `trainers`
+    pass signals on to them and end with them. With `cold` they are real children of torchrun."""
 
     def __init__(
         self, config: Path, run_dir: Path, *overrides: str, ranks: int = 2, cold: bool = False
     ):
         self.run_dir = run_dir
         env = environment()
-        # Without torchrun the process itself is what tests stop, and whose children they look for.
+        # Without torchrun, tests stop the process itself and search its children.
         self._warm = bool(ranks) and not cold
         python = warm_python.python(env) if self._warm else sys.executable
         env["PYTHON_EXEC"] = python
@@ -237,7 +238,7 @@ class Background:
         self.process = self._family.process
 
     def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
-        """Until the record has come to `step`."""
+        """Wait until the record has reached `step`."""
         deadline = time.monotonic() + timeout_s
         while last_step(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -245,7 +246,7 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_checkpoint(self, step: int, timeout_s: float = 240) -> None:
-        """Until the record tells of a checkpoint at `step` or later, which is then complete."""
+        """Wait until the record lists a checkpoint at `step` or later, which is then complete."""
         deadline = time.monotonic() + timeout_s
         while last_checkpoint(self.run_dir) < step:
             if self.process.poll() is not None or time.monotonic() > deadline:
@@ -253,7 +254,8 @@ class Background:
             time.sleep(0.01)
 
     def wait_for_output(self, text: str, timeout_s: float = 240) -> str:
-        """Until it has printed `text`; returns what came so far, which `end` does not repeat."""
+        """Wait until the process has printed `text`; return the output up to then, which `end` does
+        not repeat."""
         assert self.process.stdout is not None
         seen = b""
         deadline = time.monotonic() + timeout_s
@@ -267,32 +269,31 @@ class Background:
         return seen.decode()
 
     def trainers(self) -> list[int]:
-        """Process ids of the ranks, the first rank's first: torchrun gives each a session of its
-        own, so only the family tree tells, or, of warm ones, the mark."""
-        found = bearing(self._family.mark) if self._warm else children(self.process.pid)
-        lines = {pid: command_line(pid) for pid in found if pid != self.process.pid}
+        """Process ids of the ranks, rank 0 first. torchrun gives each its own session, so they are
+        identified by the family tree, or by the mark if they are warm."""
+        pids = bearing(self._family.mark) if self._warm else children(self.process.pid)
+        lines = {pid: command_line(pid) for pid in pids if pid != self.process.pid}
         ranks = [pid for pid, line in lines.items() if "launch/train.py" in line]
-        return sorted(ranks, key=_rank_of)  # numbers of processes begin anew at some time
+        return sorted(ranks, key=_rank_of)  # process ids wrap around
 
     def workers(self) -> list[int]:
-        """Process ids of what does the work of `trainers`: the same, or the forks of warm ones,
-        which SIGSTOP stops. Those that have not begun are left out."""
-        found = []
+        """Process ids that do the work of `trainers`: the same ids, or the forks of warm ones,
+        which SIGSTOP stops. Ranks that have not started yet are omitted."""
+        pids = []
         for pid in self.trainers():
             with suppress(OSError, ValueError):  # it is not forked yet
-                found.append(warm_python.fork_of(pid) if self._warm else pid)
-        return found
+                pids.append(warm_python.fork_of(pid) if self._warm else pid)
+        return pids
 
     def kill_all(self) -> None:
-        """SIGKILL for torchrun and every rank at once: a power cut, as far as processes can feel
-        one."""
+        """SIGKILL torchrun and every rank at once: for processes this equals a power cut."""
         for pid in [*self.trainers(), self.process.pid]:
             with suppress(ProcessLookupError):  # it has ended, and torchrun has waited for it
                 os.kill(pid, signal.SIGKILL)
         self.process.communicate()
 
     def end(self, timeout_s: float = 240) -> str:
-        """Wait for the end; returns the output."""
+        """Wait for the end; return the output."""
         try:
             return self.process.communicate(timeout=timeout_s)[0]
         except subprocess.TimeoutExpired:
@@ -305,14 +306,14 @@ def _rank_of(pid: int) -> int:
 
 
 def last_step(run_dir: Path) -> int:
-    """Newest step in the record, -1 without one."""
+    """The newest step in the record, -1 without one."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     return json.loads(lines[-1])["step"] if lines else -1
 
 
 def last_checkpoint(run_dir: Path) -> int:
-    """Step of the newest checkpoint in the record, -1 without one."""
+    """The step of the newest checkpoint in the record, -1 without one."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     steps = [line["step"] for line in map(json.loads, lines) if line["kind"] == "checkpoint"]
@@ -320,13 +321,13 @@ def last_checkpoint(run_dir: Path) -> int:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Also of bfloat16, which numpy does not know."""
+    """The tensor's bytes; also for bfloat16, which numpy does not support."""
     return tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def final_state(run_dir: Path, step: int) -> dict[str, str]:
-    """Digests of all tensors of the checkpoint at `step`, and of the losses of all images, for
-    comparison bit by bit."""
+    """Digests of all tensors of the checkpoint at `step` and of the losses of all images, for
+    bitwise comparison."""
     tensors = load_file(run_dir / "checkpoints" / f"step_{step:08d}" / "state.safetensors")
     losses = {path.name: digest(path.read_bytes()) for path in run_dir.glob("samples/epoch_*.npy")}
     assert losses, "a run keeps them by default"
@@ -334,12 +335,12 @@ def final_state(run_dir: Path, step: int) -> dict[str, str]:
 
 
 def as_by_another_program(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Those of a file of weights that is written anew, without the hash of the old one."""
+    """Rewrite a file of weights without its hash, as another program would."""
     return {key: value for key, value in metadata.items() if key != SEAL}
 
 
 def metrics(run_dir: Path, kind: str) -> list[dict]:
-    """Lines of one kind of the record."""
+    """The record's lines of one kind."""
     return [
         line
         for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())

@@ -1,4 +1,4 @@
-"""Ranks as threads of a test, with a store of torch in common: for what they say to each other."""
+"""Ranks as threads of one test with a shared torch store, for tests of their communication."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from vit.distributed.process_group import World
 
 
 def together(size: int, function: Callable[[World], Any]) -> list[Any]:
-    """What `function` returns or raises on each of `size` ranks, threads with a store in common."""
-    store = dist.HashStore()  # in memory; tests with processes have one behind a socket
+    """Return the result or the exception of `function` on each of `size` ranks, which are threads
+    with a shared store."""
+    store = dist.HashStore()  # in memory; tests with processes use a store behind a socket
     ended: list[Any] = [None] * size
 
     def rank(number: int) -> None:

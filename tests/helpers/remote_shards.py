@@ -1,4 +1,4 @@
-"""Shards behind a URL: what they hold, and what was asked of their server."""
+"""Shards behind a URL: their samples, and the requests that reached their server."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def samples(split: Split) -> list[tuple[str, bytes]]:
 def parts_asked(web: WebServer) -> list[tuple[str, str | None]]:
     """(shard, range) of the requests for blocks."""
     return [
-        (path, wanted)
-        for _, path, wanted in web.requests
-        if path.endswith(".tar") and wanted != "bytes=0-0"
+        (path, byte_range)
+        for _, path, byte_range in web.requests
+        if path.endswith(".tar") and byte_range != "bytes=0-0"
     ]
 
 
 def claim_encoding(web: WebServer, encoding: str) -> None:
-    """From here on answers have this Content-Encoding; their bytes stay as they are."""
+    """Send this Content-Encoding with all later answers, whose bytes stay unencoded."""
     handler: Any = web._server.RequestHandlerClass
     original = handler.end_headers
     handler.end_headers = lambda self: (

@@ -1,6 +1,5 @@
-"""Helpers for tests: real servers on 127.0.0.1. One for files over HTTP, whose faults a test writes
-down beforehand; a Hugging Face hub, as far as its own client asks it; one for FTP; one for S3; and
-a cable between client and server that a test can cut."""
+"""Real servers on 127.0.0.1: HTTP with faults that a test lists beforehand, a Hugging Face hub for
+its own client, FTP and S3; and a cable between client and server that a test can cut."""
 
 from __future__ import annotations
 
@@ -29,24 +28,24 @@ from moto.server import ThreadedMotoServer
 
 
 class WebServer:
-    """Serves `files` ({"/path": bytes}) with ranges and ETags until the block ends.
+    """A web server for `files` ({"/path": bytes}) with ranges and ETags until the block ends.
 
         with WebServer({"/a.bin": data}) as server:
             server.cuts = [1000, 5000]     # the first two answers to GET end after this many bytes
             download(f"{server.url}/a.bin", path)
 
-    `statuses`: answered instead, one for each GET; `ranges`: False for a server that ignores Range;
-    `lengths`: False for one that does not tell sizes; `claimed_length`: told instead of the true
-    one; `hang_after`: an answer pauses after this many bytes until this is None again;
-    `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go do;
-    `fails_each`: of this many GETs one is answered 503, and the next time one is cut in its middle;
-    `delay_s`: in front of each answer; `retry_after`: told with each status; `away_until_s` (of
-    time.monotonic): 503 until then; `wrong_ranges`: this many answers give a part that was not
-    asked for; `endless`: answers go on for ever; `drip`: (bytes, seconds), that many come, then a
-    pause; `tags`: given to answers in turn, as mirrors do. `login` ("user:password"), `header`
-    (name, value), `signature`: a query: without it the answer is 401, or 403 for the last.
-    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each, `headers`
-    their headers.
+    `statuses`: sent in place of the file, one for each GET; `ranges`: False for a server that
+    ignores Range; `lengths`: False for one that does not send sizes; `claimed_length`: sent in
+    place of the true one; `hang_after`: an answer pauses after this many bytes until this is None
+    again; `whole_if_empty`: an empty file is answered with 200 and not with 416, as servers in Go
+    do; `fails_each`: one in this many GETs is answered with 503, and the next time one is cut in
+    its middle; `delay_s`: before each answer; `retry_after`: sent with each status; `away_until_s`
+    (of time.monotonic): 503 until then; `wrong_ranges`: this many answers send a range that was not
+    requested; `endless`: answers never end; `drip`: (bytes, seconds), send this many bytes, then
+    pause; `tags`: sent with answers in turn, as mirrors do. `login` ("user:password"), `header`
+    (name, value), `signature` (a query): without it the answer is 401, or 403 for a signature.
+    `redirects`: path -> address. `requests` holds (method, path, Range or None) of each request,
+    `headers` their headers.
     """
 
     def __init__(self, files: dict[str, bytes]):
@@ -102,9 +101,9 @@ class _FileHandler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         web = self.web
-        wanted = self.headers["Range"]
+        range_header = self.headers["Range"]
         self.path, _, query = self.path.partition("?")
-        web.requests.append((self.command, self.path, wanted))
+        web.requests.append((self.command, self.path, range_header))
         web.headers.append(dict(self.headers))
         if to := web.redirects.get(self.path):
             self.send_response(302)
@@ -139,13 +138,13 @@ class _FileHandler(BaseHTTPRequestHandler):
         if web.tags:
             tag = web.tags[len(web.requests) % len(web.tags)]
         if (
-            wanted
+            range_header
             and web.ranges
             and not (web.whole_if_empty and not content)
             and self.headers["If-Range"] in (None, tag)
         ):
-            byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", wanted)
-            assert byte_range is not None, wanted
+            byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", range_header)
+            assert byte_range is not None, range_header
             first, last = byte_range.groups()
             start, stop = int(first), min(int(last) + 1, len(content)) if last else len(content)
             if start >= len(content):
@@ -196,9 +195,9 @@ class _FileHandler(BaseHTTPRequestHandler):
 
 
 class HubServer:
-    """Serves `repositories` (name -> {file: bytes}) until the block ends, each at one commit.
+    """A hub with `repositories` (name -> {file: bytes}), each at one commit, until the block ends.
 
-    `gated`: names of those that nobody here may read. `licences`: name -> what the card states.
+    `gated`: repositories that refuse every reader. `licences`: name -> the licence on the card.
     `requests` has the path of each request, `downloads` the files that were sent.
     """
 
@@ -244,9 +243,9 @@ class _HubHandler(BaseHTTPRequestHandler):
         path = unquote(urlparse(self.path).path)
         self.hub.requests.append(path)
         is_api = path.startswith("/api/models/")
-        words = path.removeprefix("/api/models" if is_api else "").split("/")[1:]
-        name = "/".join(words[:2])
-        kind, revision, *file = words[2:] or ["revision", "main"]
+        parts = path.removeprefix("/api/models" if is_api else "").split("/")[1:]
+        name = "/".join(parts[:2])
+        kind, revision, *file = parts[2:] or ["revision", "main"]
         files = self.hub.repositories.get(name)
         if files is None:
             self._refuse(401, "RepoNotFound")
@@ -309,8 +308,8 @@ class _HubHandler(BaseHTTPRequestHandler):
 
 
 class FtpServer:
-    """Serves `files` ({"/folder/name": bytes}) to anybody until the block ends; it knows no
-    versions of files.
+    """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. It accepts any user
+    and knows no versions of files.
 
     `commands_each`: a connection ends after this many commands.
     """
@@ -335,7 +334,7 @@ class FtpServer:
         self._server.server_close()
 
     def listing(self, folder: str) -> bytes:
-        """What MLSD says."""
+        """The reply to MLSD."""
         inside = [
             (path.rsplit("/", 1)[1], data)
             for path, data in self.files.items()
@@ -349,7 +348,7 @@ class _FtpHandler(socketserver.StreamRequestHandler):
 
     def handle(self) -> None:
         self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # how ABOR comes
-        with suppress(ConnectionError):  # the client goes when it has what it wants
+        with suppress(ConnectionError):  # the client leaves when it has the bytes that it needs
             self._say("220 ready")
             start = 0
             listener = socket.socket()
@@ -382,12 +381,12 @@ class _FtpHandler(socketserver.StreamRequestHandler):
 
 
 _NUMBERS = itertools.count()
-"""Of buckets: the servers of one process know each other's."""
+"""Numbers for bucket names, because the servers of one process share their buckets."""
 
 
 class S3Server:
-    """An S3 server in this process; until the block ends the environment holds its address and
-    credentials, for other processes too."""
+    """An S3 server in this process. Until the block ends, the environment holds its address and
+    credentials, also for child processes."""
 
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -396,7 +395,7 @@ class S3Server:
     def __enter__(self) -> S3Server:
         self._server.start()
         self.port = self._server.get_host_and_port()[1]
-        # undoes these alone: tests that began before the server set variables of their own
+        # restores only these variables, because tests that began earlier set variables of their own
         self._environment = pytest.MonkeyPatch()
         for name, value in {
             "AWS_ACCESS_KEY_ID": "test",
@@ -420,7 +419,7 @@ class S3Server:
         self._server.stop()
 
     def new_bucket(self) -> str:
-        """Make one; returns its URL."""
+        """Make a bucket; return its URL."""
         name = f"bucket-{next(_NUMBERS)}"
         boto3.client("s3").create_bucket(Bucket=name)
         return f"s3://{name}"
@@ -429,16 +428,16 @@ class S3Server:
         """All objects of a bucket by key, as Amazon's own client sees them."""
         client = boto3.client("s3")
         bucket = url.split("/")[2]
-        found = client.list_objects_v2(Bucket=bucket).get("Contents", [])
+        entries = client.list_objects_v2(Bucket=bucket).get("Contents", [])
         return {
             entry["Key"]: client.get_object(Bucket=bucket, Key=entry["Key"])["Body"].read()
-            for entry in found
+            for entry in entries
         }
 
     @contextmanager
     def only(self, *actions: str) -> Iterator[None]:
-        """The environment holds the keys of a user who may do these actions only; the server asks
-        for them until the block ends."""
+        """Give the environment the keys of a user with only these actions, and let the server check
+        credentials, until the block ends."""
         iam = boto3.client("iam")
         environment = pytest.MonkeyPatch()
         policy = {
@@ -472,14 +471,14 @@ class S3Server:
 
 
 def forget_clients() -> None:
-    """fsspec keeps a client for each kind of URL, with the address and the credentials of its first
-    use."""
+    """Drop fsspec's clients: it keeps one for each kind of URL, with the address and the
+    credentials of its first use."""
     fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Gate:
-    """A port that leads to `port` of this machine; while it is `closed`, connections end, and new
-    ones are answered 503 and no more."""
+    """A port that leads to `port` of this machine. While it is `closed`, connections end, and new
+    ones get only an answer 503."""
 
     def __init__(self, port: int):
         self._behind = port
@@ -498,7 +497,7 @@ class Gate:
         self.close()
 
     def close(self) -> None:
-        """End all connections; those that come are refused."""
+        """End all connections and refuse new ones."""
         self.closed = True
         for end in list(self._open_ends):
             with suppress(OSError):
@@ -548,8 +547,8 @@ def cable(
     port: int, *, carries: int, then: str, times: int = 1
 ) -> Iterator[tuple[int, threading.Event]]:
     """A port that leads to `port` of this machine. Each of the first `times` connections stops
-    after `carries` bytes to the server, which the event tells: `then` it is "cut", or it "hangs".
-    The others are good."""
+    after `carries` bytes to the server and sets the event: `then` it is "cut", or it "hangs". Later
+    connections are good."""
     listener = socket.create_server(("127.0.0.1", 0))
     stopped = threading.Event()
     over = threading.Event()

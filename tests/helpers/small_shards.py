@@ -1,4 +1,4 @@
-"""Images that tell their number, tars and folders of them."""
+"""Images that encode their number, and tars and folders of them."""
 
 import io
 import tarfile
@@ -18,14 +18,14 @@ PER_SHARD = 5
 
 
 def jpeg(number: int) -> bytes:
-    """A JPEG whose size and colour tell its number."""
+    """A JPEG whose size and colour encode its number."""
     encoded = io.BytesIO()
     Image.new("RGB", (20 + number, 30 + 2 * number), (10 * number, 100, 200)).save(encoded, "JPEG")
     return encoded.getvalue()
 
 
 def write_tar(path: Path, members: list[tuple[str, bytes]], **options: Any) -> Path:
-    """A tar by the standard library, not by our writer."""
+    """Write a tar with the standard library, not with the product's writer."""
     with tarfile.open(path, "w", **options) as tar:
         for name, data in members:
             info = tarfile.TarInfo(name)
@@ -59,7 +59,7 @@ def image_bytes(
 def source_of(
     folder: Path, splits: dict[str, list[tuple[str, int, bytes]]], **options: Any
 ) -> Source:
-    """A source of (name, label, encoded image) in a file in `folder`."""
+    """Write a source of (name, label, encoded image) into a file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "images.bin"
     path.write_bytes(b"".join(data for samples in splits.values() for _, _, data in samples))

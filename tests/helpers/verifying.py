@@ -1,4 +1,4 @@
-"""Data sets to verify, ways to alter them, and what is said about them."""
+"""Data sets to verify, ways to alter them, and the problems in a report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def edit(path: Path, change: Callable[[bytearray], object]) -> None:
 def edit_json(path: Path, change: Callable[[dict], object]) -> None:
     content = json.loads(path.read_text())
     change(content)
-    # by somebody who knows of it: what else tells is tested
+    # a deliberate edit updates the digest; other tests cover edits that do not
     if path.name == "_info.json" and "info_sha256" in content:
         content["info_sha256"] = info_sha256(content)
     path.write_text(json.dumps(content))
@@ -67,7 +67,7 @@ def write_tar(path: Path, members: Sequence[tuple[str, bytes]]) -> None:
 
 
 def foreign(folder: Path, *shards: Sequence[tuple[str, bytes]], split: str = "train") -> Path:
-    """Shards that others made, indexed by `data_prep.index`."""
+    """Shards of another tool, indexed by `data_prep.index`."""
     folder.mkdir(exist_ok=True)
     for number, members in enumerate(shards):
         write_tar(folder / f"{split}-{number:03d}.tar", members)
@@ -79,9 +79,9 @@ def pair(key: str, data: bytes, label: int) -> list[tuple[str, bytes]]:
     return [(f"{key}.jpg", data), (f"{key}.cls", b"%d" % label)]
 
 
-def problems_in(told: str) -> list[str]:
+def problems_in(report: str) -> list[str]:
     """The lines of a report's problems."""
     return re.findall(
         r"(?m)^    (\S.*)$",
-        told[told.index("PROBLEMS") : (told + "Notes").index("Notes")].split("\n\n")[0],
+        report[report.index("PROBLEMS") : (report + "Notes").index("Notes")].split("\n\n")[0],
     )

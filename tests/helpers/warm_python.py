@@ -1,16 +1,16 @@
-"""An interpreter that starts in a tenth of a second: a fork of one that has torch and this project
-imported already.
+"""An interpreter that starts in a tenth of a second: a fork of a server that has already imported
+torch and this project.
 
-Most commands that tests start do a second's work after importing torch for three. `python()` is the
-path of a program that takes what `python [-u] SCRIPT ...`, `python -m MODULE ...` and `python -c
-CODE ...` take. It runs in a process of its own, with the caller's arguments, environment, folder
-and streams; exit status and signals pass through. What only a real start can tell takes
-`sys.executable`: versions, missing packages, limits of a process, who is whose parent. Where a
-variable that Python, torch or ours read while they are imported has another value than at the
-server's start, a real interpreter is started.
+Most commands of tests work for one second after importing torch for three. `python()` is the path
+of a program that takes the arguments of `python [-u] SCRIPT ...`, `python -m MODULE ...` and
+`python -c CODE ...`. It runs as its own process with the caller's arguments, environment, folder
+and streams; exit status and signals pass through. Tests use `sys.executable` if they need a real
+start: for versions, missing packages, limits of a process, or the parents of processes. A real
+interpreter also starts if a variable that Python, torch or the project reads during import differs
+from its value at the server's start.
 
-The program sends its streams over a socket to the server, which forks; it stays until the fork
-ends, and the fork is killed if the program is.
+The program sends its streams over a socket to the server, which forks. The program stays until the
+fork ends, and the fork is killed if the program is.
 """
 
 from __future__ import annotations
@@ -100,15 +100,14 @@ _starting = threading.Lock()
 
 
 def python(environment: dict[str, str]) -> str:
-    """Path of the program. The server starts at the first call, with `environment`, and runs until
-    `stop`. Where forks of a process that has used system libraries are not safe: the real
-    interpreter.
-    """
+    """Return the path of the program. The server starts at the first call, with `environment`, and
+    runs until `stop`. The path is the real interpreter's where a process that has used system
+    libraries cannot fork safely."""
     if sys.platform != "linux":
         return sys.executable
     with _starting:
         if not _started:
-            # short: a socket's path has a limit of 107 bytes
+            # short, because a socket's path is limited to 107 bytes
             folder = tempfile.mkdtemp(prefix="vit-warm-")
             program = Path(folder) / "python"
             program.write_text(PROGRAM.format(interpreter=sys.executable))
@@ -125,13 +124,14 @@ def python(environment: dict[str, str]) -> str:
 
 
 def fork_of(pid: int) -> int:
-    """The process that does the work of `pid`, which runs the program: its children are there."""
+    """The process that does the work of `pid`, which runs the program; children belong to this
+    process."""
     folder, _ = _started[0]
     return int(Path(folder, str(pid)).read_text())
 
 
 def stop() -> None:
-    """End the server and what it runs."""
+    """End the server and its forks."""
     while _started:
         folder, server = _started.pop()
         server.terminate()
@@ -143,7 +143,7 @@ def stop() -> None:
 
 
 Request = tuple[list[str], dict[str, str], str]
-"""Arguments behind `python`, environment, folder."""
+"""The arguments after `python`, the environment, and the folder."""
 
 
 def _early(environment: dict[str, str]) -> dict[str, str]:
@@ -213,7 +213,8 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
                 selector.unregister(key.fileobj)
         while clients and (done := os.waitpid(-1, os.WNOHANG))[0]:
             client = clients.pop(done[0])
-            # First: a client that is gone fails below, and the next one may get its number.
+            # First, because sending to a client that has exited fails, and the next client may get
+            # its number.
             with suppress(KeyError):
                 selector.unregister(client)
             with client, suppress(OSError):
@@ -224,7 +225,7 @@ def _serve(folder: str) -> tuple[Request, list[int]] | None:
 
 
 def _become(request: Request, streams: list[int]) -> NoReturn:
-    """Run what was asked for as Python would have done."""
+    """Run the requested code as Python would."""
     arguments, environment, folder = request
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
@@ -259,7 +260,7 @@ def _become(request: Request, streams: list[int]) -> NoReturn:
     except BaseException:
         sys.excepthook(*sys.exc_info())
         status = 1
-    # as Python ends, but for taking all modules apart, which would copy the memory that is shared
+    # Exit as Python does, but without taking all modules apart, which would copy shared memory.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -284,5 +285,6 @@ if __name__ == "__main__":
     accepted = _serve(sys.argv[1])
     if accepted is not None:
         _become(*accepted)
-    shutil.rmtree(sys.argv[1], ignore_errors=True)  # where pytest was killed, nobody else does
+    # If pytest was killed, no other process removes the socket.
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
     os._exit(0)  # without taking the frozen modules apart

@@ -1,4 +1,4 @@
-"""The room that a run takes on its disk is known before it begins."""
+"""The disk space of a run is known before it begins."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ GUEST = ("model.name=timm/resnet10t", "model.image_size=32")
     ],
     ids=["AdamW", "no average", "momentum", "nothing", "buffers"],
 )
-def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards, tmp_path):
-    """Compared with what is really saved."""
+def test_estimates_the_disk_space_of_a_run_before_it_is_built(overrides, shards, tmp_path):
+    """The estimate must match the saved files."""
     path = tmp_path / "config.yaml"
     folder = tmp_path / "run"
     path.write_text(f"data: {{root: {shards}, global_batch_size: 12}}\ntrain: {{ema_decay: 0.9}}\n")
@@ -58,8 +58,8 @@ def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards
         (needs.checkpoint_bytes, "checkpoints/step_*/*"),
         (needs.weights_bytes, "weights/*"),
     ):
-        found = sum(file.lstat().st_size for file in folder.glob(pattern))  # one is a link
-        assert expected == pytest.approx(found, rel=0.02, abs=20_000)
+        saved_bytes = sum(file.lstat().st_size for file in folder.glob(pattern))  # one is a link
+        assert expected == pytest.approx(saved_bytes, rel=0.02, abs=20_000)
     losses = [file.stat().st_size for file in folder.glob("samples/*")]
     assert needs.samples_bytes == sum(losses) > 0
 
@@ -69,11 +69,11 @@ def test_the_room_that_a_run_takes_is_known_before_it_is_built(overrides, shards
     [((), 3), (("log.sample_losses=2",), 1), (("log.sample_losses=0",), 0)],
 )
 def test_the_losses_of_images_are_counted_for_each_epoch_begun(config, settings, num_epochs):
-    """12 of 60 images in a batch, 5 steps an epoch; the third is cut short."""
-    given = tiny(config, "train.epochs=null", "train.steps=11", *settings)
-    plan, _ = make_plan(given, 60, 1)
+    """12 of 60 images in a batch, 5 steps an epoch; the third epoch is incomplete."""
+    run_config = tiny(config, "train.epochs=null", "train.steps=11", *settings)
+    plan, _ = make_plan(run_config, 60, 1)
     assert plan.steps_per_epoch == 5
-    needs = room_of(given, plan)
+    needs = room_of(run_config, plan)
     header = len(_npy(np.zeros((5, 2, 12), np.float16))) - 5 * 12 * 4
     assert needs.samples_bytes == num_epochs * (5 * 12 * 4 + header)
     assert needs.total_bytes - needs.samples_bytes == (
@@ -87,16 +87,16 @@ def _npy(values: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def test_how_many_checkpoints_there_are_at_a_time(config):
-    """One more than are kept, unless the run ends before."""
-    for steps, kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
-        settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={kept}")
+def test_counts_the_checkpoints_on_disk_at_a_time(config):
+    """One more than are kept, unless the run ends first."""
+    for steps, num_kept, expected in ((12, 2, 3), (6, 2, 2), (3, 5, 1), (12, 1, 2)):
+        settings = tiny(config, f"train.steps={steps}", f"checkpoint.keep_last={num_kept}")
         plan, _ = make_plan(settings, 60, 1)
         assert room_of(settings, plan).num_checkpoints == expected
 
 
-def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
-    """A finished set of checkpoints and weights leaves one checkpoint to be added."""
+def test_a_resumed_run_needs_no_space_for_its_saved_files(config, tmp_path):
+    """After a finished set of checkpoints and weights, only one checkpoint more needs space."""
     settings = tiny(config)
     plan, _ = make_plan(settings, 60, 1)
     needs = room_of(settings, plan)
@@ -108,7 +108,7 @@ def test_what_a_resumed_run_has_saved_needs_no_room_again(config, tmp_path):
     (tmp_path / "run" / "weights").mkdir()
     (tmp_path / "run" / "weights" / "last.safetensors").write_bytes(bytes(needs.weights_bytes))
     later = check_disk(Preflight((), {}), needs, tmp_path / "run", 2)
-    for found, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
-        assert found.numbers["needed_disk_gib"] == round(expected / GIB, 4)
+    for estimate, expected in ((empty, needs.total_bytes), (later, needs.checkpoint_bytes)):
+        assert estimate.numbers["needed_disk_gib"] == round(expected / GIB, 4)
     [line] = empty.lines
     assert line.startswith(f"disk: 3 checkpoint(s) of {needs.checkpoint_bytes / 2**20:.1f} MiB")

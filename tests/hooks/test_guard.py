@@ -1,4 +1,5 @@
-"""A run whose labels are wrong in one batch: it is left out, ends the run, or is passed over."""
+"""A run with wrong labels in one batch: the guard skips the update, stops the run, or rewinds and
+skips the batch."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ BAD_STEP = 16
 """Counted from 0."""
 BATCH = 12
 SAVED_BEFORE = 12
-"""The newest checkpoint when the bad batch comes."""
+"""The newest checkpoint at the time of the bad batch."""
 SETTINGS = (
     *("augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"),
     "model.drop_path_rate=0",
@@ -72,7 +73,7 @@ def values_of(loss: float, grad_norm: float, verdict: int = 0) -> StepValues:
 
 
 def guard_of(config: Path, folder: Path, state: RunState, *settings: str) -> Guard:
-    """On a rank that writes no record."""
+    """A guard on a rank that writes no record."""
     loaded = load_config(config, [*TINY, *settings])
     return Guard(loaded, state, ONE, Record(folder, loaded.log, False, total_steps=99))
 
@@ -89,24 +90,27 @@ def test_limits_are_scipys_median_and_deviation_of_the_steps_that_were_read(conf
         late = guard.limits(step)
         if step >= 2:
             guard.judge(step - 1, values_of(losses[step - 1], norms[step - 1]))
-            # Where training pauses, or has resumed, a step more is known: that changes nothing.
+            # After a pause of training the host has read one step more; the limits must not depend
+            # on it.
             assert guard.limits(step) == late
         else:
             guard.judge(0, values_of(losses[0], norms[0])) if step else None
         if step < 17:
             assert late is None
             continue
-        for found, known in ((late.loss, losses), (late.grad_norm, norms)):
-            window = known[step - 17 : step - 1]
+        for limit, values in ((late.loss, losses), (late.grad_norm, norms)):
+            window = values[step - 17 : step - 1]
             deviation = median_abs_deviation(window, scale="normal")
-            assert found == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
+            assert limit == pytest.approx(np.median(window) + 4 * deviation, rel=1e-4)
     again = guard_of(config, tmp_path, RunState(**json.loads(json.dumps(asdict(state)))), *settings)
     assert again.limits(60) == guard.limits(60), "of a checkpoint"
-    assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, "nothing is known of how they vary"
+    assert limit_of((2.0,) * 9 + (3.0,) * 7, 4.0) == math.inf, (
+        "equal values have no deviation to estimate"
+    )
 
 
-def test_a_run_that_goes_back_keeps_the_facts_of_now():
-    """The checkpoint may be of before `train.exact_over_ranks` was switched on."""
+def test_a_rewind_keeps_the_present_facts_of_the_run():
+    """The checkpoint may be older than the switch to `train.exact_over_ranks`."""
     saved = RunState(step=10, facts={"seed": 1}, restarts=0)
     now = RunState(step=24, facts={"seed": 1, "kernels": "torch"}, restarts=2)
     state = Rewind(23, {"reason": "a spike"}).state_from(saved, now, 3)
@@ -114,8 +118,9 @@ def test_a_run_that_goes_back_keeps_the_facts_of_now():
     assert state.passed_over == [[20, 27]]
 
 
-def test_the_window_begins_anew_where_images_change_their_size(config, shards, tmp_path):
-    """The loss jumps there: limits of smaller images would leave out each update behind it."""
+def test_the_window_restarts_when_the_image_size_changes(config, shards, tmp_path):
+    """The loss jumps at that step, so limits from smaller images would skip each update after
+    it."""
     settings = ("guard.on_spike=skip", "guard.window_steps=8")
     loaded = load_config(config, [*TINY, *settings])
     split = open_split(shards, "train")
@@ -127,7 +132,7 @@ def test_the_window_begins_anew_where_images_change_their_size(config, shards, t
     guard = Guard(loaded, RunState(), ONE, record, batches)
     for step in range(border + 12):
         of_this_size = step if step < border else step - border
-        # Eight steps, of which the last but one is the newest.
+        # Eight steps, of which the last but one is the newest that was read.
         assert (guard.limits(step) is not None) == (of_this_size >= 9), step
         guard.judge(step, values_of(float(step >= border) + 0.01 * (step % 3), 1.0))
 
@@ -155,7 +160,7 @@ OVERFLOW = (0.7, math.inf, NON_FINITE)
         ("fp16", ONCE, (NAN, NAN, NON_FINITE), "or use train.precision=bf16; the last"),
     ],
 )
-def test_what_follows_from_a_verdict(precision, settings, values, expected, config, tmp_path):
+def test_actions_after_each_verdict(precision, settings, values, expected, config, tmp_path):
     state = RunState(rewinds=2)
     guard = guard_of(config, tmp_path, state, *settings, f"train.precision={precision}")
     problem = guard.judge(7, values_of(*values))
@@ -171,8 +176,8 @@ def test_what_follows_from_a_verdict(precision, settings, values, expected, conf
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A config for one epoch of shards whose class is the colour, but for the labels of the images
-    in one batch."""
+    """A config for one epoch of shards whose class is the colour, except for wrong labels in one
+    batch."""
     folder = tmp_path_factory.mktemp("planted")
     root = folder / "shards"
     root.mkdir()
@@ -198,7 +203,7 @@ def planted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(planted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that went back."""
+    """A run that rewound."""
     folder = tmp_path_factory.mktemp("rewound") / "run"
     train(planted, folder, *SETTINGS, *REWIND)
     return folder
@@ -209,7 +214,7 @@ def differing(one: dict[str, str], other: dict[str, str], prefix: str = "") -> l
     return [name for name in one if name.startswith(prefix) and one[name] != other[name]]
 
 
-def test_a_run_goes_back_and_passes_over_the_batches_around_the_spike(finished):
+def test_a_run_rewinds_and_skips_the_batches_around_the_spike(finished):
     (line,) = metrics(finished, "rewind")
     assert (line["step"], line["at_step"], line["rewinds"]) == (SAVED_BEFORE, BAD_STEP + 1, 1)
     assert (line["first_passed_over"], line["last_passed_over"]) == (BAD_STEP, BAD_STEP + 2)
@@ -240,17 +245,15 @@ def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, cap
 
 
 @pytest.mark.parametrize("is_noted", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_killed_behind_the_rewind_or_before_it_is_noted_equals_uninterrupted(
-    is_noted, finished, planted, tmp_path
-):
-    """What a kill leaves: the checkpoint that the run went back to, and nothing newer."""
+def test_a_kill_around_a_rewind_does_not_change_the_result(is_noted, finished, planted, tmp_path):
+    """A kill leaves the checkpoint to which the run rewound, and no newer one."""
     shutil.copytree(finished, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").glob("step_*"):
         if int(folder.name.removeprefix("step_")) > SAVED_BEFORE:
             shutil.rmtree(folder)
     info = tmp_path / "run" / "checkpoints" / f"step_{SAVED_BEFORE:08d}" / "checkpoint.json"
     content = json.loads(info.read_text())
-    assert content["passed_over"], "before anything is done again"
+    assert content["passed_over"], "the skipped batches must be noted before any step is repeated"
     if not is_noted:
         info.write_text(json.dumps(sealed({**content, "passed_over": [], "rewinds": 0})))
     train(planted, tmp_path / "run", *SETTINGS, *REWIND)
@@ -259,7 +262,7 @@ def test_killed_behind_the_rewind_or_before_it_is_noted_equals_uninterrupted(
 
 
 @pytest.mark.full
-def test_a_skipped_update_leaves_the_weights_that_passing_over_this_batch_leaves(planted, tmp_path):
+def test_skipping_the_update_equals_skipping_the_batch(planted, tmp_path):
     train(planted, tmp_path / "skip", *SETTINGS, "guard.on_spike=skip")
     train(planted, tmp_path / "back", *SETTINGS, REWIND[0], "guard.rewind_skip_steps=0")
     (fault,) = metrics(tmp_path / "skip", "fault")
@@ -268,13 +271,13 @@ def test_a_skipped_update_leaves_the_weights_that_passing_over_this_batch_leaves
     passed_over = final_state(tmp_path / "back", STEPS)
     for prefix in ("model.", "optim."):
         assert not differing(skipped, passed_over, prefix)
-    assert differing(skipped, passed_over, "ema."), "which moves towards unchanged weights"
+    assert differing(skipped, passed_over, "ema."), "the average moves towards unchanged weights"
 
 
 @pytest.mark.full
-def test_a_run_stops_before_the_update_and_goes_on_in_another_way(planted, tmp_path):
-    words = ("launch/train.py", "--config", planted, f"run.dir={tmp_path / 'run'}", *TINY)
-    done = run(*words, *SETTINGS, "guard.on_spike=stop")
+def test_a_run_stops_before_the_update_and_resumes_with_another_action(planted, tmp_path):
+    arguments = ("launch/train.py", "--config", planted, f"run.dir={tmp_path / 'run'}", *TINY)
+    done = run(*arguments, *SETTINGS, "guard.on_spike=stop")
     assert done.returncode == 2
     assert f"step {BAD_STEP + 1}: loss above the limit" in done.stderr
     assert "guard.on_spike=stop" in done.stderr
@@ -284,7 +287,7 @@ def test_a_run_stops_before_the_update_and_goes_on_in_another_way(planted, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_killed_while_it_passes_over_equals_uninterrupted(ranks, planted, tmp_path):
+def test_a_kill_while_batches_are_skipped_does_not_change_the_result(ranks, planted, tmp_path):
     """Real kills, with workers, accumulation and evaluations within the window."""
     settings = (*SETTINGS, REWIND[0], "guard.rewind_skip_steps=3", "data.num_workers=1")
     settings += ("data.micro_batch_size=2", "eval.every_steps=6", "checkpoint.every_steps=4")
@@ -293,7 +296,7 @@ def test_killed_while_it_passes_over_equals_uninterrupted(ranks, planted, tmp_pa
     deadline = time.monotonic() + 240
     while not rewinds_in(tmp_path / "run") or last_step(tmp_path / "run") < BAD_STEP:
         assert killed.process.poll() is None, killed.end()
-        assert time.monotonic() < deadline, "it did not go back"
+        assert time.monotonic() < deadline, "the run did not rewind"
         time.sleep(0.01)
     killed.kill_all()
     train(planted, tmp_path / "run", *settings, ranks=ranks)

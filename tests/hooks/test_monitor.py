@@ -1,4 +1,4 @@
-"""What training says about waiting for data, from a loader whose speed is known."""
+"""Training's messages about waits for data, from a loader of known speed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PAUSE_S = 0.05
 
 
 class Slow(Batches):
-    """Batches of nothing that take their time."""
+    """Empty batches that take a fixed time."""
 
     layout = BatchLayout(ROWS, ImageFormat((4, 4)), 0)
 
@@ -55,7 +55,7 @@ class Slow(Batches):
     ("computing_s", "num_steps", "is_told"),
     [(0.0, ADVICE_STEPS + 1, True), (0.0, ADVICE_STEPS - 1, False), (0.6, ADVICE_STEPS + 1, False)],
 )
-def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do(
+def test_training_reports_waits_for_data_and_records_the_loaders_rate(
     computing_s, num_steps, is_told, config, tmp_path, capsys
 ):
     settings = load_config(config, TINY)
@@ -64,14 +64,14 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
     with Loader(Slow(), 0, num_steps) as loader:
         world = World(0, 1, torch.device("cpu"))
         state = RunState(facts={})
-        given = ((), plan, world, state, record, loader, lambda step: 0.1)
-        monitor = Monitor(*given, Slow.layout.image_format)
+        arguments = ((), plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(*arguments, Slow.layout.image_format)
         monitor.start_clock()
         for step in range(num_steps):
             waited_before_s = loader.stats.wait_s
             next(loader)
             waited_s = loader.stats.wait_s - waited_before_s
-            if computing_s:  # a busy machine may have been longer about it
+            if computing_s:  # a busy machine may have taken longer
                 waited_s = PAUSE_S
             sums = torch.tensor([1.0, ROWS, 0, 0, 0, waited_s])
             time.sleep(computing_s)
@@ -82,7 +82,7 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes"
         r" ([\d.]+) images/s; (.*)"
     )
-    told = re.findall(line, capsys.readouterr().err, re.MULTILINE)
+    messages = re.findall(line, capsys.readouterr().err, re.MULTILINE)
     lines = metrics(tmp_path, "train")
     assert len(lines) == num_steps
     for line in lines[1:]:
@@ -91,22 +91,22 @@ def test_training_says_that_it_waits_for_data_and_records_what_the_loader_can_do
         assert (line["data_wait_rank"], line["data_wait_host"]) == (0, socket.gethostname())
         assert 0 < line["loader_images_per_s"] <= ROWS / PAUSE_S
     if is_told:
-        shares = [int(share) for share, *_ in told]
+        shares = [int(share) for share, *_ in messages]
         assert shares[0] > 50
-        assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same was said again"
-        for _, rate, remedy in told:
+        assert all(abs(a - b) >= 9 for a, b in pairwise(shares)), "the same message was repeated"
+        for _, rate, remedy in messages:
             assert 0 < float(rate) <= ROWS / PAUSE_S
             assert (
                 remedy == f"raise data.num_workers (0 for each of 1 rank(s), {num_cores()} cores)"
             )
     else:
-        assert not told
+        assert not messages
 
 
 def test_garbage_is_collected_at_log_lines_only():
     assert gc.isenabled()
     _collect_garbage()
-    assert gc.get_freeze_count() == 0, "who does not ask for it has Python's own ways"
+    assert gc.get_freeze_count() == 0, "without the block garbage is collected as usual"
     with collect_garbage_at_log_lines():
         assert not gc.isenabled()
         _collect_garbage()
@@ -114,19 +114,19 @@ def test_garbage_is_collected_at_log_lines_only():
         assert set_aside > 0
         born = [[] for _ in range(10_000)]
         _collect_garbage()
-        # What is set aside may die: other threads are at work.
+        # Other threads may have freed some of the objects that were set aside.
         assert gc.get_freeze_count() < set_aside + len(born) // 2, "once"
     assert gc.isenabled()
     assert gc.get_freeze_count() == 0
     gc.freeze()
     with collect_garbage_at_log_lines():
         _collect_garbage()
-    assert gc.get_freeze_count() > 0, "others have set that aside"
+    assert gc.get_freeze_count() > 0, "objects frozen by other code must stay frozen"
     gc.unfreeze()
 
 
 def test_waits_of_all_ranks_are_summed_up():
-    """Steps wait for whoever is slowest; the rank that is slow most of the time is named."""
+    """Each step waits for its slowest rank; the rank that is slow most often must be named."""
 
     def sum_up(waits_s: list[tuple[float, ...]]) -> Waiting:
         waits = Waits()
@@ -134,9 +134,9 @@ def test_waits_of_all_ranks_are_summed_up():
             waits.add(of_ranks)
         return waits.sum_up()
 
-    found = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
-    assert found == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
-    assert found.is_uneven
+    waiting = sum_up([(0.0, 0.5, 0.25), (0.25, 0.0, 0.5), (0.0, 0.75, 0.0)])
+    assert waiting == Waiting(waited_s=1.75, max_s=1.25, mean_s=0.75, rank=1)
+    assert waiting.is_uneven
     assert not sum_up([(0.5, 0.75), (0.75, 0.5)]).is_uneven
     assert not sum_up([(0.5,)]).is_uneven
 
@@ -152,15 +152,16 @@ def test_waits_of_all_ranks_are_summed_up():
         ("store_s", "look at the network and the store"),
     ],
 )
-def test_the_remedy_is_for_the_part_that_takes_the_time(slowest, remedy, max_s, num_workers):
-    """Of one rank that all wait for, its own part: the other rank's takes more time."""
+def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
+    """If all wait for one rank, only that rank's slow part counts; the other rank's part takes more
+    time."""
 
     def tally(name: str, seconds: float) -> Tally:
         return {**dict.fromkeys(TALLIED, 0.0), "order_s": 0.1, "idle_s": 99.0, name: seconds}
 
-    others = tally("draw_s", 20.0) if max_s > 1.0 else tally(slowest, 1.0)
+    other_loader = tally("draw_s", 20.0) if max_s > 1.0 else tally(slowest, 1.0)
     waiting = Waiting(waited_s=3.0, max_s=max_s, mean_s=1.0, rank=1)
-    loaders = [others, tally(slowest, 0.9)]
+    loaders = [other_loader, tally(slowest, 0.9)]
     world = World(0, 2, torch.device("cpu"), hosts=("near", "far"))
     line = advice(0.5, waiting, loaders, 10.0, num_workers, world)
     assert f"; its time: {slowest.removesuffix('_s')} 9" in line
@@ -169,18 +170,16 @@ def test_the_remedy_is_for_the_part_that_takes_the_time(slowest, remedy, max_s, 
     assert ("raise data.num_workers" in line) == (max_s == 1.0 and num_workers == 0)
 
 
-@pytest.mark.parametrize(("others_s", "words"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
-def test_a_rank_that_others_wait_for_is_named_with_its_host(
-    others_s, words, config, tmp_path, capsys
-):
+@pytest.mark.parametrize(("others_s", "suffix"), [(0.0, "of rank 2 on far"), (0.3, "; the loader")])
+def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, capsys):
     settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)
     world = World(0, 3, torch.device("cpu"), hosts=("near", "near", "far"))
     with Loader(Slow(), 0, ADVICE_STEPS) as loader:
         state = RunState(facts={})
-        given = ((), plan, world, state, record, loader, lambda step: 0.1)
-        monitor = Monitor(*given, Slow.layout.image_format)
+        arguments = ((), plan, world, state, record, loader, lambda step: 0.1)
+        monitor = Monitor(*arguments, Slow.layout.image_format)
         monitor.start_clock()
         for step in range(ADVICE_STEPS):
             next(loader)
@@ -194,13 +193,13 @@ def test_a_rank_that_others_wait_for_is_named_with_its_host(
         assert line["data_wait_mean_s"] == pytest.approx(0.1 + others_s * 2 / 3)
         if not others_s:
             assert (line["data_wait_rank"], line["data_wait_host"]) == (2, "far")
-    told = capsys.readouterr().err
-    assert f"spent on waiting for images{'' if words[0] == ';' else ' '}{words}" in told
-    assert ("(rank 2) |" in told) == (not others_s)
+    messages = capsys.readouterr().err
+    assert f"spent on waiting for images{'' if suffix[0] == ';' else ' '}{suffix}" in messages
+    assert ("(rank 2) |" in messages) == (not others_s)
 
 
-def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(config, tmp_path):
-    """The other ranks wait for it in the sum of the gradients, and for no data of their own."""
+def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
+    """The other ranks wait for it in the sum of the gradients, not for their own data."""
     run_dir = tmp_path / "run"
     settings = [
         "train.steps=1000000",
@@ -208,7 +207,7 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
         "checkpoint.every_steps=1000000",
         "log.every_steps=10",
         "data.num_workers=1",
-        "data.stall_timeout_s=28",  # a wait is reported after a quarter of it
+        "data.stall_timeout_s=28",  # a wait is reported after a quarter of this time
     ]
     background = Background(config, run_dir, *settings, ranks=3)
     background.wait_for_step(20)
@@ -229,7 +228,8 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
             assert line[f"loader_{name}"] >= line["loader_slowest"][name] >= 0, (
                 "of all ranks, and of one of them"
             )
-    # All ranks read as much as the slowest does; seconds of theirs are a busy machine's.
+    # All ranks read as much as the slowest one; their own seconds depend on how busy the machine
+    # is.
     read_bytes = sum(line["loader_read_bytes"] for line in lines)
     assert read_bytes > 1.3 * sum(line["loader_slowest"]["read_bytes"] for line in lines) > 0
     assert sum(line["loader_slowest"]["decode_s"] for line in lines) > 0
@@ -238,9 +238,9 @@ def test_of_three_ranks_the_one_whose_loader_stands_still_is_in_the_record(confi
     assert (slowest["data_wait_rank"], slowest["data_wait_host"]) == (2, socket.gethostname())
     assert slowest["data_wait_max_s"] > 6.9, "at least until it was reported"
     assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
-    said = (
+    pattern = (
         r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its"
         r" time: .*see what else runs on this host"
     )
-    assert re.search(said, output), output
+    assert re.search(pattern, output), output
     assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

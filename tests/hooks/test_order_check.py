@@ -1,4 +1,4 @@
-"""Samples are compared with the plan before anything is made of them."""
+"""Samples are compared with the plan before their step is evaluated or saved."""
 
 from __future__ import annotations
 
@@ -20,21 +20,19 @@ from vit.run import Run
 
 
 def one_epoch(config: Path, folder: Path, *overrides: str) -> Run:
-    """A run of five steps, which are an epoch, with an evaluation and a save at its end."""
+    """A run of five steps, one epoch, with an evaluation and a save at its end."""
     often = ["train.steps=5", "eval.every_steps=5", "checkpoint.every_steps=5"]
     settings = load_config(config, [*TINY, f"run.dir={folder}", *often, *overrides])
     return build_run(settings, World(0, 1, torch.device("cpu")))
 
 
-def test_at_the_end_of_an_epoch_the_comparison_comes_before_all_else(config, tmp_path):
+def test_compares_an_epochs_samples_before_evaluating_or_saving(config, tmp_path):
     vit.train.train(one_epoch(config, tmp_path / "run", "log.every_steps=5"))
     kinds = [line["kind"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert kinds == ["start", "ready", "epoch", "train", "eval", "checkpoint", "end"]
 
 
-def test_nothing_is_evaluated_or_saved_after_rows_that_were_not_planned(
-    config, tmp_path, monkeypatch
-):
+def test_does_not_evaluate_or_save_after_unplanned_rows(config, tmp_path, monkeypatch):
     add = OrderCheck.add
 
     def miscount(self: OrderCheck, batch: Batch) -> None:

@@ -1,4 +1,5 @@
-"""What a host gives, read from copies of the kernel's files, and what the preflight makes of it."""
+"""Memory and cores of a host, read from copies of the kernel's files, and the preflight's notes
+about them."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ MEMINFO = "MemTotal:       65536000 kB\nMemFree:         1024000 kB\nMemAvailabl
     [
         ({}, None),
         ({"proc/meminfo": MEMINFO}, 40 * GIB),
-        (  # version 2, the limit at the group above ours; inactive file cache can be taken
+        # version 2, with the limit in the group above this one; inactive file cache can be
+        # reclaimed
+        (
             {
                 "proc/meminfo": MEMINFO,
                 "proc/self/cgroup": "0::/slurm/job_7/step_0",
@@ -169,7 +172,7 @@ def test_this_machine_has_memory_and_cores():
         ),
     ],
 )
-def test_the_kernel_counts_whom_it_has_killed_for_memory(files, expected, tmp_path):
+def test_reads_the_kernels_count_of_out_of_memory_kills(files, expected, tmp_path):
     assert num_oom_kills(machine(tmp_path, files)) == expected
 
 
@@ -188,11 +191,11 @@ def check(
     return preflight(config.data, world, plan, train, [val], root, saved_bytes=saved_bytes)
 
 
-def test_the_copy_that_is_saved_needs_memory_where_rank_0_is(config, tmp_path):
+def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path):
     little = machine(tmp_path, {"proc/meminfo": "MemAvailable: 1048576 kB"})  # 1 GiB
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
-        found = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
-        assert found.numbers["save_copy_gib"] == expected
+        report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
+        assert report.numbers["save_copy_gib"] == expected
     with pytest.raises(ValueError, match=r"; 2048\.0 MiB to copy what is saved\), 1\.00 GiB are"):
         check(tiny(config), little, saved_bytes=2 * GIB)
 
@@ -202,7 +205,7 @@ def tiny(path: Path, *overrides: str) -> Config:
 
 
 def test_a_cache_that_is_too_small(config, shards, tmp_path):
-    """Shards that are read in place have none."""
+    """Shards that are read in place have no cache."""
     store = fsspec.filesystem("memory")
     for path in shards.iterdir():
         store.pipe_file(f"/preflight/{path.name}", path.read_bytes())
@@ -215,45 +218,48 @@ def test_a_cache_that_is_too_small(config, shards, tmp_path):
             ]
         )
 
-    there = "data.root=memory://preflight"
+    remote_root = "data.root=memory://preflight"
     small = "data.cache_gib=0.0001"
-    assert "set data.block_samples=64" in notes(there, small)
-    assert "lower data.num_lanes" in notes(there, small, "data.block_samples=8")
+    assert "set data.block_samples=64" in notes(remote_root, small)
+    assert "lower data.num_lanes" in notes(remote_root, small, "data.block_samples=8")
     assert (
-        notes(there, "data.cache_gib=1")
-        == notes(there, "data.cache_gib=1", "data.block_samples=8")
+        notes(remote_root, "data.cache_gib=1")
+        == notes(remote_root, "data.cache_gib=1", "data.block_samples=8")
         == ""
     )
     assert "set data.block_samples=64" in notes(small), "a mounted folder"
     assert notes("data.cache_dir=null") == ""
 
 
-def test_memory_that_suffices_and_that_does_not(config, tmp_path):
-    """The same numbers in message and record; eight ranks on a host need eight times as much."""
+def test_reports_whether_memory_suffices(config, tmp_path):
+    """The message and the record have the same numbers; eight ranks on a host need eight times as
+    much."""
     enough = machine(tmp_path / "enough", {"proc/meminfo": "MemAvailable: 3145728 kB"})
-    found = check(tiny(config, "data.num_workers=2"), enough)
-    assert found.numbers["free_memory_gib"] == 3.0
-    assert found.numbers["train_shards"] == 3
-    assert found.numbers["cores"] == HERE
-    assert found.lines[0].startswith("data: 60 images in 3 shards, 23 in 1 to evaluate; index ")
-    assert found.lines[0].endswith(f"JPEG decoder: {found.numbers['decoder']}")
-    assert found.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
-    assert "3.0 GiB of memory free" in found.lines[1]
+    report = check(tiny(config, "data.num_workers=2"), enough)
+    assert report.numbers["free_memory_gib"] == 3.0
+    assert report.numbers["train_shards"] == 3
+    assert report.numbers["cores"] == HERE
+    assert report.lines[0].startswith("data: 60 images in 3 shards, 23 in 1 to evaluate; index ")
+    assert report.lines[0].endswith(f"JPEG decoder: {report.numbers['decoder']}")
+    assert report.numbers["decoder"] == ("native" if native.AVAILABLE else "simplejpeg")
+    assert "3.0 GiB of memory free" in report.lines[1]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             native,
             "UNAVAILABLE_REASON",
             "_native.so is of another version of this package; build it again: pip install -e .",
         )
-        told = (
+        message = (
             "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of another version"
         )
-        assert any(note.startswith(told) for note in check(tiny(config), enough).numbers["notes"])
-    told = (
+        assert any(
+            note.startswith(message) for note in check(tiny(config), enough).numbers["notes"]
+        )
+    message = (
         r"1 rank\(s\) with 2 loader workers each need 0.50 GiB .* 0.25 GiB are free: lower"
         r" data.num_workers"
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         check(
             tiny(config, "data.num_workers=2"),
             machine(tmp_path / "little", {"proc/meminfo": "MemAvailable: 262144 kB"}),
@@ -263,7 +269,7 @@ def test_memory_that_suffices_and_that_does_not(config, tmp_path):
         with pytest.raises(ValueError, match=r"8 rank\(s\) .* need 4.0\d GiB"):
             check(tiny(config, "data.num_workers=2"), enough)
         cached = tiny(config, "data.num_workers=2", f"data.cache_dir={tmp_path / 'cache'}")
-        # each has four requests under way
+        # each has four pending requests
         with pytest.raises(
             ValueError, match=r"8 rank\(s\) .* need 5.7\d GiB .* 184 MiB per worker"
         ):
@@ -280,16 +286,16 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
     one_core = machine(
         tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "100000 100000"}
     )
-    found = check(tiny(config, "data.num_workers=4"), one_core)
-    assert found.numbers["notes"] == [
+    report = check(tiny(config, "data.num_workers=4"), one_core)
+    assert report.numbers["notes"] == [
         "4 loader workers on 1 core(s) take turns: data.num_workers=1 is as fast, in less memory"
     ]
-    assert found.lines[2] == f"note: {found.numbers['notes'][0]}"
+    assert report.lines[2] == f"note: {report.numbers['notes'][0]}"
     assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
 
 
 def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypatch):
-    """torchrun gives each rank one thread, unless it is told otherwise."""
+    """torchrun gives each rank one thread by default."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(16), raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     before = torch.get_num_threads()
@@ -306,7 +312,7 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
 
 
 def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, monkeypatch):
-    """Docker gives 64 MiB, and NCCL's own error comes at the first collective."""
+    """Docker's default is 64 MiB, and NCCL's own error comes only at the first collective."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**26))
     assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
@@ -321,7 +327,7 @@ def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, mo
 
 
 def test_the_limit_of_open_files_is_raised_as_far_as_allowed():
-    """In a process of its own, as a lowered hard limit stays."""
+    """In a separate process, because a lowered hard limit cannot be raised again."""
     code = """
 import resource, sys
 from vit.system.host import raise_open_files
@@ -344,17 +350,17 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
     ]
 
 
-def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config, tmp_path):
+def test_a_run_reports_its_preflight_and_the_rate_of_its_loader(config, tmp_path):
     steps = ("train.steps=40", "log.every_steps=10", "eval.every_steps=100")
     done = train(config, tmp_path / "run", "data.num_workers=1", *steps)
     host = (
         r"^host: (\d+) core\(s\) for 1 rank\(s\) with 1 loader worker\(s\) each.*; batches take"
         r" [\d.]+ MiB a rank"
     )
-    told = re.search(host, done.stderr, re.MULTILINE)
+    match = re.search(host, done.stderr, re.MULTILINE)
     [start], lines = (metrics(tmp_path / "run", kind) for kind in ("start", "train"))
-    assert start["preflight"]["cores"] == int(told[1])
-    # Fewer than batches: some are made after the first step, however late that is.
+    assert start["preflight"]["cores"] == int(match[1])
+    # Fewer than the batches, so that some are made after the first step, however late it is.
     assert start["preflight"]["batch_slots"] == 20
     rates = [line["loader_images_per_s"] for line in lines]
     assert len(rates) == 4
@@ -362,8 +368,8 @@ def test_a_run_tells_and_records_its_preflight_and_the_rate_of_its_loader(config
 
 
 def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
-    """Two steps of ViT-B in bf16 take minutes there, which looks like a hang. Limits on what torch
-    may use make such a CPU of any."""
+    """Two steps of ViT-B in bf16 take minutes on such a CPU, which looks like a hang. Limits on
+    torch's instructions make any CPU one."""
     code = (
         "import torch; device = torch.device('cpu');"
         "from vit.layers.precision import precision_note;"
@@ -387,8 +393,9 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     assert fp32 == "None"
 
 
-def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
-    """Of one block; not refused, since checkpoints of the first release may have it."""
+def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
+    """A drop path of one block drops nothing; it is not rejected, because checkpoints of the first
+    release may have it."""
     for number, (settings, expected) in enumerate(
         (
             (("model.depth=1",), 1),
@@ -396,8 +403,8 @@ def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
             (("model.depth=2",), 0),
         )
     ):
-        given = tiny(config, *settings, f"run.dir={tmp_path / str(number)}")
-        with build_run(given, World(0, 1, torch.device("cpu"))):
+        run_config = tiny(config, *settings, f"run.dir={tmp_path / str(number)}")
+        with build_run(run_config, World(0, 1, torch.device("cpu"))):
             pass
         note = "note: model.drop_path_rate=0.2 drops nothing"
         assert capfd.readouterr().err.count(note) == expected
@@ -417,12 +424,12 @@ def test_drop_path_that_drops_nothing_is_a_note(config, tmp_path, capfd):
         (["train.ema_decay=null"], ""),
     ],
 )
-def test_an_average_that_has_no_time_to_move_is_a_note(settings, expected, config, tmp_path, capfd):
+def test_notes_an_average_that_cannot_move(settings, expected, config, tmp_path, capfd):
     weights = tmp_path / "w.pth"
     torch.save(create_model(tiny(config).model, num_classes=3).state_dict(), weights)
-    words = [word.replace("FILE", str(weights)) for word in settings]
-    given = tiny(config, *words, f"run.dir={tmp_path / 'run'}")
-    with build_run(given, World(0, 1, torch.device("cpu"))):
+    overrides = [word.replace("FILE", str(weights)) for word in settings]
+    run_config = tiny(config, *overrides, f"run.dir={tmp_path / 'run'}")
+    with build_run(run_config, World(0, 1, torch.device("cpu"))):
         pass
     printed = capfd.readouterr().err
     assert expected in printed

@@ -1,7 +1,7 @@
-"""Files of losses hold each row of each kept epoch once, whatever happened on the way to them.
+"""Files of losses hold each row of each kept epoch once, also after kills and resumes.
 
-That they are the losses of the step: tests/extras/report/test_replay.py. That a killed run leaves
-the files of the uninterrupted one: tests/test_train.py.
+tests/extras/report/test_replay.py checks that they are the losses of the step, tests/test_train.py
+that a killed run leaves the same files as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ PLAN = Plan(1, 4, 4, 1, 3, 0, 12, 8, 0, 8, 1)
 
 
 def values(step: int) -> np.ndarray:
-    """(2, 4) float32 that tell their step; one is beyond float16, one is no number."""
-    found = step + np.arange(8, dtype=np.float32).reshape(2, 4) / 16
-    found[0, 3] = np.nan
-    found[1, 0] = 1e9
-    return found
+    """(2, 4) float32 values that encode their step; one exceeds float16, and one is NaN."""
+    losses = step + np.arange(8, dtype=np.float32).reshape(2, 4) / 16
+    losses[0, 3] = np.nan
+    losses[1, 0] = 1e9
+    return losses
 
 
 def written(folder, steps, every_epochs=1):
-    """Files as a process leaves them that trains `steps`, and saves after each second one."""
+    """Write the files of a process that trains `steps` and saves after each second one."""
     samples = SampleLosses(folder, ALONE, PLAN, every_epochs)
     for step in steps:
         samples.add(step, *values(step))
@@ -41,34 +41,34 @@ def written(folder, steps, every_epochs=1):
 
 
 def expected(steps) -> dict[int, np.ndarray]:
-    found = {step // 3 + 1: np.full((3, 2, 4), np.nan, np.float16) for step in steps}
+    losses = {step // 3 + 1: np.full((3, 2, 4), np.nan, np.float16) for step in steps}
     for step in steps:
         with np.errstate(over="ignore"):
-            found[step // 3 + 1][step % 3] = values(step).astype(np.float16)
-    return found
+            losses[step // 3 + 1][step % 3] = values(step).astype(np.float16)
+    return losses
 
 
-def assert_equal(found, wanted):
-    assert found.keys() == wanted.keys()
-    for epoch, rows in wanted.items():
-        np.testing.assert_array_equal(found[epoch], rows)
+def assert_equal(losses, planned):
+    assert losses.keys() == planned.keys()
+    for epoch, rows in planned.items():
+        np.testing.assert_array_equal(losses[epoch], rows)
 
 
-def test_each_epoch_has_a_file_and_what_was_not_trained_is_no_number(tmp_path):
+def test_each_epoch_has_a_file_with_nan_for_untrained_rows(tmp_path):
     assert_equal(written(tmp_path, range(8)), expected(range(8)))
 
 
-def test_a_second_process_goes_on_where_a_checkpoint_was(tmp_path):
+def test_a_second_process_continues_from_the_checkpoint(tmp_path):
     written(tmp_path, range(5))
     assert_equal(written(tmp_path, range(4, 8)), expected(range(8)))
 
 
-def test_only_every_nth_epoch_is_kept_if_asked_for(tmp_path):
+def test_keeps_only_every_nth_epoch_if_configured(tmp_path):
     assert_equal(written(tmp_path, range(8), every_epochs=2), expected(range(3, 6)))
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x93NUMPY"])
-def test_a_file_that_was_cut_off_is_begun_again_and_refused_by_readers(damage, tmp_path):
+def test_restarts_a_truncated_file_which_readers_reject(damage, tmp_path):
     written(tmp_path, range(3))
     path = epoch_files(tmp_path)[1]
     path.write_bytes(damage or path.read_bytes()[:-1])
@@ -77,14 +77,12 @@ def test_a_file_that_was_cut_off_is_begun_again_and_refused_by_readers(damage, t
     assert_equal(written(tmp_path, [2]), expected([2]))
 
 
-def test_where_they_cannot_be_written_the_run_ends_and_no_checkpoint_counts_on_them(
-    tmp_path, shards
-):
+def test_a_failed_write_ends_the_run_before_the_checkpoint(tmp_path, shards):
     run_dir = tmp_path / "run"
-    words = ["--config", write_config(tmp_path, shards), f"run.dir={run_dir}", *TINY]
-    run_here("launch/train.py", *words, "log.sample_losses=0", "train.steps=3")
+    arguments = ["--config", write_config(tmp_path, shards), f"run.dir={run_dir}", *TINY]
+    run_here("launch/train.py", *arguments, "log.sample_losses=0", "train.steps=3")
     assert not epoch_files(run_dir)
     (run_dir / "samples").write_text("in the way")
     with pytest.raises(ValueError, match=r"samples: cannot be written \(File exists\); what was"):
-        run_here("launch/train.py", *words, "--allow-change", "train.steps")
+        run_here("launch/train.py", *arguments, "--allow-change", "train.steps")
     assert [path.name for path in complete_checkpoints(run_dir)] == ["step_00000003"]

@@ -1,4 +1,4 @@
-"""`launch/bench.py` as people call it: on a CPU, with a tiny model."""
+"""`launch/bench.py` as users call it: on a CPU, with a tiny model."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vit.training.step_result import StepPhase
 SETTINGS = [word for word in TINY if not word.startswith(("log.", "eval."))]
 
 
-def bench(config: Path, *words: object, ranks: int = 0):
-    return run("launch/bench.py", "--config", config, *SETTINGS, *words, ranks=ranks)
+def bench(config: Path, *arguments: object, ranks: int = 0):
+    return run("launch/bench.py", "--config", config, *SETTINGS, *arguments, ranks=ranks)
 
 
 @pytest.fixture
 def no_data(tmp_path: Path) -> Path:
-    """A recipe whose data are elsewhere."""
+    """A recipe whose data do not exist on this machine."""
     path = tmp_path / "recipe.yaml"
     path.write_text(f"""
 model: {{drop_path_rate: 0.1}}
@@ -34,27 +34,27 @@ train: {{epochs: 3, ema_decay: 0.9}}
     return path
 
 
-def test_without_data_the_step_is_measured_and_the_numbers_agree(no_data):
+def test_measures_the_step_without_data_and_its_numbers_agree(no_data):
     done = bench(no_data, "--steps", 4, "--json")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+    report = json.loads(done.stdout)
     assert "without data" in done.stderr
-    assert found["loading"] is None
-    [row] = found["training"]
+    assert report["loading"] is None
+    [row] = report["training"]
     assert row["num_steps"] == 4
     assert (row["rank_batch_size"], row["micro_batch_size"]) == (12, 6)
     assert not row["compiled"]
     assert row["images_per_s"] == pytest.approx(12 / row["step_s"])
-    peak = found["peak_tflops"] * 1e12
+    peak = report["peak_tflops"] * 1e12
     assert row["mfu"] == pytest.approx(row["flops_per_image"] * row["images_per_s"] / peak)
-    assert found["peak_source"] == "measured"
+    assert report["peak_source"] == "measured"
     assert set(row["parts_s"]) == set(StepPhase)
     assert [part for part, seconds in row["parts_s"].items() if not seconds] == [StepPhase.TEACHER]
     assert row["planned_memory_gib"] > 0
     assert row["all_reduce"] is None
 
 
-def test_with_data_the_loader_is_measured_too_and_tables_are_printed(config, tmp_path):
+def test_measures_the_loader_and_prints_tables_if_data_exist(config, tmp_path):
     trace = tmp_path / "new" / "trace"
     done = bench(config, "--steps", 3, "--profile", trace, "--out", tmp_path / "results")
     assert done.returncode == 0, done.stderr
@@ -75,8 +75,8 @@ def test_with_data_the_loader_is_measured_too_and_tables_are_printed(config, tmp
 def test_two_ranks_share_gradients(config):
     done = bench(config, "--steps", 3, "--json", ranks=2)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    [row] = found["training"]
+    report = json.loads(done.stdout)
+    [row] = report["training"]
     assert (row["num_devices"], row["rank_batch_size"]) == (2, 6)
     assert row["images_per_s"] == pytest.approx(12 / row["step_s"])
     assert row["images_per_s_per_gpu"] == pytest.approx(row["images_per_s"] / 2)
@@ -84,31 +84,32 @@ def test_two_ranks_share_gradients(config):
     assert reduced["alone_s"] > 0
     assert reduced["exposed_s"] >= 0
     assert reduced["num_bytes"] > 4 * 10_000
-    assert found["loading"]["loader_images_per_s"] > 0
+    assert report["loading"]["loader_images_per_s"] > 0
 
 
-def test_a_batch_that_takes_too_long_is_made_smaller(no_data):
-    """A microsecond is too little for two images, the smallest group that mixes."""
+def test_reduces_a_batch_that_takes_too_long(no_data):
+    """A microsecond is too little even for two images, the smallest group that mixes."""
     done = bench(no_data, "--seconds", 1e-6, "--json", "data.global_batch_size=24")
     [row] = json.loads(done.stdout)["training"]
     assert (row["rank_batch_size"], row["micro_batch_size"], row["num_steps"]) == (2, 2, 3)
 
 
-def test_the_smaller_batch_is_one_that_the_data_have_an_order_for(config):
-    """Copies and lanes must divide it: of 1, 2, 3, 4, 6 and 12 images only 4 and 12 can be had."""
+def test_the_reduced_batch_divides_by_copies_and_lanes(config):
+    """Copies and lanes must divide the batch: of 1, 2, 3, 4, 6 and 12 images only 4 and 12 are
+    possible."""
     lanes = ("data.aug_repeats=4", "data.num_lanes=1", "augment.mixup_alpha=0")
     unmixed = ("augment.cutmix_alpha=0", "augment.mix_group_size=4")
     settings = (*lanes, *unmixed, "data.micro_batch_size=2")
     done = bench(config, "--seconds", 1e-6, "--micro-batch", 2, "--json", *settings)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    [row] = found["training"]
+    report = json.loads(done.stdout)
+    [row] = report["training"]
     assert (row["rank_batch_size"], row["micro_batch_size"]) == (4, 2)
-    assert found["loading"]["together_images_per_s"] > 0
+    assert report["loading"]["together_images_per_s"] > 0
 
 
-def test_operations_are_those_of_the_micro_batch_that_is_measured(no_data):
-    """At .45 drop path by subsets computes 1 of 2 samples, but 7 of 12."""
+def test_counts_operations_for_the_measured_micro_batch(no_data):
+    """At 0.45, drop path by subsets computes 1 of 2 samples, but 7 of 12."""
     fields = {"drop_path_rate": 0.45, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     settings = [f"model.{name}={value}" for name, value in fields.items()]
     done = bench(no_data, "--seconds", 1e-6, "--json", *settings, "data.micro_batch_size=12")
@@ -120,14 +121,14 @@ def test_operations_are_those_of_the_micro_batch_that_is_measured(no_data):
 
 
 @pytest.mark.full
-def test_compiled_where_the_config_asks_for_it(no_data):
+def test_compiles_if_the_config_does(no_data):
     done = bench(no_data, "--steps", 3, "--json", "train.compile=true")
     assert done.returncode == 0, done.stderr
     assert [row["compiled"] for row in json.loads(done.stdout)["training"]] == [False, True]
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         (["trian.steps=3"], "unknown key 'trian'; did you mean train"),
         (["--micro-batch", 5], "--micro-batch 5: a rank's batch of 12 images .* into 2, 4, 6, 12"),
@@ -139,10 +140,10 @@ def test_compiled_where_the_config_asks_for_it(no_data):
         (["--seconds", "nan"], "--seconds nan: expected more than 0"),
     ],
 )
-def test_mistakes_are_one_line(words, message, no_data, monkeypatch):
+def test_reports_a_mistake_in_one_line(arguments, message, no_data, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    words = [str(word).replace("recipe.yaml", str(no_data)) for word in words]
-    done = bench(no_data, *words)
+    arguments = [str(word).replace("recipe.yaml", str(no_data)) for word in arguments]
+    done = bench(no_data, *arguments)
     assert done.returncode == 2, done.stdout + done.stderr
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 1, done.stderr
@@ -151,9 +152,9 @@ def test_mistakes_are_one_line(words, message, no_data, monkeypatch):
 
 
 @pytest.mark.full
-def test_where_memory_is_the_limit_the_configs_micro_batch_and_the_largest_are_measured(no_data):
-    """A GPU with room for four images at a time, as torch would say it; the rest is real."""
-    said = """
+def test_measures_the_configs_and_the_largest_micro_batch_that_fits(no_data):
+    """The GPU's out-of-memory error for more than four images is imitated; the rest is real."""
+    imitation = """
 import runpy, sys, torch, vit.model
 from vit.extras.planner.benchmark import bench
 from vit.system.gpus import Gpu
@@ -169,9 +170,9 @@ vit.model.VisionTransformer.forward = forward
 """
     script = COMMANDS / "launch" / "bench.py"
     starts = f"sys.path.insert(0, {str(script.parent)!r})"
-    code = f"{said}{starts}\nrunpy.run_path({str(script)!r}, run_name='__main__')"
-    words = ["--steps", "3", "--json", *SETTINGS, "data.micro_batch_size=2"]
-    line = [sys.executable, "-c", code, "--config", str(no_data), *words]
+    code = f"{imitation}{starts}\nrunpy.run_path({str(script)!r}, run_name='__main__')"
+    arguments = ["--steps", "3", "--json", *SETTINGS, "data.micro_batch_size=2"]
+    line = [sys.executable, "-c", code, "--config", str(no_data), *arguments]
     done = call(line, environment())
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["training"]

@@ -1,4 +1,4 @@
-"""`launch/eval.py` as people type it, in this process: a run by its path, and data of other
+"""`launch/eval.py` as users type it, in this process: a run by its path, and data with different
 classes."""
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def colours(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     return root
 
 
-def evaluated(capfd, *words: object) -> tuple[dict, str]:
-    """The object on stdout, and what else was said."""
+def evaluated(capfd, *arguments: object) -> tuple[dict, str]:
+    """Return the object on stdout, and the messages on stderr."""
     capfd.readouterr()
-    run_here("launch/eval.py", *words, "--num-workers", 0, "--device", "cpu", "--json")
+    run_here("launch/eval.py", *arguments, "--num-workers", 0, "--device", "cpu", "--json")
     printed = capfd.readouterr()
     return json.loads(printed.out), printed.err
 
 
-def test_a_run_may_stand_without_its_flag(base, capfd):
-    plain, said = evaluated(capfd, "--checkpoint", base)
+def test_accepts_a_run_without_its_flag(base, capfd):
+    plain, messages = evaluated(capfd, "--checkpoint", base)
     assert evaluated(capfd, base)[0] == plain
     assert set(plain) == {
         "num_images",
@@ -66,14 +66,14 @@ def test_a_run_may_stand_without_its_flag(base, capfd):
     assert plain["top1_low"] < plain["top1"] < plain["top1_high"]
     assert (
         f"({plain['correct_top1']} of 23; 95 % interval {plain['top1_low']:.1f} to"
-        f" {plain['top1_high']:.1f})" in said
+        f" {plain['top1_high']:.1f})" in messages
     )
-    assert "note" not in said
-    assert "last_ema.safetensors (step 3, averaged weights) on" in said
+    assert "note" not in messages
+    assert "last_ema.safetensors (step 3, averaged weights) on" in messages
 
 
 def test_data_of_other_classes_are_reported(base, colours, capfd):
-    result, said = evaluated(capfd, base, "--data", colours)
+    result, messages = evaluated(capfd, base, "--data", colours)
     assert result["note"].startswith(
         "the data's classes are not the model's: label 0 is 'red' in the data, 'class0' in the"
         " model, label 1 is 'green' in the data, "
@@ -81,11 +81,11 @@ def test_data_of_other_classes_are_reported(base, colours, capfd):
     assert result["note"].endswith(
         "(0 of 3 names agree): the accuracy means nothing, unless only the names differ"
     )
-    lines = said.splitlines()
+    lines = messages.splitlines()
     first = lines.index(f"note: {result['note']}")
     assert lines[first + 1].endswith("23 images at 16x16")
     assert lines[first + 2].startswith("  top-1 ")
-    assert not any("top-1" in line for line in lines[:first]), "before any number"
+    assert not any("top-1" in line for line in lines[:first]), "the note comes before the numbers"
 
 
 def test_fewer_classes_of_the_same_names_are_reported_as_such(base, tmp_path, capfd):
@@ -96,7 +96,7 @@ def test_fewer_classes_of_the_same_names_are_reported_as_such(base, tmp_path, ca
     )
 
 
-def test_a_checkpoint_knows_its_classes_too_and_an_older_one_is_read(base, tmp_path):
+def test_reads_classes_from_a_checkpoint_and_accepts_an_older_one(base, tmp_path):
     [folder] = (base / "checkpoints").glob("step_*3")
     assert (
         read_weights(folder).class_names
@@ -106,7 +106,7 @@ def test_a_checkpoint_knows_its_classes_too_and_an_older_one_is_read(base, tmp_p
     older = shutil.copytree(folder, tmp_path / "step_00000003")
     info = json.loads((older / "checkpoint.json").read_text())
     del info["facts"]["class_names"]
-    del info[SEAL]  # which came later
+    del info[SEAL]  # added in a later version
     (older / "checkpoint.json").write_text(json.dumps(info))
     assert read_weights(older).class_names == []
 
@@ -123,14 +123,14 @@ def test_fine_tuning_on_other_classes_with_the_old_head_is_reported(
         f"init.reset_head={reset_head}",
     ]
     run_here("launch/train.py", "--config", config, *settings)
-    told = (
+    is_reported = (
         "unless only the names differ; init.reset_head=true starts with a new head\n"
         in capfd.readouterr().err
     )
-    assert told == (reset_head == "false")
+    assert is_reported == (reset_head == "false")
 
 
-def test_all_weights_are_looked_at_before_the_first_is_evaluated(base, tmp_path, capfd):
+def test_checks_all_weights_before_evaluating_the_first(base, tmp_path, capfd):
     (tmp_path / "empty").mkdir()
     missing = [tmp_path / "no.safetensors", tmp_path / "empty"]
     with pytest.raises(ValueError, match="does not exist") as caught:
@@ -141,7 +141,7 @@ def test_all_weights_are_looked_at_before_the_first_is_evaluated(base, tmp_path,
 
 
 def changed(base: Path, path: Path, name: str, value: float, number: int = 1) -> Path:
-    """The weights of `base`, with the first `number` values of one of them replaced."""
+    """The weights of `base` with the first `number` values of one tensor replaced."""
     source = base / "weights" / "last.safetensors"
     with safe_open(source, framework="pt") as file:
         metadata = as_by_another_program(file.metadata())
@@ -157,14 +157,14 @@ def test_each_command_refuses_weights_that_are_not_finite(value, base, shards, t
     Image.new("RGB", (9, 9)).save(tmp_path / "photo.png")
     config = write_config(tmp_path, shards, steps=1)
     start = [*TINY, f"run.dir={tmp_path / 'run'}", f"init.checkpoint={path}"]
-    for words in (
+    for arguments in (
         ["launch/eval.py", path, "--device", "cpu"],
         ["launch/predict.py", "--checkpoint", path, tmp_path / "photo.png", "--device", "cpu"],
         ["launch/export.py", path, "--to", "timm", "--out", tmp_path / "out"],
         ["launch/train.py", "--config", config, *start],
     ):
         with pytest.raises(ValueError, match=r"broken\.safetensors: 3 values in 1 of 32 weights"):
-            run_here(*words)
+            run_here(*arguments)
     with pytest.raises(ValueError, match=r"are NaN or infinite \(blocks\.0\.attn\.qkv\.weight\)"):
         vit.load(path)
     assert not (tmp_path / "out").exists()

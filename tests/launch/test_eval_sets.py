@@ -1,5 +1,5 @@
-"""Sets to evaluate on: each as exact as the validation split, found by name, and named wherever
-results are."""
+"""Evaluation sets: each is as exact as the validation split, is found by name, and is named in all
+results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = [f"class{label}" for label in range(3)]
 
 
 class ByColour(nn.Module):
-    """Logits of 12 classes that depend on the image only, so that a brute-force loop has them."""
+    """Logits of 12 classes that depend only on the image, so that a plain loop can compute them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class ByColour(nn.Module):
 
 
 def renamed(root: Path, folder: Path, names: list[str]) -> Path:
-    """The same shards with other names of classes."""
+    """The same shards with different class names."""
     copy = shutil.copytree(root, folder)
     info = json.loads((copy / "_info.json").read_text())
     (copy / "_info.json").write_text(json.dumps({**info, "class_names": names}))
@@ -68,10 +68,10 @@ def opened(root: Path, sets: dict, names: list[str] = NAMES, num_classes: int = 
 
 
 def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str, EvalSet]]:
-    """Results of `ByColour` by set, and the sets."""
+    """Return the results of `ByColour` by set, and the sets."""
     config = config_of(root, sets)
     results = {}
-    found = {}
+    sets_by_name = {}
     for group in opened(root, sets, names, num_classes=12):
         evaluator = Evaluator(
             group,
@@ -82,12 +82,12 @@ def evaluated(root: Path, sets: dict, names: list[str]) -> tuple[dict, dict[str,
         )
         with closing(evaluator):
             results |= evaluator.evaluate({"model": ByColour()})
-        found |= {each.name: each for each in group}
-    return {name: by_model["model"] for name, by_model in results.items()}, found
+        sets_by_name |= {each.name: each for each in group}
+    return {name: by_model["model"] for name, by_model in results.items()}, sets_by_name
 
 
 def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
-    """Logits of each validation image, taken from the model, and labels."""
+    """Logits of each validation image, computed by the model, and labels."""
     config = config_of(root, {})
     split = open_split(root, "val")
     model = ByColour()
@@ -107,19 +107,21 @@ def logits_of(root: Path) -> tuple[torch.Tensor, np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def known() -> list[str]:
-    """Twelve classes of a model, in which the shards' are in other places."""
+def model_classes() -> list[str]:
+    """Twelve classes of a model, among which the shards' classes have different positions."""
     names = [f"other{number}" for number in range(12)]
     names[7], names[2], names[11] = NAMES
     return names
 
 
-def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(shards, known, tmp_path):
-    """Brute force: the subset of ImageNet-A's protocol, and all outputs."""
+def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(
+    shards, model_classes, tmp_path
+):
+    """Computed in a plain loop: the subset of ImageNet-A's protocol, and all outputs."""
     logits, labels = logits_of(shards)
     other = renamed(shards, tmp_path / "a", NAMES)
     sets = {"own": {"root": str(other)}, "all": {"root": str(other), "classes": "all"}}
-    results, found = evaluated(shards, sets, known)
+    results, opened_sets = evaluated(shards, sets, model_classes)
     among = logits[:, [7, 2, 11]]
     expected = torch.nn.functional.cross_entropy(among, torch.from_numpy(labels)).item()
     assert results["own"].predictions.tolist() == among.argmax(1).tolist()
@@ -132,7 +134,7 @@ def test_only_the_logits_of_the_sets_own_classes_compete_or_all_of_them(shards, 
     assert results["all"].accuracy.correct_top1 == int((logits.argmax(1).numpy() == outputs).sum())
     assert results["all"].accuracy.correct_top5 == int(top5)
     assert results["all"].accuracy.loss == pytest.approx(expected, abs=1e-5)
-    for name, each in found.items():
+    for name, each in opened_sets.items():
         right = int(each.is_right(results[name].predictions).sum())
         assert right == results[name].accuracy.correct_top1
 
@@ -144,14 +146,14 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
     rows = [[] if i % 4 == 0 else sorted({int(own[i]), i % 3}) for i in range(len(keys))]
     by_key = tmp_path / "by_key.json"
     by_key.write_text(json.dumps(dict(zip(keys, rows, strict=True))))
-    # As ReaL's: in the order of the numbers that the keys end with, which is not the shards'.
+    # As ReaL's: ordered by the numbers at the ends of the keys, which is not the shards' order.
     ordered = sorted(range(len(keys)), key=lambda i: int(keys[i].rpartition("_")[2]))
     assert ordered != list(range(len(keys)))
     in_order = tmp_path / "real.json"
     in_order.write_text(json.dumps([rows[i] for i in ordered]))
     sets = {"real": {"labels": str(in_order)}, "keyed": {"labels": str(by_key)}}
-    results, found = evaluated(shards, sets, [*NAMES, *map(str, range(9))])
-    # the shards' three classes are the first of twelve: only those three compete
+    results, opened_sets = evaluated(shards, sets, [*NAMES, *map(str, range(9))])
+    # the shards' three classes are the first of twelve, and only these three compete
     scored = [i for i, row in enumerate(rows) if row]
     best = logits[:, :3].argmax(1).tolist()
     right = sum(best[i] in rows[i] for i in scored)
@@ -161,35 +163,38 @@ def test_lists_of_labels_follow_the_keys_and_images_without_one_do_not_count(sha
         accuracy = results[name].accuracy
         assert (accuracy.num_images, accuracy.correct_top1) == (len(scored), right)
         assert accuracy.loss == pytest.approx(loss, abs=1e-5)
-        assert found[name].num_skipped == len(keys) - len(scored)
-        assert int(found[name].is_right(results[name].predictions).sum()) == right
+        assert opened_sets[name].num_skipped == len(keys) - len(scored)
+        assert int(opened_sets[name].is_right(results[name].predictions).sum()) == right
     assert results["val"].accuracy.num_images == len(keys)
 
 
-def test_folders_that_are_numbers_are_the_models_classes_in_any_order(tmp_path):
-    """ImageNet-V2: 0, 1, 2, ... 11, whose order as text is another."""
+def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
+    """ImageNet-V2's folders: 0, 1, 2, ... 11, whose order as text differs."""
     shards = make_shards(tmp_path, num_train=12, num_val=24, num_classes=12)
-    names = sorted(f"class{label}" for label in range(12))  # as the shards' labels
+    names = sorted(f"class{label}" for label in range(12))  # like the shards' labels
     for label, name in enumerate(names):
         shutil.copytree(tmp_path / "images" / "val" / name, tmp_path / "v2" / str(label))
     for order in ("text", "number"):
         out = tmp_path / order
-        words = ["--class-order", order, "--val-fraction", "0", "--num-shards", "1"]
-        done = imagefolder.main([str(tmp_path / "v2"), "--out", str(out), *words, "--workers", "1"])
+        arguments = ["--class-order", order, "--val-fraction", "0", "--num-shards", "1"]
+        done = imagefolder.main(
+            [str(tmp_path / "v2"), "--out", str(out), *arguments, "--workers", "1"]
+        )
         assert done == 0
     sets = {
         order: {"root": str(tmp_path / order), "split": "train"} for order in ("text", "number")
     }
-    results, found = evaluated(shards, sets, names)
-    assert found["number"].columns is None
-    assert found["text"].columns.tolist()[:4] == [0, 1, 10, 11]
+    results, opened_sets = evaluated(shards, sets, names)
+    assert opened_sets["number"].columns is None
+    assert opened_sets["text"].columns.tolist()[:4] == [0, 1, 10, 11]
     for order in sets:
-        found, wanted = (results[name].accuracy.to_dict() for name in (order, "val"))
-        assert found == pytest.approx(wanted, abs=1e-5)  # sums of the same logits in other orders
+        numbered, standard = (results[name].accuracy.to_dict() for name in (order, "val"))
+        # sums of the same logits in different orders
+        assert numbered == pytest.approx(standard, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [
         (None, "eval.sets.real.labels=<path>: cannot be read (No such file or directory)"),
         ("[[0], [1]", "eval.sets.real.labels=<path>: cannot be read (not JSON)"),
@@ -201,17 +206,17 @@ def test_folders_that_are_numbers_are_the_models_classes_in_any_order(tmp_path):
         ([[1]] * 23, "only 35% of the images of <root> 'val' have their own label in this list"),
     ],
 )
-def test_wrong_labels_are_one_line(content, told, shards, tmp_path):
+def test_reports_wrong_labels_in_one_line(content, message, shards, tmp_path):
     path = tmp_path / "real.json"
     if content is not None:
         path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(ValueError, match="real") as caught:
         opened(shards, {"real": {"labels": str(path)}})
-    assert told.replace("<path>", str(path)).replace("<root>", str(shards)) in str(caught.value)
+    assert message.replace("<path>", str(path)).replace("<root>", str(shards)) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_what_the_model_does_not_know_is_told_of_all_sets_at_once(shards, tmp_path):
+def test_reports_unknown_classes_of_all_sets_at_once(shards, tmp_path):
     foreign = renamed(shards, tmp_path / "f", ["class0", "lynx", "class2"])
     numbers = renamed(shards, tmp_path / "n", ["0", "1", "999"])
     sets = {
@@ -239,7 +244,7 @@ def test_what_the_model_does_not_know_is_told_of_all_sets_at_once(shards, tmp_pa
 
 def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
     path = write_config(tmp_path, shards)
-    for words, told in {
+    for setting, message in {
         "eval.sets.val.split=train": "eval.sets.val: this is the name of data.val_split",
         "eval.best_by=v2": "eval.best_by=v2: no such set; there are: val",
         "eval.sets.a={}": "eval.sets.a is data.val_split itself",
@@ -247,8 +252,8 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
         'eval.sets={"a b": {split: x}}': "expected a name of letters, digits, _ and -",
         "eval.sets.a.root=${VIT_NOWHERE}": "VIT_NOWHERE",
     }.items():
-        with pytest.raises(ConfigError, match=re.escape(told)):
-            load_config(path, [words])
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            load_config(path, [setting])
     twice = path.read_text().replace("6}", "6, sets: {a: {split: x}, a: {split: y}}}")
     path.write_text(twice)
     with pytest.raises(ValueError, match=r"eval\.sets\.a is given twice"):
@@ -259,7 +264,7 @@ def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
 
 
 def set_words(shards: Path, folder: Path) -> list[str]:
-    """Settings of two further sets, one of which chooses the best weights."""
+    """Settings of two more sets, one of which chooses the best weights."""
     split = open_split(shards, "val")
     labels = {split.key(i): [int(split.index["label"][i]), 0][i % 2 :] for i in range(22)}
     path = folder / "real.json"
@@ -269,7 +274,7 @@ def set_words(shards: Path, folder: Path) -> list[str]:
 
 
 def results_of(run_dir: Path) -> list[dict]:
-    """Lines of evaluations without their times."""
+    """The record's lines of evaluations without their times."""
     dropped = ("time", "seconds", "images_per_s", "data_wait_s")
     lines = {line["step"]: line for line in metrics(run_dir, "eval")}
     return [{k: v for k, v in lines[s].items() if k not in dropped} for s in sorted(lines)]
@@ -277,11 +282,11 @@ def results_of(run_dir: Path) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of six steps with two further sets."""
+    """A run of six steps with two more sets."""
     folder = tmp_path_factory.mktemp("sets")
-    words = set_words(shards, folder)
+    arguments = set_words(shards, folder)
     config = write_config(folder, shards, steps=6)
-    run_here("launch/train.py", "--config", config, *TINY, *words, f"run.dir={folder / 'run'}")
+    run_here("launch/train.py", "--config", config, *TINY, *arguments, f"run.dir={folder / 'run'}")
     return folder / "run"
 
 
@@ -302,62 +307,62 @@ def test_the_record_has_each_set_under_its_name_and_best_is_chosen_by_one(finish
     assert read_weights(finished / "weights" / "best.safetensors").step == -best[2]
 
 
-def test_the_command_finds_what_the_record_has_and_compares_image_by_image(finished, capfd):
+def test_the_command_agrees_with_the_record_and_compares_image_by_image(finished, capfd):
     best = finished / "weights" / "last.safetensors"
     capfd.readouterr()
     run_here("launch/eval.py", finished, best, "--device", "cpu", "--json")
-    said = capfd.readouterr()
-    found = json.loads(said.out)
+    printed = capfd.readouterr()
+    report = json.loads(printed.out)
     line = results_of(finished)[-1]
     for number, suffix in enumerate(("_ema", "")):
-        sets = found["checkpoints"][number]["sets"]
+        sets = report["checkpoints"][number]["sets"]
         for name in ("real", "mini"):
             for key in ("num_images", "correct_top1", "correct_top5", "loss", "ece"):
                 expected = line[f"{name}/{key}{suffix}"]
                 assert sets[name][key] == pytest.approx(expected, abs=1e-4), (name, key)
         assert sets["real"]["num_skipped"] == 1
-    [differences] = found["difference"]
+    [differences] = report["difference"]
     assert list(differences) == ["val", "real", "mini"]
     for name, difference in differences.items():
         first, second = (
-            each if name == "val" else each["sets"][name] for each in found["checkpoints"]
+            each if name == "val" else each["sets"][name] for each in report["checkpoints"]
         )
         gained = second["correct_top1"] - first["correct_top1"]
         assert difference["only_second"] - difference["only_first"] == gained
         assert difference["points"] == pytest.approx(100 * gained / first["num_images"])
-    rows = said.err[said.err.index("set ") :].splitlines()
+    rows = printed.err[printed.err.index("set ") :].splitlines()
     assert len(rows) == 7
     assert rows[0].split()[:3] == ["set", "weights", "images"]
-    # Other data: the run's own sets are left out, those of the command line are not.
-    words = ["--split", "train", "eval.sets.again.split=val"]
-    run_here("launch/eval.py", finished, *words, "--device", "cpu", "--json")
+    # With other data the run's own sets are skipped, but those of the command line are evaluated.
+    arguments = ["--split", "train", "eval.sets.again.split=val"]
+    run_here("launch/eval.py", finished, *arguments, "--device", "cpu", "--json")
     other = json.loads(capfd.readouterr().out)
     assert (other["num_images"], list(other["sets"])) == (60, ["again"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_stopped", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_two_ranks_count_what_one_counts_also_after_a_stop(
+def test_two_ranks_have_the_counts_of_one_also_after_a_stop(
     is_stopped, tmp_path, shards, finished, capfd
 ):
-    words = set_words(shards, tmp_path)
+    arguments = set_words(shards, tmp_path)
     config = write_config(tmp_path, shards, steps=6)
     run_dir = tmp_path / "run"
     if is_stopped:
-        background = Background(config, run_dir, *words, ranks=2)
+        background = Background(config, run_dir, *arguments, ranks=2)
         background.wait_for_step(3)
         os.kill(background.trainers()[0], signal.SIGTERM)
         background.end()
         assert (run_dir / "stopped_early").exists()
-    train(config, run_dir, *words, ranks=2)
+    train(config, run_dir, *arguments, ranks=2)
     lines = results_of(run_dir)
     assert [line.keys() for line in lines] == [line.keys() for line in results_of(finished)]
     capfd.readouterr()
     run_here("launch/eval.py", run_dir, "--device", "cpu", "--json")
-    found = json.loads(capfd.readouterr().out)
+    report = json.loads(capfd.readouterr().out)
     for name in ("real", "mini"):
         for key in ("num_images", "correct_top1", "correct_top5"):
-            assert lines[-1][f"{name}/{key}_ema"] == found["sets"][name][key]
+            assert lines[-1][f"{name}/{key}_ema"] == report["sets"][name][key]
         for key in ("loss", "ece"):
-            theirs = found["sets"][name][key]
+            theirs = report["sets"][name][key]
             assert lines[-1][f"{name}/{key}_ema"] == pytest.approx(theirs, abs=1e-4)

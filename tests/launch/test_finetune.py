@@ -1,5 +1,5 @@
-"""Fine-tuning as people type it: `launch/eval.py --finetune`, on one rank and two, stopped and gone
-on with, for other classes."""
+"""Fine-tuning as users type it: `launch/eval.py --finetune`, on one rank and two, stopped and
+resumed, and for new classes."""
 
 from __future__ import annotations
 
@@ -132,16 +132,14 @@ def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
     )
 
 
-def test_a_mistake_in_the_fine_tuning_config_shows_before_anything_is_evaluated(
-    base, tmp_path, shards
-):
+def test_reports_a_mistake_in_the_fine_tuning_config_before_evaluating(base, tmp_path, shards):
     done = finetune(base, tmp_path, shards, "optim.lrr=1")
     assert (done.returncode, done.stdout) == (2, "")
     assert "did you mean optim.lr?" in done.stderr
 
 
 @pytest.mark.slow
-def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp_path, shards):
+def test_stopped_fine_tuning_exits_with_0_and_the_same_command_resumes(base, tmp_path, shards):
     whole = tmp_path / "whole"
     whole.mkdir()
     assert finetune(base, whole, shards, steps=60).returncode == 0
@@ -171,7 +169,7 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_goes_on(base, tmp
     assert len(metrics(tmp_path / "tuned", "start")) == 2
 
 
-def test_another_base_under_the_same_path_is_noticed(base, tmp_path, shards):
+def test_detects_a_replaced_base_under_the_same_path(base, tmp_path, shards):
     mine = tmp_path / "mine"
     shutil.copytree(base, mine)
     assert finetune(mine, tmp_path, shards, steps=2).returncode == 0

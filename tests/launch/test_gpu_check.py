@@ -1,4 +1,4 @@
-"""The program behind `make gpu-check`, without a GPU: it says so, or runs at a small size."""
+"""The program behind `make gpu-check`, without a GPU: it reports that, or runs at a small size."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from processes import call, command, environment, run
 NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_without_a_gpu_it_is_one_line():
+def test_prints_one_line_without_a_gpu():
     done = call(command("launch/gpu_check.py", ranks=0), environment() | NO_GPU)
     assert done.returncode == 2
     [line] = [line for line in done.stderr.splitlines() if "Warning" not in line]
@@ -18,49 +18,49 @@ def test_without_a_gpu_it_is_one_line():
     assert line.endswith("--device cpu --small tests this program on the CPU")
 
 
-def test_a_part_that_there_is_not_is_a_mistake():
+def test_rejects_an_unknown_part():
     done = run("launch/gpu_check.py", "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
     assert "error: --only wait: expected parts out of slots, equality, waits, graphs" in done.stderr
 
 
-def test_parts_are_lines_and_the_files_are_not_a_gpus(tmp_path):
-    words = ("--device", "cpu", "--small", "--only", "slots", "waits", "--out", tmp_path)
-    done = run("launch/gpu_check.py", *words)
+def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_path):
+    arguments = ("--device", "cpu", "--small", "--only", "slots", "waits", "--out", tmp_path)
+    done = run("launch/gpu_check.py", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert "thread(s)), torch " in lines[0]
     assert lines[1].startswith("pass  the loader's slots: ")
     assert lines[2].startswith("  -   no step waits for the GPU: ")
     assert lines[-1].startswith("1 promises kept, 0 not, in ")
-    [found] = tmp_path.glob("*.json")
-    assert "-gpu-" not in found.name, "the planner reads those"
-    document = json.loads(found.read_text())
+    [path] = tmp_path.glob("*.json")
+    assert "-gpu-" not in path.name, "the planner reads files with gpu in their names"
+    document = json.loads(path.read_text())
     assert [line["passed"] for line in document["promises"]] == [True, None]
-    assert "| the loader's slots | kept |" in found.with_suffix(".md").read_text()
+    assert "| the loader's slots | kept |" in path.with_suffix(".md").read_text()
 
 
-def test_a_promise_that_is_not_kept_is_the_exit_status():
-    """With no time left each part overruns."""
-    words = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
-    done = run("launch/gpu_check.py", *words)
+def test_a_failed_part_sets_the_exit_status():
+    """With no time left each part takes too long."""
+    arguments = ("--device", "cpu", "--small", "--only", "slots", "--minutes", "1e-6")
+    done = run("launch/gpu_check.py", *arguments)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "FAIL  the loader's slots: not done within its 0 s" in done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_all_of_it_at_a_small_size(tmp_path):
+def test_runs_all_parts_at_a_small_size(tmp_path):
     """Five minutes on two loaded cores."""
-    words = ("--device", "cpu", "--small", "--minutes", "60", "--out", tmp_path)
-    done = run("launch/gpu_check.py", *words, timeout_s=1500)
+    arguments = ("--device", "cpu", "--small", "--minutes", "60", "--out", tmp_path)
+    done = run("launch/gpu_check.py", *arguments, timeout_s=1500)
     assert done.returncode == 0, done.stdout + done.stderr
-    for told in (
+    for line in (
         "pass  kill -9 and resume, with train.deterministic: equal bit for bit (1 restart)",
         "pass  a killed rank ends the 1 other(s): after ",
         "  -   2 ranks against 1: ",
         "  -   a save stops training: for ",
     ):
-        assert f"\n{told}" in done.stdout, told
-    [found] = tmp_path.glob("*.json")
-    assert json.loads(found.read_text())["training"]
+        assert f"\n{line}" in done.stdout, line
+    [path] = tmp_path.glob("*.json")
+    assert json.loads(path.read_text())["training"]

@@ -1,4 +1,4 @@
-"""`launch/job.py` as a scheduler starts it: what it says of an attempt, by its exit status."""
+"""`launch/job.py` as a scheduler starts it: its exit status describes the attempt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sys.path.pop(0)
 
 
 @pytest.mark.parametrize(
-    ("outcome", "asked", "before", "after", "status"),
+    ("outcome", "stop_signal", "before", "after", "status"),
     [
         ("finished", "", "a", "b", 0),
         ("finished", "SIGTERM", "a", "a", 0),
@@ -40,15 +40,15 @@ sys.path.pop(0)
         (None, "SIGTERM", "a", None, 75),
     ],
 )
-def test_an_attempt_has_one_of_four_exit_statuses(outcome, asked, before, after, status):
-    assert judge(outcome, asked, before, after)[0] == status
+def test_an_attempt_has_one_of_four_exit_statuses(outcome, stop_signal, before, after, status):
+    assert judge(outcome, stop_signal, before, after)[0] == status
 
 
 @pytest.mark.parametrize(
-    ("launcher_status", "asked", "status"), [(0, "", 0), (1, "", 2), (1, "SIGTERM", 75)]
+    ("launcher_status", "stop_signal", "status"), [(0, "", 0), (1, "", 2), (1, "SIGTERM", 75)]
 )
-def test_a_check_is_not_repeated_unless_it_was_ended(launcher_status, asked, status):
-    assert job["judge_check"](launcher_status, asked)[0] == status
+def test_a_check_is_not_repeated_unless_it_was_ended(launcher_status, stop_signal, status):
+    assert job["judge_check"](launcher_status, stop_signal)[0] == status
 
 
 @pytest.mark.slow
@@ -68,7 +68,7 @@ def test_a_pod_checks_in_place_of_training(config, tmp_path):
 
 
 @pytest.mark.slow
-def test_asked_to_end_it_saves_and_says_again_and_the_same_command_finishes(config, tmp_path):
+def test_saves_on_sigterm_asks_for_a_restart_and_then_finishes(config, tmp_path):
     env = environment()
     env["PYTHON_EXEC"] = warm_python.python(env)
     run_dir = tmp_path / "run"

@@ -1,4 +1,4 @@
-"""The training command's small promises; what it says to mistakes is in
+"""Details of the training command; its messages about mistakes are tested in
 tests/project/errors."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vit.training.print_config import training_bytes
 
 
 @pytest.mark.slow
-def test_two_ranks_tell_it_once(config, tmp_path):
+def test_two_ranks_report_a_mistake_once(config, tmp_path):
     for override, expected in (
         ("optim.lrr=1", "unknown key"),
         ("data.root=nowhere", "no such directory"),
@@ -43,10 +43,10 @@ def test_two_ranks_tell_it_once(config, tmp_path):
         assert report.count("exitcode") == report.count(expected) == 1
         last = report.splitlines()[-2:]
         assert (expected in last[0], set(last[1])) == (True, {"="}), "ours is the last of its words"
-        assert not (tmp_path / "refused").exists(), "a refused run left something behind"
+        assert not (tmp_path / "refused").exists(), "a rejected run left files"
 
 
-def test_without_any_run_evaluation_says_what_it_needs(tmp_path):
+def test_evaluation_without_a_run_names_the_missing_argument(tmp_path):
     done = run("launch/eval.py", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: no --checkpoint given and none under runs/")
@@ -109,7 +109,7 @@ def test_verbose_print_config_explains_each_setting_and_stays_a_config(tmp_path,
         run_here("launch/train.py", "--config", config, "-v", *TINY)
 
 
-def test_without_the_data_print_config_assumes_imagenets_size_and_says_so(capsys, monkeypatch):
+def test_print_config_without_data_assumes_and_reports_imagenets_size(capsys, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "64")
     monkeypatch.chdir(REPOSITORY)
     run_here(
@@ -159,7 +159,7 @@ def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatc
     "overrides", [["train.ema_decay=null"], ["train.ema_decay=0.9"], ["optim={name: sgd}"]]
 )
 def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shards):
-    """But for the header of safetensors."""
+    """Apart from the header of safetensors."""
     config = write_config(tmp_path, shards, steps=2)
     settings = [
         *TINY,
@@ -179,8 +179,7 @@ def test_the_size_of_a_checkpoint_is_that_of_the_file(overrides, tmp_path, shard
 
 
 def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, shards, capfd):
-    """28 steps with the defaults: more lines than one, and a word on the evaluation that did not
-    come."""
+    """28 steps with the defaults: more than one line, and a note that the run was not evaluated."""
     config = write_config(tmp_path, shards, steps=28)
     settings = [setting for setting in TINY if "log.every" not in setting]
     run_here(
@@ -193,11 +192,11 @@ def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, s
     )
     assert [line["step"] for line in metrics(tmp_path / "run", "train")] == list(range(1, 29))
     assert not metrics(tmp_path / "run", "eval")
-    said = capfd.readouterr().err
+    messages = capfd.readouterr().err
     assert (
         "not evaluated: the run has 28 steps, and an evaluation is due every 29 steps"
         f" (eval.every_steps, eval.every_epochs); python launch/eval.py"
-        f" {tmp_path / 'run'} evaluates its weights\n" in said
+        f" {tmp_path / 'run'} evaluates its weights\n" in messages
     )
 
 
@@ -208,7 +207,7 @@ def test_a_run_has_twenty_lines_or_one_each_fifty_steps(steps, every, tmp_path):
     config = load_config(write_config(tmp_path, tmp_path, steps=steps))
     assert make_plan(config, 60, 1)[0].log_every_steps == every
     config = load_config(write_config(tmp_path, tmp_path, steps=steps), ["log.every_steps=7"])
-    assert make_plan(config, 60, 1)[0].log_every_steps == 7, "as it was asked for"
+    assert make_plan(config, 60, 1)[0].log_every_steps == 7, "the configured interval must be used"
 
 
 def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monkeypatch):
@@ -221,21 +220,21 @@ def test_a_finished_run_started_again_opens_no_wandb_run(tmp_path, shards, monke
     assert len(opened) == 1
 
 
-def test_torchrun_is_told_what_ends_a_command_before_it_can_start(tmp_path):
-    """In the form in which torchrun reads it."""
+def test_torchrun_gets_the_error_of_a_command_that_cannot_start(tmp_path):
+    """In torchrun's own format."""
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.4.1+cpu"\n')
-    words = tmp_path / "error.json"
+    error_file = tmp_path / "error.json"
     env = {**environment(), "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     done = subprocess.run(
         command("launch/train.py", ranks=0),
         capture_output=True,
         text=True,
         cwd=REPOSITORY,
-        env={**env, "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(words)},
+        env={**env, "RANK": "0", "TORCHELASTIC_ERROR_FILE": str(error_file)},
     )
     assert done.returncode == 2
-    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(words))
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(error_file))
     assert failure.message["extraInfo"]["py_callstack"] == done.stderr.strip()
     assert done.stderr.startswith("error: torch 2.11 or newer is needed")
     assert failure.timestamp > 0

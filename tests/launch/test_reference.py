@@ -1,4 +1,4 @@
-"""The reference pages, which are made of the code, and `launch/explain.py`."""
+"""The reference pages, which are generated from the code, and `launch/explain.py`."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def test_the_python_page_has_the_signatures(reference):
 
 def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tmp_path):
     config = write_config(tmp_path, shards, steps=6)
-    words = ["log.norms_every_steps=3", "data.num_workers=1"]
-    train(config, tmp_path / "run", *words)
+    overrides = ["log.norms_every_steps=3", "data.num_workers=1"]
+    train(config, tmp_path / "run", *overrides)
     keys = reference.RECORD
     kinds = set()
     for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()):
@@ -74,7 +74,7 @@ def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tm
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "out", "err"),
+    ("arguments", "status", "out", "err"),
     [
         (["optim.lr"], 0, r"optim\.lr: number above 0; default 0\.001 .*\n    Peak learning", ""),
         (["guard"], 0, r"guard\.on_nonfinite: skip \| stop \| rewind; default skip\n", ""),
@@ -82,8 +82,8 @@ def test_the_record_has_the_keys_of_its_page_and_no_others(reference, shards, tm
         (["wamup"], 2, "", "error: no setting contains 'wamup'; did you mean schedule.warmup"),
     ],
 )
-def test_settings_are_explained(words, status, out, err):
-    done = run("launch/explain.py", *words)
+def test_settings_are_explained(arguments, status, out, err):
+    done = run("launch/explain.py", *arguments)
     assert done.returncode == status
     assert re.match(out or "$", done.stdout), done.stdout
     assert done.stderr.startswith(err)

@@ -1,4 +1,5 @@
-"""`launch/visualize.py` as people type it: every word writes what it says, or says why not."""
+"""`launch/visualize.py` as users type it: every subcommand writes and names its file, or prints the
+reason."""
 
 from __future__ import annotations
 
@@ -19,50 +20,50 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     return folder / "run"
 
 
-def visualized(capfd, *words: object) -> str:
+def visualized(capfd, *arguments: object) -> str:
     capfd.readouterr()
-    run_here("launch/visualize.py", *words)
+    run_here("launch/visualize.py", *arguments)
     return capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         *(["patches"], ["filters"], ["positions"], ["confusion"]),
         *(["attention", "--samples", 1], ["distance", "--samples", 4], ["tokens"]),
     ],
-    ids=lambda words: words[0],
+    ids=lambda arguments: arguments[0],
 )
-def test_a_picture_is_written_and_named(words, base, tmp_path, capfd):
+def test_a_picture_is_written_and_named(arguments, base, tmp_path, capfd):
     out = tmp_path / "new" / "out.png"
-    said = visualized(capfd, words[0], base, *words[1:], "--device", "cpu", "--out", out)
-    assert said == f"{out}\n"
+    output = visualized(capfd, arguments[0], base, *arguments[1:], "--device", "cpu", "--out", out)
+    assert output == f"{out}\n"
     assert pixels(out).shape[1] == 1400
     assert [path.name for path in out.parent.iterdir()] == ["out.png"]
 
 
-def test_files_have_pictures_of_their_own(base, shards, tmp_path, capfd):
+def test_draws_one_picture_per_file(base, shards, tmp_path, capfd):
     folder = shards.parent / "images" / "val" / "class0"
-    words = ["attention", base, "--image", folder, "--samples", 2, "--device", "cpu"]
-    said = visualized(capfd, *words, "--out", tmp_path / "a.pdf")
-    assert said == f"{tmp_path}/a_1.pdf\n{tmp_path}/a_2.pdf\n"
-    said = visualized(capfd, *words, "--separate", tmp_path / "each")
+    arguments = ["attention", base, "--image", folder, "--samples", 2, "--device", "cpu"]
+    output = visualized(capfd, *arguments, "--out", tmp_path / "a.pdf")
+    assert output == f"{tmp_path}/a_1.pdf\n{tmp_path}/a_2.pdf\n"
+    output = visualized(capfd, *arguments, "--separate", tmp_path / "each")
     first = sorted(path.stem for path in folder.iterdir())[0]
     names = sorted(path.name for path in (tmp_path / "each" / f"0_{first}").iterdir())
     assert names == ["input.png", *(f"layer0{n // 2}_head0{n % 2 + 1}.png" for n in range(2, 6))]
 
 
 def test_two_runs_on_the_same_samples(base, tmp_path, capfd):
-    words = ["compare", base, base / "weights" / "last_ema.safetensors", "--device", "cpu"]
+    arguments = ["compare", base, base / "weights" / "last_ema.safetensors", "--device", "cpu"]
     with pytest.raises(ValueError, match="there is no difference to draw"):
-        visualized(capfd, *words, "--out", tmp_path / "a.png")
+        visualized(capfd, *arguments, "--out", tmp_path / "a.png")
     printed = capfd.readouterr().out
     assert "A has " in printed
     assert "only A 0, only B 0" in printed
 
 
 @pytest.mark.parametrize("word", ["run", "config", "name"])
-def test_shapes_of_what_a_word_means(word, base, tmp_path, capfd):
+def test_prints_the_shapes_for_a_run_config_or_name(word, base, tmp_path, capfd):
     config = write_config(tmp_path, Path("nowhere"))
     named = {"run": base, "config": config, "name": "vit_ti16"}[word]
     printed = visualized(capfd, "shapes", named, "--image-size", 32, "--num-classes", 7)
@@ -79,7 +80,7 @@ def test_costs_of_each_layer(base, capfd):
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("arguments", "reason"),
     [
         (["attention", "RUN", "--out", "a.gif"], "one of png, pdf, svg"),
         (["attention", "RUN", "--image", "nowhere.jpg"], "nowhere.jpg: no such file or folder"),
@@ -91,8 +92,8 @@ def test_costs_of_each_layer(base, capfd):
         (["patches", "RUN", "--data", "nowhere"], "nowhere: no such directory"),
     ],
 )
-def test_mistakes_are_said_in_a_line(words, reason, base, tmp_path, monkeypatch):
+def test_reports_a_mistake_in_one_line(arguments, reason, base, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=reason):
-        run_here("launch/visualize.py", *[base if word == "RUN" else word for word in words])
+        run_here("launch/visualize.py", *[base if word == "RUN" else word for word in arguments])
     assert not list(tmp_path.iterdir())

@@ -55,7 +55,7 @@ def draw(run_dir: Path, out: Path) -> None:
             if key in media:
                 panel.imshow(
                     plt.imread(part.parent / "files" / media[key])[:1400]
-                )  # attention is long
+                )  # attention has many panels
                 panel.axis("off")
                 continue
             points = [(row[AXIS], row[key]) for row in history if key in row]

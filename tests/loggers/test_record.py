@@ -1,4 +1,5 @@
-"""The record of a run: whole lines only, restarts replace what they repeat, one writer."""
+"""The record of a run has only whole lines, a restart replaces the lines that it repeats, and only
+one process writes."""
 
 import gc
 import json
@@ -46,7 +47,7 @@ def test_each_line_is_on_disk_as_soon_as_it_is_written(tmp_path):
     record.close()
 
 
-def test_a_file_that_is_removed_or_replaced_meanwhile_is_written_again(tmp_path, capsys):
+def test_writes_a_file_again_that_was_removed_or_replaced(tmp_path, capsys):
     record = record_in(tmp_path)
     record.write("train", 1, name="ä")
     (tmp_path / METRICS_FILE).unlink()
@@ -60,11 +61,11 @@ def test_a_file_that_is_removed_or_replaced_meanwhile_is_written_again(tmp_path,
     record.close()
     assert [line["step"] for line in written(tmp_path)] == [1, 2, 3, 4]
     assert written(tmp_path)[0]["name"] == "ä"
-    told = capsys.readouterr().err
-    assert told.count("metrics.jsonl: was removed or replaced while the run wrote to it") == 2
+    messages = capsys.readouterr().err
+    assert messages.count("metrics.jsonl: was removed or replaced while the run wrote to it") == 2
 
 
-def test_the_record_of_a_run_that_took_the_place_of_a_moved_one_is_left_alone(tmp_path):
+def test_does_not_touch_the_record_of_a_run_that_replaced_a_moved_one(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     record = record_in(folder)
@@ -96,7 +97,7 @@ def test_numbers_that_are_not_finite_become_null(tmp_path, value):
 
 
 @given(st.integers(0, 200))
-def test_a_line_cut_short_by_a_kill_is_gone_after_reopening(tmp_path_factory, cut):
+def test_reopening_removes_a_line_truncated_by_a_kill(tmp_path_factory, cut):
     folder = tmp_path_factory.mktemp("run")
     first = record_in(folder)
     for step in range(3):
@@ -106,7 +107,7 @@ def test_a_line_cut_short_by_a_kill_is_gone_after_reopening(tmp_path_factory, cu
     whole = path.read_bytes()
     os.truncate(path, max(len(whole) - cut, 0))
     survivors = [json.loads(line) for line in whole[: max(len(whole) - cut, 0)].split(b"\n")[:-1]]
-    assert read_metrics(path) == survivors, "a plot of a killed run needs no restart before"
+    assert read_metrics(path) == survivors, "a killed run can be plotted without a restart"
 
     second = record_in(folder)
     second.write("train", 7)
@@ -116,7 +117,7 @@ def test_a_line_cut_short_by_a_kill_is_gone_after_reopening(tmp_path_factory, cu
     assert lines[-1]["step"] == 7
 
 
-def test_a_restart_replaces_what_came_after_its_checkpoint(tmp_path):
+def test_a_restart_replaces_lines_after_its_checkpoint(tmp_path):
     path = tmp_path / METRICS_FILE
     record = record_in(tmp_path)
     record.write("start", 0, attempt=1)
@@ -161,7 +162,7 @@ def test_a_second_restart_from_an_older_checkpoint_replaces_more(tmp_path):
     )
 
 
-def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
+def test_other_ranks_neither_write_nor_print(tmp_path, capsys):
     config = LogConfig(wandb="offline", tensorboard=True)
     record = record_in(tmp_path, config, is_main=False)
     record.say("hello")
@@ -177,8 +178,8 @@ def test_other_ranks_write_and_say_nothing(tmp_path, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_log_file_gets_a_line_in_a_minute_of_slow_steps(tmp_path, capsys, monkeypatch):
-    """Fifty steps of ViT-B on a laptop's CPU, the default between two lines, take an hour."""
+def test_a_log_file_gets_a_line_a_minute_for_slow_steps(tmp_path, capsys, monkeypatch):
+    """Fifty steps of ViT-B on a laptop's CPU, the default distance of two lines, take an hour."""
     record = record_in(tmp_path)
     record.progress(1, "step 1/10")
     assert capsys.readouterr().err == ""
@@ -192,7 +193,7 @@ def test_a_log_file_gets_a_line_in_a_minute_of_slow_steps(tmp_path, capsys, monk
     record.close()
 
 
-def test_lines_for_people_go_to_stderr_as_they_are(tmp_path, capsys):
+def test_messages_go_to_stderr_unchanged(tmp_path, capsys):
     record = record_in(tmp_path)
     record.say("[bold]no markup[/bold] " + "long " * 50)
     record.train_line(3, "step 3")
@@ -217,7 +218,7 @@ time.sleep(float(sys.argv[2]))
 
 
 def hold(folder: Path, seconds: float) -> subprocess.Popen:
-    """Another process that has the run folder."""
+    """A second process that has locked the run folder."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(folder), str(seconds)],
         stdout=subprocess.PIPE,
@@ -229,20 +230,21 @@ def hold(folder: Path, seconds: float) -> subprocess.Popen:
     return process
 
 
-def test_a_run_that_is_ending_is_waited_for(tmp_path, capsys):
+def test_waits_for_a_run_that_is_ending(tmp_path, capsys):
     with hold(tmp_path, 2.0) as other:
         record = record_in(tmp_path)
         assert other.wait(120) == 0
     record.write("start", 0)
     record.close()
-    (said,) = capsys.readouterr().err.splitlines()
+    (message,) = capsys.readouterr().err.splitlines()
     assert (
-        said == f"{tmp_path}: waiting up to 15 s for process {other.pid} on {socket.gethostname()}"
+        message
+        == f"{tmp_path}: waiting up to 15 s for process {other.pid} on {socket.gethostname()}"
         " to end"
     )
 
 
-def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
+def test_does_not_disturb_a_running_run(tmp_path, monkeypatch):
     monkeypatch.setattr("vit.run_folder.LOCK_WAIT_S", 0.5)
     with hold(tmp_path, 60) as other:
         with pytest.raises(
@@ -257,8 +259,9 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path, monkeypatch):
     assert not (tmp_path / METRICS_FILE).exists()
 
 
-def test_a_lock_taken_before_is_kept_by_the_record_until_its_end(tmp_path):
-    """A second handle of the same file would lose it: POSIX locks end when a process closes any."""
+def test_the_record_keeps_an_earlier_lock_until_its_end(tmp_path):
+    """A second handle of the same file would lose the lock: POSIX locks end when a process closes
+    any handle."""
     record = Record(tmp_path, OFF, True, total_steps=1, lock=RunLock(tmp_path))
     gc.collect()
     trial = "import fcntl, sys; fcntl.lockf(open(sys.argv[1], 'a'), fcntl.LOCK_EX | fcntl.LOCK_NB)"

@@ -1,4 +1,4 @@
-"""Each part of a start is told once the first batch is there."""
+"""The time of each part of a start is reported once, after the first batch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import re
 from processes import metrics, train
 
 
-def test_a_line_and_the_record_tell_how_long_a_start_took(tmp_path, config):
-    said = train(config, tmp_path / "run", "train.steps=3").stderr
+def test_a_line_and_the_record_have_the_time_of_a_start(tmp_path, config):
+    messages = train(config, tmp_path / "run", "train.steps=3").stderr
     resumed = train(config, tmp_path / "run", "train.steps=6", "--allow-change", "train.steps")
     parts = ["ranks", "data", "checkpoint", "model", "record", "workers and first batch"]
-    for text, line in zip((said, resumed.stderr), metrics(tmp_path / "run", "ready"), strict=True):
-        told = re.findall(r"^ready in (\d+\.\d) s: (.*)$", text, re.MULTILINE)
-        assert len(told) == 1
-        assert re.findall(r"([a-z ]+?) \d+\.\d", told[0][1].replace(", ", ",")) == parts
+    for text, line in zip(
+        (messages, resumed.stderr), metrics(tmp_path / "run", "ready"), strict=True
+    ):
+        ready_lines = re.findall(r"^ready in (\d+\.\d) s: (.*)$", text, re.MULTILINE)
+        assert len(ready_lines) == 1
+        assert re.findall(r"([a-z ]+?) \d+\.\d", ready_lines[0][1].replace(", ", ",")) == parts
         assert list(line["parts_s"]) == parts
         assert abs(sum(line["parts_s"].values()) - line["total_s"]) < 0.01
-        assert float(told[0][0]) == round(line["total_s"], 1)
+        assert float(ready_lines[0][0]) == round(line["total_s"], 1)
     assert [line["step"] for line in metrics(tmp_path / "run", "ready")] == [0, 3]
 
 

@@ -1,5 +1,5 @@
-"""TensorBoard shows what the record holds: each step once, also of a run that was killed, read back
-by tensorboard itself; and what goes wrong there is a line."""
+"""TensorBoard shows the record: each step once, also for a killed run, read back by tensorboard
+itself. Its errors become one line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def started(folder: Path, step: int) -> Record:
 
 
 def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """Name -> (step, time, value) of each event of all files, as tensorboard reads them."""
+    """Return name -> (step, time, value) of each event of all files, as tensorboard reads them."""
     everything = EventAccumulator(str(folder / "tensorboard"), {"scalars": 0, "images": 0})
     everything.Reload()
     return {
@@ -39,20 +39,20 @@ def shown(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
 
 
 def recorded(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
-    """The same of the record: event files hold float32."""
-    found = defaultdict(list)
+    """Return the same from the record, in float32 as in event files."""
+    events = defaultdict(list)
     for line in read_metrics(folder / METRICS_FILE):
         for key, value in line.items():
             kinds = ("train", "eval", "fault", "rewind")
             is_shown = line["kind"] in kinds and key not in ("step", "time")
             if is_shown and isinstance(value, int | float):
                 event = (line["step"], line["time"], float(np.float32(value)))
-                found[f"{line['kind']}/{key}"].append(event)
+                events[f"{line['kind']}/{key}"].append(event)
             elif line["kind"] == "norms" and isinstance(value, dict):
                 for layer, norm in value.items():
                     event = (line["step"], line["time"], float(np.float32(norm)))
-                    found[f"norms/{key}/{layer}"].append(event)
-    return dict(found)
+                    events[f"norms/{key}/{layer}"].append(event)
+    return dict(events)
 
 
 def test_numbers_and_pictures(tmp_path):
@@ -76,8 +76,8 @@ def test_numbers_and_pictures(tmp_path):
     assert (picture.step, picture.height, picture.width) == (3, 5, 7)
 
 
-def test_a_restart_neither_repeats_nor_loses_a_step_for_one_who_looks_on(tmp_path):
-    """The first attempt is not closed: what its thread had not written is lost."""
+def test_a_restart_neither_repeats_nor_loses_a_step_in_tensorboard(tmp_path):
+    """The first attempt is not closed, so that lines in its thread are lost."""
     first = started(tmp_path, 0)
     for step in range(1, 7):
         first.write("train", step, loss=float(step))
@@ -100,7 +100,7 @@ def test_a_restart_neither_repeats_nor_loses_a_step_for_one_who_looks_on(tmp_pat
     assert [event.step for event in looks_on.Scalars("train/loss")] == list(range(1, 8))
 
 
-def test_steps_that_a_run_gives_up_by_going_back_are_not_shown(tmp_path):
+def test_steps_before_a_rewind_are_not_shown(tmp_path):
     record = started(tmp_path, 0)
     for step in range(1, 7):
         record.write("train", step, loss=float(step))
@@ -108,15 +108,15 @@ def test_steps_that_a_run_gives_up_by_going_back_are_not_shown(tmp_path):
     for step in (4, 6):
         record.write("train", step, loss=10.0 * step)
     record.close()
-    found = shown(tmp_path)
-    assert found == recorded(tmp_path)
-    assert [step for step, _, _ in found["train/loss"]] == [1, 2, 3, 4, 6]
-    assert [event[::2] for event in found["rewind/at_step"]] == [(3, 6.0)]
+    events = shown(tmp_path)
+    assert events == recorded(tmp_path)
+    assert [step for step, _, _ in events["train/loss"]] == [1, 2, 3, 4, 6]
+    assert [event[::2] for event in events["rewind/at_step"]] == [(3, 6.0)]
 
 
 @pytest.mark.full
-def test_a_killed_run_that_goes_on(shards, tmp_path):
-    """By real processes: kill -9 between two checkpoints, then the same command."""
+def test_shows_each_step_of_a_killed_and_resumed_run_once(shards, tmp_path):
+    """With real processes: kill -9 between two checkpoints, then the same command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
     settings = ("log.tensorboard=true", "checkpoint.every_steps=5")
@@ -124,10 +124,10 @@ def test_a_killed_run_that_goes_on(shards, tmp_path):
     killed.wait_for_checkpoint(5)
     killed.kill_all()
     train(config, run_dir, *settings)
-    found = shown(run_dir)
-    assert found == recorded(run_dir)
-    assert [step for step, _, _ in found["train/loss"]] == list(range(1, 13))
-    assert found["eval/top1"]
+    events = shown(run_dir)
+    assert events == recorded(run_dir)
+    assert [step for step, _, _ in events["train/loss"]] == list(range(1, 13))
+    assert events["eval/top1"]
 
 
 def test_switched_on_later_it_shows_the_run_from_its_first_step(tmp_path):
@@ -141,7 +141,7 @@ def test_switched_on_later_it_shows_the_run_from_its_first_step(tmp_path):
     assert [event[::2] for event in shown(tmp_path)["train/loss"]] == [(1, 3.0)]
 
 
-def test_without_tensorboard_a_line_says_so(tmp_path, monkeypatch, capsys):
+def test_reports_a_missing_tensorboard_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
     record = started(tmp_path, 0)
@@ -154,13 +154,13 @@ def test_without_tensorboard_a_line_says_so(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "tensorboard").exists()
 
 
-def test_there_are_never_more_than_two_files(tmp_path):
+def test_never_keeps_more_than_two_files(tmp_path):
     for step in range(4):
         started(tmp_path, step).close()
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2
 
 
-def test_a_picture_that_is_gone_is_a_line(tmp_path, capsys):
+def test_reports_a_missing_picture_in_one_line(tmp_path, capsys):
     record = started(tmp_path, 0)
     record.log_pictures({"curves": tmp_path / "gone.png"})
     record.write("train", 1, loss=1.0)
@@ -169,12 +169,12 @@ def test_a_picture_that_is_gone_is_a_line(tmp_path, capsys):
     assert [event[::2] for event in shown(tmp_path)["train/loss"]] == [(1, 1.0)]
 
 
-@pytest.mark.parametrize("when", ["at the start", "in the middle"])
-def test_what_goes_wrong_ends_the_view_alone(when, tmp_path, capsys):
-    if when == "at the start":
+@pytest.mark.parametrize("moment", ["at the start", "in the middle"])
+def test_an_error_ends_only_the_view(moment, tmp_path, capsys):
+    if moment == "at the start":
         (tmp_path / "tensorboard").write_text("in the way")
     record = started(tmp_path, 0)
-    if when == "in the middle":  # as its thread leaves it on a full disk
+    if moment == "in the middle":  # like its thread on a full disk
         worker = record._tensorboard._writer.file_writer.event_writer._async_writer._worker
         worker.exception = OSError(errno.ENOSPC, "No space left on device")
     record.write("train", 1, loss=1.0)

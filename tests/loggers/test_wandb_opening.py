@@ -1,4 +1,4 @@
-"""A W&B that is slow to open, and messages that it cannot be given."""
+"""A W&B that opens slowly, and messages that it cannot take."""
 
 from __future__ import annotations
 
@@ -43,34 +43,34 @@ def init(mode, **_):
 """
 
 
-def start(folder: Path, mode: Mode, said: list[str]) -> WandbProcess:
-    return WandbProcess(folder, "project", mode, {}, ["train.py"], Rows([], 0), said.append)
+def start(folder: Path, mode: Mode, messages: list[str]) -> WandbProcess:
+    return WandbProcess(folder, "project", mode, {}, ["train.py"], Rows([], 0), messages.append)
 
 
-@pytest.mark.parametrize(("mode", "why"), [("offline", "as asked"), ("online", "no API key")])
-def test_opening_offline_takes_as_long_as_it_takes(tmp_path, monkeypatch, mode, why):
+@pytest.mark.parametrize(("mode", "reason"), [("offline", "as asked"), ("online", "no API key")])
+def test_opening_offline_has_no_time_limit(tmp_path, monkeypatch, mode, reason):
     (tmp_path / "wandb.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(wandb_logger.LIMITS_S, "run", 1.5)
-    said = list[str]()
-    process = start(tmp_path, mode, said)
+    messages = list[str]()
+    process = start(tmp_path, mode, messages)
     process.send(step=1, numbers={"train/loss": 1.0})
     process.close()
-    assert [line.partition(";")[0] for line in said] == [f"wandb: offline ({why})"]
+    assert [line.partition(";")[0] for line in messages] == [f"wandb: offline ({reason})"]
     assert (tmp_path / "shown").read_text() == "0: {'global_step': 1, 'train/loss': 1.0} finished"
 
 
-def test_a_message_that_json_cannot_hold_is_reported_and_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(wandb_logger, "SCRIPT", shutil.which("true"))  # nothing reads them
-    said = list[str]()
-    process = start(tmp_path, "offline", said)
+def test_reports_and_skips_a_message_that_json_cannot_hold(tmp_path, monkeypatch):
+    monkeypatch.setattr(wandb_logger, "SCRIPT", shutil.which("true"))  # no process reads them
+    messages = list[str]()
+    process = start(tmp_path, "offline", messages)
     row = list[object]()
     row.append(row)
     process.send(step=1, table="classes", columns=["name"], rows=[row])
     process.send(step=1, numbers={("a", 1): 2.0})
     process._kill()
-    assert [line.partition(" (")[0] for line in said] == [
+    assert [line.partition(" (")[0] for line in messages] == [
         "wandb: cannot show classes",
         "wandb: cannot show this",
     ]

@@ -1,8 +1,7 @@
-"""W&B shows what the record holds, and nothing that W&B or its server does can harm or hold up a
-run.
+"""W&B shows the record, and neither W&B nor its server can harm or delay a run.
 
-Real wandb, real processes, real sockets. The server is as much of W&B's API as wandb-core asks for,
-and can leave in mid-run.
+Real wandb, real processes, real sockets. The server implements the part of W&B's API that
+wandb-core uses, and can go away during a run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    ours,
     parts,
     read_wandb,
     record_of,
@@ -31,6 +29,7 @@ from loggers.wandb_runs import (
     signal_ours,
     use_server,
     wait_for,
+    wandb_pids,
 )
 from PIL import Image
 from processes import Background, train, write_config
@@ -44,7 +43,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path_factory, monkeypatch):
-    """No key, no proxy, no settings of this machine's user."""
+    """Without a key, a proxy or settings of this machine's user."""
     for name in os.environ:
         if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
             monkeypatch.delenv(name)
@@ -54,9 +53,7 @@ def no_account(tmp_path_factory, monkeypatch):
 # --- what W&B is shown ----------------------------------------------------------------------------
 
 
-def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_under_one_id(
-    tmp_path, capfd, monkeypatch
-):
+def test_an_offline_run_has_all_data_by_global_step_under_one_id(tmp_path, capfd, monkeypatch):
     temporary = tmp_path / "t"
     temporary.mkdir()
     monkeypatch.setenv("TMPDIR", str(temporary))
@@ -64,7 +61,7 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
     folder.mkdir()
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     rows = [["seven", 1.5], ["nine", None]]
-    # the second goes on from a checkpoint at step 2
+    # the second process resumes from a checkpoint at step 2
     for restarts, steps in enumerate((range(0, 4), range(2, 6))):
         record = Record(folder, LogConfig(), True, total_steps=6, first_step=steps.start)
         record.write("start", max(steps.start - 1, 0), restarts=restarts)
@@ -80,26 +77,30 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
         # W&B names its folders by the second
         time.sleep(1.1 - time.time() % 1 if restarts == 0 else 0)
 
-    said = capfd.readouterr().err.splitlines()
+    messages = capfd.readouterr().err.splitlines()
     command = f"wandb sync {shlex.quote(str(folder / 'wandb'))}/offline-run-*"
     assert (
         sum(
             line.startswith("wandb: offline (No API key configured); upload ")
             and line.endswith(f"with: {command}")
-            for line in said
+            for line in messages
         )
         == 2
     )
     assert (
-        sum(line.startswith("wandb: cannot show report/gone (FileNotFoundError") for line in said)
+        sum(
+            line.startswith("wandb: cannot show report/gone (FileNotFoundError")
+            for line in messages
+        )
         == 2
     )
     assert (
-        sum(line.startswith("wandb: cannot show report/uneven (ValueError") for line in said) == 2
+        sum(line.startswith("wandb: cannot show report/uneven (ValueError") for line in messages)
+        == 2
     )
-    assert all(line.startswith("wandb: ") for line in said), "W&B itself prints nothing here"
+    assert all(line.startswith("wandb: ") for line in messages), "W&B itself prints nothing here"
 
-    (part,) = parts(folder)  # of the second, which has all
+    (part,) = parts(folder)  # the file of the second process, which has all lines
     run_id, config, history = read_wandb(part)
     assert run_id == (folder / "wandb_id").read_text()
     assert (config["optim"], config["provenance"]) == ({"lr": 0.1}, {"git": "abc"})
@@ -116,7 +117,7 @@ def test_an_offline_run_holds_config_numbers_pictures_and_tables_on_our_step_und
         "data": rows,
     }
     assert not list(folder.glob(".wandb-feed*"))
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
     assert [path.name for path in temporary.iterdir()] == []
     assert not list((folder / "wandb").glob("tmp-*"))
 
@@ -138,12 +139,12 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(
     record.log_pictures({"curves": tmp_path / "red.png"})
     record.close()
     run_id = (tmp_path / "wandb_id").read_text()
-    # which is said where it takes seconds
-    said = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
+    # this message appears only if uploading takes seconds
+    messages = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
     url = f"wandb: {server.url}/me/vit/runs/{run_id}"
     refused = "wandb: steps that come again keep their first values there (no rewind: CommError:"
-    assert said[0] == said[-1] == url
-    assert [line.startswith(refused) for line in said[1:-1]] == [True] * (not can_rewind)
+    assert messages[0] == messages[-1] == url
+    assert [line.startswith(refused) for line in messages[1:-1]] == [True] * (not can_rewind)
     assert set(server.names) == {run_id}
     shown = numbers(server.history)
     if can_rewind:
@@ -156,8 +157,9 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(
 
 
 @pytest.mark.full
-def test_lines_follow_where_pictures_have_taken_steps_of_the_service(tmp_path, server):
-    """A finished run that is trained on; they are rows there, which no line of the record is."""
+def test_lines_continue_after_steps_that_pictures_have_used(tmp_path, server):
+    """A finished run is trained on. The pictures are rows of the service, but not lines of the
+    record."""
     server.can_rewind = False
     Image.new("RGB", (3, 2), "red").save(tmp_path / "red.png")
     for restarts, steps in enumerate((range(3), range(3, 6))):
@@ -173,8 +175,8 @@ def test_lines_follow_where_pictures_have_taken_steps_of_the_service(tmp_path, s
 
 
 @pytest.mark.full
-def test_lines_that_the_service_lacks_follow_at_the_next_start(tmp_path, server):
-    """It has lost the end of the first attempt, as when a host is lost."""
+def test_the_next_start_sends_lines_that_the_service_lacks(tmp_path, server):
+    """The service has lost the end of the first attempt, as after the loss of a host."""
     one_run(tmp_path, range(0, 6))
     del server.history[3:]
     one_run(tmp_path, range(6, 8), restarts=1)
@@ -182,7 +184,7 @@ def test_lines_that_the_service_lacks_follow_at_the_next_start(tmp_path, server)
     assert [row["global_step"] for row in recorded(tmp_path)] == [*range(6), 5, 6, 7, 7]
 
 
-def test_a_run_that_goes_back_is_shown_without_what_it_gave_up(tmp_path):
+def test_a_rewound_run_is_shown_without_its_discarded_steps(tmp_path):
     record = Record(tmp_path, LogConfig(wandb="offline"), True, total_steps=10)
     record.write("start", 0, restarts=0)
     record.start_wandb({})
@@ -201,7 +203,7 @@ def test_a_run_that_goes_back_is_shown_without_what_it_gave_up(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("is_synced_between", [False, True])
-def test_the_command_that_is_printed_uploads_each_line_once(
+def test_the_printed_command_uploads_each_line_once(
     tmp_path, monkeypatch, capfd, is_synced_between
 ):
     folder = tmp_path / "my run"
@@ -225,7 +227,7 @@ def test_the_command_that_is_printed_uploads_each_line_once(
     one_run(folder, range(2, 6), restarts=1)
     sync()
     server.leave()
-    if is_synced_between:  # what is uploaded stays, and what comes again is not there twice
+    if is_synced_between:  # uploaded rows stay, and repeated rows are not stored twice
         assert numbers(server.history) == before + recorded(folder)[len(before) :]
     else:
         assert numbers(server.history) == recorded(folder)
@@ -233,8 +235,8 @@ def test_the_command_that_is_printed_uploads_each_line_once(
 
 
 @pytest.mark.full
-def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
-    """By real processes: kill -9 after each of three checkpoints, then the same command."""
+def test_shows_a_repeatedly_killed_run_once(shards, tmp_path):
+    """With real processes: kill -9 after each of three checkpoints, then the same command."""
     config = write_config(tmp_path, shards, steps=12)
     run_dir = tmp_path / "run"
     settings = ("log.wandb=offline", "checkpoint.every_steps=3")
@@ -242,7 +244,7 @@ def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
         killed = Background(config, run_dir, *settings, ranks=0)
         killed.wait_for_checkpoint(step)
         killed.kill_all()
-        wait_for(lambda: not ours())
+        wait_for(lambda: not wandb_pids())
         time.sleep(1.1 - time.time() % 1)
     train(config, run_dir, *settings)
     (part,) = parts(run_dir)
@@ -255,22 +257,22 @@ def test_a_run_that_is_killed_again_and_again_is_shown_once(shards, tmp_path):
 # --- processes that die ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", ["wandb_process.py", "wandb-core"])
+@pytest.mark.parametrize("program", ["wandb_process.py", "wandb-core"])
 @pytest.mark.parametrize(
     "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.full)]
 )
-def test_if_a_process_of_wandb_dies_or_hangs_all_of_the_run_is_shown_again(
-    tmp_path, capfd, monkeypatch, which, number
+def test_shows_the_whole_run_after_a_process_of_wandb_dies_or_hangs(
+    tmp_path, capfd, monkeypatch, program, number
 ):
     def strike() -> None:
         wait_for(lambda: list(tmp_path.glob("wandb/offline-run-*/*.wandb")))
-        signal_ours(which, number)
+        signal_ours(program, number)
         time.sleep(1.1)  # W&B names its folders by the second
 
     if number == signal.SIGSTOP:
         monkeypatch.setattr(wandb_logger, "LIMITS_S", {**wandb_logger.LIMITS_S, "end": 5.0})
     one_run(tmp_path, range(4), setting="offline", meanwhile=strike)
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
     assert re.search(
         r"^wandb: offline \(.*\); upload with: wandb sync ", capfd.readouterr().err, re.M
     )
@@ -278,7 +280,7 @@ def test_if_a_process_of_wandb_dies_or_hangs_all_of_the_run_is_shown_again(
     assert len(record_of(tmp_path)) == 6
 
 
-def test_a_killed_training_is_shown_to_its_last_line_and_leaves_no_process(tmp_path):
+def test_shows_a_killed_training_to_its_last_line_and_leaves_no_process(tmp_path):
     code = f"""
 import sys, time
 from pathlib import Path
@@ -306,37 +308,38 @@ time.sleep(60)
     assert process.stdout.readline() == "written\n"
     process.kill()
     process.communicate()
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
     (part,) = parts(tmp_path)
     assert numbers(read_wandb(part)[2]) == expected(range(3))
 
 
-def test_signals_to_all_processes_of_a_job_leave_wandb_its_time(tmp_path):
-    """Slurm sends SIGTERM to every process; the training saves and closes the record, and W&B has
-    to wait for that."""
+def test_wandb_finishes_although_all_processes_of_a_job_get_signals(tmp_path):
+    """Slurm sends SIGTERM to every process; the training saves and closes the record, and W&B must
+    wait for that."""
 
     def terminate() -> None:
         wait_for(lambda: parts(tmp_path))
-        told.extend(signal_ours("wandb_process.py", signal.SIGTERM, signal.SIGINT))
+        pids.extend(signal_ours("wandb_process.py", signal.SIGTERM, signal.SIGINT))
 
-    told: list[int] = []
+    pids: list[int] = []
     one_run(tmp_path, range(4), meanwhile=terminate)
-    assert told
+    assert pids
     (part,) = parts(tmp_path)
     assert numbers(read_wandb(part)[2]) == expected(range(4))
 
 
-def test_without_wandb_one_line_says_so(tmp_path, monkeypatch, capfd):
+def test_reports_a_missing_wandb_in_one_line(tmp_path, monkeypatch, capfd):
     (tmp_path / "wandb.py").write_text("print('noise on stdout')\nraise ImportError('not here')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     one_run(tmp_path / "run")
-    (said,) = capfd.readouterr().err.splitlines()
+    (message,) = capfd.readouterr().err.splitlines()
     assert (
-        said == "wandb: not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to"
+        message
+        == "wandb: not installed: metrics.jsonl only (pip install wandb, or log.wandb=off to"
         " silence this)"
     )
     assert len(record_of(tmp_path / "run")) == 5
-    # The run's end does not wait for a process that has said that it does nothing.
+    # The run's end does not wait for a process that has reported that it does nothing.
     console = tmp_path / "run" / "wandb" / "console.log"
     wait_for(lambda: console.read_text() == "noise on stdout\n")
 
@@ -368,6 +371,6 @@ def test_wandb_off_writes_nothing_but_the_record(tmp_path, monkeypatch, setting,
     if environment:
         monkeypatch.setenv("WANDB_MODE", environment)
     one_run(tmp_path, setting=setting)
-    assert not ours()
+    assert not wandb_pids()
     assert not list(tmp_path.glob("*wandb*"))
     assert len(record_of(tmp_path)) == 5

@@ -1,4 +1,4 @@
-"""Nothing that W&B's server does can harm or hold up a run: real wandb, real sockets."""
+"""W&B's server cannot harm or delay a run, whatever it does: real wandb, real sockets."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from loggers.wandb_runs import (
     expected,
     numbers,
     one_run,
-    ours,
     parts,
     read_wandb,
     record_of,
     use_server,
     wait_for,
+    wandb_pids,
 )
 
 from vit.loggers import wandb_logger
 
 WAITING_S = 7.0
-"""The promise: whatever the server does, a start and an end together wait for no more than this,
-and start W&B no more than twice."""
+"""The promised limits: with any server, a start and an end together wait for no more than this, and
+start W&B no more than twice."""
 
 
 @pytest.fixture(autouse=True)
 def no_account(tmp_path_factory, monkeypatch):
-    """No key, no proxy, no settings of this machine's user."""
+    """Without a key, a proxy or settings of this machine's user."""
     for name in os.environ:
         if name.startswith("WANDB_") or name.lower().endswith("_proxy") or name == "NETRC":
             monkeypatch.delenv(name)
@@ -40,8 +40,8 @@ def no_account(tmp_path_factory, monkeypatch):
 
 @pytest.fixture
 def holds(tmp_path_factory) -> Callable[[float], bool]:
-    """Whether this many seconds keep the promise on this machine as it is now: alone, 2 cores start
-    and end W&B in 1.5 s."""
+    """Return whether this many seconds keep the promise at the machine's present speed: 2 idle
+    cores start and end W&B in 1.5 s."""
 
     def check(spent_s: float) -> bool:
         if spent_s < WAITING_S:
@@ -57,7 +57,7 @@ def holds(tmp_path_factory) -> Callable[[float], bool]:
 
 @pytest.fixture
 def answering() -> Iterator[Callable[[list[bytes]], str]]:
-    """Makes servers that send the given bytes, half a second apart, to whoever connects."""
+    """Make servers that send the given bytes to every client, half a second apart."""
     sockets = []
 
     def serve(listener: socket.socket, pieces: list[bytes]) -> None:
@@ -93,7 +93,7 @@ def answering() -> Iterator[Callable[[list[bytes]], str]]:
     [
         ("accepts and is silent", "no run after 3 s"),
         ("401", "CommError: .* error 401"),
-        # each is a start of W&B, and ends as one of those two
+        # each test starts W&B once, and has one of these two ends
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in (
@@ -123,7 +123,7 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
             socket.create_server(("127.0.0.1", 0), backlog=0 if case == "drops packets" else 9)
         )
         url = f"http://127.0.0.1:{held[0].getsockname()[1]}"
-        # a full queue: Linux drops what comes after
+        # a full queue: Linux drops further connections
         for _ in range(8 if case == "drops packets" else 0):
             held.append(socket.socket())
             held[-1].setblocking(False)
@@ -137,13 +137,13 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
         )
         url = answering(pieces)
     use_server(monkeypatch, url)
-    if reason.startswith("CommError"):  # W&B's own, as soon as it has it
+    if reason.startswith("CommError"):  # W&B's own reason, once W&B has reported it
         monkeypatch.setitem(wandb_logger.LIMITS_S, "run", 60.0)
     spent_s = one_run(tmp_path)
     for each in held:
         each.close()
-    (said,) = capfd.readouterr().err.splitlines()
-    assert re.match(rf"wandb: offline \({reason}.*\); upload with: wandb sync ", said), said
+    (message,) = capfd.readouterr().err.splitlines()
+    assert re.match(rf"wandb: offline \({reason}.*\); upload with: wandb sync ", message), message
     assert holds(spent_s)
     (part,) = parts(tmp_path)
     assert numbers(read_wandb(part)[2]) == expected(range(3))
@@ -152,36 +152,38 @@ def test_a_bad_server_means_offline_and_costs_seconds_at_the_end_of_a_run_at_mos
     assert record_of(tmp_path) == record_of(tmp_path / "off"), (
         "W&B is a view: the record is the same"
     )
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
 
 
-def test_in_a_longer_run_the_reason_is_wandbs_own(tmp_path, monkeypatch, capfd):
+def test_a_longer_run_reports_wandbs_own_reason(tmp_path, monkeypatch, capfd):
     with socket.create_server(("127.0.0.1", 0)) as closed:
         use_server(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}")
     monkeypatch.setattr(wandb_logger, "INIT_S", 2.0)
-    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not ours()))
-    (said,) = capfd.readouterr().err.splitlines()
-    assert re.match(r"wandb: offline \(CommError: .* connection refused\); upload with: ", said), (
-        said
-    )
+    one_run(tmp_path, meanwhile=lambda: wait_for(lambda: not wandb_pids()))
+    (message,) = capfd.readouterr().err.splitlines()
+    assert re.match(
+        r"wandb: offline \(CommError: .* connection refused\); upload with: ", message
+    ), message
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
 
 
 def test_a_server_that_hangs_means_offline(tmp_path, server, capfd, holds):
     server.mode = "hang"
     spent_s = one_run(tmp_path)
-    (said,) = capfd.readouterr().err.splitlines()
-    assert said.startswith("wandb: offline (no run after 3 s); upload with: ")
+    (message,) = capfd.readouterr().err.splitlines()
+    assert message.startswith("wandb: offline (no run after 3 s); upload with: ")
     assert holds(spent_s)
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(3))
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())
 
 
-@pytest.mark.parametrize("how", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
-def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, capfd, holds, how):
+@pytest.mark.parametrize("failure", [pytest.param("leaves", marks=pytest.mark.full), "hangs"])
+def test_losing_the_server_during_a_run_costs_seconds_but_no_data(
+    tmp_path, server, capfd, holds, failure
+):
     def lose() -> None:
         wait_for(lambda: server.names)
-        if how == "hangs":
+        if failure == "hangs":
             server.mode = "hang"
         else:
             server.leave()
@@ -198,4 +200,4 @@ def test_a_server_lost_in_mid_run_costs_seconds_and_no_data(tmp_path, server, ca
     assert numbers(read_wandb(parts(tmp_path)[0])[2]) == expected(range(5))
     assert len(record_of(tmp_path)) == 7
     server.released.set()
-    wait_for(lambda: not ours())
+    wait_for(lambda: not wandb_pids())

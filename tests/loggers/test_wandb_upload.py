@@ -1,4 +1,4 @@
-"""`launch/report.py --to-wandb`: W&B's run from the record alone, each line once."""
+"""`launch/report.py --to-wandb` rebuilds W&B's run from the record alone, with each line once."""
 
 from __future__ import annotations
 
@@ -13,33 +13,31 @@ from vit.loggers.wandb_upload import ToWandb
 
 
 def with_record(folder: Path) -> Path:
-    """A run that was never shown: two attempts, the second from step 2 on."""
+    """A run that W&B never showed: two attempts, the second from step 2 on."""
     one_run(folder, range(1, 6), setting="off")
     one_run(folder, range(3, 9), setting="off", restarts=1)
     return folder
 
 
-def test_without_a_service_it_becomes_a_part_on_the_disk(tmp_path, monkeypatch):
+def test_writes_an_offline_part_without_a_service(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     folder = with_record(tmp_path / "run")
     (folder / "config.yaml").write_text("optim: {lr: 0.1}\nlog: {wandb_project: digits}\n")
     before = (folder / "metrics.jsonl").read_bytes()
-    said = list[str]()
-    ToWandb(folder, is_in_use=False).show({}, said.append)
+    messages = list[str]()
+    ToWandb(folder, is_in_use=False).show({}, messages.append)
     (part,) = parts(folder)
     run_id, config, history = read_wandb(part)
     assert run_id == (folder / "wandb_id").read_text()
     assert config["optim"] == {"lr": 0.1}
     assert numbers(history) == recorded(folder)
     assert [row["global_step"] for row in recorded(folder)] == [*range(1, 9), 8]
-    assert [line.partition(";")[0] for line in said] == ["wandb: offline (as asked)"]
+    assert [line.partition(";")[0] for line in messages] == ["wandb: offline (as asked)"]
     assert (folder / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.full
-def test_the_service_gets_what_it_lacks_and_a_run_that_is_gone_there_is_rebuilt(
-    tmp_path, server, capsys
-):
+def test_uploads_missing_lines_and_rebuilds_a_deleted_run(tmp_path, server, capsys):
     folder = with_record(tmp_path / "run")
     command = ("launch/report.py", folder, "--to-wandb")
     run_here(*command)
@@ -50,7 +48,7 @@ def test_the_service_gets_what_it_lacks_and_a_run_that_is_gone_there_is_rebuilt(
     run_here(*command)
     assert numbers(server.history) == recorded(folder)
 
-    server.history.clear()  # deleted there: its id cannot be used again
+    server.history.clear()  # deleted on the service, so its id cannot be used again
     (folder / "wandb_id").unlink()
     shutil.rmtree(folder / "wandb")
     run_here(*command)

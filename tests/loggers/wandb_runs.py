@@ -1,4 +1,4 @@
-"""Runs that are shown by the real W&B, and as much of its server as wandb-core asks for."""
+"""Runs that the real W&B shows, and the part of its server that wandb-core uses."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def read_wandb(path: Path) -> tuple[str, dict, list[dict]]:
 
 
 def parts(folder: Path) -> list[Path]:
-    """The offline parts of a run, in the order in which they were begun."""
+    """The offline parts of a run, in the order of their starts."""
     return sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.parent.name)
 
 
 def numbers(history: list[dict]) -> list[dict]:
-    """What was logged, without W&B's own columns and without pictures and tables."""
+    """The logged values, without W&B's own columns, pictures and tables."""
     lines = [
         {key: value for key, value in line.items() if not key.startswith(("_", "report/"))}
         for line in history
@@ -86,7 +86,7 @@ def numbers(history: list[dict]) -> list[dict]:
 
 
 def expected(steps: range, restarts: int = 0) -> list[dict]:
-    """The same of a `one_run`."""
+    """The expected rows of a `one_run`."""
     trained = [
         {"global_step": step, "restarts": restarts, "train/loss": 1 / (step + 1)} for step in steps
     ]
@@ -94,10 +94,11 @@ def expected(steps: range, restarts: int = 0) -> list[dict]:
 
 
 def recorded(folder: Path) -> list[dict]:
-    """The same of a run's metrics.jsonl: each line with numbers that no later line replaces."""
+    """The expected rows from a run's metrics.jsonl: each line whose numbers no later line
+    replaces."""
     lines = record_of(folder)
     restarts = 0
-    found = []
+    rows = []
     for number, line in enumerate(lines):
         restarts = line.get("restarts", restarts)
         is_replaced = any(
@@ -112,8 +113,8 @@ def recorded(folder: Path) -> list[dict]:
             if key not in ("kind", "step") and isinstance(value, int | float)
         }
         if row:
-            found.append({"global_step": line["step"], "restarts": restarts, **row})
-    return found
+            rows.append({"global_step": line["step"], "restarts": restarts, **row})
+    return rows
 
 
 def one_run(
@@ -123,7 +124,7 @@ def one_run(
     restarts: int = 0,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> float:
-    """A short training; returns the seconds that W&B took of its time, in the end and otherwise."""
+    """Run a short training; return the seconds that W&B took at its end and before."""
     folder.mkdir(exist_ok=True)
     record = Record(folder, LogConfig(wandb=setting), True, total_steps=10)
     record.write("start", max(steps.start - 1, 0), restarts=restarts)
@@ -152,8 +153,8 @@ def wait_for(condition: Callable[[], object], limit_s: float = 240) -> None:
         time.sleep(0.05)
 
 
-def ours() -> list[int]:
-    """Processes of this test that follow a feed or serve W&B: those with its home."""
+def wandb_pids() -> list[int]:
+    """Return the processes of this test that follow a feed or serve W&B: those with its home."""
     return [
         pid
         for pid in all_pids()
@@ -162,21 +163,22 @@ def ours() -> list[int]:
     ]
 
 
-def signal_ours(which: str, *signals: signal.Signals) -> list[int]:
-    """Send signals to those of `ours` whose command line names `which`; returns whom."""
-    chosen = [pid for pid in ours() if which in command_line(pid)]
+def signal_ours(program: str, *signals: signal.Signals) -> list[int]:
+    """Send signals to those of `wandb_pids` whose command line contains `program`; return their
+    ids."""
+    chosen = [pid for pid in wandb_pids() if program in command_line(pid)]
     for pid in chosen:
         for each in signals:
-            with suppress(ProcessLookupError):  # what W&B starts for a moment
+            with suppress(ProcessLookupError):  # short-lived processes that W&B starts
                 os.kill(pid, each)
     return chosen
 
 
 class Server:
-    """W&B's server as far as a run without tables needs it.
+    """W&B's server, as far as a run without tables needs it.
 
-    mode: ok or hang. can_rewind: as its documentation says (docs.wandb.ai/models/runs/rewind), for
-    accounts that have it.
+    mode: ok or hang. can_rewind: as documented (docs.wandb.ai/models/runs/rewind) for accounts with
+    this feature.
     """
 
     def __init__(self, mode: str = "ok", can_rewind: bool = True) -> None:
@@ -245,9 +247,9 @@ class Server:
                 }
             }
         if "rewindRun" in query:
-            kept = [line for line in self.history if line["_step"] <= variables["metricValue"]]
-            self.history[:] = kept
-            rewound = {**bucket, "sweepName": None, "historyLineCount": len(kept)}
+            remaining = [line for line in self.history if line["_step"] <= variables["metricValue"]]
+            self.history[:] = remaining
+            rewound = {**bucket, "sweepName": None, "historyLineCount": len(remaining)}
             return {"rewindRun": {"rewoundRun": rewound}}
         if "RunResumeStatus" in query and self.history:
             counts = {
@@ -270,7 +272,7 @@ class Server:
         return {}
 
     def leave(self) -> None:
-        """From here on, connections are refused."""
+        """Refuse connections from now on."""
         self._http.shutdown()
         self._http.server_close()
         self.released.set()

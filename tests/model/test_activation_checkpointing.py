@@ -1,6 +1,6 @@
-"""A step whose blocks compute their activations again has the bits of one that keeps them.
+"""A step with recomputed activations gives the same bits as one that stores them.
 
-What it saves: tests/extras/planner/test_memory.py. Graphs: tests/test_compile.py.
+The saved memory: tests/extras/planner/test_memory.py. Graphs: tests/test_compile.py.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ CPU = torch.device("cpu")
 DROPS = {"pos_drop_rate": 0.1, "proj_drop_rate": 0.2, "attn_drop_rate": 0.2, "drop_path_rate": 0.4}
 
 
-def make_model(which: str | int, **fields) -> nn.Module:
+def make_model(recomputed: str | int, **fields) -> nn.Module:
     torch.manual_seed(0)
     sizes = {"embed_dim": 32, "depth": 4, "num_heads": 2}
     model = create_model("vit_ti8", 16, 5, **sizes, **DROPS, **fields)
     nn.init.normal_(model.head.weight, std=0.1)
-    checkpoint_activations(model, which)
+    checkpoint_activations(model, recomputed)
     return model.train()
 
 
@@ -64,7 +64,7 @@ def weights_after(model: nn.Module, precision: str = "fp32", in_ddp: bool = Fals
 
 
 def count_forward_passes(model: nn.Module) -> list[int]:
-    """How often each block computes, in one forward and backward pass."""
+    """Return the number of forward passes of each block in one forward and backward pass."""
     counts = [0] * len(model.blocks)
 
     def count(number: int) -> None:
@@ -77,11 +77,11 @@ def count_forward_passes(model: nn.Module) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("which", "passes"),
+    ("recomputed", "passes"),
     [("none", [1, 1, 1, 1]), ("block", [2, 2, 2, 2]), (2, [2, 1, 2, 1]), (3, [2, 1, 1, 2])],
 )
-def test_one_of_so_many_blocks_computes_again(which, passes):
-    model = make_model(which)
+def test_recomputes_one_in_n_blocks(recomputed, passes):
+    model = make_model(recomputed)
     assert count_forward_passes(model) == passes
     with torch.no_grad():
         model(torch.randn(2, 3, 16, 16))
@@ -90,12 +90,12 @@ def test_one_of_so_many_blocks_computes_again(which, passes):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("form", ["mask", "subset"])
-@pytest.mark.parametrize("which", ["block", 2])
-def test_updates_are_equal_to_the_bit_with_dropout_and_drop_path(which, form, precision):
-    # Patches that are dropped leave each image rotary positions of its own.
+@pytest.mark.parametrize("recomputed", ["block", 2])
+def test_updates_are_equal_to_the_bit_with_dropout_and_drop_path(recomputed, form, precision):
+    # Dropped patches give each image different rotary positions.
     fields = {"rope_type": "dinov3", "patch_drop_rate": 0.3, "reg_tokens": 2, "qk_norm": True}
     plain = weights_after(make_model("none", drop_path_form=form, **fields), precision)
-    again = weights_after(make_model(which, drop_path_form=form, **fields), precision)
+    again = weights_after(make_model(recomputed, drop_path_form=form, **fields), precision)
     assert all(map(torch.equal, again, plain))
 
 
@@ -117,28 +117,28 @@ def test_ddp_changes_no_bit():
         pytest.param("subset", "inductor", marks=pytest.mark.full),
     ],
 )
-def test_compiled_blocks_draw_again_what_they_drew(form, backend):
-    found = []
-    for which in ("none", "block"):
+def test_compiled_blocks_repeat_their_draws(form, backend):
+    weights = []
+    for recomputed in ("none", "block"):
         torch._dynamo.reset()
-        model = make_model(which, drop_path_form=form, drop_path_schedule="constant")
+        model = make_model(recomputed, drop_path_form=form, drop_path_schedule="constant")
         compile_blocks(model, backend)
-        found.append(weights_after(model))
+        weights.append(weights_after(model))
     torch._dynamo.reset()
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *weights))
 
 
-def test_models_of_timm_know_all_blocks_or_none():
-    found = []
-    for which in ("none", "block"):
+def test_timm_models_recompute_all_blocks_or_none():
+    gradients = []
+    for recomputed in ("none", "block"):
         torch.manual_seed(0)
         fields = {"depth": 2, "embed_dim": 16, "num_heads": 2, "drop_path_rate": 0.5}
         model = create_model("timm/vit_tiny_patch16_224", 32, 5, **fields).train()
-        checkpoint_activations(model, which)
+        checkpoint_activations(model, recomputed)
         torch.manual_seed(1)
         model(torch.randn(4, 3, 32, 32)).square().sum().backward()
-        found.append([parameter.grad for parameter in model.parameters()])
-    assert all(map(torch.equal, *found))
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))
     with pytest.raises(ValueError, match="activation_checkpointing=2: models of timm know all"):
         checkpoint_activations(model, 2)
     with torch.device("meta"):

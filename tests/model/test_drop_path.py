@@ -22,7 +22,7 @@ SUBSET = {"drop_path_form": "subset", "drop_path_schedule": "constant"}
 
 
 def small(depth: int = 2, **fields) -> VisionTransformer:
-    """A model without zeros in its weights, whose head would hide the rest."""
+    """A model without zeros in its weights; a head of zeros would hide all other parts."""
     torch.manual_seed(0)
     sizes = {"embed_dim": 8, "num_heads": 2, "depth": depth}
     model = create_model("vit_ti8", 16, 3, **sizes, **fields)
@@ -36,18 +36,18 @@ def images(rows: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "rate", "kept"),
+    ("batch_size", "rate", "expected"),
     [(32, 0.45, 18), (10, 0.45, 6), (4, 0.1, 4), (8, 0.0, 8), (2, 0.9, 1), (1, 0.5, 1)],
 )
-def test_the_number_kept_is_the_rounded_share_and_never_zero(batch_size, rate, kept):
-    assert num_kept(batch_size, rate) == kept
+def test_the_number_kept_is_the_rounded_share_and_never_zero(batch_size, rate, expected):
+    assert num_kept(batch_size, rate) == expected
     torch.manual_seed(0)
     (rows,) = choose_rows(batch_size, [rate], torch.device("cpu"))
-    assert len(rows) == len(set(rows.tolist())) == kept
+    assert len(rows) == len(set(rows.tolist())) == expected
     assert set(rows.tolist()) <= set(range(batch_size))
 
 
-def test_each_row_is_kept_as_often_as_any_other_and_branches_draw_apart():
+def test_keeps_each_row_equally_often_and_draws_separately_for_branches():
     torch.manual_seed(0)
     draws = 4000
     counts = torch.zeros(2, 6)
@@ -72,16 +72,16 @@ def test_kept_rows_have_the_formula_and_the_others_pass_unchanged(precision, fie
     attn_rows = torch.tensor([7, 0, 3, 9, 4, 1])
     mlp_rows = torch.tensor([2, 7, 4])
     with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-        given = block(x, None, attn_rows, mlp_rows)
+        output = block(x, None, attn_rows, mlp_rows)
         middle = x.clone()
         branch = block.ls1(block.attn(block.norm1(x[attn_rows])))
         middle[attn_rows] = torch.add(x[attn_rows], branch.float(), alpha=10 / 6)
         expected = middle.clone()
         branch = block.ls2(block.mlp(block.norm2(middle[mlp_rows])))
         expected[mlp_rows] = torch.add(middle[mlp_rows], branch.float(), alpha=10 / 3)
-    assert given.dtype == torch.float32
-    assert torch.equal(given, expected)
-    changed = (given != x).flatten(1).any(1)
+    assert output.dtype == torch.float32
+    assert torch.equal(output, expected)
+    changed = (output != x).flatten(1).any(1)
     assert changed.nonzero().flatten().tolist() == [0, 1, 2, 3, 4, 7, 9]
 
 
@@ -101,18 +101,18 @@ def exact_means(rate: float) -> tuple[Tensor, Tensor]:
     for number, branch in enumerate(branches):
         branch.register_forward_hook(lambda _, __, output, n=number: output * factors[n])
     sums = [torch.zeros(()), torch.zeros(())]
-    for kept in itertools.product([False, True], repeat=len(branches)):
-        factors[:] = [1 / (1 - rate) if is_kept else 0.0 for is_kept in kept]
-        share = math.prod(1 - rate if is_kept else rate for is_kept in kept)
+    for choices in itertools.product([False, True], repeat=len(branches)):
+        factors[:] = [1 / (1 - rate) if is_kept else 0.0 for is_kept in choices]
+        share = math.prod(1 - rate if is_kept else rate for is_kept in choices)
         for position, value in enumerate(outcomes(model, images(1))):
             sums[position] = sums[position] + share * value
     return sums[0], sums[1]
 
 
 @pytest.mark.parametrize("form", ["subset", "mask"])
-def test_outputs_and_gradients_are_those_of_all_draws_in_the_mean(form):
-    """64 equal images draw as 64 different ones do. Means over passes, which are independent, are
-    within 5 standard errors of the exact ones, estimated from the passes themselves."""
+def test_mean_outputs_and_gradients_are_those_of_all_draws(form):
+    """64 equal images draw like 64 different ones. Means over independent passes are within 5
+    standard errors of the exact ones, estimated from the passes."""
     rate = 0.375
     passes = 60
     model = small(**{**SUBSET, "drop_path_form": form}, drop_path_rate=rate)
@@ -121,7 +121,7 @@ def test_outputs_and_gradients_are_those_of_all_draws_in_the_mean(form):
     for values, expected in zip(zip(*drawn, strict=True), exact_means(rate), strict=True):
         stacked = torch.stack(values).double()
         error = stacked.std(0) / math.sqrt(passes)
-        # Rounding: gradients of keys' biases are zero but for it.
+        # Rounding only: gradients of keys' biases are mathematically zero.
         allowed = 5 * error + 1e-4 * expected.abs().max()
         assert ((stacked.mean(0) - expected).abs() < allowed).all()
         assert error.max() < 0.1 * expected.abs().max(), "too wide to notice a wrong factor"
@@ -137,7 +137,7 @@ def test_a_schedule_gives_each_block_its_rate(schedule, form):
     assert rates == pytest.approx(expected)
 
 
-def test_evaluation_computes_all_rows_and_names_stay():
+def test_evaluation_computes_all_rows_and_parameters_keep_their_names():
     plain = small()
     model = small(**SUBSET, drop_path_rate=0.9)
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -151,7 +151,7 @@ def test_a_single_image_is_never_dropped():
     assert torch.equal(small(**SUBSET, drop_path_rate=0.9)(x), small()(x))
 
 
-def test_operations_follow_the_rows_that_are_kept():
+def test_counts_operations_of_kept_rows():
     with torch.device("meta"):
         fields = {"embed_dim": 64, "num_heads": 2, "num_classes": 10}
         plain = create_model("vit_ti8", 64, depth=6, **fields)

@@ -1,5 +1,5 @@
-"""A model that takes images of other sizes than its own: what it computes with them, and that
-nothing else of it changes."""
+"""A model takes images of other sizes: its results for them are right, and its own size is
+unaffected."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def with_others(**fields) -> nn.Module:
 )
 @pytest.mark.parametrize("size", OTHERS)
 def test_logits_and_gradients_are_those_of_timms_dynamic_img_size(fields, size):
-    """timm resamples in each forward pass, too, by torch's own resize: the gradient of the
-    positions of the own size goes through it."""
+    """timm also resamples in each forward pass, with torch's own resize, so the gradient passes
+    through it to the positions."""
     model = with_others(**fields)
     theirs = timm.create_model(
         "vit_tiny_patch16_224", img_size=OWN, dynamic_img_size=True, **TINY, **fields
@@ -65,7 +65,7 @@ def test_logits_and_gradients_are_those_of_timms_dynamic_img_size(fields, size):
         {"patch_drop_rate": 0.5, "rope_type": "dinov3", "dual_patch_norm": True},
     ],
 )
-def test_it_computes_what_a_model_of_that_size_computes_with_the_same_weights(fields):
+def test_equals_a_model_of_that_size_with_the_same_weights(fields):
     model = with_others(**fields).train()
     for size in OTHERS[:2]:
         of_size = VisionTransformer(size, **TINY, **fields).train()
@@ -77,7 +77,7 @@ def test_it_computes_what_a_model_of_that_size_computes_with_the_same_weights(fi
         assert relative_difference(*results) < 1e-5, size
 
 
-def test_its_weights_and_what_it_computes_at_its_own_size_stay_as_they_are():
+def test_weights_and_results_at_its_own_size_do_not_change():
     plain = randomise(VisionTransformer(OWN, **TINY, rope_type="axial"))
     model = with_others(rope_type="axial")
     assert model.state_dict().keys() == plain.state_dict().keys()
@@ -97,13 +97,15 @@ def test_positions_are_the_same_to_rounding_as_those_of_the_file_reader_in_any_p
         hook = model.pos_drop.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
         model(images((48, 40)) * 0)
         hook.remove()
-    shown = seen[0][:, 1:] - model.patch_embed.proj.bias  # of black images: positions and a bias
-    # bfloat16 would round them to 3 digits; the patches' product, 0 and a bias, is rounded so
+    # of black images: the output is positions and a bias
+    shown = seen[0][:, 1:] - model.patch_embed.proj.bias
+    # bfloat16 would round positions to 3 digits; only the patches' product, 0 and a bias, is
+    # rounded
     bias_rounding = model.patch_embed.proj.bias.abs().max() * 2**-8
     assert (shown - expected[:, 1:]).abs().max() <= bias_rounding + 1e-5
 
 
-def test_a_model_made_without_memory_gets_its_matrices_and_tables():
+def test_a_model_of_the_meta_device_gets_its_matrices_and_tables():
     with torch.device("meta"):
         model = VisionTransformer(OWN, **TINY, rope_type="axial")
         take_sizes(model, OTHERS)
@@ -116,7 +118,7 @@ def test_a_model_made_without_memory_gets_its_matrices_and_tables():
         assert torch.equal(buffers[name], buffer), name
 
 
-def test_a_size_that_patches_do_not_divide_and_a_guest_are_refused():
+def test_rejects_indivisible_sizes_and_timm_models():
     with pytest.raises(ValueError, match="image height 20 is not a multiple of patch height 8"):
         take_sizes(VisionTransformer(OWN, **TINY), [(20, 24)])
     guest = create_model("timm/vit_tiny_patch16_224", 32, 10, depth=1)

@@ -35,8 +35,8 @@ CONFIGURATIONS = {
 
 
 def oracle(image_size: tuple[int, int], weights: dict, **fields) -> nn.Module:
-    """timm's model, sharing the memory of `weights`. Its attention is spelled out (matmul,
-    softmax), ours is a fused kernel."""
+    """timm's model, sharing the memory of `weights`. Its attention consists of matmul and softmax;
+    the project's is a fused kernel."""
     with torch.device("meta"):
         guest = TimmVisionTransformer(img_size=image_size, weight_init="skip", **fields)
     guest.load_state_dict(weights, assign=True)
@@ -70,7 +70,7 @@ def test_parameter_counts_of_the_paper(name, expected):
         ("vit_G14", "vit_gigantic_patch14_224"),
     ],
 )
-def test_presets_beside_the_papers_are_those_of_timm(ours, theirs):
+def test_presets_beyond_the_papers_equal_timms(ours, theirs):
     with torch.device("meta"):
         model = create_model(ours)
         guest = create_model(f"timm/{theirs}")
@@ -110,8 +110,8 @@ def test_state_dict_logits_and_gradients_equal_timm(fields):
 
 
 def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
-    """Weights made at 224 pixels and used at other sizes, by us and by timm: size -> relative
-    difference of the logits."""
+    """Weights made at 224 pixels and used at other sizes by the project and by timm: size ->
+    relative difference of the logits."""
     model = randomise(create_model(name, **fields))
     weights = model.state_dict()
     fields = {
@@ -123,8 +123,8 @@ def difference_after_resampling(name: str, sizes: list, **fields) -> dict:
     for size in sizes:
         with torch.device("meta"):
             resized = VisionTransformer(size, **fields)
-        # The block weights are shared, positions are memory of this size alone: H/14 fits into a
-        # small machine.
+        # Block weights are shared and only positions are new memory, so H/14 fits into a small
+        # machine.
         resized.load_state_dict(
             {**weights, "pos_embed": torch.zeros(resized.pos_embed.shape)}, assign=True
         )
@@ -151,7 +151,7 @@ def test_logits_equal_timm_at_other_sizes(name, sizes):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "fields"),
-    # L and H at full width, but not all of their equal blocks: 2.5 GB of weights took two minutes
+    # L and H at full width, but with few of their equal blocks: 2.5 GB of weights took two minutes
     [
         ("vit_b16", [224, 384, (192, 288)], {}),
         ("vit_l16", [224, 384, (192, 288)], {"depth": 6}),
@@ -249,11 +249,11 @@ def test_drop_path_drops_whole_samples_at_its_rate_and_keeps_the_mean():
     rate = 0.3
     x = torch.ones(samples, 2, 3)
     layer = DropPath(rate)
-    kept = layer(x)
-    assert torch.equal(kept, kept[:, :1, :1].expand_as(kept))
-    torch.testing.assert_close(kept.unique(), torch.tensor([0.0, 1 / (1 - rate)]))
+    output = layer(x)
+    assert torch.equal(output, output[:, :1, :1].expand_as(output))
+    torch.testing.assert_close(output.unique(), torch.tensor([0.0, 1 / (1 - rate)]))
     deviation = math.sqrt(rate * (1 - rate) / samples)
-    assert abs((kept[:, 0, 0] == 0).float().mean().item() - rate) < 4 * deviation
+    assert abs((output[:, 0, 0] == 0).float().mean().item() - rate) < 4 * deviation
     assert layer.eval()(x) is x
 
 
@@ -284,7 +284,7 @@ def test_dropout_follows_the_seed_and_stops_in_evaluation(field):
 
 
 @pytest.mark.parametrize("in_chans", [1, 2, 5])
-def test_any_number_of_channels(in_chans):
+def test_accepts_any_number_of_channels(in_chans):
     model = VisionTransformer(image_size=(32, 48), in_chans=in_chans, **TINY)
     assert model.grid_size == (2, 3)
     assert model.image_size == (32, 48)
@@ -295,7 +295,7 @@ def test_any_number_of_channels(in_chans):
 
 @pytest.mark.parametrize("fields", [{}, {"representation_size": 24}, {"global_pool": "avg"}])
 def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
-    """Logits rounded to bf16 tie, and the class number decides."""
+    """Logits rounded to bf16 would tie, and the class number would decide."""
     model = randomise(VisionTransformer(image_size=64, **TINY, **fields))
     images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -304,13 +304,13 @@ def test_autocast_computes_in_bfloat16_up_to_the_head(fields):
             assert model.blocks[0].attn.qkv(torch.zeros(1, 64)).dtype == torch.bfloat16
             tokens = model.forward_features(images)
             logits = model(images)
-        assert torch.equal(logits, model.forward_head(tokens.float())), "the head is fp32's"
+        assert torch.equal(logits, model.forward_head(tokens.float())), "the head computes in fp32"
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.bfloat16().float())
     assert relative_difference(logits, exact) < 0.05
 
 
-def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
+def test_ddp_and_fsdp2_compute_the_same_as_the_bare_model(tmp_path):
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.fsdp import fully_shard
 
@@ -331,10 +331,10 @@ def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
                     fully_shard(block, mesh=mesh)
                 wrapped = fully_shard(model, mesh=mesh)
             F.cross_entropy(wrapped(images), labels).backward()
-            for (name, expected), given in zip(
+            for (name, expected), parameter in zip(
                 bare.named_parameters(), model.parameters(), strict=True
             ):
-                gradient = given.grad.full_tensor() if wrap == "fsdp2" else given.grad
+                gradient = parameter.grad.full_tensor() if wrap == "fsdp2" else parameter.grad
                 assert relative_difference(gradient, expected.grad) < 1e-5, (wrap, name)
     finally:
         destroy_process_group()
@@ -344,7 +344,7 @@ def test_ddp_and_fsdp2_compute_what_the_bare_model_does(tmp_path):
     "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.full])]
 )
 def test_compiled_model_computes_the_same(backend):
-    """As one graph. What the compiler makes of blocks is compared in tests/test_train.py."""
+    """Compiled as one graph. tests/test_train.py compares compiled blocks."""
     model = randomise(VisionTransformer(image_size=32, **TINY))
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     compiled = torch.compile(model, fullgraph=True, backend=backend)

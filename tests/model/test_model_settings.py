@@ -1,4 +1,4 @@
-"""Settings of a model that cannot be are refused with what would work."""
+"""Impossible settings of a model are rejected with values that work."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ TINY = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
         ({"drop_path_rate": 1.0}, "drop_path_rate is 1.0: expected"),
     ],
 )
-def test_impossible_settings_are_refused_with_what_would_work(fields, message):
+def test_rejects_impossible_settings_and_suggests_working_ones(fields, message):
     with torch.device("meta"), pytest.raises(ValueError, match=message):
         create_model("vit_b16", **fields)
 
@@ -75,7 +75,7 @@ def test_impossible_settings_are_refused_with_what_would_work(fields, message):
         ({"norm_layer": "batchnorm", "mlp_layer": "moe"}, "norm_layer is 'batch.*mlp_layer is 'm"),
     ],
 )
-def test_parts_that_cannot_be_are_refused_with_what_would_work(fields, message):
+def test_rejects_impossible_parts_and_suggests_working_ones(fields, message):
     with pytest.raises(ValueError, match=message):
         VisionTransformer(**{"image_size": (32, 48), **SMALL, **fields})
 
@@ -87,15 +87,16 @@ def test_parts_that_cannot_be_are_refused_with_what_would_work(fields, message):
         ({"head_dim": 4}, {"rope_temperature": 100.0}),
     ],
 )
-def test_turns_that_are_refused_would_have_turned_nothing(fields, more):
-    """Without the check the angles are those of the model without the setting, or 0."""
-    given = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
+def test_rejected_rotations_would_have_no_effect(fields, more):
+    """Without the check, the angles would silently be those of the model without the setting, or
+    0."""
+    values = {"rope_temperature": None, "rope_reg_temperature": None, "reg_tokens": 0, **more}
     rope = RotaryEmbedding(
-        *(given["rope_temperature"], given["rope_reg_temperature"], None, "axial", (3, 4)),
-        *(fields.get("head_dim", 8), 1, given["reg_tokens"]),
+        *(values["rope_temperature"], values["rope_reg_temperature"], None, "axial", (3, 4)),
+        *(fields.get("head_dim", 8), 1, values["reg_tokens"]),
     )
     plain = RotaryEmbedding(
-        *(None, None, None, "axial", (3, 4), fields.get("head_dim", 8), 1, given["reg_tokens"])
+        *(None, None, None, "axial", (3, 4), fields.get("head_dim", 8), 1, values["reg_tokens"])
     )
     assert torch.equal(rope.table, plain.table)
 
@@ -115,8 +116,9 @@ def test_unknown_names_are_refused_with_the_nearest(name, message):
         create_model(name)
 
 
-def test_a_guest_that_lacks_the_settings_of_ours_is_reported_with_the_remedy():
-    """A config made for a ViT, another model.name: all of what does not fit at once."""
+def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
+    """A config for a ViT with a changed model.name: all unsuitable settings are reported at
+    once."""
     fields = {"embed_dim": 128, "depth": 4, "num_heads": 4, "drop_path_rate": 0.1}
     with pytest.raises(ValueError, match="resnet18") as caught:
         create_model("timm/resnet18", 32, 10, **fields)
@@ -128,13 +130,13 @@ def test_a_guest_that_lacks_the_settings_of_ours_is_reported_with_the_remedy():
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 
 
-def test_a_model_of_timm_that_names_all_arguments_it_refuses_at_once():
+def test_reports_all_arguments_that_a_timm_model_rejects_at_once():
     with pytest.raises(ValueError, match="poolformer_s12 has no depth, num_heads: set "):
         create_model("timm/poolformer_s12", 32, 10, depth=2, num_heads=2)
     assert create_model("timm/poolformer_s12", 32, 10).image_size == (32, 32)
 
 
-def test_what_a_model_of_timm_lacks_is_said_before_what_may_follow_from_it():
+def test_reports_missing_features_of_a_timm_model_before_their_consequences():
     with pytest.raises(ValueError, match="xcit_nano_12_p16_224 has no init_values: set "):
         create_model("timm/xcit_nano_12_p16_224", 60, 10, init_values=0.1)
 
@@ -163,7 +165,7 @@ def test_fields_win_over_the_name():
     assert model.num_prefix_tokens == 1
 
 
-def test_guests_take_our_arguments():
+def test_timm_models_take_the_projects_arguments():
     guest = create_model("timm/vit_tiny_patch16_224", (32, 64), 5, in_chans=1, depth=1)
     assert guest(torch.zeros(1, 1, 32, 64)).shape == (1, 5)
     assert guest.image_size == (32, 64)

@@ -1,5 +1,5 @@
-"""Parts that the paper's ViT does not have: equal to timm's with the same weights, initialised to
-the last number, decayed and counted as they should be."""
+"""Parts beyond the paper's ViT: equal to timm's with the same weights, fully initialised, and
+correctly decayed and counted."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ WITHOUT_EFFECT = [
     {"no_embed_class": True, "pos_embed": "none"},
     {"no_embed_class": True, "global_pool": "avg", "class_token": False},
 ]
-"""Pairs of parts that are refused: class token and registers have no positions there."""
+"""Pairs of parts that are rejected, because class token and registers have no positions in them."""
 
 
 def images(rows: int = 3) -> torch.Tensor:
@@ -60,7 +60,7 @@ def gated(layer):
 
 
 def outcomes(model: nn.Module) -> list[torch.Tensor]:
-    """Logits of `images`, and the gradients of all weights."""
+    """Return the logits of `images`, and the gradients of all weights."""
     logits = model(images())
     gradients = torch.autograd.grad(logits.square().sum(), list(model.parameters()))
     return [logits.detach(), *gradients]
@@ -88,7 +88,8 @@ def test_names_logits_and_gradients_equal_timm(ours, theirs):
     assert list(model.state_dict()) == list(guest.state_dict())
     assert guest.no_weight_decay() - {"dist_token"} <= model.no_weight_decay()
     guest.load_state_dict(model.state_dict())
-    # Rounding alone: the same products, attention spelled out or in another kernel.
+    # Only rounding differs: the same products, with attention as separate operations or in a
+    # different kernel.
     names = ["logits", *dict(model.named_parameters())]
     for name, mine, other in zip(names, outcomes(model), outcomes(guest), strict=True):
         assert relative_difference(mine, other) < 2e-5, name
@@ -120,7 +121,7 @@ ROTARY = {
 
 
 def as_eva(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our weights by the names of timm's Eva."""
+    """Return the project's weights under the names of timm's Eva."""
     return {
         name.replace("ls1.gamma", "gamma_1").replace("ls2.gamma", "gamma_2"): value
         for name, value in weights.items()
@@ -137,10 +138,10 @@ def test_rotary_models_equal_timm_also_at_another_size(ours, theirs):
     names = dict(model.named_parameters())
     expected = outcomes(guest)
     gradients = dict(zip(dict(guest.named_parameters()), expected[1:], strict=True))
-    found = dict(zip(as_eva(names), outcomes(model)[1:], strict=True))
-    assert found.keys() == gradients.keys()
+    gradients_of_ours = dict(zip(as_eva(names), outcomes(model)[1:], strict=True))
+    assert gradients_of_ours.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        assert relative_difference(found[name], gradient) < 5e-5, name
+        assert relative_difference(gradients_of_ours[name], gradient) < 5e-5, name
 
     other = (56, 24)
     guest.set_input_size(img_size=other)
@@ -180,14 +181,14 @@ def test_dinov3_equals_transformers():
         for theirs, our in renames:
             mine = mine.replace(theirs, our)
         part = ("q_proj", "k_proj", "v_proj", "mask_token")
-        which = [number for number, word in enumerate(part) if word in mine]
-        if not which:
+        indices = [number for number, word in enumerate(part) if word in mine]
+        if not indices:
             weights[name] = ours[mine]
-        elif which == [3]:
+        elif indices == [3]:
             weights[name] = value
         else:
-            mine = mine.replace(f"attention.{part[which[0]]}", "attn.qkv")
-            weights[name] = ours[mine].chunk(3)[which[0]]
+            mine = mine.replace(f"attention.{part[indices[0]]}", "attn.qkv")
+            weights[name] = ours[mine].chunk(3)[indices[0]]
     guest.load_state_dict(weights)
     with torch.no_grad():
         expected = guest(images()).last_hidden_state
@@ -195,7 +196,8 @@ def test_dinov3_equals_transformers():
 
 
 def test_norms_of_patches_are_a_norm_of_pixels_and_one_of_embeddings():
-    """Against the seed's formula: patches cut by unfold, LayerNorm, linear layer, LayerNorm."""
+    """Against the formula in its source: patches cut by unfold, LayerNorm, linear layer,
+    LayerNorm."""
     embed = randomise(VisionTransformer(SIZE, **TINY, dual_patch_norm=True)).patch_embed
     patches = torch.nn.functional.unfold(images(), 8, stride=8).transpose(1, 2)
     pixels = nn.functional.layer_norm(
@@ -216,7 +218,7 @@ def test_heads_of_any_width_and_a_dropout_of_the_mlp_alone():
     assert q.shape == (1, 4, 5, 12)
 
 
-def test_the_first_numbers_have_the_spread_of_their_sources():
+def test_initial_values_have_the_spread_of_their_sources():
     torch.manual_seed(0)
     fields = {**TINY, "embed_dim": 512, "depth": 1, "reg_tokens": 16, "mlp_layer": "swiglu"}
     model = VisionTransformer(
@@ -225,7 +227,7 @@ def test_the_first_numbers_have_the_spread_of_their_sources():
     assert model.reg_token.std().item() == pytest.approx(0.02, rel=0.05)
     assert model.blocks[0].mlp.fc1_g.weight.std().item() == pytest.approx(0.02, rel=0.01)
     assert model.attn_pool.kv.weight.std().item() == pytest.approx(0.02, rel=0.01)
-    # Cut at two standard deviations, a normal distribution has 0.88 of its deviation.
+    # A normal distribution truncated at two standard deviations has 0.88 of its deviation.
     cut = 0.8796 * 512**-0.5
     assert model.attn_pool.latent.std().item() == pytest.approx(cut, rel=0.15)
     assert model.attn_pool.latent.abs().max() <= 2 * 512**-0.5
@@ -235,8 +237,9 @@ def test_the_first_numbers_have_the_spread_of_their_sources():
     assert not model.head.weight.any()
 
 
-def test_nothing_is_left_uninitialised_whatever_the_parts():
-    """A model of the meta device has the memory that was there before: NaN stands for it."""
+def test_initialises_all_parts():
+    """A model of the meta device gets uninitialised memory; here NaN replaces its random
+    contents."""
     for first, second in itertools.combinations_with_replacement(PARTS.values(), 2):
         fields: dict[str, object] = {**second, **first}
         if fields in WITHOUT_EFFECT:
@@ -259,7 +262,7 @@ def test_nothing_is_left_uninitialised_whatever_the_parts():
             assert all(map(torch.equal, tensors, made_at_once)), fields
 
 
-def test_what_is_decayed_is_a_weight_of_a_linear_map():
+def test_decays_only_weights_of_linear_maps():
     for fields in PARTS.values():
         with torch.device("meta"):
             model = VisionTransformer(SIZE, **TINY, **fields)
@@ -284,7 +287,8 @@ def test_operations_are_those_of_the_closed_form():
     def expected(num_patches: int) -> int:
         n = 4 + num_patches
         block = 2 * n * dim * 4 * wide + 4 * n * n * wide + 3 * 2 * n * dim * hidden
-        # Keys and values of patches; for the query alone: its own, attention, projection, MLP.
+        # Keys and values of patches; for the query alone: its projection, attention, output
+        # projection, MLP.
         pool = 2 * num_patches * dim * 2 * dim + 4 * num_patches * dim + 2 * dim * 2 * dim
         pool += 2 * 2 * dim * hidden
         return 2 * patches * pixels * dim + 2 * block + pool + 2 * dim * 10
@@ -295,7 +299,7 @@ def test_operations_are_those_of_the_closed_form():
     assert flops_per_image(model, 4) == expected(patches // 2) - shared * 3 // 4
 
 
-def test_so400m_has_the_shape_of_timms():
+def test_so400m_has_the_same_shape_as_timms():
     with torch.device("meta"):
         model = create_model("vit_so400m14", class_token=False, global_pool="map")
         guest = create_model("timm/vit_so400m_patch14_siglip_224")
@@ -307,8 +311,8 @@ def test_so400m_has_the_shape_of_timms():
 
 
 @pytest.mark.parametrize("rope_type", [None, "axial", "dinov3"])
-def test_dropped_patches_are_any_patches_and_evaluation_has_all(rope_type):
-    """The same as a model that is shown these patches alone, with their places."""
+def test_drops_random_patches_in_training_and_none_in_evaluation(rope_type):
+    """The result equals that of a model that sees only these patches, at their positions."""
     fields = {"patch_drop_rate": 0.4, "rope_type": rope_type, "reg_tokens": 2}
     model = randomise(VisionTransformer(SIZE, **TINY, **fields))
     plain = randomise(VisionTransformer(SIZE, **TINY, **{**fields, "patch_drop_rate": 0.0}))
@@ -334,20 +338,20 @@ def test_dropped_patches_are_any_patches_and_evaluation_has_all(rope_type):
         assert relative_difference(logits[row : row + 1], plain.forward_head(alone)) < 1e-5
 
 
-def test_each_patch_is_dropped_as_often_as_any_other():
+def test_drops_each_patch_equally_often():
     model = VisionTransformer(SIZE, **TINY, patch_drop_rate=0.5).train()
     torch.manual_seed(0)
     numbers = torch.arange(25.0).expand(4000, -1).unsqueeze(2)
-    kept, _ = model.patch_drop(numbers, None)
-    counts = kept.long().flatten().bincount(minlength=25)
+    kept_numbers, _ = model.patch_drop(numbers, None)
+    counts = kept_numbers.long().flatten().bincount(minlength=25)
     assert counts[0] == 4000
     deviation = math.sqrt(4000 * 0.5 * 0.5)
     assert (counts[1:] - 2000).abs().max() < 4.5 * deviation
 
 
 @pytest.mark.parametrize("patch_drop_rate", [0.0, 0.5])
-def test_subsets_of_samples_turn_as_the_samples_do(patch_drop_rate):
-    """At a rate that drops nobody, a subset is all samples in another order."""
+def test_subsets_of_samples_keep_the_rotations_of_their_samples(patch_drop_rate):
+    """At a rate that drops no sample, a subset is all samples in a different order."""
     fields = {"rope_type": "axial", "reg_tokens": 1, "patch_drop_rate": patch_drop_rate}
     plain = randomise(VisionTransformer(SIZE, **TINY, **fields)).train()
     form = {"drop_path_rate": 0.01, "drop_path_form": "subset"}
@@ -362,8 +366,8 @@ def test_subsets_of_samples_turn_as_the_samples_do(patch_drop_rate):
 @pytest.mark.parametrize(
     "fields", [{"qk_norm": True, "norm_layer": "rmsnorm"}, {"rope_type": "axial"}]
 )
-def test_under_autocast_the_residual_path_is_fp32s(fields):
-    """Also without positions that are added, or tokens that are put in front."""
+def test_the_residual_path_is_fp32_under_autocast(fields):
+    """Also without added positions or prefix tokens."""
     model = randomise(
         VisionTransformer(
             SIZE, **TINY, **fields, pos_embed="none", class_token=False, global_pool="avg"
@@ -386,7 +390,7 @@ def test_under_autocast_the_residual_path_is_fp32s(fields):
             {"model_name": "vit_base_patch16_rope_reg1_gap_256"},
             {"class_token": False, "global_pool": "avg", "reg_tokens": 1, "ref_feat_shape": 16}
             | {"pos_embed": "none", "rope_type": "axial", "init_values": 1e-5},
-            12 * 768,  # biases of keys
+            12 * 768,  # the biases of keys
         ),
         (
             "vit_b16",
@@ -404,7 +408,7 @@ def test_under_autocast_the_residual_path_is_fp32s(fields):
         ),
     ],
 )
-def test_models_of_docs_recipes_have_as_many_weights_as_timms(name, theirs, fields, more):
+def test_models_in_docs_recipes_have_as_many_weights_as_timms(name, theirs, fields, more):
     with torch.device("meta"):
         model = create_model(name, 256, 1000, **fields)
         guest = timm.create_model(num_classes=1000, **theirs)
@@ -413,7 +417,7 @@ def test_models_of_docs_recipes_have_as_many_weights_as_timms(name, theirs, fiel
 
 @pytest.mark.parametrize("source", ["timm", "jax"])
 def test_initial_weights_have_the_spread_of_timms(source):
-    """Of each parameter: deviation and largest value, of ten draws together."""
+    """Compares deviation and largest value of each parameter, over ten draws together."""
     fields = {"embed_dim": 64, "depth": 2, "num_heads": 4, "num_classes": 10}
 
     def draws(create: Callable[[], nn.Module]) -> dict[str, Tensor]:
@@ -430,7 +434,7 @@ def test_initial_weights_have_the_spread_of_timms(source):
     assert ours.keys() == theirs.keys()
     for name, expected in theirs.items():
         if source == "jax" and name.endswith("qkv.weight"):
-            # timm's rule takes the three maps for one; the source's are separate.
+            # timm's rule treats the three maps as one; the source's are separate.
             expected = expected * 2**0.5
         spread = ours[name].std().item()
         assert spread == pytest.approx(expected.std().item(), rel=0.1, abs=1e-12), name

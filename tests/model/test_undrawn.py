@@ -1,4 +1,4 @@
-"""A model made without draws is, with a checkpoint's state, the model that was drawn."""
+"""A model made without random draws equals the drawn model once it has a checkpoint's state."""
 
 import pytest
 import timm
@@ -41,13 +41,13 @@ def test_nothing_but_parameters_lacks_its_values(name):
         assert torch.equal(one, other), key
 
 
-def test_no_number_is_drawn_meanwhile_and_those_behind_it_are():
+def test_draws_no_number_and_continues_drawing_afterwards():
     torch.manual_seed(0)
     first = torch.rand(4)
     torch.manual_seed(0)
     with undrawn():
         ours()
-    assert torch.equal(torch.rand(4), first), "something was drawn"
+    assert torch.equal(torch.rand(4), first), "a random number was drawn"
     torch.manual_seed(0)
     again = ours().state_dict()
     torch.manual_seed(0)

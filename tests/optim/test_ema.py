@@ -19,7 +19,7 @@ def model_with_buffers() -> nn.Module:
 
 @torch.no_grad()
 def train(model: nn.Module, step: int) -> None:
-    """A stand-in for an update: new weights, new buffers."""
+    """Replaces an update: new weights, new buffers."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator))
@@ -70,7 +70,7 @@ def test_average_follows_as_timms_does():
 def test_a_constant_buffer_is_not_copied_each_step():
     model = nn.Sequential(DropPath(0.1), nn.BatchNorm1d(4))
     copied = [id(averaged) for averaged, _ in Ema(model, 0.9)._buffers]
-    assert len(copied) == 3, "the batch norm's"
+    assert len(copied) == 3, "the counters of the batch norm"
 
 
 def test_buffers_are_copied_not_averaged():
@@ -106,7 +106,7 @@ def test_average_of_an_untrained_model_is_the_model():
     torch.testing.assert_close(Ema(model, 0.9).module(inputs), model(inputs))
 
 
-def test_average_goes_on_from_a_checkpoint_as_if_never_interrupted():
+def test_a_resumed_average_equals_an_uninterrupted_one():
     uninterrupted = model_with_buffers()
     model = model_with_buffers()
     ema = Ema(uninterrupted, 0.9)
@@ -126,8 +126,9 @@ def test_average_goes_on_from_a_checkpoint_as_if_never_interrupted():
         assert torch.equal(resumed.module.state_dict()[name], value), name
 
 
-def test_average_of_each_few_steps_behind_the_warm_up_is_torchvisions():
-    """Its train.py: at i % 3 == 0 of each epoch; in two epochs of warm-up the count is reset."""
+def test_an_average_every_few_steps_after_the_warm_up_is_torchvisions():
+    """Its train.py averages at i % 3 == 0 of each epoch; in two epochs of warm-up the count is
+    reset."""
     model = model_with_buffers()
     ours = Ema(model, 0.9, every_steps=3, after_steps=2 * 8, steps_per_epoch=8)
     theirs = AveragedModel(model, avg_fn=lambda average, value, _: 0.9 * average + 0.1 * value)
@@ -150,7 +151,7 @@ def test_average_that_begins_later_is_timms():
     for step in range(20):
         train(model, step)
         ours.update(step)
-        theirs.update(model, step + 1)  # timm counts updates that were made
+        theirs.update(model, step + 1)  # timm counts the completed updates
         pairs = zip(ours.module.parameters(), theirs.module.parameters(), strict=True)
         for averaged, expected in pairs:
             torch.testing.assert_close(averaged, expected)

@@ -27,8 +27,8 @@ def names_of(model: nn.Module, parameters) -> set[str]:
     return {name for name, parameter in model.named_parameters() if id(parameter) in ids}
 
 
-def decayed_names(model: nn.Module, which: str) -> set[str]:
-    groups = parameter_groups(model, AdamWConfig(no_weight_decay=which))
+def decayed_names(model: nn.Module, rule: str) -> set[str]:
+    groups = parameter_groups(model, AdamWConfig(no_weight_decay=rule))
     assert {bool(g["weight_decay"]) for g in groups if g["is_decayed"]} == {True}
     return names_of(model, [p for g in groups if g["is_decayed"] for p in g["params"]])
 
@@ -81,23 +81,24 @@ def test_each_parameter_is_in_the_group_that_timm_puts_it_in(create):
     ],
     ids=["ours", "rmsnorm", "test_resnet"],
 )
-def test_norms_that_are_not_decayed_are_torchvisions(create):
+def test_exempts_the_same_norms_as_torchvision(create):
     model = create()
     kinds = {type(m) for m in model.modules() if "Norm" in type(m).__name__}
-    norms, others = split_normalization_params(model, list(kinds))
-    assert decayed_names(model, "norms") == names_of(model, others)
+    norms, other_parameters = split_normalization_params(model, list(kinds))
+    assert decayed_names(model, "norms") == names_of(model, other_parameters)
     assert names_of(model, norms)
 
 
-def test_kernels_are_what_flax_calls_so():
-    """A head that pools by attention has a query of two and more dimensions, which is no kernel."""
+def test_kernels_are_those_of_flax():
+    """A head that pools by attention has a query of two and more dimensions, which is not a
+    kernel."""
     model = our_model(class_token=False, global_pool="map", reg_tokens=2)
     kernels = {n for n, p in model.named_parameters() if n.endswith(".weight") and p.ndim > 1}
     assert decayed_names(model, "not_kernels") == kernels
     assert "attn_pool.latent" not in kernels
 
 
-def test_embeddings_are_what_timm_exempts_where_vectors_are_decayed():
+def test_exempts_the_same_embeddings_as_timm_if_vectors_decay():
     model = our_model(reg_tokens=2, init_values=0.1)
     exempt = model.no_weight_decay()
     without, decayed = param_groups_weight_decay(
@@ -107,12 +108,12 @@ def test_embeddings_are_what_timm_exempts_where_vectors_are_decayed():
     assert names_of(model, without["params"]) == {"pos_embed", "cls_token", "reg_token"}
 
 
-def test_nothing_may_be_exempt():
+def test_can_decay_all_parameters():
     model = our_model()
     assert decayed_names(model, "nothing") == {name for name, _ in model.named_parameters()}
 
 
-def test_frozen_parameters_are_left_out():
+def test_omits_frozen_parameters():
     model = our_model()
     model.patch_embed.requires_grad_(False)
     trained = {id(p) for p in model.parameters() if p.requires_grad}
@@ -127,14 +128,14 @@ def test_frozen_parameters_are_left_out():
 
 
 def scales(groups: list[dict], model: nn.Module) -> dict[str, tuple[float, float]]:
-    """Factor of the learning rate, and decay, of each parameter."""
+    """Return the factor of the learning rate, and the decay, of each parameter."""
     name_of = {id(p): name for name, p in model.named_parameters()}
     pairs = [
         (name_of[id(p)], (group["lr_scale"], group["weight_decay"]))
         for group in groups
         for p in group["params"]
     ]
-    assert len(pairs) == len(dict(pairs)) == len(name_of), "each in exactly one"
+    assert len(pairs) == len(dict(pairs)) == len(name_of), "each parameter is in exactly one group"
     return dict(pairs)
 
 
@@ -156,7 +157,7 @@ def test_layers_are_timms(fields):
         got = scales(parameter_groups(ours, config), ours)
         assert got.keys() <= expected.keys()
         differ = {name for name in got if got[name] != pytest.approx(expected[name])}
-        # BEiT and MAE count the last norm as part of the head; MAE's, behind the mean, is timm's.
+        # BEiT and MAE count the last norm as part of the head. MAE's norm after the mean is timm's.
         has_norm = form == "beit" and "avg" not in fields.values()
         assert differ == ({"norm.weight", "norm.bias"} if has_norm else set())
         assert all(got[name][0] == 1 for name in differ)
@@ -181,8 +182,8 @@ def test_each_block_below_learns_slower_by_the_factor():
     optimizer = create_optimizer(model, AdamWConfig(layer_decay=0.5))
     set_rates(optimizer, 0.8, 0.3)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
-    found = [rates[id(p)] for p in (model.cls_token, model.blocks[1].norm1.bias, model.head.bias)]
-    assert found == pytest.approx([0.1, 0.4, 0.8])
+    factors = [rates[id(p)] for p in (model.cls_token, model.blocks[1].norm1.bias, model.head.bias)]
+    assert factors == pytest.approx([0.1, 0.4, 0.8])
     decays = {g["is_decayed"]: g["weight_decay"] for g in optimizer.param_groups}
     assert decays == {True: 0.3, False: 0.0}
 
@@ -215,7 +216,7 @@ def test_a_network_without_matrices_is_an_error():
         parameter_groups(timm.create_model("test_resnet"), MuonConfig(name="muon"))
 
 
-def test_a_depth_that_is_not_there_is_an_error():
+def test_rejects_an_unknown_depth():
     with pytest.raises(ValueError, match="Sequential has no blocks to count: remove it"):
         parameter_groups(
             nn.Sequential(nn.Linear(2, 2)), NAdamWConfig(name="nadamw", layer_decay=0.5)

@@ -1,5 +1,5 @@
-"""Norms of each layer against plain loops over parameters, and attention logits against what the
-kernel of attention is given."""
+"""Norms of each layer against plain loops over parameters, and attention logits against the inputs
+of attention's kernel."""
 
 from __future__ import annotations
 
@@ -103,33 +103,34 @@ def test_norms_are_those_of_a_plain_loop_over_parameters(name, precision):
         return
     step = make_step(optim=OPTIMIZERS[name], every=2, precision=precision)
     if precision == "fp16":
-        step.loss_scale.value.fill_(2.0**8)  # 65,536 is lowered first, by updates that are skipped
+        # 65,536 overflows first: it is lowered by skipped updates
+        step.loss_scale.value.fill_(2.0**8)
     assert step(make_batch(), 0).read().norms is None
     before = copy.deepcopy(step.model)
     batch = make_batch(seed=1)
-    found = step(batch, 1).read()
+    result = step(batch, 1).read()
     F.cross_entropy(before((batch.images / 255 - 0.5) / 0.25), batch.labels).backward()
     moved = {name: p.detach().clone() for name, p in step.model.named_parameters()}
     changes = ((name, p - moved[name]) for name, p in before.named_parameters())
     gradients = plain_norms((name, p.grad) for name, p in before.named_parameters())
-    # Of float16: 11 bits, through two blocks.
+    # float16's 11 bits, through two blocks
     tolerance = 1e-4 if precision == "fp32" else 0.02
     close = partial(pytest.approx, rel=tolerance)
-    assert tuple(found.norms["grad_norm"]) == LAYERS
-    assert found.norms["grad_norm"] == close(gradients)
-    assert math.hypot(*gradients.values()) == close(found.grad_norm)
-    assert found.grad_norm > step.clip_grad_norm
+    assert tuple(result.norms["grad_norm"]) == LAYERS
+    assert result.norms["grad_norm"] == close(gradients)
+    assert math.hypot(*gradients.values()) == close(result.grad_norm)
+    assert result.grad_norm > step.clip_grad_norm
     weights = plain_norms(before.named_parameters())
     updates = plain_norms(changes)
-    assert found.norms["weight_norm"] == pytest.approx(weights, rel=1e-5)
-    assert found.norms["update_norm"] == pytest.approx(updates, rel=1e-5)
+    assert result.norms["weight_norm"] == pytest.approx(weights, rel=1e-5)
+    assert result.norms["update_norm"] == pytest.approx(updates, rel=1e-5)
     ratios = {layer: updates[layer] / weights[layer] for layer in LAYERS}
-    assert found.norms["update_ratio"] == pytest.approx(ratios, rel=1e-5)
+    assert result.norms["update_ratio"] == pytest.approx(ratios, rel=1e-5)
     assert min(ratios.values()) > 0
 
 
 @pytest.mark.parametrize("name", ["adamw", "lamb"])
-def test_a_skipped_update_moves_nothing_and_its_gradient_is_no_number(name):
+def test_a_skipped_update_has_zero_change_and_a_nan_gradient_norm(name):
     step = make_step(optim=OPTIMIZERS[name])
     batch = make_batch()
     batch.weights[3] = float("nan")
@@ -142,8 +143,8 @@ def test_a_skipped_update_moves_nothing_and_its_gradient_is_no_number(name):
 def test_a_layer_whose_gradient_overflows_is_named():
     step = make_step(precision="fp32")
     step.model.blocks[1].mlp.fc1.bias.register_hook(lambda gradient: gradient * torch.inf)
-    found = step(make_batch(), 0).read().norms["grad_norm"]
-    assert [layer for layer in LAYERS if not math.isfinite(found[layer])] == ["blocks.1"]
+    gradient_norms = step(make_batch(), 0).read().norms["grad_norm"]
+    assert [layer for layer in LAYERS if not math.isfinite(gradient_norms[layer])] == ["blocks.1"]
 
 
 def test_it_is_measured_at_the_interval_and_at_the_end():
@@ -151,7 +152,7 @@ def test_it_is_measured_at_the_interval_and_at_the_end():
     assert [step + 1 for step in range(10) if norms.is_due(step)] == [4, 8, 10]
 
 
-def test_only_what_is_trained_is_measured():
+def test_measures_only_trained_layers():
     model = make_model()
     freeze(model, 1)
     assert Norms(model, 1, 9).layers == ("blocks.1", "head")
@@ -161,8 +162,8 @@ def test_only_what_is_trained_is_measured():
         Norms(torch.nn.Linear(2, 2), 1, 9)
 
 
-def test_what_is_trained_is_the_same_with_and_without():
-    """To the bit, dropout and drop path included."""
+def test_measuring_does_not_change_the_training():
+    """Equal bits, with dropout and drop path."""
     fields = {"drop_path_rate": 0.5, "proj_drop_rate": 0.5, "patch_drop_rate": 0.5}
     steps = [make_step(make_model(**fields), every=every) for every in (1, None)]
     for number in range(2):
@@ -177,7 +178,7 @@ def test_what_is_trained_is_the_same_with_and_without():
 
 
 @pytest.fixture
-def given(monkeypatch) -> list[torch.Tensor]:
+def largest_of_calls(monkeypatch) -> list[torch.Tensor]:
     """The largest logit for each image, of each call of the kernel."""
     seen = []
     kernel = F.scaled_dot_product_attention
@@ -200,20 +201,20 @@ def given(monkeypatch) -> list[torch.Tensor]:
     ],
     ids=["qk_norm and rope", "map", "timm"],
 )
-def test_the_largest_logit_is_that_of_what_attention_is_given(create, given):
+def test_the_largest_logit_is_that_of_attentions_inputs(create, largest_of_calls):
     torch.manual_seed(1)
     model = create().train()
     images = torch.randn(3, 3, *getattr(model, "image_size", (32, 32)))
     with torch.no_grad():
         model.eval()(images)
-    expected = torch.stack(given[: len(model.blocks)])
+    expected = torch.stack(largest_of_calls[: len(model.blocks)])
     torch.testing.assert_close(largest_logits(model.train(), images).double(), expected)
     assert model.training
     assert len(largest_logits(timm.create_model("test_resnet"), images)) == 0
 
 
-def test_it_is_looked_for_in_the_first_images_of_the_batch_as_they_are_mixed(given):
-    """Micro-batches of 4, groups of 6 that mix: what is looked at depends on neither."""
+def test_searches_the_largest_logit_in_the_first_mixed_images(largest_of_calls):
+    """Micro-batches of 4, groups of 6 that mix: the chosen images depend on neither."""
     step = make_step(micro_batch_size=6)
     mixing = AugmentConfig(hflip_prob=0.0, mixup_alpha=1.0, mix_group_size=6)
     step.augment.config = mixing
@@ -223,13 +224,13 @@ def test_it_is_looked_for_in_the_first_images_of_the_batch_as_they_are_mixed(giv
     with torch.no_grad():
         step.model.eval()(inputs[:8])
     step.model.train()
-    expected = [logits.max().item() for logits in given]
-    found = step(batch, 0).read().norms["max_attn_logit"]
-    assert list(found) == ["blocks.0", "blocks.1"]
-    assert list(found.values()) == pytest.approx(expected, rel=1e-5)
+    expected = [logits.max().item() for logits in largest_of_calls]
+    largest = step(batch, 0).read().norms["max_attn_logit"]
+    assert list(largest) == ["blocks.0", "blocks.1"]
+    assert list(largest.values()) == pytest.approx(expected, rel=1e-5)
 
 
-def test_blocks_that_are_compiled_get_no_further_graphs():
+def test_compiled_blocks_get_no_more_graphs():
     graphs = []
 
     def backend(graph, inputs):
@@ -301,7 +302,7 @@ for kind in ("ddp", "fsdp2") if world.size > 1 else ("plain",):
     )
     if kind == "fsdp2":
         # The step itself does not know shards yet.
-        step._update = lambda *given: step.optimizer.step()
+        step._update = lambda *_: step.optimizer.step()
         step.optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
         *_, norms = step._queue(batch, 0, False, (0.0,))
         found.append(norms.named(norms.values.tolist()))
@@ -316,15 +317,15 @@ leave_world(world)
 @pytest.mark.slow
 @pytest.mark.full
 def test_any_number_of_ranks_measures_the_same(tmp_path):
-    """Under DDP, and of parameters of which each rank has a shard."""
+    """Under DDP, and with parameters of which each rank has a shard."""
     script = tmp_path / "script.py"
     script.write_text(RANKS)
-    found = []
+    results = []
     for ranks in (1, 2):
         done = run(script, ranks=ranks, timeout_s=240)
         assert done.returncode == 0, done.stderr
-        found += json.loads(done.stdout)
-    alone, *together = found
+        results += json.loads(done.stdout)
+    alone, *together = results
     assert len(together) == 2
     for kind, values in zip(("ddp", "fsdp2"), together, strict=True):
         for key in alone:

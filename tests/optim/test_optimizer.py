@@ -144,8 +144,8 @@ def test_the_first_learning_rate_is_the_configs():
 
 @each_config
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_an_update_whose_gradient_is_not_finite_has_not_happened(config, bad):
-    """Weights and state stay, to the bit; what follows is as if it had never been tried."""
+def test_a_non_finite_gradient_leaves_no_trace(config, bad):
+    """Weights and state keep their bits, and later updates are as if it had never been tried."""
     models = [small_model(), small_model()]
     skipped, plain = (create_optimizer(model, config) for model in models)
     for step in range(5):
@@ -156,7 +156,8 @@ def test_an_update_whose_gradient_is_not_finite_has_not_happened(config, bad):
             update(skipped, 1.0)
             after = (*models[0].parameters(), *tensors_of(skipped))
             same = [bits_equal(a, b) for a, b in zip(before, after, strict=True)]
-            # Adafactor's count is that of its schedule, which goes on as the learning rate's does.
+            # Adafactor's count belongs to its schedule, which continues as the learning rate's
+            # does.
             counts = len(list(models[0].parameters())) if config.name == "adafactorbv" else 0
             assert same.count(False) == counts
         for model, optimizer in zip(models, (skipped, plain), strict=True):
@@ -170,8 +171,8 @@ def test_an_update_whose_gradient_is_not_finite_has_not_happened(config, bad):
 
 
 @pytest.mark.parametrize("name", ["lamb", "nadamw", "muon", "nmuon"])
-def test_all_tensors_at_once_as_on_gpus_make_the_same_update(name, monkeypatch):
-    """timm takes its other branch on CPUs. Two of six updates are skipped."""
+def test_updating_all_tensors_at_once_gives_the_same_update(name, monkeypatch):
+    """timm takes a different branch on CPUs. Two of six updates are skipped."""
     models = [small_model(), small_model()]
     one_by_one, at_once = (create_optimizer(model, OF_LIBRARIES[name]) for model in models)
     num_taken = 0
@@ -192,29 +193,29 @@ def test_all_tensors_at_once_as_on_gpus_make_the_same_update(name, monkeypatch):
             for module in (timm.optim.lamb, timm.optim.nadamw, timm.optim.adamw):
                 patched.setattr(module, "_resolve_foreach", on_a_gpu)
             update(at_once, float(is_bad))
-    assert num_taken >= 6, "timm asks elsewhere"
+    assert num_taken >= 6, "timm no longer asks at the patched place"
     for one, other in zip(*(model.parameters() for model in models), strict=True):
-        # Of four updates, each in a few operations on numbers of about 1.
+        # The tolerance for four updates, each in a few operations on numbers of about 1.
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
     for one, other in zip(*map(tensors_of, (one_by_one, at_once)), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
 def update(optimizer: torch.optim.Optimizer, found_inf: float) -> None:
-    """As `TrainStep` calls it."""
+    """Update as `TrainStep` does."""
     optimizer.grad_scale = None  # type: ignore[attr-defined]
     optimizer.found_inf = torch.tensor(found_inf)  # type: ignore[attr-defined]
     optimizer.step()
 
 
 def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """-0 is not 0 here, and NaN is NaN."""
+    """Compare bits: -0 differs from 0, and NaN equals NaN."""
     integers = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return torch.equal(a.detach().view(integers), b.detach().view(integers))
 
 
 class UnknownConfig(SgdConfig):
-    """Not in the union, with every field that SGD reads."""
+    """A config outside the union, with every field that SGD reads."""
 
 
 def test_every_optimizer_of_the_config_is_tested_here():
@@ -224,7 +225,7 @@ def test_every_optimizer_of_the_config_is_tested_here():
 @pytest.mark.parametrize(
     "use", [create_optimizer, lambda model, config: state_bytes(config, model)]
 )
-def test_an_optimizer_without_a_branch_of_its_own_is_an_error_and_not_sgd(use):
+def test_an_optimizer_without_its_own_branch_raises_and_does_not_become_sgd(use):
     with pytest.raises(AssertionError, match="UnknownConfig"):
         use(small_model(), UnknownConfig(name="sgd"))
 
@@ -252,7 +253,8 @@ def test_an_optimizer_that_would_apply_a_gradient_that_is_not_finite_is_an_error
 
 
 def of_the_library(model: nn.Module, config) -> list[torch.optim.Optimizer]:
-    """The same by torch and timm alone, whose state comes with their first update."""
+    """The same optimizer made by torch and timm alone, whose state is created by the first
+    update."""
     groups = parameter_groups(model, config)
     common = {"lr": config.lr}
     if isinstance(config, SgdConfig):
@@ -295,17 +297,17 @@ def test_state_that_exists_from_the_start_changes_nothing(config):
     for a, b in zip(plain.parameters(), allocated.parameters(), strict=True):
         torch.testing.assert_close(b, a, **tolerance)
     for p, q in zip(allocated.parameters(), plain.parameters(), strict=True):
-        kept = {k: v for k, v in ours.state[p].items() if k != "step" or config.name != "lamb"}
-        assert kept.keys() == theirs.state[q].keys()
-        for name, value in kept.items():
+        values = {k: v for k, v in ours.state[p].items() if k != "step" or config.name != "lamb"}
+        assert values.keys() == theirs.state[q].keys()
+        for name, value in values.items():
             if isinstance(value, torch.Tensor):
                 assert value.dtype == theirs.state[q][name].dtype
                 torch.testing.assert_close(value, theirs.state[q][name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_is_torchs_beside_an_adam_of_its_own(nesterov):
-    """torch has Muon for matrices only, written by others than timm's."""
+def test_muon_equals_torchs_with_a_separate_adam(nesterov):
+    """torch has Muon for matrices only, implemented independently of timm's."""
     model = small_model()
     theirs = copy.deepcopy(model)
     config = MuonConfig(
@@ -315,9 +317,9 @@ def test_muon_is_torchs_beside_an_adam_of_its_own(nesterov):
     matrix = theirs.blocks[0][0].weight
     options = {"momentum": 0.95, "nesterov": nesterov, "adjust_lr_fn": "original"}
     muon = torch.optim.Muon([matrix], lr=0.02, weight_decay=0.3, **options)
-    others = [p for p in theirs.parameters() if p is not matrix]
+    other_parameters = [p for p in theirs.parameters() if p is not matrix]
     adam = torch.optim.AdamW(
-        [{"params": [p], "weight_decay": 0.3 * (p.ndim > 1)} for p in others],
+        [{"params": [p], "weight_decay": 0.3 * (p.ndim > 1)} for p in other_parameters],
         lr=0.02,
         betas=(0.9, 0.95),
         eps=1e-7,
@@ -328,9 +330,10 @@ def test_muon_is_torchs_beside_an_adam_of_its_own(nesterov):
         ours.step()
         muon.step()
         adam.step()
-    # The iterations are in bf16, 2^-8 of an update of 0.02: what a kernel adds in another order.
+    # The iterations are in bf16, 2^-8 of an update of 0.02: the order of a kernel's additions
+    # shows.
     torch.testing.assert_close(model.blocks[0][0].weight, matrix, rtol=0, atol=4 * 0.02 / 128)
-    if not nesterov:  # with it, others have NAdamW's update
+    if not nesterov:  # with Nesterov, the other parameters have NAdamW's update
         names = {n for n, p in theirs.named_parameters() if p is not matrix}
         for name in names:
             a, b = model.get_parameter(name), theirs.get_parameter(name)
@@ -339,7 +342,7 @@ def test_muon_is_torchs_beside_an_adam_of_its_own(nesterov):
 
 @each_config
 def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
-    """Fused SGD of torch would leave uninitialised memory as momentum."""
+    """torch's fused SGD would leave uninitialised memory as momentum."""
     model = small_model()
     optimizer = create_optimizer(model, config)
     give_gradients(model, 0)
@@ -349,7 +352,7 @@ def test_a_first_update_that_is_skipped_leaves_the_state_at_zero(config):
 
 
 @each_config
-def test_bytes_of_the_state_are_those_that_are_kept(config):
+def test_predicts_the_bytes_of_the_state(config):
     model = small_model()
-    kept = tensors_of(create_optimizer(model, config))
-    assert sorted(state_bytes(config, model)) == sorted(value.nbytes for value in kept)
+    state = tensors_of(create_optimizer(model, config))
+    assert sorted(state_bytes(config, model)) == sorted(value.nbytes for value in state)

@@ -1,5 +1,5 @@
-"""Optimizers, rates and losses in real runs on two ranks: what is resumed equals the undisturbed
-run, to the bit."""
+"""Optimizers, rates and losses in real runs on two ranks: a resumed run equals the undisturbed one
+to the bit."""
 
 import pytest
 from processes import final_state, train, write_config
@@ -11,7 +11,7 @@ RUNS = {
     "nadamw": ["optim.name=nadamw"],
 }
 EVERY_TIME = ("adafactorbv",)
-"""Its state has two number formats, and is on two devices where there is a GPU."""
+"""Its state has two number formats, and is on two devices if there is a GPU."""
 
 
 @pytest.mark.slow

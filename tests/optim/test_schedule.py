@@ -1,4 +1,4 @@
-"""Learning rate and weight decay against torch's and timm's schedulers, and at their corners."""
+"""Learning rate and weight decay against torch's and timm's schedulers, including edge cases."""
 
 import math
 
@@ -19,8 +19,8 @@ PEAK = 0.3
 
 
 def torch_rates(num_steps: int, scheduler: type[LRScheduler], **options) -> list[float]:
-    """Learning rates of a stateful scheduler of torch, from before its first step to after its
-    last."""
+    """Return the learning rates of a stateful scheduler of torch, from before its first step to
+    after its last."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=PEAK)
     schedule = scheduler(optimizer, **options)
     rates = [PEAK * options.get("start_factor", 1.0)]
@@ -100,7 +100,7 @@ def test_rate_rises_to_the_peak_then_falls_to_the_minimum_where_the_run_ends(
 
 
 @pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_half_way_is_half_way(name):
+def test_the_decay_is_half_done_half_way(name):
     assert lr_at(
         15, peak_lr=1.0, total_steps=25, warmup_steps=5, name=name, min_lr=0.2
     ) == pytest.approx(0.6)
@@ -138,7 +138,7 @@ def test_cosine_with_warm_up_and_cool_down_is_timms(per_epoch, cooldown, prefix)
         epochs * length,
         CosineLRScheduler,
         in_epochs=length if per_epoch else 0,
-        # With a prefix timm counts the epochs behind the warm-up.
+        # With a prefix timm counts the epochs after the warm-up.
         t_initial=(epochs - cooldown - (warmup if prefix else 0)) * unit,
         warmup_t=warmup * unit,
         warmup_lr_init=1e-6,

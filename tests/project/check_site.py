@@ -1,9 +1,9 @@
-"""Check that every link, picture and anchor of a built site leads somewhere in it.
+"""Check that every link, picture and anchor of a built site has a target in the site.
 
     python tests/project/check_site.py build/site
 
-`make docs` runs it: the site's generator lets links to files outside of its pages pass. Exit status
-1 with one line for each link that leads nowhere.
+`make docs` runs it, because the site's generator accepts links to files outside its pages. Exit
+status 1 with one line for each dead link.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def find_dead_links(site: Path) -> list[str]:
     read = cache(Page)
     dead = []
     for path in sorted(site.rglob("*.html")):
-        if path.name == "404.html":  # its links are absolute: a server shows it at any address
+        # its links are absolute, because a server shows it at any address
+        if path.name == "404.html":
             continue
         for link in read(path).links:
             parts = urlsplit(link)

@@ -1,4 +1,4 @@
-"""The check of commit messages, as the hook calls it and as the workflow does."""
+"""The check of commit messages, called as the hook and the workflow call it."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def test_a_message_is_checked(message, problem, tmp_path):
 
 
 def test_all_commits_of_a_range_are_checked(tmp_path):
-    def git(*words: str) -> None:
+    def git(*arguments: str) -> None:
         who = ["-c", "user.name=a", "-c", "user.email=a@b"]
-        subprocess.run(["git", *who, *words], cwd=tmp_path, check=True, capture_output=True)
+        subprocess.run(["git", *who, *arguments], cwd=tmp_path, check=True, capture_output=True)
 
     git("init", "-q")
     for subject in ("Start", "Add a page\n\nWhy.", "fix it; and that", "Mend a test"):

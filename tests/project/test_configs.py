@@ -1,5 +1,5 @@
-"""Every recipe fits the schema, says where it comes from, has its source's values, and does its
-first steps."""
+"""Every recipe fits the schema, names its source, has that source's values, and runs its first
+steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ DEIT3_FINETUNE_384 = {
     "schedule.min_lr": 1e-5,  # default
     "schedule.warmup_epochs": 5,  # --warmup-epochs 5
     "train.epochs": 20,  # --epochs 20
-    "train.ema_decay": None,  # kept there, but never evaluated
+    "train.ema_decay": None,  # kept by main.py, but never evaluated
     "augment.randaugment_layers": 2,  # --aa rand-m9-mstd0.5-inc1
     "augment.randaugment_magnitude": 9,
     "augment.randaugment_magnitude_std": 0.5,
@@ -74,7 +74,7 @@ DEIT3_FINETUNE_384 = {
     "loss.label_smoothing": 0.1,  # --smoothing 0.1
     "model.proj_drop_rate": None,  # --drop 0.0
     "eval.crop_pct": 1.0,  # --eval-crop-ratio 1.0
-    "init.reset_head": False,  # main.py drops a head only where its shape differs
+    "init.reset_head": False,  # main.py drops a head only if its shape differs
 }
 TABLES = {
     "vit_b16": MAE_TABLE_11,
@@ -87,8 +87,8 @@ TABLES = {
     "vit_h14_ft392": {**DEIT3_FINETUNE_384, "model.drop_path_rate": 0.2, "model.image_size": 392},
 }
 PUBLISHED = [path for path in RECIPES if recipe_name(path) in TABLES]
-# Those of other sources: tests/extras/recipes/test_shipped.py.
-# What a recipe may set beyond its source: where things are, hardware, and how often it looks.
+# Tests of the other recipes: tests/extras/recipes/test_shipped.py. A recipe may set these keys
+# beyond its source: paths, hardware, and the frequency of logs and evaluations.
 OURS = {
     "model.name",
     "model.image_size",
@@ -149,8 +149,8 @@ def test_a_recipe_has_the_values_of_its_sources_table_and_no_others(path):
         assert values[section][name] == (
             pytest.approx(expected) if isinstance(expected, float) else expected
         ), key
-    given = {key for key, where in origins.items() if where.startswith(str(path))}
-    assert given <= table.keys() | OURS, "a value without a source"
+    keys = {key for key, origin in origins.items() if origin.startswith(str(path))}
+    assert keys <= table.keys() | OURS, "a value without a source"
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     assert f"| {forecast.largest_micro_batch_size} | {hours} |" in page
 
 
-def test_the_page_of_plans_has_what_every_header_says():
-    """The headers are compared with the forecasts themselves."""
+def test_the_page_of_plans_agrees_with_every_header():
+    """The headers are compared with the forecasts."""
     page = (ROOT / "docs" / "plans.md").read_text()
     stated = []
     for path in RECIPES:
@@ -197,10 +197,10 @@ def test_the_page_has_every_recipe_and_its_published_result():
     for path in RECIPES:
         name = recipe_name(path)
         assert f"`{name}`" in page
-        if found := re.search(r"^# published ((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M):
+        if published := re.search(r"^# published ((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M):
             (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.M)
-            said = re.findall(r"\d\d\.\d", re.sub(r"arXiv [\d.]+", "", found[1]))
-            assert set(said) == set(re.findall(r"\d\d\.\d", row.split("|")[4])), name
+            accuracies = re.findall(r"\d\d\.\d", re.sub(r"arXiv [\d.]+", "", published[1]))
+            assert set(accuracies) == set(re.findall(r"\d\d\.\d", row.split("|")[4])), name
 
 
 FINETUNED = [path for path in PUBLISHED if "_ft" in path.stem]
@@ -325,7 +325,7 @@ def test_the_second_command_of_a_finetuning_recipe_evaluates_before_and_after(
 @pytest.mark.full
 @pytest.mark.slow
 def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path):
-    """In bf16 where the CPU has instructions for it: elsewhere that takes minutes for a step."""
+    """In bf16 if the CPU has instructions for it; without them a step would take minutes."""
     precision = "bf16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "fp32"
     done = run(
         "launch/train.py",
@@ -350,24 +350,24 @@ def test_vit_b16_does_its_first_steps_on_a_cpu_over_any_shards(shards, tmp_path)
     assert len(losses) == 2
 
 
-def test_what_recipes_say_of_deit_are_settings(tmp_path):
-    """Each `section.key: value` of its table; a key without its section belongs to the one
-    before."""
+def test_the_table_of_deit_options_has_valid_settings(tmp_path):
+    """Each `section.key: value` of the table; a key without a section belongs to the previous
+    section."""
     table = (
         (ROOT / "docs" / "recipes.md")
         .read_text()
         .partition("| DeiT `main.py` |")[2]
         .partition("\n\n")[0]
     )
-    given = {}
+    values = {}
     section = ""
-    for words in re.findall(r"`([\w.]+: [^`]+)`", table):
-        key, _, value = words.partition(": ")
+    for setting in re.findall(r"`([\w.]+: [^`]+)`", table):
+        key, _, value = setting.partition(": ")
         section = key.partition(".")[0] if "." in key else section
-        given[key if "." in key else f"{section}.{key}"] = value
-    assert len(given) == 21
+        values[key if "." in key else f"{section}.{key}"] = value
+    assert len(values) == 21
     config = load_config(
-        ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in given.items()]
+        ROOT / "configs" / "vit_b16.yaml", [f"{key}={value}" for key, value in values.items()]
     )
     assert (config.optim.lr, config.optim.clip_grad_norm, config.optim.betas) == (
         1e-3,

@@ -1,5 +1,4 @@
-"""Nothing is called anywhere that runs code which it is given: every call in the sources is looked
-at."""
+"""No source calls a function that would run its input as code: every call is checked."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ FORBIDDEN = {
     *("yaml.unsafe_load", "yaml.full_load", "yaml.unsafe_load_all", "yaml.full_load_all"),
 }
 METHODS = {
-    # of tarfile and zipfile: members are read in place
+    # of tarfile and zipfile: members are read in place, not extracted
     *("extract", "extractall"),
-    # of torch.distributed: what a rank sends is unpickled by the others
+    # of torch.distributed: other ranks would unpickle a rank's message
     *("broadcast_object_list", "scatter_object_list", "recv_object_list"),
     *("all_gather_object", "gather_object"),
 }
@@ -34,24 +33,24 @@ SUSPECT = re.compile(
     r"|import (?:load|jit|hub)\b|yaml|extract|unpack|shell|trust_remote|_object"
     r"|[\"'/](?:ba)?sh[\"']"
 )
-"""Only sources with one of these are parsed, which takes its time."""
+"""Only sources with one of these words are parsed, because parsing takes time."""
 
 
 def imported(tree: ast.Module) -> dict[str, str]:
-    """What the names mean that a module imports: `from os import system as run`, run: os.system."""
-    found = {}
+    """The origin of each imported name: `from os import system as run` gives run: os.system."""
+    origins = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
             origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
-            found |= {each.asname: f"{origin}{each.name}" for each in node.names if each.asname}
+            origins |= {each.asname: f"{origin}{each.name}" for each in node.names if each.asname}
             if origin:
-                found |= {each.name: f"{origin}{each.name}" for each in node.names}
-    return found
+                origins |= {each.name: f"{origin}{each.name}" for each in node.names}
+    return origins
 
 
 def dangers(source: str) -> list[str]:
-    """Calls that run, or may run, what they are given."""
-    found = []
+    """Return the calls that run, or may run, their input."""
+    lines = []
     tree = ast.parse(source)
     meanings = imported(tree)
     for node in ast.walk(tree):
@@ -59,37 +58,37 @@ def dangers(source: str) -> list[str]:
             continue
         first, dot, rest = ast.unparse(node.func).partition(".")
         name = f"{meanings.get(first, first)}{dot}{rest}"
-        given = {word.arg: word.value for word in node.keywords}
+        keywords = {word.arg: word.value for word in node.keywords}
         text = ast.unparse(node) if name in ("torch.load", "yaml.load", "yaml.load_all") else ""
         if (
             name in FORBIDDEN
             or name.rpartition(".")[2] in METHODS
             or (name == "torch.load" and "weights_only=True" not in text)
             or (name.startswith("yaml.load") and "Safe" not in text and "Strict" not in text)
-            or given.keys() & {"trust_remote_code"}
+            or keywords.keys() & {"trust_remote_code"}
             or any(
-                getattr(given[word], "value", True) is not False
-                for word in given.keys() & {"shell", "allow_pickle"}
+                getattr(keywords[word], "value", True) is not False
+                for word in keywords.keys() & {"shell", "allow_pickle"}
             )
             or any(
-                isinstance(words, ast.List)
-                and words.elts
-                and ast.unparse(words.elts[0])[1:-1] in SHELLS
-                for words in node.args
+                isinstance(argument, ast.List)
+                and argument.elts
+                and ast.unparse(argument.elts[0])[1:-1] in SHELLS
+                for argument in node.args
             )
         ):
-            found.append(f"line {node.lineno}: {ast.unparse(node)[:80]}")
-    return found
+            lines.append(f"line {node.lineno}: {ast.unparse(node)[:80]}")
+    return lines
 
 
-def test_nothing_is_called_that_runs_what_it_is_given():
+def test_no_source_runs_its_input_as_code():
     files = [
         path for room in ("vit", "data_prep", "launch") for path in (ROOT / room).rglob("*.py")
     ]
     assert len(files) > 200
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in files}
-    found = {path: dangers(source) for path, source in sources.items() if SUSPECT.search(source)}
-    assert {path: lines for path, lines in found.items() if lines} == {}
+    calls = {path: dangers(source) for path, source in sources.items() if SUSPECT.search(source)}
+    assert {path: lines for path, lines in calls.items() if lines} == {}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +114,6 @@ def test_nothing_is_called_that_runs_what_it_is_given():
         "AutoModel.from_pretrained(name, trust_remote_code=True)",
     ],
 )
-def test_each_danger_would_be_found(call):
+def test_detects_each_dangerous_call(call):
     assert SUSPECT.search(call)
     assert dangers(f"x = {call}")

@@ -1,5 +1,5 @@
 """Each folder of vit/extras/ may be deleted: the rest imports, and a config that needs it is
-refused in one line."""
+rejected in one line."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ NEEDED_BY = {
     "report": ("log.report=true", "log.report=true needs"),
     "stream": ("data.reader=webdataset", "data.reader=webdataset needs"),
 }
-"""An extra -> a word of launch/train.py that needs it, and how the refusal begins; no config needs
-the others."""
+"""An extra -> an argument of launch/train.py that needs it, and the first words of the rejection;
+no config needs the remaining extras."""
 SCRIPT = """
 import importlib, pkgutil, sys
 import vit, data_prep
@@ -49,13 +49,13 @@ except ValueError as error:
 """
 
 
-def test_the_extras_are_those_that_are_deleted_here():
+def test_each_extra_needed_by_an_argument_exists():
     assert set(NEEDED_BY) < set(EXTRAS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXTRAS)
-def test_without_it_the_rest_works(name, tmp_path):
+def test_everything_else_works_without_the_extra(name, tmp_path):
     for folder in ("vit", "data_prep", "configs"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc"))
     shutil.rmtree(tmp_path / "vit" / "extras" / name)

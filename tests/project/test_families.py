@@ -1,5 +1,5 @@
-"""Nothing that a test starts outlives it, and what is missing is listed: tests/helpers/families.py,
-tests/conftest.py."""
+"""Every process of a test ends with it, and tests/conftest.py lists what skipped tests need:
+tests/helpers/families.py."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ time.sleep(600 if len(sys.argv) == 2 else 0)
 
 @pytest.fixture
 def sessions(tmp_path: Path) -> Path:
-    """A script that starts three processes in sessions of their own, writes their ids to the file
-    it is given, and stays or ends."""
+    """A script that starts three processes in sessions of their own, writes their ids to its file,
+    and stays or ends."""
     (tmp_path / "sessions.py").write_text(SESSIONS)
     return tmp_path / "sessions.py"
 
 
 def pids_in(path: Path) -> list[int]:
-    deadline = time.monotonic() + 240  # a pytest of its own starts first
+    deadline = time.monotonic() + 240  # because a nested pytest starts first
     while not path.exists() or not path.read_text():
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def pids_in(path: Path) -> list[int]:
 
 
 def are_gone(pids: list[int]) -> bool:
-    """Within seconds; a zombie is gone."""
+    """Wait some seconds for the processes to end; a zombie has ended."""
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if not any(is_alive(pid) for pid in pids):
@@ -123,7 +123,7 @@ def test_is_killed():
 
 
 def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(sessions, tmp_path):
-    """The hooks of tests/conftest.py, in a pytest of their own."""
+    """The hooks of tests/conftest.py, in a nested pytest."""
     (tmp_path / "test_inner.py").write_text(
         INNER.format(sessions=str(sessions), folder=str(tmp_path))
     )
@@ -159,7 +159,7 @@ def test_a_failed_test_a_timed_out_one_and_a_killed_pytest_leave_nothing(session
             time.sleep(0.02)
 
 
-def test_what_skipped_tests_lack_is_one_line():
+def test_prints_in_one_line_what_skipped_tests_need():
     reasons = [
         "Skipped: no jpegtran: apt-get install libjpeg-turbo-progs",
         "no Chromium: apt-get install chromium",
@@ -170,9 +170,9 @@ def test_what_skipped_tests_lack_is_one_line():
         "no Chromium: apt-get install chromium",
         "only Linux tells",
     ]
-    told = (
+    remedy = (
         "4 tests were skipped for missing programs: apt-get install chromium libjpeg-turbo-progs"
         " munge slurmctld"
     )
-    assert conftest.remedy(reasons) == told
+    assert conftest.remedy(reasons) == remedy
     assert conftest.remedy(["only Linux tells"]) == ""

@@ -1,5 +1,5 @@
 """Each row of the table of faults in docs/faults.md and each promise of docs/security.md names
-tests that exist."""
+existing tests."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ def rows(page: str, heading: str) -> list[str]:
 
 
 def test_every_fault_names_a_test():
-    found = rows(FAULTS, "## Faults, one by one")
-    assert [len(re.findall(NAMED, row)) for row in found] == [1] * len(found)
-    assert len(found) > 20
+    faults = rows(FAULTS, "## Faults, one by one")
+    assert [len(re.findall(NAMED, row)) for row in faults] == [1] * len(faults)
+    assert len(faults) > 20
 
 
 def test_every_promise_names_its_tests():
-    found = rows(PROMISES, "## What to rely on")
-    assert [row for row in found if not re.search(NAMED, row)] == []
-    assert len(found) > 10
+    promises = rows(PROMISES, "## What to rely on")
+    assert [row for row in promises if not re.search(NAMED, row)] == []
+    assert len(promises) > 10
 
 
 @pytest.mark.parametrize(("file", "name"), sorted({*re.findall(NAMED, FAULTS + PROMISES)}))

@@ -1,7 +1,7 @@
-"""docs/errors.md is true about GPUs: each row of that section is provoked with the real command.
+"""Each row of the section about GPUs in docs/errors.md is provoked with the real command.
 
-There is no GPU here. What the driver, torch or the GPU would say is said by a few lines that run
-before the command, in its process.
+No GPU is needed: a few lines that run before the command, in its process, imitate the driver, torch
+and the GPU.
 """
 
 from __future__ import annotations
@@ -99,23 +99,28 @@ class Place:
         self.folder = folder
         self.config = write_config(folder, shards)
 
-    def train(self, said: str, *overrides: str, **variables: str) -> subprocess.CompletedProcess:
-        return self.run("train.py", said, f"run.dir={self.folder / 'run'}", *overrides, **variables)
+    def train(
+        self, imitation: str, *overrides: str, **variables: str
+    ) -> subprocess.CompletedProcess:
+        return self.run(
+            "train.py", imitation, f"run.dir={self.folder / 'run'}", *overrides, **variables
+        )
 
     def run(
-        self, name: str, said: str, *words: str, **variables: str
+        self, name: str, imitation: str, *overrides: str, **variables: str
     ) -> subprocess.CompletedProcess:
         script = COMMANDS / "launch" / name
-        arguments = ["--config", self.config, *TINY, *words]
+        arguments = ["--config", self.config, *TINY, *overrides]
         starts = f"import runpy, sys; sys.path.insert(0, {str(script.parent)!r})"
         runs = f"runpy.run_path({str(script)!r}, run_name='__main__')"
-        code = f"{said}\n{starts}\n{runs}"
+        code = f"{imitation}\n{starts}\n{runs}"
         env = {**environment(), "CUDA_VISIBLE_DEVICES": "", **variables}
         line = [warm_python.python(environment()), "-c", code, *map(str, arguments)]
         return call(line, env)
 
     def gpu_for(self, micro_batch_size: float, spare_gib: float = 0.0) -> str:
-        """The lines for a GPU that has memory for a micro-batch of this size and no larger one.
+        """The lines that imitate a GPU with memory for a micro-batch of this size and no larger
+        one.
 
         A fraction stands between two sizes, and 0 for no room at all. `spare_gib`: more memory.
         """
@@ -134,8 +139,8 @@ class Place:
 
 
 def out_of_memory(place: Place, *gpu: float) -> subprocess.CompletedProcess:
-    said = OUT_OF_MEMORY.format(training=True) + place.gpu_for(*gpu)
-    return place.train(said, "train.device=cpu")
+    imitation = OUT_OF_MEMORY.format(training=True) + place.gpu_for(*gpu)
+    return place.train(imitation, "train.device=cpu")
 
 
 def nothing_to_check(place: Place) -> subprocess.CompletedProcess:

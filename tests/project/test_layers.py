@@ -1,4 +1,4 @@
-"""Rooms stand in one order: each imports only rooms below it, and no file imports too many."""
+"""Rooms have one order: each imports only rooms below it, and no file imports too many modules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ ROOMS = (
     "vit.data",
     "data_prep",
     "vit.optim",
-    # What a run's folder holds, which weights are found by; the rest of checkpoint/ is above.
+    # The parts of checkpoint/ that find weights in a run's folder; the rest of checkpoint/ is
+    # above.
     "vit.run_folder",
     "vit.weights",
     "vit.training",
@@ -52,16 +53,17 @@ ROOMS = (
     "vit",
     "launch",
 )
-"""From bottom to top. A module is in the room whose name is its longest beginning."""
+"""From bottom to top. A module is in the room with the longest name that its own name begins
+with."""
 LATE = {
     ("vit.optim.optimizer", "vit.optim.lamb"): "its base class is timm's, and timm takes seconds"
 }
-"""A module, and one of ours that it imports in a function -> why."""
+"""A module, and a module of the project that one of its functions imports -> the reason."""
 MOST_IMPORTS = 20
-"""Modules of ours that a file may import."""
+"""The most modules of the project that a file may import."""
 MOST_FILES = 10
 MOST_FOLDERS = 14
-"""What vit/ itself may hold: it is the map of the project."""
+"""Files directly in vit/, which is the map of the project."""
 NEEDS_TORCH = (
     "vit.system.device_memory",
     "vit.system.devices",
@@ -81,21 +83,22 @@ NEEDS_TORCH = (
     "vit.data.augment.pixel_ops",
     "vit.data.augment.rounds",
 )
-"""Of vit.system, vit.data and data_prep; the rest works where torch is not installed."""
+"""The modules of vit.system, vit.data and data_prep that need torch; the others work without it."""
 
 
 class Arrow(NamedTuple):
-    """One module imports another one."""
+    """An import of one module by another."""
 
     target: str
     line: int
     is_late: bool
-    """Whether a function imports it."""
+    """Whether the import is inside a function."""
 
 
 @functools.cache
 def modules() -> dict[str, tuple[Arrow, ...]]:
-    """Return our modules and the imports between them, type-only and late imports included."""
+    """Return the project's modules and the imports between them, including type-only and late
+    ones."""
     paths = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts): path
         for folder in ("vit", "data_prep", "launch")
@@ -105,8 +108,8 @@ def modules() -> dict[str, tuple[Arrow, ...]]:
     return {name: tuple(arrows(ast.parse(path.read_text()), paths)) for name, path in paths.items()}
 
 
-def arrows(tree: ast.Module, known: dict[str, Path]) -> list[Arrow]:
-    found = []
+def arrows(tree: ast.Module, paths: dict[str, Path]) -> list[Arrow]:
+    imports = []
     functions = (ast.FunctionDef, ast.AsyncFunctionDef)
     late = {
         id(inner)
@@ -122,13 +125,13 @@ def arrows(tree: ast.Module, known: dict[str, Path]) -> list[Arrow]:
             names = [alias.name for alias in node.names]
         elif node.module:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in known else node.module for name in names]
-        found += [
+            names = [name if name in paths else node.module for name in names]
+        imports += [
             Arrow(name, node.lineno, id(node) in late)
             for name in dict.fromkeys(names)
-            if name in known
+            if name in paths
         ]
-    return found
+    return imports
 
 
 def room_of(module: str) -> str:
@@ -160,14 +163,14 @@ def test_every_module_has_a_room():
     ]
     assert not lost
     in_use = {room_of(module) for module in modules()}
-    assert not set(ROOMS) - in_use, "no module is there: take the room off the list"
+    assert not set(ROOMS) - in_use, "a room has no module: remove it from the list"
 
 
 def test_imports_go_down():
     def rule(module, arrow):
         own, target = room_of(module), room_of(arrow.target)
         if is_extra(own) and is_extra(target):
-            return ""  # the next test
+            return ""  # covered by the next test
         return f"{target} is above {own}" if ROOMS.index(target) > ROOMS.index(own) else ""
 
     upward = violations(rule)
@@ -185,9 +188,11 @@ def test_extras_import_the_core_and_not_each_other():
 
 
 def test_no_circle_of_files():
-    graph = {name: {arrow.target for arrow in found} for name, found in modules().items()}
-    # A class of settings and what checks it know each other, for types only.
-    graph = {name: {t for t in found if t != name} for name, found in without_types(graph).items()}
+    graph = {name: {arrow.target for arrow in imports} for name, imports in modules().items()}
+    # A class of settings and its checks name each other, for types only.
+    graph = {
+        name: {t for t in imports if t != name} for name, imports in without_types(graph).items()
+    }
     tuple(graphlib.TopologicalSorter(graph).static_order())
 
 
@@ -204,7 +209,7 @@ def without_types(graph: dict[str, set[str]]) -> dict[str, set[str]]:
     return graph_at_run_time
 
 
-def test_imports_stand_at_the_top():
+def test_imports_are_at_the_top():
     used = set()
 
     def rule(module, arrow):
@@ -215,46 +220,49 @@ def test_imports_stand_at_the_top():
 
     late = violations(rule)
     assert not late, f"functions import third-party packages only:\n{late}"
-    assert used == set(LATE), "no longer there: take it off the list"
+    assert used == set(LATE), "an exception is no longer needed: remove it from the list"
 
 
 def test_no_file_imports_too_many():
-    numbers = {name: len({arrow.target for arrow in found}) for name, found in modules().items()}
+    numbers = {
+        name: len({arrow.target for arrow in imports}) for name, imports in modules().items()
+    }
     many = [f"{name}: {number}" for name, number in numbers.items() if number > MOST_IMPORTS]
     assert not many, f"more than {MOST_IMPORTS} modules of ours: divide by role\n" + "\n".join(many)
 
 
-def test_what_is_loaded_by_name_is_there():
-    """The core names a part that few configs need as `module:attribute`, in a string."""
+def test_every_object_loaded_by_name_exists():
+    """The core names a rarely needed part as `module:attribute` in a string, which no type checker
+    reads."""
     lost = []
     for module in modules():
         path = ROOT / f"{module.replace('.', '/')}.py"
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
                 continue
-            if not (found := re.fullmatch(r"(vit(?:[.]\w+)+):(\w+)", node.value)):
+            if not (match := re.fullmatch(r"(vit(?:[.]\w+)+):(\w+)", node.value)):
                 continue
-            target = ROOT / f"{found[1].replace('.', '/')}.py"
+            target = ROOT / f"{match[1].replace('.', '/')}.py"
             if not target.is_file() or not re.search(
-                rf"^(?:def |class |){found[2]}\b", target.read_text(), re.MULTILINE
+                rf"^(?:def |class |){match[2]}\b", target.read_text(), re.MULTILINE
             ):
                 lost.append(f"{path}:{node.lineno}: {node.value}")
     assert not lost, "\n".join(lost)
 
 
-def test_what_shell_scripts_import_is_there():
+def test_every_import_in_a_shell_script_exists():
     """Batch scripts run lines of Python that neither mypy nor ruff reads."""
     imports = [
-        (path, found[1], name.strip())
+        (path, match[1], name.strip())
         for folder in ("slurm", "deploy", "launch")
         for path in sorted((ROOT / folder).rglob("*"))
         if path.is_file() and path.suffix != ".py" and path.suffix != ".pyc"
-        for found in re.finditer(
+        for match in re.finditer(
             r"from ((?:vit|data_prep)[.\w]*) import ([\w, ]+)", path.read_text()
         )
-        for name in found[2].split(",")
+        for name in match[2].split(",")
     ]
-    assert imports, "slurm/train.sh has some"
+    assert imports, "slurm/train.sh has imports"
     code = "import importlib\n" + "".join(
         f"getattr(importlib.import_module({module!r}), {name!r}, None) or"
         f" importlib.import_module({f'{module}.{name}'!r})\n"
@@ -271,14 +279,14 @@ def test_the_listing_is_the_map():
     assert len(folders) <= MOST_FOLDERS, folders
 
 
-def test_works_where_torch_is_not_installed():
+def test_works_without_torch():
     rooms = ("vit.system", "vit.data", "data_prep")
     names = [name for name in modules() if room_of(name).startswith(rooms)]
     free = [name for name in names if name not in NEEDS_TORCH and not name.endswith("__main__")]
     code = f"import sys; sys.modules['torch'] = None\nfor name in {free}: __import__(name)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    assert set(NEEDS_TORCH) <= set(names), "no longer there"
+    assert set(NEEDS_TORCH) <= set(names), "a listed module no longer exists"
 
 
 PACKAGES = sorted((ROOT / "vit").rglob("__init__.py"))
@@ -287,9 +295,9 @@ PACKAGES = sorted((ROOT / "vit").rglob("__init__.py"))
 @pytest.mark.parametrize(
     "path", PACKAGES, ids=lambda path: ".".join(path.relative_to(ROOT).parent.parts)
 )
-def test_packages_import_nothing_by_themselves(path):
+def test_importing_a_package_imports_no_module(path):
     body = ast.parse(path.read_text()).body
-    if path.parent.name == "vit":  # `vit.load` imports when it is asked for
+    if path.parent.name == "vit":  # `vit.load` imports its modules on demand
         assert ast.unparse(body[1]) == "from __future__ import annotations"
         code = """
 import sys

@@ -1,5 +1,5 @@
-"""requirements.txt has the dependencies of pyproject.toml; deploy/requirements.lock has them within
-their ranges, with hashes."""
+"""requirements.txt has the dependencies of pyproject.toml, and deploy/requirements.lock pins them
+within their ranges, with hashes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 
 
 def locked() -> dict[str, list[tuple[Requirement, list[str]]]]:
-    """Pins by name, each with its hashes; a package may have one for each range of Pythons."""
-    found: dict[str, list[tuple[Requirement, list[str]]]] = {}
+    """Pins by name, each with its hashes; a package may have one pin for each range of Pythons."""
+    pins: dict[str, list[tuple[Requirement, list[str]]]] = {}
     text = (ROOT / "deploy" / "requirements.lock").read_text()
     for entry in re.split(r"\n(?=\S)", re.sub(r"^#.*\n", "", text, flags=re.M)):
         pin, *hashes = re.split(r"\s*\\\n\s*", entry.strip())
         requirement = Requirement(pin)
-        found.setdefault(canonicalize_name(requirement.name), []).append((requirement, hashes))
-    return found
+        pins.setdefault(canonicalize_name(requirement.name), []).append((requirement, hashes))
+    return pins
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -34,7 +34,7 @@ def wanted() -> list[str]:
     return sorted({*PROJECT["dependencies"], *itertools.chain.from_iterable(EXTRAS.values())})
 
 
-def test_requirements_have_the_packages_dependencies_and_what_recipes_and_readers_add():
+def test_requirements_have_all_dependencies_of_package_recipes_and_readers():
     text = (ROOT / "requirements.txt").read_text()
     lines = [line for line in text.splitlines() if line and line[0] not in "#-"]
     torchvision = [line for line in lines if line.startswith("torchvision")]

@@ -1,5 +1,5 @@
-"""What the pages say in passing is true: calls of Python in a sentence fit the real signature, and
-a count is the number of what it counts."""
+"""Facts in the sentences of the pages are true: Python calls fit the real signatures, and counts
+are correct."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ ELSEWHERE = {
     *("AutoAugment", "HuggingFaceStorageWriter", "KNeighborsClassifier", "LogisticRegression"),
     *("fn.readers.webdataset", "wandb.login", "webdataset.WebDataset"),
 }
-"""Calls of programs that the pages only compare with."""
+"""Calls of other programs, mentioned for comparison."""
 
 
 def calls_of(text: str) -> list[str]:
-    """Return the calls with a keyword that stand in backticks within the sentences of a page."""
+    """Return the calls with a keyword in backticks within the sentences of a page."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
     spans = re.findall(r"(?<!`)`([A-Za-z_][\w.]*\([^`\n]*)`(?!`)", prose)
     return [span for span in spans if re.search(r"[(,]\s*\w+=[^=]", span)]
@@ -41,8 +41,8 @@ def places_of_names() -> dict[str, list[str]]:
     return places
 
 
-def found_by(name: str, places: dict[str, list[str]]) -> list[Any]:
-    """Return what `name` may mean: by its place in a module, or by its last part alone."""
+def meanings_of(name: str, places: dict[str, list[str]]) -> list[Any]:
+    """Return the objects that `name` may refer to: by its module, or by its last part alone."""
     prefix, _, last = name.rpartition(".")
     if prefix:
         try:
@@ -53,21 +53,23 @@ def found_by(name: str, places: dict[str, list[str]]) -> list[Any]:
 
 
 def problem_of(call: str, places: dict[str, list[str]]) -> str:
-    """Return why a call does not fit what it names, "" if it fits."""
+    """Return why a call does not fit its function, "" if it fits."""
     name = call.partition("(")[0]
     if name in ELSEWHERE:
         return ""
-    if not (meanings := found_by(name, places)):
+    if not (meanings := meanings_of(name, places)):
         return f"{call}: unknown {name}"
     node = ast.parse(call, mode="eval").body
     while not (isinstance(node, ast.Call) and ast.unparse(node.func) == name):
         node = node.func if isinstance(node, ast.Call) else node.value  # type: ignore[attr-defined]
-    given = [arg for arg in node.args if not isinstance(arg, ast.Constant) or arg.value is not ...]
+    positional = [
+        arg for arg in node.args if not isinstance(arg, ast.Constant) or arg.value is not ...
+    ]
     keywords = {str(keyword.arg): keyword.value for keyword in node.keywords}
     reasons = []
     for meaning in meanings:
         try:
-            inspect.signature(meaning).bind_partial(*given, **keywords)
+            inspect.signature(meaning).bind_partial(*positional, **keywords)
         except TypeError as error:
             reasons.append(f"{call}: {error}")
     return "; ".join(reasons) if len(reasons) == len(meanings) else ""
@@ -92,7 +94,7 @@ def test_calls_within_sentences_fit_the_real_signatures():
         ("vit.load(path, device=device).classify(image, top=3)", ""),
     ],
 )
-def test_a_call_that_does_not_fit_is_found(call, reason):
+def test_reports_a_call_that_does_not_fit_its_signature(call, reason):
     problem = problem_of(call, places_of_names())
     assert (reason in problem) if reason else not problem
 
@@ -134,7 +136,7 @@ def published_commands() -> int:
 
 
 def recipes_with_a_curve() -> int:
-    """All but the demo, which is not published."""
+    """The number of recipes with a curve, except the demo, which is not published."""
     recipes = [path for path in (ROOT / "configs").rglob("*.yaml") if path.stem != "demo"]
     return sum(bool(re.search(r"^ +reference: \w", path.read_text(), re.M)) for path in recipes)
 
@@ -151,16 +153,16 @@ COUNTS: list[tuple[str, str, Callable[[], int], float]] = [
     ),
     ("recipes.md", r"(\w+) of them are held against a \[published", recipes_with_a_curve, 0),
 ]
-"""Page, sentence, what it counts, and by which share a rounded number may be off."""
+"""Page, sentence, the counted thing, and the tolerance of a rounded number as a share."""
 C_FILES = "vit/data/decode/c/*.[ch]"
 
 
 @pytest.mark.parametrize(
     ("page", "sentence", "count", "rounding"), COUNTS, ids=[sentence for _, sentence, *_ in COUNTS]
 )
-def test_a_count_is_the_number_of_what_it_counts(page, sentence, count, rounding):
+def test_each_count_on_a_page_is_correct(page, sentence, count, rounding):
     [path] = [path for path in PAGES if path.name == page]
     [word] = re.findall(sentence, path.read_text())
-    said = word.replace(",", "").lower()
-    number = NUMBERS.index(said) if said in NUMBERS else int(said)
+    number_word = word.replace(",", "").lower()
+    number = NUMBERS.index(number_word) if number_word in NUMBERS else int(number_word)
     assert number == pytest.approx(count(), rel=rounding, abs=0), f"{page}: {sentence}"

@@ -1,5 +1,5 @@
-"""What the pages show works: commands are understood by the real ones, their files exist, their
-settings fit the schema, Python runs."""
+"""The examples of the pages work: the real commands accept them, their files exist, their settings
+fit the schema, and their Python runs."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ SCRIPTS = {
     "slurm/sweep.sh": "launch/train.py",
     "slurm/eval.sh": "launch/eval.py",
 }
-"""What a batch script hands its arguments to."""
+"""The script to which a batch script passes its arguments."""
 BEGINNINGS = r"(?:\w+=\S+ )?(?:python3?|torchrun|sbatch|make|bash)"
-"""How a command begins, perhaps behind a variable."""
+"""The start of a command, perhaps after a variable."""
 
 
 def name_of(page: Path) -> str:
@@ -57,8 +57,7 @@ def blocks(page: Path, language: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Of shell blocks, of indented lines and of what stands in backticks; not what has a
-    <placeholder> in it."""
+    """Commands in shell blocks, indented lines and backticks, except those with a <placeholder>."""
     text = page.read_text()
     lines = "\n".join(blocks(page, "sh")).replace("\\\n", "").splitlines()
     lines += re.findall(rf"^    ({BEGINNINGS} .*)", re.sub("```.*?```", "", text, flags=re.S), re.M)
@@ -97,22 +96,22 @@ def test_there_are_commands_to_test():
 
 
 class Understood(BaseException):
-    """A command has read its words."""
+    """A command has accepted its arguments."""
 
 
 @pytest.fixture
 def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
-    """Has the real command read its words; fails with its own message. Nothing is run."""
+    """Let the real command parse its arguments; fail with its own message. Nothing is run."""
 
-    def parse_only(parser: data_prep.command.Parser, words: Sequence[str]) -> None:
-        data_prep.command.command_line.Parser.parse_args(parser, words)
+    def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
+        data_prep.command.command_line.Parser.parse_args(parser, arguments)
         raise Understood
 
-    def read(script: str, words: Sequence[str]) -> None:
+    def read(script: str, arguments: Sequence[str]) -> None:
         assert (ROOT / script).is_file(), script
         if script.startswith("launch/"):
             monkeypatch.syspath_prepend(str(ROOT / "launch"))
-            args = runpy.run_path(str(ROOT / script))["read_command_line"](words)
+            args = runpy.run_path(str(ROOT / script))["read_command_line"](arguments)
             for config in filter(
                 None, (getattr(args, "config", None), getattr(args, "finetune", None))
             ):
@@ -122,60 +121,62 @@ def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
             monkeypatch.setattr(data_prep.command.Parser, "parse_args", parse_only)
             with pytest.raises(Understood):
                 importlib.import_module(script.removesuffix(".py").replace("/", ".")).main(
-                    list(words)
+                    list(arguments)
                 )
         else:
             assert all(
-                word in (ROOT / script).read_text() for word in words if word.startswith("--")
+                word in (ROOT / script).read_text() for word in arguments if word.startswith("--")
             )
 
     return read
 
 
 @pytest.mark.parametrize("line", SHOWN)
-def test_a_command_of_a_page_is_one_that_works(line, understand):
-    words = [
+def test_the_real_command_accepts_each_command_of_a_page(line, understand):
+    arguments = [
         word
         for word in shlex.split(line)
         if not re.match(r"[A-Z_]+=", word) or word.startswith("RANKS=")
     ]
-    launcher = words.pop(0)
+    launcher = arguments.pop(0)
     if launcher == "make":
-        targets = [word for word in words if "=" not in word]
+        targets = [word for word in arguments if "=" not in word]
         assert all(
             re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.M) for target in targets
         )
         return
     if launcher == "bash":
-        assert (ROOT / words[0]).is_file()
+        assert (ROOT / arguments[0]).is_file()
         return
-    if launcher in ("torchrun", "sbatch"):  # its own options come before the script
-        words = words[
-            next((i for i, word in enumerate(words) if not word.startswith("--")), len(words)) :
+    if launcher in ("torchrun", "sbatch"):  # the launcher's own options come before the script
+        arguments = arguments[
+            next(
+                (i for i, word in enumerate(arguments) if not word.startswith("--")), len(arguments)
+            ) :
         ]
-    if launcher == "sbatch" and words:
-        script = words.pop(0)
+    if launcher == "sbatch" and arguments:
+        script = arguments.pop(0)
         assert (ROOT / script).is_file()
         if script == "slurm/prep.sh":
-            words = ["-m", f"data_prep.{words[0]}", *words[1:]]
+            arguments = ["-m", f"data_prep.{arguments[0]}", *arguments[1:]]
         else:
-            words = [SCRIPTS[script], *words]
-            if "--config" not in words and script == "slurm/train.sh":  # the script's own
-                words += ["--config", "configs/vit_b16.yaml"]
-    if words[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not words:
+            arguments = [SCRIPTS[script], *arguments]
+            if "--config" not in arguments and script == "slurm/train.sh":  # the script's default
+                arguments += ["--config", "configs/vit_b16.yaml"]
+    if arguments[:2] in (["-m", "venv"], ["-m", "data_prep"]) or not arguments:
         return
-    if words[0] == "-m":
-        words[:2] = [words[1].replace(".", "/") + ".py"]
-        if not words[1:]:  # only named
-            assert (ROOT / words[0]).is_file()
+    if arguments[0] == "-m":
+        arguments[:2] = [arguments[1].replace(".", "/") + ".py"]
+        if not arguments[1:]:  # the page only names the script
+            assert (ROOT / arguments[0]).is_file()
             return
-    understand(words[0], words[1:])
+    understand(arguments[0], arguments[1:])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_the_python_of_a_page_prints_what_stands_below_it(page):
-    """From top to bottom in one namespace, as a reader pastes it. What needs data has a test of its
-    own."""
+def test_python_examples_print_the_output_shown_below_them(page):
+    """From top to bottom in one namespace, as a reader pastes it. Examples that need data have
+    their own tests."""
     names: dict[str, object] = {}
     shown = re.findall(r"```python\n(.*?)```(?:\n+```text\n(.*?)```)?", page.read_text(), re.S)
     for code, output in shown:
@@ -186,8 +187,8 @@ def test_the_python_of_a_page_prints_what_stands_below_it(page):
 
 
 def write_digits(root: Path) -> None:
-    """scikit-learn's 1,797 digits as white on black, every fifth for evaluation: shards as any
-    program makes them."""
+    """Shards of scikit-learn's 1,797 digits as white on black, every fifth for evaluation, written
+    as any program would."""
     root.mkdir()
     digits = load_digits()
     splits = {}
@@ -221,8 +222,8 @@ def write_digits(root: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_the_loop_of_the_docs_learns(ranks, tmp_path):
-    """The page as it stands, but for the data: real digits that are easier than the demo's, so that
-    four epochs take seconds."""
+    """The page's code, but with real digits, which are easier than the demo's, so that four epochs
+    take seconds."""
     (code,) = blocks(ROOT / "docs" / "own_loop.md", "python")
     assert code.count("data/digits") == 2
     write_digits(tmp_path / "data")
@@ -244,8 +245,8 @@ COMMANDS_OF_USERS = sorted(
 
 
 @pytest.mark.parametrize("script", COMMANDS_OF_USERS)
-def test_a_command_starts_where_nothing_of_ours_is_imported(script):
-    """As where its users start it, but for libraries, which are there already."""
+def test_a_command_starts_without_imported_project_modules(script):
+    """As a user would start it, but with libraries that are already imported."""
     code = f"""
 import runpy, sys
 for name in list(sys.modules):
@@ -266,18 +267,18 @@ runpy.run_path({str(ROOT / "launch" / script)!r}, run_name="__main__")
         for script in COMMANDS_OF_USERS
     ],
 )
-def test_a_command_starts_as_its_users_start_it(script):
+def test_a_command_starts_in_a_new_interpreter(script):
     """In an interpreter that has imported nothing before."""
     done = run(f"launch/{script}", "--help", cold=True)
     assert done.returncode == 0, done.stderr
     assert "usage:" in done.stdout
 
 
-def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
-    """As docs/own_loop.md says: registered with timm, it is one of timm's."""
+def test_trains_a_users_own_model_by_its_name(shards, tmp_path):
+    """As docs/own_loop.md describes: a model registered with timm works like timm's own."""
 
     def own_for_this_test(
-        num_classes: int = 1000, in_chans: int = 3, **others: object
+        num_classes: int = 1000, in_chans: int = 3, **options: object
     ) -> torch.nn.Module:
         return torch.nn.Sequential(
             torch.nn.Flatten(), torch.nn.Linear(in_chans * 16 * 16, num_classes)
@@ -299,7 +300,7 @@ def test_a_model_of_ones_own_trains_by_its_name(shards, tmp_path):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_and_pictures_lead_somewhere(page):
+def test_targets_of_links_and_pictures_exist(page):
     for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", page.read_text()):
         if not target.startswith("http"):
             to = page.parent / target if target else page
@@ -319,7 +320,8 @@ def test_the_readme_is_short_and_each_of_its_measured_numbers_stands_in_a_result
 
 
 def anchors(page: Path) -> set[str]:
-    """Where links into a page of Markdown can lead: its headings, as GitHub and the site do it."""
+    """Possible targets of links into a Markdown page: its headings, with the names that GitHub and
+    the site give them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.M)
     return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
 
@@ -371,13 +373,13 @@ def test_each_page_of_experiments_is_in_the_index_and_each_entry_has_a_date():
 
 
 def test_the_map_names_every_folder():
-    """In CONTRIBUTING's Map, where the layout is described, and nowhere else."""
+    """CONTRIBUTING's Map is the only description of the layout."""
     lines = (ROOT / "CONTRIBUTING.md").read_text().partition("## Map")[2].splitlines()
     mapped: set[Path] = set()
     parents: list[str] = []
     for line in lines:
-        if found := re.match(r"    ( *)(\w+)/ ", line):
-            parents[len(found[1]) // 2 :] = [found[2]]
+        if match := re.match(r"    ( *)(\w+)/ ", line):
+            parents[len(match[1]) // 2 :] = [match[2]]
             mapped.add(ROOT.joinpath(*parents))
     code = [
         path
@@ -392,5 +394,5 @@ def test_the_map_names_every_folder():
 @pytest.mark.parametrize(
     "page", [*PAGES, *sorted((ROOT / "configs").rglob("*.yaml"))], ids=lambda page: page.name
 )
-def test_no_number_is_still_to_be_filled_in(page):
+def test_no_placeholder_for_a_number_is_left(page):
     assert not re.search(r"\b[A-Z]+_(TIME|RESULT)\b|\bRESULT\b|\bTODO\b", page.read_text())

@@ -1,5 +1,5 @@
-"""Logins are used, and found nowhere afterwards: one of each kind is planted, and all that a
-command leaves and prints is searched."""
+"""Commands must use logins without leaking them: one of each kind is planted, and all files and
+output are searched."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LOGIN = f"me:{urllib.parse.quote(PASSWORD, safe='')}@"
 
 
 def forms(secret: str) -> set[bytes]:
-    """How a secret may be written."""
+    """The forms in which a secret may be written."""
     plain = {
         secret,
         urllib.parse.quote(secret),
@@ -48,8 +48,8 @@ def forms(secret: str) -> set[bytes]:
     }
 
 
-def found(place: Path, *printed: str) -> list[str]:
-    """Where a secret is: `name in file`."""
+def leaks(place: Path, *printed: str) -> list[str]:
+    """Return the places of secrets: `name in file`."""
     contents = {
         str(path.relative_to(place)): path.read_bytes()
         for path in sorted(place.rglob("*"))
@@ -77,7 +77,7 @@ def web(shards) -> Iterator[WebServer]:
 
 @pytest.fixture
 def place(tmp_path, monkeypatch) -> Path:
-    """An empty folder, and an environment that is full of secrets."""
+    """An empty folder, and an environment full of secrets."""
     (tmp_path / "netrc").write_text(f"machine elsewhere.example.org login me password {IN_NETRC}\n")
     for name, value in {
         "NETRC": str(tmp_path / "netrc"),
@@ -92,16 +92,21 @@ def place(tmp_path, monkeypatch) -> Path:
 
 
 def trained(config: Path, run_dir: Path, *settings: str, ranks: int = 0, cold: bool = False):
-    wanted = [
+    tiny_settings = [
         setting for setting in TINY if setting.partition("=")[0] not in ("log.wandb", "log.report")
     ]
-    given = {"train.steps": 2, "log.wandb": "offline", "log.report": "true", "run.dir": run_dir}
+    run_settings = {
+        "train.steps": 2,
+        "log.wandb": "offline",
+        "log.report": "true",
+        "run.dir": run_dir,
+    }
     return run(
         "launch/train.py",
         "--config",
         config,
-        *wanted,
-        *(f"{key}={value}" for key, value in given.items()),
+        *tiny_settings,
+        *(f"{key}={value}" for key, value in run_settings.items()),
         *settings,
         ranks=ranks,
         cold=cold,
@@ -112,13 +117,13 @@ def with_login(web: WebServer, path: str = "/p") -> str:
     return f"{web.url.replace('://', f'://{LOGIN}')}{path}"
 
 
-@pytest.mark.full  # the next tests have the same places of a secret, in a header and in a query
+@pytest.mark.full  # the next tests have the same kinds of secret, in a header and in a query
 def test_a_run_from_an_address_with_a_login(web, place, shards):
     web.login = f"me:{PASSWORD}"
     config = write_config(place, shards, steps=2)
     done = trained(config, place / "run", f"data.root={with_login(web)}", ranks=1)
     assert done.returncode == 0, done.stderr
-    assert found(place, done.stdout, done.stderr) == []
+    assert leaks(place, done.stdout, done.stderr) == []
     assert (
         f"root: {json.dumps(web.url.replace('://', '://***@') + '/p')}"
         in (place / "run" / "config.yaml").read_text()
@@ -137,7 +142,7 @@ def test_a_run_from_an_address_with_a_login(web, place, shards):
     from_netrc = run("launch/eval.py", place / "run")
     assert from_netrc.returncode == 0, from_netrc.stderr
     assert (
-        found(
+        leaks(
             place,
             *(
                 text
@@ -164,7 +169,7 @@ def test_a_signed_address_in_the_environment_and_another_signature_for_the_same_
             f"checkpoint.keep_last={number + 1}",
         )
         assert done.returncode == 0, done.stderr
-        assert found(place, done.stdout, done.stderr) == []
+        assert leaks(place, done.stdout, done.stderr) == []
     assert (
         f"root: {json.dumps(web.url + '/p?${SIGNED_QUERY}')}"
         in (place / "run" / "config.yaml").read_text()
@@ -207,7 +212,7 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
     assert "the stream broke" in failed.stderr
     assert "Authorization: ***" in failed.stderr
     assert (
-        found(
+        leaks(
             place,
             *(text for one in (done, again, printed, failed) for text in (one.stdout, one.stderr)),
         )
@@ -216,7 +221,7 @@ def test_a_run_from_a_command_with_a_header(web, place, shards):
 
 
 @pytest.mark.slow
-def test_an_address_that_is_refused_under_torchrun(web, place, shards):
+def test_a_rejected_address_under_torchrun_leaks_no_secret(web, place, shards):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     done = trained(
         write_config(place, shards), place / "run", f"data.root={address}", ranks=2, cold=True
@@ -227,11 +232,11 @@ def test_an_address_that_is_refused_under_torchrun(web, place, shards):
         in done.stderr
     )
     assert "traceback : error: http://127.0.0.1" in done.stderr, "what torchrun reports"
-    assert found(place, done.stdout, done.stderr) == []
+    assert leaks(place, done.stdout, done.stderr) == []
 
 
 @pytest.mark.slow
-def test_what_commands_say_of_mistakes(web, place):
+def test_messages_about_mistakes_contain_no_secret(web, place):
     web.login, address = "somebody:else", f"{with_login(web)}?X-Amz-Signature={SIGNATURE}"
     for done in (
         run("launch/eval.py", address, address),
@@ -244,7 +249,7 @@ def test_what_commands_say_of_mistakes(web, place):
     ):
         assert done.returncode == 2
         assert "error: " in done.stderr
-        assert found(place, done.stdout, done.stderr) == []
+        assert leaks(place, done.stdout, done.stderr) == []
 
 
 @pytest.mark.slow
@@ -267,15 +272,15 @@ def test_an_index_of_shards_at_an_address_with_a_login(web, place):
     assert (
         "the server answers 403 Forbidden; the login that was sent is not accepted" in again.stderr
     ), "the address is the same data set's"
-    assert found(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
+    assert leaks(place, *(text for one in (done, again) for text in (one.stdout, one.stderr))) == []
 
     web.signature = ""
     with Path(os.environ["NETRC"]).open("a") as netrc:
         netrc.write(f"machine 127.0.0.1 login me password {PASSWORD}\n")
     trains = trained(write_config(place, place / "index", steps=2), place / "run")
     assert trains.returncode == 0, trains.stderr
-    assert found(place, trains.stdout, trains.stderr) == []
+    assert leaks(place, trains.stdout, trains.stderr) == []
 
 
-def prepared(module: str, *words: object):
-    return call([warm_python.python(environment()), "-m", module, *map(str, words)])
+def prepared(module: str, *arguments: object):
+    return call([warm_python.python(environment()), "-m", module, *map(str, arguments)])

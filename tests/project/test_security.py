@@ -1,5 +1,5 @@
-"""Promises of docs/security.md that no test of one module shows: no setting reaches a shell as
-code, no name speaks to the terminal, temporary places are private."""
+"""Promises of docs/security.md that concern more than one module: a shell never runs a setting as
+code, a name cannot control the terminal, temporary paths are private."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 class Trap:
-    """Unpickled, it makes a folder."""
+    """An object that makes a folder when it is unpickled."""
 
     def __init__(self, sprung: Path):
         self.sprung = sprung
@@ -68,18 +68,18 @@ def test_arrays_of_objects_are_not_opened(place, tmp_path):
     assert trap.sprung.exists(), "the trap itself works"
 
 
-@pytest.mark.parametrize("where", ["file", "setting"])
-def test_a_config_makes_no_objects(where, tmp_path):
+@pytest.mark.parametrize("source", ["file", "setting"])
+def test_a_config_makes_no_objects(source, tmp_path):
     value = f"!!python/object/apply:os.mkdir ['{tmp_path / 'harm'}']"
     path = tmp_path / "config.yaml"
-    path.write_text(f"run: {{dir: {value}}}\n" if where == "file" else "model: {}\n")
+    path.write_text(f"run: {{dir: {value}}}\n" if source == "file" else "model: {}\n")
     with pytest.raises(ValueError, match="python/object"):
-        load_config(path, [f"run.dir={value}"] if where == "setting" else [])
+        load_config(path, [f"run.dir={value}"] if source == "setting" else [])
     assert not (tmp_path / "harm").exists()
 
 
 def test_no_picture_starts_a_program():
-    """Pillow gives PostScript to Ghostscript, and has dozens of formats that few look at."""
+    """Pillow passes PostScript to Ghostscript, and has dozens of rarely tested formats."""
     drawing = io.BytesIO()
     Image.new("RGB", (4, 4)).save(drawing, "EPS")
     data = drawing.getvalue()
@@ -105,16 +105,16 @@ PROGRAMS = {
     "squeue": "echo node0",
     "getent": ":",
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-    # what is asked of Python here: the config, the run's folder, training
+    # the scripts call Python for the config, the run's folder and the training
     "python": 'printf "%s\\0" "$@" >> words; printf "\\n" >> words\n'
     'case "$*" in *--print-config*) echo "# derived";; -c*) cat >/dev/null; echo run;; esac',
 }
-"""As much of a cluster as the scripts ask for."""
+"""The parts of a cluster that the scripts ask for."""
 
 
 @pytest.fixture
 def cluster(tmp_path) -> Path:
-    """A checkout with slurm/ alone, and the programs that it calls."""
+    """A checkout with only slurm/, and the programs that it calls."""
     (tmp_path / "bin").mkdir()
     for name, lines in PROGRAMS.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{lines}\n")
@@ -123,9 +123,9 @@ def cluster(tmp_path) -> Path:
     return tmp_path
 
 
-def batch(cluster: Path, script: str, *words: str, **variables: str) -> list[list[str]]:
-    """Run a batch script; return the words of each call of Python."""
-    given = {
+def batch(cluster: Path, script: str, *arguments: str, **variables: str) -> list[list[str]]:
+    """Run a batch script; return the arguments of each call of Python."""
+    environ = {
         **os.environ,
         "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}",
         "SLURM_SUBMIT_DIR": str(cluster),
@@ -138,7 +138,7 @@ def batch(cluster: Path, script: str, *words: str, **variables: str) -> list[lis
         **variables,
     }
     done = subprocess.run(
-        ["bash", ROOT / "slurm" / script, *words], env=given, capture_output=True, text=True
+        ["bash", ROOT / "slurm" / script, *arguments], env=environ, capture_output=True, text=True
     )
     assert not list(cluster.rglob("HARM*")), done.stdout + done.stderr
     if not (cluster / "words").exists():
@@ -148,63 +148,67 @@ def batch(cluster: Path, script: str, *words: str, **variables: str) -> list[lis
 
 
 @pytest.mark.parametrize("script", ["train.sh", "sweep.sh"])
-def test_settings_come_through_the_batch_scripts_as_they_are(script, cluster):
+def test_batch_scripts_pass_settings_unchanged(script, cluster):
     stage = "/st age; touch HARM $(touch HARM)"
     calls = batch(
         cluster, script, *HOSTILE, STAGE=stage, SRUN_ARGS="--container-image=$(touch${IFS}HARM)"
     )
-    trained = [words for words in calls if "launch/train.py" in words and "-m" in words]
+    trained = [call for call in calls if "launch/train.py" in call and "-m" in call]
     assert len(trained) == 1
-    given = trained[0][trained[0].index("launch/train.py") + 1 :]
+    arguments = trained[0][trained[0].index("launch/train.py") + 1 :]
     for setting in [*HOSTILE, f"data.cache_dir={stage}"]:
-        assert setting in given
+        assert setting in arguments
     if script == "sweep.sh":
-        assert given[-2].startswith("run.dir=$(touch HARM)/0")
+        assert arguments[-2].startswith("run.dir=$(touch HARM)/0")
 
 
-def test_lines_of_a_sweep_are_words_and_no_commands(cluster):
+def test_lines_of_a_sweep_are_not_run_as_commands(cluster):
     line = (
         "optim.lr=$(touch${IFS}HARM) model.depth=`touch`;touch 'data.files=[a, \"$(touch HARM)\"]'"
     )
     (cluster / "rates.txt").write_text(f"{line}\r\n")
     calls = batch(cluster, "sweep.sh", "run.dir=runs", SWEEP="rates.txt")
-    given = next(words for words in calls if "launch/train.py" in words)
+    arguments = next(call for call in calls if "launch/train.py" in call)
     expected = [*line.split()[:2], 'data.files=[a, "$(touch HARM)"]', "run.dir=runs/0"]
-    assert given[given.index(expected[0]) :][:4] == expected
+    assert arguments[arguments.index(expected[0]) :][:4] == expected
 
 
-def test_words_of_srun_are_told_apart_as_by_a_shell(cluster):
+def test_splits_srun_arguments_as_a_shell_does(cluster):
     container = cluster / "my container"
     container.write_text('#!/bin/bash\necho "$1" >> in_container\nexec "$@"\n')
     container.chmod(0o755)
     batch(cluster, "train.sh", SRUN_ARGS=f"--mpi=none\n'{container}'")
-    words = (cluster / "in_container").read_text().split()
-    assert words == ["python", "python", "bash"], "config, folder, torchrun"
+    programs = (cluster / "in_container").read_text().split()
+    assert programs == ["python", "python", "bash"], "config, folder, torchrun"
 
 
 @pytest.mark.parametrize("ranks", ["a[$(touch HARM)]", "08"])
-def test_a_number_of_ranks_is_a_number(ranks, cluster):
-    """bash runs commands in what it calculates with, and 08 is no number to it."""
+def test_rejects_a_number_of_ranks_that_is_not_a_number(ranks, cluster):
+    """bash runs commands inside arithmetic, and rejects 08 as a number."""
     assert batch(cluster, "train.sh", RANKS_PER_NODE=ranks) == []
     assert batch(cluster, "train.sh", SRUN_ARGS="'not closed") == []
 
 
-def test_settings_come_through_the_spot_machines_script_as_they_are(cluster):
+def test_the_spot_script_passes_settings_unchanged(cluster):
     task = yaml.safe_load((ROOT / "deploy" / "sky.yaml").read_text())
     program = cluster / "bin" / "vitline"
     program.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
     program.chmod(0o755)
     (cluster / ".venv" / "bin").mkdir(parents=True)
     (cluster / ".venv" / "bin" / "activate").touch()
-    given = {"DATA": "/a b;touch HARM *", "RUNS": "$(touch HARM)", "SKYPILOT_NODE_IPS": "1.2.3.4"}
+    variables = {
+        "DATA": "/a b;touch HARM *",
+        "RUNS": "$(touch HARM)",
+        "SKYPILOT_NODE_IPS": "1.2.3.4",
+    }
     done = subprocess.run(
         ["bash", "-c", task["run"]],
-        env={**os.environ, **given, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}"},
+        env={**os.environ, **variables, "PATH": f"{cluster / 'bin'}:{os.environ['PATH']}"},
         cwd=cluster,
         capture_output=True,
         text=True,
     )
-    assert f"data.root={given['DATA']}" in done.stdout.splitlines(), done.stderr
+    assert f"data.root={variables['DATA']}" in done.stdout.splitlines(), done.stderr
     assert "run.dir=$(touch HARM)/vit_b16" in done.stdout.splitlines()
     assert not (cluster / "HARM").exists()
 
@@ -212,8 +216,9 @@ def test_settings_come_through_the_spot_machines_script_as_they_are(cluster):
 # --- the terminal ---------------------------------------------------------------------------------
 
 
-def test_a_name_does_not_speak_to_the_terminal(tmp_path):
-    """It may want to change the window's title, to fill the clipboard, to hide what is above."""
+def test_a_name_cannot_control_the_terminal(tmp_path):
+    """A name may contain codes that change the window's title, fill the clipboard or clear the
+    screen."""
     name = "a\x1b]0;title\x07\x1b]52;c;aGFybQ==\x07\x1b[2J\x9b2J\u202e.jpg"
     done = subprocess.run(
         [sys.executable, "-m", "data_prep.verify", str(tmp_path / name)],
@@ -226,7 +231,7 @@ def test_a_name_does_not_speak_to_the_terminal(tmp_path):
     assert not set("\x1b\x07\x9b\u202e") & set(done.stdout + done.stderr)
 
 
-def test_what_is_printed_in_passing_has_colours_and_no_other_commands(capsys, monkeypatch):
+def test_printed_text_keeps_colours_and_loses_other_terminal_codes(capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdout", redact._Guarded(sys.stdout, is_view=False))
     print("\x1b[1mbold\x1b[0m 50 %\r\x1b[2K größe\t猫 \x1b]0;title\x07 \x1bP \x9b \b")
     assert capsys.readouterr().out == (
@@ -246,7 +251,7 @@ def test_a_drawing_holds_names_as_text(tmp_path):
 # --- temporary places -----------------------------------------------------------------------------
 
 
-def test_a_place_whose_name_can_be_guessed_is_this_users_alone(tmp_path):
+def test_a_predictable_temporary_path_is_private(tmp_path):
     path = tmp_path / "vit-0-name"
     before = os.umask(0)
     try:
@@ -272,7 +277,7 @@ def test_a_place_whose_name_can_be_guessed_is_this_users_alone(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
-def test_a_cache_that_another_user_has_put_there_is_not_used(tmp_path, monkeypatch):
+def test_ignores_a_cache_made_by_another_user(tmp_path, monkeypatch):
     monkeypatch.setattr(host, "is_shared", lambda kind: False)
     monkeypatch.setattr(host, "file_system", lambda path, root: "ext4")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "mine"))
@@ -325,14 +330,17 @@ finally:
 """
 
 
-def watched(folder: Path, *words: object) -> list[str]:
-    """Run a command of ours with eyes on the network and TMPDIR; return what was seen."""
+def watched(folder: Path, *arguments: object) -> list[str]:
+    """Run a command of the project and watch the network and TMPDIR; return the lines about
+    both."""
     (folder / "tmp").mkdir(exist_ok=True)
-    given = {name: value for name, value in environment().items() if "proxy" not in name.lower()}
-    given |= {"TOLD": str(folder / "told"), "TMPDIR": str(folder / "tmp"), "HOME": str(folder)}
+    variables = {
+        name: value for name, value in environment().items() if "proxy" not in name.lower()
+    }
+    variables |= {"TOLD": str(folder / "told"), "TMPDIR": str(folder / "tmp"), "HOME": str(folder)}
     done = subprocess.run(
-        [sys.executable, "-c", WATCHED, *map(str, words)],
-        env={**given, "PYTHONPATH": str(ROOT)},
+        [sys.executable, "-c", WATCHED, *map(str, arguments)],
+        env={**variables, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -341,7 +349,7 @@ def watched(folder: Path, *words: object) -> list[str]:
     return (folder / "told").read_text().splitlines() if (folder / "told").exists() else []
 
 
-def test_a_connection_and_an_open_folder_would_be_seen(tmp_path):
+def test_the_watch_detects_a_connection_and_an_open_folder(tmp_path):
     code = "import os, socket; os.mkdir(os.environ['TMPDIR'] + '/a'); socket.socket().connect_ex"
     (tmp_path / "it.py").write_text(f"{code}(('127.0.0.1', 9))\n")
     seen = watched(tmp_path, "file", tmp_path / "it.py")
@@ -349,8 +357,8 @@ def test_a_connection_and_an_open_folder_would_be_seen(tmp_path):
 
 
 @pytest.mark.full
-def test_nobody_is_called_and_nothing_is_open_to_others_unless_asked(tmp_path):
-    """Preparation, training with a report, evaluation, prediction, export."""
+def test_commands_open_no_connection_and_leave_no_readable_folder(tmp_path):
+    """For preparation, training with a report, evaluation, prediction and export."""
     pixels = np.random.default_rng(0).integers(0, 256, (24, 16, 16, 3), np.uint8)
     for number, image in enumerate(pixels):
         path = tmp_path / "images" / f"class{number % 2}" / f"{number}.png"
@@ -362,11 +370,11 @@ def test_nobody_is_called_and_nothing_is_open_to_others_unless_asked(tmp_path):
     config = write_config(tmp_path, data, steps=2)
     run_dir = tmp_path / "run"
     settings = [word for word in TINY if not word.startswith("log.report")]
-    for words in (
+    for arguments in (
         ("launch/train.py", "--config", config, f"run.dir={run_dir}", *settings),
         ("launch/eval.py", run_dir),
         ("launch/predict.py", "--checkpoint", run_dir, tmp_path / "images"),
         ("launch/export.py", run_dir, "--to", "timm"),
     ):
-        assert watched(tmp_path, "file", *words) == [], words
+        assert watched(tmp_path, "file", *arguments) == [], arguments
     assert list((tmp_path / "tmp").iterdir()) == []

@@ -1,5 +1,5 @@
-"""The table in seeds.md is true: each row of the five projects is there once, and each of its
-commands runs, made small as its head says."""
+"""The table in seeds.md is true: each row of the five projects occurs once, and each of its commands
+runs at the small size that its head describes."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ HERE = {
     row: re.findall(r"`([^`]+)`|\]\(([^)#]+)\)", cell)
     for row, cell in re.findall(r"^\| ([A-Z]\d) \| [^|]* \| ([^|]*) \|", PAGE, re.M)
 }
-"""Row -> (text in backticks or "", target of a link or ""), of its column "here"."""
+"""Row -> (text in backticks or "", target of a link or ""), from its column "here"."""
 COMMANDS = {
-    row: [text for text, _ in found if text.startswith(("python ", "torchrun "))]
-    for row, found in HERE.items()
+    row: [text for text, _ in entries if text.startswith(("python ", "torchrun "))]
+    for row, entries in HERE.items()
 }
 SMALL = re.search(r"to trainings `([^`]+)`", PAGE)[1].split()
 NEEDS = (
@@ -56,23 +56,23 @@ NEEDS = (
     ("configs/animals10.yaml", "A1"),
     ("data/animals10 ", "A1"),
 )
-"""What is in a command -> the row whose first command comes before it."""
+"""A part of a command -> the row whose first command must run before it."""
 CHEAP = "shapes vit_b16"
-"""How the command ends that `make test` runs; all others are `full`."""
+"""The end of the command that `make test` runs; all others are `full`."""
 
 
 # ---- the page ------------------------------------------------------------------------------------
 
 
-def test_each_row_is_there_once():
+def test_each_row_occurs_once():
     assert re.findall(r"^\| ([A-Z]\d) \|", PAGE, re.M) == ROWS
     assert list(HERE) == ROWS
     assert all(HERE.values()), "each row has a command, a file or a function"
 
 
-def test_files_and_functions_are_there():
-    for row, found in HERE.items():
-        for text, target in found:
+def test_referenced_files_and_functions_exist():
+    for row, entries in HERE.items():
+        for text, target in entries:
             if text and text not in COMMANDS[row] and ":" in text:
                 path, _, name = text.partition(":")
                 defined = [
@@ -94,7 +94,7 @@ def packed(files: dict[str, bytes]) -> bytes:
 
 
 def image(label: int, number: int) -> bytes:
-    """A JPEG whose colour tells its class."""
+    """A JPEG whose colour encodes its class."""
     rng = np.random.default_rng((label, number))
     return jpeg(np.uint8(rng.integers(0, 60, (48, 40, 3)) + 15 * label))
 
@@ -114,7 +114,7 @@ def digits_as_mnist() -> dict[str, bytes]:
 
 
 def cifar_archive(kind: cifar.Kind) -> bytes:
-    """Each of its files with 20 records."""
+    """An archive whose files have 20 records each."""
     content = io.BytesIO()
     files = {kind.class_names: "\n".join(f"class{n}" for n in range(10)).encode()}
     for name in kind.files:
@@ -130,7 +130,7 @@ def cifar_archive(kind: cifar.Kind) -> bytes:
 
 
 class Checkout:
-    """A folder in which commands of the page are typed, each once."""
+    """A folder in which the commands of the page are run, each once."""
 
     def __init__(self, folder: Path, web: WebServer):
         self.folder = folder
@@ -138,56 +138,62 @@ class Checkout:
         self.done = set[str]()
 
     def run(self, command: str) -> None:
-        """Run it after those whose results it needs."""
+        """Run it after the commands whose results it needs."""
         for text, row in NEEDS:
             first = COMMANDS[row][0]
             if text in f"{command} " and first != command and first not in self.done:
                 self.run(first)
         if command in self.done:
             return
-        words = shlex.split(command.replace("https://HOST", self.web.url))
-        launcher = words.pop(0)
+        arguments = shlex.split(command.replace("https://HOST", self.web.url))
+        launcher = arguments.pop(0)
         if launcher == "torchrun":
-            (ranks,) = re.findall(r"--nproc_per_node=(\d+)", words.pop(0))
-            done = run(words[0], *words[1:], *self.added(words), ranks=int(ranks), cwd=self.folder)
+            (ranks,) = re.findall(r"--nproc_per_node=(\d+)", arguments.pop(0))
+            done = run(
+                arguments[0],
+                *arguments[1:],
+                *self.added(arguments),
+                ranks=int(ranks),
+                cwd=self.folder,
+            )
             assert done.returncode == 0, done.stdout + done.stderr
-        elif words[0].startswith("launch/"):
-            run_here(words[0], *words[1:], *self.added(words))
-        elif words[1].startswith("data_prep."):
-            module = importlib.import_module(words[1])
-            assert module.main([*words[2:], *self.added(words), "--workers", "1"]) == 0
+        elif arguments[0].startswith("launch/"):
+            run_here(arguments[0], *arguments[1:], *self.added(arguments))
+        elif arguments[1].startswith("data_prep."):
+            module = importlib.import_module(arguments[1])
+            assert module.main([*arguments[2:], *self.added(arguments), "--workers", "1"]) == 0
         else:
             env = environment()
-            line = [warm_python.python(env), *words]
-            if words[0] != "-m":
-                line[1] = str(ROOT / words[0])
+            line = [warm_python.python(env), *arguments]
+            if arguments[0] != "-m":
+                line[1] = str(ROOT / arguments[0])
             done = call(line, env, ROOT)
             assert done.returncode == 0, done.stdout + done.stderr
             assert done.stdout
         self.done.add(command)
 
-    def added(self, words: Sequence[str]) -> list[str]:
-        """What makes a command small."""
-        if words[0] == "launch/train.py":
-            if "--print-config" in words:
+    def added(self, arguments: Sequence[str]) -> list[str]:
+        """Return the settings that make a command small."""
+        if arguments[0] == "launch/train.py":
+            if "--print-config" in arguments:
                 return []
             added = SMALL
-            if "init.freeze=backbone" in words:
+            if "init.freeze=backbone" in arguments:
                 added = [word for word in SMALL if not word.startswith("model.")]
                 added = [*added, "train.steps=1", "data.global_batch_size=4", "eval.batch_size=4"]
-            given = {word.partition("=")[0] for word in words}
-            return [word for word in added if word.partition("=")[0] not in given]
+            keys = {word.partition("=")[0] for word in arguments}
+            return [word for word in added if word.partition("=")[0] not in keys]
         return {
             "data_prep.digits": ["--renderings", "1", "--val-renderings", "1"],
             "data_prep.mnist": ["--url", f"{self.web.url}/mnist"],
             "data_prep.cifar": ["--url", f"{self.web.url}/cifar"],
             "data_prep.imagenet": ["--partial"],
-        }.get(words[1], [])
+        }.get(arguments[1], [])
 
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checkout]:
-    """With configs, a photo, ImageNet's archives, and a server with everything else."""
+    """A folder with configs, a photo and ImageNet's archives, and a server for all other files."""
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "configs").symlink_to(ROOT / "configs")
     (folder / "photo.jpg").write_bytes(image(0, 0))

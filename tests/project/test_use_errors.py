@@ -1,5 +1,5 @@
-"""docs/errors.md is true about prediction and pictures: each row of that section is provoked, in
-this process where a mistake ends the command, which is then a ValueError."""
+"""Each row of docs/errors.md about prediction and pictures is provoked, in this process if a
+mistake ends the command, which then raises ValueError."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = rows("Prediction and pictures")
 
 
 class Left(Exception):
-    """The command has ended with a status."""
+    """The command ended with a status."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A photo, a web page, an empty folder, and a tar that is cut off."""
+    """A photo, a web page, an empty folder, and a truncated tar."""
     Image.new("RGB", (20, 20)).save(tmp_path / "photo.png")
     (tmp_path / "page.jpg").write_text("<!DOCTYPE html>")
     (tmp_path / "photo.HEIC").write_bytes(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic")
@@ -49,29 +49,32 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def predict(*words: str) -> Callable[[Path, Path], None]:
-    """`launch/predict.py` with the run; words that begin with / are below the place."""
+def predict(*arguments: str) -> Callable[[Path, Path], None]:
+    """`launch/predict.py` with the run; arguments that begin with / are below the place."""
 
     def act(base: Path, place: Path) -> None:
-        given = [f"{place}{word}" if word.startswith("/") else word for word in words]
-        if "--checkpoint" not in given:
-            given += ["--checkpoint", str(base)]
-        run_here("launch/predict.py", *given, "--device", "cpu")
+        paths_in_place = [f"{place}{word}" if word.startswith("/") else word for word in arguments]
+        if "--checkpoint" not in paths_in_place:
+            paths_in_place += ["--checkpoint", str(base)]
+        run_here("launch/predict.py", *paths_in_place, "--device", "cpu")
 
     return act
 
 
-def visualize(*words: str) -> Callable[[Path, Path], None]:
+def visualize(*arguments: str) -> Callable[[Path, Path], None]:
     def act(base: Path, place: Path) -> None:
-        given = [f"{place}{word}" if word.startswith("/") else word for word in words]
-        run_here("launch/visualize.py", *[str(base) if word == "RUN" else word for word in given])
+        paths_in_place = [f"{place}{word}" if word.startswith("/") else word for word in arguments]
+        run_here(
+            "launch/visualize.py",
+            *[str(base) if word == "RUN" else word for word in paths_in_place],
+        )
 
     return act
 
 
-def evaluate(*words: str) -> Callable[[Path, Path], None]:
+def evaluate(*arguments: str) -> Callable[[Path, Path], None]:
     def act(base: Path, place: Path) -> None:
-        run_here("launch/eval.py", base, *words, "--device", "cpu")
+        run_here("launch/eval.py", base, *arguments, "--device", "cpu")
 
     return act
 

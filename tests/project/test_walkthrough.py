@@ -1,4 +1,5 @@
-"""docs/walkthrough.ipynb: the code of docs/model.md, a training, and a look inside."""
+"""docs/walkthrough.ipynb: the code of docs/model.md, a training, and pictures of the trained
+model."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def test_the_page_and_the_notebook_have_the_same_code_in_the_same_order(notebook
 
 
 def test_it_is_a_notebook_without_outputs(notebook):
-    """What would change with each execution is not in the repository."""
+    """Outputs and counters, which change with each execution, are not in the repository."""
     nbformat.validate(notebook)
     assert notebook.nbformat == 4
     for cell in notebook.cells:
@@ -43,7 +44,7 @@ def test_it_is_a_notebook_without_outputs(notebook):
     assert NOTEBOOK.read_text() == json.dumps(written, indent=1, ensure_ascii=False) + "\n"
 
 
-def test_its_links_lead_somewhere(notebook):
+def test_its_links_have_targets(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     targets = re.findall(r"\]\(([^)#]+)", text)
     assert targets
@@ -51,7 +52,7 @@ def test_its_links_lead_somewhere(notebook):
 
 
 def test_in_colab_it_takes_the_address_of_the_project(notebook):
-    """An address in pyproject.toml belongs into the first cell, too, and into the page's link."""
+    """An address in pyproject.toml must also be in the first cell and in the page's link."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     address = project.get("urls", {}).get("Repository", "")
     assert f'REPOSITORY = "{address}"' in code_of(notebook)[0]
@@ -61,18 +62,18 @@ def test_in_colab_it_takes_the_address_of_the_project(notebook):
 
 
 def test_all_cells_run(notebook, tmp_path):
-    """As a script, and with a training of three steps: how well it learns is shown below."""
+    """As a script, and with a training of three steps; another test covers the accuracy."""
     script = "\n\n".join(code_of(notebook))
     assert script.count("steps = 1000\n") == 1
     (tmp_path / "cells.py").write_text(script.replace("steps = 1000\n", "steps = 3\n"))
     done = run(tmp_path / "cells.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert re.search(r"^right: \d+ of 360 ", done.stdout, re.M)
-    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "pictures go elsewhere"
+    assert list(tmp_path.iterdir()) == [tmp_path / "cells.py"], "pictures must not be printed"
 
 
 @pytest.mark.full
-def test_a_kernel_runs_it_as_it_stands(notebook, monkeypatch, tmp_path):
+def test_a_kernel_runs_the_unchanged_notebook(notebook, monkeypatch, tmp_path):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     nbclient.NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]

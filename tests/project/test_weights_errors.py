@@ -1,5 +1,5 @@
-"""docs/errors.md is true about weights of other programs and exports: each row of that section is
-provoked with the real command, which leaves nothing behind."""
+"""Each row of docs/errors.md about weights of other programs and exports is provoked with the real
+command, which must leave no files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = rows("Weights of other programs, and exports")
 
 
 class Place(NamedTuple):
-    """An empty folder, the config of a tiny run, and that run, which is finished."""
+    """An empty folder, the config of a tiny run, and the finished run."""
 
     folder: Path
     config: Path
@@ -34,8 +34,8 @@ class Place(NamedTuple):
         folder = f"run.dir={self.folder / 'run'}"
         return ["launch/train.py", "--config", self.config, *TINY, folder, *settings]
 
-    def export(self, path: Path, to: str, *words: object) -> list:
-        return ["launch/export.py", path, "--to", to, *words]
+    def export(self, path: Path, to: str, *arguments: object) -> list:
+        return ["launch/export.py", path, "--to", to, *arguments]
 
 
 def html(place):
@@ -44,7 +44,7 @@ def html(place):
 
 
 class Canary:
-    """Creates a file when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -88,7 +88,7 @@ def objects(place):
 
 
 def refilled(place, name, value):
-    """The weights of the finished run, one of which is `value` all over."""
+    """The weights of the finished run with one tensor filled with `value`."""
     path = place.folder / "refilled.safetensors"
     with safe_open(place.finished / "weights" / "last.safetensors", framework="pt") as file:
         metadata = as_by_another_program(file.metadata())

@@ -1,4 +1,4 @@
-"""What `pip install vitline` gives: the package built from its sdist, outside of any checkout."""
+"""`pip install vitline`: the package is built from its sdist and installed outside any checkout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_AN_SDIST = "vit data_prep launch configs setup.py pyproject.toml README.md LI
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """An empty folder with `site/`: the wheel of the sdist of this checkout, installed there."""
+    """An empty folder with `site/`, in which the wheel of this checkout's sdist is installed."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
@@ -41,7 +41,7 @@ def place(tmp_path_factory) -> Path:
 
 
 def installed(place: Path) -> dict[str, str]:
-    """The environment of somebody who has installed it, and nothing of this checkout."""
+    """The environment of a user who has installed the package and has no checkout."""
     path = os.pathsep.join([str(place / "site" / "bin"), os.environ["PATH"]])
     return {**environment(), "PYTHONPATH": str(place / "site"), "PATH": path}
 
@@ -71,7 +71,7 @@ def test_it_names_its_commands_and_itself_in_them(place):
 
 
 @pytest.mark.skipif(not native.AVAILABLE, reason="no C compiler")
-def test_its_part_in_c_is_there_and_fits(place):
+def test_contains_the_compiled_c_library(place):
     code = "from vit.data.decode import native; print(native.__file__, native.AVAILABLE)"
     done = call([sys.executable, "-c", code], installed(place), place)
     assert done.stdout.split() == [str(place / "site/vit/data/decode/native.py"), "True"]
@@ -79,7 +79,7 @@ def test_its_part_in_c_is_there_and_fits(place):
 
 @pytest.mark.full
 def test_the_tests_of_the_commands_pass_on_it(place):
-    """The same test files, which find the commands where the package is."""
+    """The same test files find the commands inside the package."""
     folders = ["launch", "system/test_command_line.py", "report/test_page.py"]
     line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n0"]
     helpers = " ".join(str(REPOSITORY / "tests" / folder) for folder in ("helpers", ""))
@@ -89,10 +89,10 @@ def test_the_tests_of_the_commands_pass_on_it(place):
 
 
 def test_the_notebook_installs_the_wheel_that_a_person_chooses_in_colab(place, tmp_path):
-    """Its first cell, where `google.colab` has been imported: there that is how a notebook starts.
+    """Its first cell, with `google.colab` imported, by which a notebook detects Colab.
 
-    Colab's module has been replaced by one whose dialogue returns the wheel, as Colab's does: name
-    and content, with the file in the working directory.
+    Colab's module is replaced by one whose dialogue returns the wheel, as Colab's does: name and
+    content, with the file in the working directory.
     """
     [wheel] = place.glob("vitline-*.whl")
     shutil.copy(wheel, tmp_path)

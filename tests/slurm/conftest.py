@@ -1,8 +1,8 @@
-"""A real Slurm with two nodes on this machine: Debian's own daemons, started by the tests and taken
-down by them.
+"""A real Slurm with two nodes on this machine: Debian's own daemons, which the tests start and
+stop.
 
-Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Where they
-are missing the tests are skipped and say so; with VIT_REQUIRE_SLURM=1, as in CI, that is an error.
+Debian's slurmd may run several times on a host (`slurmd -N n1`). The daemons need root. Without
+them the tests are skipped with the reason; with VIT_REQUIRE_SLURM=1, as in CI, that is an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from processes import REPOSITORY, environment
 
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch")
 
-# Times are short, all else is as Slurm has it. A GPU that is a number only: scripts that ask for
-# one are taken as they are.
+# Times are short; everything else is Slurm's default. A GPU is only a number, so that scripts that
+# ask for one run unchanged.
 CONFIGURATION = """
 ClusterName=tests
 FirstJobId={first_job}
@@ -94,13 +94,13 @@ class Cluster:
             },
             "SLURM_CONF": str(folder / "slurm.conf"),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            families.MARK: f"{os.environ[families.MARK]}.cluster.",  # sbatch hands it to jobs
+            families.MARK: f"{os.environ[families.MARK]}.cluster.",  # sbatch passes it to jobs
         }
         self.submitted: list[Job] = []
         self.nodes: dict[str, subprocess.Popen] = {}
 
     def start(self, *command: object) -> subprocess.Popen:
-        """A daemon, in a session of its own, with its output in `daemons.log`."""
+        """Start a daemon in a session of its own, with its output in `daemons.log`."""
         path = f"{self.environment['PATH']}:/usr/sbin:/sbin"
         with open(self.folder / "daemons.log", "ab") as log:
             return subprocess.Popen(
@@ -112,21 +112,21 @@ class Cluster:
             )
 
     def start_node(self, name: str) -> None:
-        """slurmd of a node, with all that it starts in a process namespace of its own: its end is
-        theirs, as when a machine loses its power."""
+        """Start slurmd of a node in a process namespace. All its processes end with it, as when a
+        machine loses its power."""
         slurmd = f"slurmd -D -f {self.folder}/slurm.conf -N {name}"
-        # bash takes in what is orphaned, as an init does; unshare itself ignores SIGTERM.
+        # bash adopts orphans, as an init does; unshare itself ignores SIGTERM
         line = f'{slurmd} & trap "kill $!" TERM; wait $!; wait $!'
         apart = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child=KILL")
         self.nodes[name] = self.start(*apart, "bash", "-c", line)
 
     def end_node(self, name: str, number: signal.Signals) -> None:
-        """Signal what is first in the namespace of a node."""
+        """Signal the first process in the namespace of a node."""
         for child in children(self.nodes[name].pid):
             os.kill(child, number)
 
     def call(self, *command: object) -> str:
-        """Output of one of Slurm's commands, which must succeed."""
+        """Return the output of one of Slurm's commands, which must succeed."""
         done = subprocess.run(
             [*map(str, command)],
             capture_output=True,
@@ -139,8 +139,8 @@ class Cluster:
         return done.stdout.strip()
 
     def submit(self, log: Path, *arguments: object, **variables: str) -> Job:
-        """sbatch with options, script and its arguments. `variables` are added to the environment,
-        which sbatch hands to the job."""
+        """Submit a script with sbatch's options and the script's arguments. `variables` are added
+        to the environment, which sbatch passes to the job."""
         command = [
             "env",
             *(f"{key}={value}" for key, value in variables.items()),
@@ -152,7 +152,7 @@ class Cluster:
         return self.submitted[-1]
 
     def end(self, jobs: list[Job]) -> None:
-        """Cancel those that are not over, and wait for their end."""
+        """Cancel the unfinished jobs, and wait for their end."""
         numbers = {job.number for job in jobs}
         subprocess.run(
             ["scancel", *sorted(numbers)], env=self.environment, capture_output=True, check=False
@@ -164,7 +164,7 @@ class Cluster:
 
 
 class Job:
-    """A job that was submitted."""
+    """A submitted job."""
 
     def __init__(self, cluster: Cluster, number: str, log: Path):
         self.cluster = cluster
@@ -172,8 +172,8 @@ class Job:
         self.path = log
 
     def facts(self) -> dict[str, str]:
-        """What `scontrol show job` says; of an array, about a task that is not over, as long as
-        there is one."""
+        """Return the facts of `scontrol show job`; for an array, of an unfinished task if one
+        exists."""
         lines = self.cluster.call("scontrol", "--oneliner", "show", "job", self.number).splitlines()
         tasks = [dict(word.split("=", 1) for word in line.split() if "=" in word) for line in lines]
         return next((task for task in tasks if task["JobState"] in UNFINISHED), tasks[-1])
@@ -185,7 +185,7 @@ class Job:
     def wait(
         self, happened: Callable[[dict[str, str]], bool] | None = None, timeout_s: float = 240
     ) -> dict[str, str]:
-        """Until `happened(facts)`, by default until the job is over; returns the facts."""
+        """Wait until `happened(facts)`, by default until the job is finished; return the facts."""
         deadline = time.monotonic() + timeout_s
         while True:
             facts = self.facts()
@@ -203,7 +203,7 @@ class Job:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
+    """Return ports that are free now."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
@@ -221,15 +221,15 @@ def cluster() -> Iterator[Cluster]:
         if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None
     ]
     if missing or os.geteuid() != 0 or not sys.platform.startswith("linux"):
-        why = (
+        reason = (
             "no real Slurm here:"
             f" {'missing ' + ', '.join(missing) if missing else 'its daemons need root on Linux'}"
         )
         remedy = "apt-get install slurmctld slurmd slurm-client munge, and run the tests as root"
         if os.environ.get("VIT_REQUIRE_SLURM") == "1":
-            pytest.fail(f"{why}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
-        pytest.skip(f"{why} ({remedy})")
-    # short: a socket's path has a limit of 107 bytes
+            pytest.fail(f"{reason}, and VIT_REQUIRE_SLURM=1 requires it: {remedy}")
+        pytest.skip(f"{reason} ({remedy})")
+    # short, because a socket's path is limited to 107 bytes
     folder = Path(tempfile.mkdtemp(prefix="vit-slurm-"))
     os.chmod(folder, 0o755)
     for name in ("state", "spool-n1", "spool-n2"):
@@ -241,7 +241,7 @@ def cluster() -> Iterator[Cluster]:
         "first_port": first_port,
         "second_port": second_port,
     }
-    # jobs choose their ports by their numbers: two test runs on one machine
+    # jobs choose their ports by their numbers, so two test runs on one machine need different ones
     numbers["first_job"] = random.randrange(1000, 60000)
     (folder / "slurm.conf").write_text(CONFIGURATION.format(folder=folder, host=host, **numbers))
     (folder / "gres.conf").write_text(
@@ -252,13 +252,13 @@ def cluster() -> Iterator[Cluster]:
     cluster = Cluster(folder)
     started: list[subprocess.Popen] = []
 
-    def wait_until(true: Callable[[], bool], what: str) -> None:
+    def wait_until(true: Callable[[], bool], awaited: str) -> None:
         deadline = time.monotonic() + 120
         while not true():
             logs = "".join(path.read_text() for path in sorted(folder.glob("*.log")))
             daemons = [*started, *cluster.nodes.values()]
             if time.monotonic() > deadline or any(each.poll() is not None for each in daemons):
-                raise AssertionError(f"{what}:\n{logs[-3000:]}")
+                raise AssertionError(f"{awaited}:\n{logs[-3000:]}")
             time.sleep(0.05)
 
     try:
@@ -274,7 +274,7 @@ def cluster() -> Iterator[Cluster]:
         wait_until(lambda: idle_nodes(cluster) == 2, "the nodes do not come up")
         yield cluster
         subprocess.run(["scancel", "--user=root"], env=cluster.environment, check=False)
-        # before the daemons, or they would be orphans
+        # before the daemons, which would otherwise be orphans
         wait_until(lambda: not cluster.call("squeue", "--noheader"), "jobs do not end")
     finally:
         for node in cluster.nodes:
@@ -293,9 +293,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(autouse=True)
 def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
-    """A test that failed has not come to the line that cancels; its job would hold the nodes
-    against the next one. Jobs of fixtures for several tests were submitted before this fixture is
-    made."""
+    """A failed test has not reached the line that cancels its job, which would keep the nodes from
+    the next test. Jobs of fixtures for several tests were submitted before this fixture is made."""
     before = len(cluster.submitted)
     yield
     if jobs := cluster.submitted[before:]:
@@ -303,11 +302,11 @@ def jobs_end_with_their_test(cluster: Cluster) -> Iterator[None]:
 
 
 def idle_nodes(cluster: Cluster) -> int:
-    found = subprocess.run(
+    done = subprocess.run(
         ["sinfo", "--noheader", "--partition=main", "--states=idle", "--format=%D"],
         env=cluster.environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    return sum(map(int, found.stdout.split()))
+    return sum(map(int, done.stdout.split()))

@@ -1,4 +1,4 @@
-"""`sbatch slurm/train.sh ... --check`: its table is in the log, and the job ends as it does."""
+"""`sbatch slurm/train.sh ... --check`: its table is in the log, and the job has its exit status."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from processes import TINY, write_config
 pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 TWO_NODES = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10")
-# Both nodes are this machine. As the words of a container stand before a command, these give each
-# a name of its own, and n2 an empty folder where the data are.
+# Both nodes are this machine. Like the prefix of a container, this prefix gives each node a
+# different name, and gives n2 an empty folder in place of the data.
 AS_A_NODE = """#!/bin/bash
 export HIDDEN={hidden}
 exec unshare --uts --mount bash -c '
@@ -23,22 +23,22 @@ exec unshare --uts --mount bash -c '
 
 
 def checked(cluster, folder, shards, hidden=""):
-    """A job that tries what a training in `folder`/run needs."""
-    words = folder / "as_a_node"
-    words.write_text(AS_A_NODE.format(hidden=hidden))
-    words.chmod(0o755)
+    """A job that checks the needs of a training in `folder`/run."""
+    program = folder / "as_a_node"
+    program.write_text(AS_A_NODE.format(hidden=hidden))
+    program.chmod(0o755)
     config = write_config(folder, shards)
     setting = f"run.dir={folder / 'run'}"
     line = ["slurm/train.sh", "--config", config, setting, *TINY, "--check"]
-    job = cluster.submit(folder / "log", *TWO_NODES, *line, SRUN_ARGS=str(words))
+    job = cluster.submit(folder / "log", *TWO_NODES, *line, SRUN_ARGS=str(program))
     job.wait()
     return job
 
 
 def rows(job):
-    """Part -> verdict and the first line of what was found."""
-    found = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
-    return {part: (verdict, said) for verdict, part, said in found}
+    """Return part -> verdict and the first line of its finding."""
+    findings = re.findall(r"^ +(ok|note|FAIL|-) +(\S+(?: \S+)?) {2,}(.*)$", job.log, re.M)
+    return {part: (verdict, finding) for verdict, part, finding in findings}
 
 
 def test_a_check_of_two_nodes_ends_with_its_table_and_starts_nothing(cluster, shards, tmp_path):
@@ -46,10 +46,10 @@ def test_a_check_of_two_nodes_ends_with_its_table_and_starts_nothing(cluster, sh
     facts = job.facts()
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert "2 rank(s) on 2 host(s), cpu" in " ".join(job.log.split())
-    found = rows(job)
+    table = rows(job)
     parts = {"software", "shards", "run folder", "collectives", "pairs", "step", "checkpoint"}
-    assert parts <= found.keys(), job.log
-    assert {verdict for verdict, _ in found.values()} <= {"ok", "note"}, job.log
+    assert parts <= table.keys(), job.log
+    assert {verdict for verdict, _ in table.values()} <= {"ok", "note"}, job.log
     assert job.log.splitlines()[-1].endswith("checked, and nothing was started; exit status 0")
     assert not (tmp_path / "run").exists()
 
@@ -59,10 +59,12 @@ def test_a_node_without_the_data_is_named_and_the_job_fails(cluster, shards, tmp
     facts = job.facts()
     assert facts["JobState"] == "FAILED", job.log
     assert facts["ExitCode"] != "0:0"
-    verdict, said = rows(job)["shards"]
+    verdict, finding = rows(job)["shards"]
     assert verdict == "FAIL", job.log
     # torchrun does not give rank 0 to the job's first node.
-    assert re.match(r"n2 \(rank [01]\): ", said), "where, and not the node that has them"
+    assert re.match(r"n2 \(rank [01]\): ", finding), (
+        "the message must name the node without the data"
+    )
     assert rows(job)["step"][0] == "-", "not tried"
     assert re.search(r"checked, and nothing was started; exit status [1-9]", job.log)
     assert not (tmp_path / "run").exists()

@@ -1,8 +1,8 @@
-"""slurm/*.sh as their users run them, on a real Slurm with two nodes: to the end, to the time
-limit, cancelled, preempted, mistaken.
+"""slurm/*.sh as users run them, on a real Slurm with two nodes: to the end, to the time limit,
+cancelled, preempted, with mistakes.
 
-Both nodes are this machine, and what Slurm takes for GPUs are none: each job has one rank for each
-of them, on the CPU.
+Both nodes are this machine, and Slurm's GPUs are only numbers: each job has one rank for each of
+them, on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OFTEN = ("log.every_steps=10", "checkpoint.every_steps=50", "eval.every_steps=10
 def submit_training(
     cluster, folder: Path, shards: Path, *overrides: str, steps: int = STEPS, options=TWO_NODES
 ):
-    """A job that trains in `folder`/run, with its log next to it."""
+    """A job that trains in `folder`/run, with its log beside it."""
     config = write_config(folder, shards, steps=steps)
     return cluster.submit(
         folder / "log",
@@ -46,7 +46,7 @@ def submit_training(
 
 
 def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None:
-    """Until the record of a job that must not end before has come to `step`."""
+    """Wait until the record has reached `step`, before which the job must not end."""
     deadline = time.monotonic() + timeout_s
     while last_step(run_dir) < step:
         state = job.facts()["JobState"]
@@ -59,13 +59,13 @@ def wait_for_step(job, run_dir: Path, step: int, timeout_s: float = 180) -> None
 
 
 def starts(run_dir: Path) -> list[int]:
-    """Step of each start in the record."""
+    """Return the step of each start in the record."""
     return [line["step"] for line in metrics(run_dir, "start")]
 
 
 @pytest.fixture(scope="module")
 def whole(shards, tmp_path_factory):
-    """Final state of a run on two ranks, without Slurm and left alone."""
+    """The final state of an undisturbed run on two ranks, without Slurm."""
     folder = tmp_path_factory.mktemp("whole")
     train(write_config(folder, shards, steps=STEPS), folder / "run", *OFTEN, ranks=2)
     return final_state(folder / "run", STEPS)
@@ -73,7 +73,7 @@ def whole(shards, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def finished(cluster, shards, tmp_path_factory):
-    """A job on two nodes that was left alone, and its run folder."""
+    """An undisturbed job on two nodes, and its run folder."""
     folder = tmp_path_factory.mktemp("finished")
     job = submit_training(cluster, folder, shards, steps=12)
     job.wait()
@@ -93,24 +93,24 @@ def test_two_nodes_train_one_run_to_the_end(finished):
     assert "Traceback" not in job.log
 
 
-def test_evaluation_on_two_nodes_counts_what_one_process_counts(cluster, finished, tmp_path):
+def test_evaluation_on_two_nodes_equals_one_process(cluster, finished, tmp_path):
     run_dir = finished[1]
     job = cluster.submit(
         tmp_path / "log", *TWO_NODES, "slurm/eval.sh", "--checkpoint", run_dir, "--json"
     )
-    here = run("launch/eval.py", "--checkpoint", run_dir, "--json")
+    local = run("launch/eval.py", "--checkpoint", run_dir, "--json")
     assert job.wait()["JobState"] == "COMPLETED", job.log
-    there = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
-    assert there == [json.loads(here.stdout)]
+    results = [json.loads(line) for line in job.log.splitlines() if line.startswith("{")]
+    assert results == [json.loads(local.stdout)]
 
 
-def test_signalled_before_the_time_limit_it_saves_is_queued_again_and_ends_as_if_nothing_had_been(
+def test_a_job_at_its_time_limit_saves_is_requeued_and_ends_like_an_undisturbed_one(
     cluster, shards, tmp_path, whole
 ):
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
     wait_for_step(job, run_dir, 20)
-    job.cancel("--batch", "--signal=USR1")  # what Slurm sends when the limit is near
+    job.cancel("--batch", "--signal=USR1")  # the signal that Slurm sends shortly before the limit
     facts = job.wait()
     assert (facts["JobState"], facts["ExitCode"], facts["Restarts"]) == ("COMPLETED", "0:0", "1"), (
         job.log
@@ -128,7 +128,7 @@ def test_signalled_before_the_time_limit_it_saves_is_queued_again_and_ends_as_if
     assert "Traceback" not in job.log
 
 
-def test_after_an_accident_it_goes_on_in_the_same_job_of_one_node(cluster, shards, tmp_path, whole):
+def test_resumes_in_the_same_job_of_one_node_after_a_crash(cluster, shards, tmp_path, whole):
     # two GPUs, two ranks
     options = ("--nodes=1", "--gpus-per-node=2", "--cpus-per-task=2", "--time=10")
     job = submit_training(cluster, tmp_path, shards, options=options)
@@ -145,10 +145,9 @@ def test_after_an_accident_it_goes_on_in_the_same_job_of_one_node(cluster, shard
     assert final_state(run_dir, STEPS) == whole
 
 
-def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(
-    cluster, shards, tmp_path, whole
-):
-    """As GPUs do that wait for a dead one; here the rank is stopped. SRUN_ARGS come to srun."""
+def test_a_failed_node_ends_the_step_on_the_waiting_node(cluster, shards, tmp_path, whole):
+    """As GPUs do that wait for a dead one; here the rank is stopped. SRUN_ARGS are passed to
+    srun."""
     config = write_config(tmp_path, shards, steps=STEPS)
     arguments = ("--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *OFTEN)
     job = cluster.submit(
@@ -171,7 +170,7 @@ def test_where_one_node_fails_the_step_ends_on_the_other_which_stands_still(
 
 @pytest.mark.patient
 def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, tmp_path, whole):
-    """Its slurmd, its step and its ranks are gone at once, without a word. Slurm gives the node up
+    """Its slurmd, its step and its ranks end at once without a message. Slurm gives the node up
     after SlurmdTimeout and queues the job again, which waits for the node's return."""
     job = submit_training(cluster, tmp_path, shards)
     run_dir = tmp_path / "run"
@@ -181,8 +180,8 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
     job.wait(lambda facts: facts["Restarts"] == "1" and facts["JobState"] == "PENDING")
     cluster.start_node("n2")
     facts = job.wait()
-    # What Slurm had to tell a dead node, to end this job there, may reach it when it is back: then
-    # the job is saved and queued once more.
+    # Slurm may repeat its order to end this job once the node is back: then the job is saved and
+    # queued a second time.
     assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), job.log
     assert int(facts["Restarts"]) >= 1
     first, second, *_ = starts(run_dir)
@@ -192,13 +191,13 @@ def test_a_node_that_dies_costs_the_steps_since_the_checkpoint(cluster, shards, 
 
 
 def trainers(run_dir: Path) -> list[int]:
-    """Process ids of the ranks that train in `run_dir`: of the launchers' and srun's command lines
-    theirs is the one without torchrun."""
+    """Return the process ids of the ranks that train in `run_dir`: unlike the command lines of
+    launchers and srun, theirs lack torchrun."""
     lines = {pid: command_line(pid).split() for pid in all_pids()}
     return [
         pid
-        for pid, words in lines.items()
-        if "launch/train.py" in words[1:3] and f"run.dir={run_dir}" in words
+        for pid, arguments in lines.items()
+        if "launch/train.py" in arguments[1:3] and f"run.dir={run_dir}" in arguments
     ]
 
 
@@ -206,7 +205,7 @@ def trainers(run_dir: Path) -> list[int]:
     ("override", "message", "started"),
     [
         ("optim.lr=-1", "optim.lr", False),
-        ("data.root=/nowhere", "/nowhere: no such directory", True),  # only the trainer can tell
+        ("data.root=/nowhere", "/nowhere: no such directory", True),  # only training detects it
     ],
 )
 def test_a_mistake_fails_once_with_its_reason(
@@ -223,7 +222,7 @@ def test_a_mistake_fails_once_with_its_reason(
     assert ("not queued again" if started else "not started") in job.log.splitlines()[-1]
 
 
-def test_a_node_that_cannot_reach_the_head_says_so_before_training(cluster, shards, tmp_path):
+def test_a_node_that_cannot_reach_the_head_reports_it_before_training(cluster, shards, tmp_path):
     (tmp_path / "getent").write_text(
         "#!/bin/sh\n# every name resolves, says the head node; the other one finds out\n"
     )
@@ -239,7 +238,7 @@ def test_a_node_that_cannot_reach_the_head_says_so_before_training(cluster, shar
     assert "error: not started: not every node reaches n1 at n1:" in job.log
 
 
-def test_a_port_in_use_is_left_to_its_user(cluster, tmp_path):
+def test_does_not_take_a_port_in_use(cluster, tmp_path):
     job = cluster.submit(
         tmp_path / "log", "--hold", *TWO_NODES, "slurm/eval.sh", "--checkpoint", "/nowhere"
     )
@@ -249,7 +248,7 @@ def test_a_port_in_use_is_left_to_its_user(cluster, tmp_path):
         job.wait()
     assert f"n1: port {port} is taken (" in job.log
     assert f"head node n1 at 127.0.0.1:{20000 + (int(job.number) + 4001) % 12000}" in job.log
-    assert "error: /nowhere" in job.log, "it came to the evaluation"
+    assert "error: /nowhere" in job.log, "the job must reach the evaluation"
 
 
 def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, shards, tmp_path):
@@ -280,8 +279,8 @@ def test_an_array_of_tasks_writes_the_shards_that_one_process_writes(cluster, sh
 
 @pytest.fixture(scope="module")
 def limited(cluster, shards, tmp_path_factory):
-    """A job that meets its time limit of a minute, again and again, in a partition whose jobs are
-    not preempted; and its run folder."""
+    """A job that meets its time limit of a minute repeatedly, in a partition whose jobs are not
+    preempted; and its run folder."""
     folder = tmp_path_factory.mktemp("limited")
     options = (*TWO_NODES[:-1], "--time=1", "--signal=B:USR1@20", "--partition=urgent")
     return (
@@ -290,9 +289,8 @@ def limited(cluster, shards, tmp_path_factory):
     )
 
 
-def test_preempted_jobs_save_and_come_back(cluster, shards, tmp_path, limited):
-    """Without notice Slurm ends and queues a job again by itself; with notice only the script
-    can."""
+def test_preempted_jobs_save_and_are_requeued(cluster, shards, tmp_path, limited):
+    """Without notice Slurm ends and requeues a job; with notice only the script can."""
     jobs = {}
     for partition in ("main", "grace"):
         (tmp_path / partition).mkdir()
@@ -328,10 +326,10 @@ def test_preempted_jobs_save_and_come_back(cluster, shards, tmp_path, limited):
     assert f"Queueing job {jobs['grace'].number} again" in jobs["grace"].log
 
 
-def test_at_its_time_limit_a_job_is_saved_and_queued_again_and_after_scancel_it_is_not(limited):
+def test_a_job_is_requeued_at_its_time_limit_but_not_after_scancel(limited):
     job, run_dir = limited
-    # Young: a job of a minute saves and queues itself again at 40 s, and to be cancelled there is
-    # another story.
+    # While it is young: a job of a minute saves and requeues itself at 40 s, and a cancel at that
+    # time is a different case.
     job.wait(
         lambda facts: (
             int(facts["Restarts"]) > 0
@@ -348,12 +346,12 @@ def test_at_its_time_limit_a_job_is_saved_and_queued_again_and_after_scancel_it_
     facts = job.wait(lambda facts: facts["JobState"] == "CANCELLED")
     restarts = facts["Restarts"]
     deadline = time.monotonic() + 180
-    # the second if it was cancelled while it began once more
+    # the second message if it was cancelled during its restart
     ended = ("as the job itself was asked to end", "not started")
-    while not any(words in job.log.splitlines()[-1] for words in ended):
+    while not any(message in job.log.splitlines()[-1] for message in ended):
         assert time.monotonic() < deadline, job.log
         time.sleep(0.2)
     assert (run_dir / "stopped_early").exists()
-    time.sleep(7)  # longer than a requeued job waits here
+    time.sleep(7)  # longer than a requeued job waits in these tests
     facts = job.facts()
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", restarts), job.log

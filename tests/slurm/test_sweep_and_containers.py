@@ -1,5 +1,5 @@
-"""Arrays of runs, words before each command (containers), shards on the disks of nodes: on a real
-Slurm with two nodes."""
+"""Arrays of runs, prefixes of each command (containers), and shards on the disks of nodes: on a
+real Slurm with two nodes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
     config = write_config(tmp_path, shards, steps=6)
     folder = tmp_path / "sweep"
     options = ["--array=0-1", "--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"]
-    words = ["slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY]
-    job = cluster.submit(tmp_path / "log-%a", *options, *words)
+    arguments = ["slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY]
+    job = cluster.submit(tmp_path / "log-%a", *options, *arguments)
     job.wait()
     logs = [(tmp_path / f"log-{task}").read_text() for task in range(2)]
     for task in range(2):
@@ -30,16 +30,16 @@ def test_a_sweep_trains_its_tasks_and_the_last_prints_one_table(cluster, shards,
 
 
 @pytest.mark.patient
-def test_a_sweep_whose_tasks_fail_ends_with_a_table_too(cluster, shards, tmp_path):
-    """Its lines are those of an editor on Windows, with a value that has spaces in it."""
+def test_a_sweep_with_failed_tasks_also_ends_with_a_table(cluster, shards, tmp_path):
+    """Its lines are those of an editor on Windows, with a value that contains spaces."""
     config = write_config(tmp_path, shards, steps=6)
     folder = tmp_path / "sweep"
     lines = tmp_path / "lines.txt"
     source = f'"data.sources=[{{root: {shards}, weight: 1}}]"'
     lines.write_bytes(f"optim.lr=-1\r\n# lower\r\n\r\noptim.lr=2e-3 {source}\r\n".encode())
     options = ["--array=0-1", "--nodes=1", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"]
-    words = ["slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY]
-    cluster.submit(tmp_path / "log-%a", *options, *words, SWEEP=str(lines)).wait()
+    arguments = ["slurm/sweep.sh", "--config", config, f"run.dir={folder}", *TINY]
+    cluster.submit(tmp_path / "log-%a", *options, *arguments, SWEEP=str(lines)).wait()
     failed, finished = [(tmp_path / f"log-{task}").read_text() for task in range(2)]
     assert "optim.lr is -1, expected greater than 0" in failed
     assert "0 of 2 runs are finished" in failed
@@ -49,8 +49,9 @@ def test_a_sweep_whose_tasks_fail_ends_with_a_table_too(cluster, shards, tmp_pat
 
 
 @pytest.mark.patient
-def test_signals_are_heard_while_shards_are_staged(cluster, shards, tmp_path):
-    """The time limit: training begins, and is saved and queued again; scancel: it does not."""
+def test_handles_signals_while_shards_are_staged(cluster, shards, tmp_path):
+    """At the time limit training begins, is saved and queued again; at scancel it does not
+    begin."""
     slow = tmp_path / "slow"
     slow.write_text(
         '#!/bin/bash\n[[ "$*" != *vit.data.warm* ]] || { echo staging now; exec sleep 600; }\n'
@@ -62,9 +63,15 @@ def test_signals_are_heard_while_shards_are_staged(cluster, shards, tmp_path):
     for name in ("limit", "cancelled"):
         (tmp_path / name).mkdir()
         config = write_config(tmp_path / name, shards, steps=1_000_000)
-        words = ["slurm/train.sh", "--config", config, f"run.dir={tmp_path / name / 'run'}", *TINY]
+        arguments = [
+            "slurm/train.sh",
+            "--config",
+            config,
+            f"run.dir={tmp_path / name / 'run'}",
+            *TINY,
+        ]
         variables = {"SRUN_ARGS": f"--mpi=none\n{slow}", "STAGE": str(tmp_path / "stage")}
-        jobs.append(cluster.submit(tmp_path / name / "log", *options, *words, **variables))
+        jobs.append(cluster.submit(tmp_path / name / "log", *options, *arguments, **variables))
     for job in jobs:
         job.wait(lambda facts, job=job: "staging now" in job.log)
     limit, cancelled = jobs
@@ -81,19 +88,17 @@ def test_signals_are_heard_while_shards_are_staged(cluster, shards, tmp_path):
     assert "training in" not in cancelled.log
 
 
-def test_words_of_srun_stand_before_every_python_and_shards_are_staged_on_each_node(
-    cluster, shards, tmp_path
-):
-    """A program in place of `apptainer exec IMAGE`, which writes down what it is to run."""
+def test_srun_arguments_prefix_every_python_and_each_node_stages_shards(cluster, shards, tmp_path):
+    """A program in place of `apptainer exec IMAGE` writes down each command."""
     container = tmp_path / "container"
     container.write_text(f'#!/bin/bash\necho "$*" >> {tmp_path}/calls\nexec "$@"\n')
     container.chmod(0o755)
     config = write_config(tmp_path, shards, steps=6)
-    words = ["slurm/train.sh", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY]
+    arguments = ["slurm/train.sh", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY]
     job = cluster.submit(
         tmp_path / "log",
         *("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=10"),
-        *words,
+        *arguments,
         SRUN_ARGS=f"--mpi=none {container}",
         STAGE=str(tmp_path / "stage"),
     )
@@ -101,8 +106,8 @@ def test_words_of_srun_stand_before_every_python_and_shards_are_staged_on_each_n
     assert metrics(tmp_path / "run", "end")[-1]["outcome"] == "finished"
     calls = (tmp_path / "calls").read_text()
     counts = {
-        what: sum(what in line for line in calls.splitlines())
-        for what in ("--print-config", "-m vit.data.warm", "exec python -m torch.distributed.run")
+        part: sum(part in line for line in calls.splitlines())
+        for part in ("--print-config", "-m vit.data.warm", "exec python -m torch.distributed.run")
     }
     assert list(counts.values()) == [1, 2, 2], calls
     assert calls.count("import os, socket, sys, time") == 2, "the check of the head node"
@@ -111,4 +116,6 @@ def test_words_of_srun_stand_before_every_python_and_shards_are_staged_on_each_n
     [start] = metrics(tmp_path / "run", "start")
     assert start["world_size"] == 2
     lines = metrics(tmp_path / "run", "train")
-    assert sum(line.get("loader_cache_misses", 0) for line in lines) == 0, "all were there"
+    assert sum(line.get("loader_cache_misses", 0) for line in lines) == 0, (
+        "all shards must be in the cache"
+    )

@@ -22,10 +22,10 @@ if __name__ == "__main__":
 """
 
 
-def test_a_worker_whose_parent_died_during_its_start_does_no_work(tmp_path):
+def test_a_worker_does_not_work_if_its_parent_died_during_its_start(tmp_path):
     place = tmp_path / "work"
     command = [sys.executable, "-c", WORKER_THAT_STARTS_LATE, str(place)]
-    # the worker has the pipe, too: it ends with the last of them
+    # the worker also has the pipe, which ends with its last holder
     done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
     assert done.returncode == -9
     assert not place.exists()

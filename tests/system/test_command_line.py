@@ -1,5 +1,5 @@
-"""Mistakes on the command lines of launch/: one line each, with what was meant. The commands run in
-this process."""
+"""Mistakes on the command lines of launch/: one line each, with the probable intention. The
+commands run in this process."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ CONFIG = ["--config", "configs/demo.yaml"]
 
 @pytest.fixture
 def refusal(capsys):
-    """What a command of launch/ says to a command line that it refuses."""
+    """Return the message of a command of launch/ about a rejected command line."""
 
-    def refused(script: str, *words: str) -> str:
+    def refused(script: str, *arguments: str) -> str:
         typed = re.escape(as_typed(f"python launch/{script}.py"))
         with pytest.raises(ValueError, match=rf"\({typed} .*--help lists the options\)") as caught:
-            run_here(f"launch/{script}.py", *words)
+            run_here(f"launch/{script}.py", *arguments)
         printed = capsys.readouterr()
-        assert (printed.out, printed.err) == ("", ""), "argparse's usage is no help"
+        assert (printed.out, printed.err) == ("", ""), "argparse's usage was printed"
         assert "\n" not in str(caught.value)
         return str(caught.value).rpartition(" (")[0]
 
@@ -31,7 +31,7 @@ def refusal(capsys):
 
 
 @pytest.mark.parametrize(
-    ("script", "words", "expected"),
+    ("script", "arguments", "expected"),
     [
         (
             "train",
@@ -105,19 +105,19 @@ def refusal(capsys):
         ("visualize", ["augment", "--confg", "x"], "unknown: --confg x; did you mean --config?"),
     ],
 )
-def test_what_is_not_an_option_is_reported_with_what_was_meant(refusal, script, words, expected):
-    assert refusal(script, *words) == expected
+def test_reports_an_unknown_option_with_the_probable_one(refusal, script, arguments, expected):
+    assert refusal(script, *arguments) == expected
 
 
-def test_evaluating_and_predicting_refuse_the_same_numbers_in_the_same_words():
+def test_evaluation_and_prediction_reject_numbers_with_the_same_message():
     flags = ["--batch-size", "0", "--num-workers", "-1", "--image-size", "0"]
-    said = []
-    for words in (["launch/eval.py", "runs/none"], ["launch/predict.py", "none.jpg"]):
+    messages = []
+    for command in (["launch/eval.py", "runs/none"], ["launch/predict.py", "none.jpg"]):
         with pytest.raises(ValueError, match="give a number") as caught:
-            run_here(words[0], words[1], *flags)
-        said.append(str(caught.value).rpartition(" (python")[0] or str(caught.value))
-    assert said[0] == said[1]
-    assert said[0].split("; ") == [
+            run_here(command[0], command[1], *flags)
+        messages.append(str(caught.value).rpartition(" (python")[0] or str(caught.value))
+    assert messages[0] == messages[1]
+    assert messages[0].split("; ") == [
         "--batch-size 0: give a number from 1 on",
         "--num-workers -1: give a number from 0 on",
         "--image-size takes a side, or height and width, in pixels",
@@ -125,7 +125,7 @@ def test_evaluating_and_predicting_refuse_the_same_numbers_in_the_same_words():
 
 
 @pytest.mark.parametrize(
-    ("words", "status", "out", "err"),
+    ("arguments", "status", "out", "err"),
     [
         (["trian"], 2, "", r"error: unknown command 'trian' \(did you mean train\b.*\?\): vitline"),
         (["prep", "mnits"], 2, "", r"error: unknown command 'prep mnits' \(did you mean mnist"),
@@ -136,8 +136,8 @@ def test_evaluating_and_predicting_refuse_the_same_numbers_in_the_same_words():
         ([], 2, r"usage: vitline COMMAND", ""),
     ],
 )
-def test_vitline_knows_its_commands_and_its_version(words, status, out, err):
-    done = call([sys.executable, "-m", "vit", *words], environment())
+def test_vitline_knows_its_commands_and_its_version(arguments, status, out, err):
+    done = call([sys.executable, "-m", "vit", *arguments], environment())
     assert done.returncode == status, done.stderr
     assert re.match(out or "$", done.stdout), done.stdout
     assert re.match(err or "$", done.stderr), done.stderr

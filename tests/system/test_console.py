@@ -1,4 +1,4 @@
-"""What a process prints goes to its own streams, also where it was started without them."""
+"""A process's output goes only to its own streams, even if it was started without them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ with open(sys.argv[1], "w") as file:
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_process_that_is_started_without_streams_writes_to_none_of_its_files(closed, tmp_path):
+def test_a_process_started_without_streams_prints_into_none_of_its_files(closed, tmp_path):
     path = tmp_path / "file"
     line = f'exec "$@" {closed}'
     done = subprocess.run(

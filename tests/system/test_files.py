@@ -1,4 +1,5 @@
-"""Temporary files: nobody takes another's for abandoned, and what a killed process left goes."""
+"""Temporary files: no process treats another's file as abandoned, and the files of killed processes
+are removed."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from vit.system.files import remove_leftovers, replacing, temporary_beside, temp
 
 ROOT = Path(__file__).parents[2]
 OWN_PIDS = ["unshare", "--pid", "--fork", "--mount-proc"]
-"""A process-id namespace of its own, as a container with the host's network has: same host name,
-same small process ids."""
+"""A separate process-id namespace, as in a container with the host's network: same host name, same
+small process ids."""
 
 
 def can_unshare() -> bool:
@@ -71,7 +72,7 @@ with replacing(Path({str(tmp_path)!r}) / "a.tar") as file:
     assert [path.name for path in tmp_path.iterdir()] == ["a.tar"]
 
 
-def test_what_a_killed_process_left_goes_and_what_is_being_written_stays(tmp_path):
+def test_removes_files_of_killed_processes_and_keeps_files_in_use(tmp_path):
     code = f"""
 import os
 from pathlib import Path

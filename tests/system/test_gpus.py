@@ -1,4 +1,4 @@
-"""GPUs by the names of people and of drivers."""
+"""GPUs by the names that people and drivers use."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vit.system.gpus import GPUS, find_device, find_gpu, parse_gpus
         ("rtx pro 6000", "RTX-PRO-6000"),
     ],
 )
-def test_the_names_of_people(typed, name):
+def test_finds_gpus_by_the_names_that_people_use(typed, name):
     assert find_gpu(typed).name == name
 
 
@@ -59,7 +59,7 @@ def test_the_names_of_people(typed, name):
         ("AMD Instinct MI300X", "MI300X"),
     ],
 )
-def test_the_names_of_drivers(reported, name):
+def test_finds_gpus_by_the_names_that_drivers_use(reported, name):
     assert find_device(reported).name == name
 
 
@@ -76,7 +76,7 @@ def test_the_names_of_drivers(reported, name):
         "",
     ],
 )
-def test_a_gpu_that_the_table_does_not_have(reported):
+def test_a_gpu_that_is_not_in_the_table(reported):
     assert find_device(reported) is None
 
 
@@ -85,24 +85,24 @@ def test_every_gpu_is_found_by_its_own_name():
 
 
 def test_time_per_byte_and_per_operation_fit_each_other():
-    """A slip by a factor of ten in a peak, a memory or a bandwidth is outside of these ranges."""
+    """An error by a factor of ten in a peak, a memory or a bandwidth is outside these ranges."""
     for gpu in GPUS:
         assert 30 < gpu.bf16_tflops * 1e3 / gpu.bandwidth_gbs < 550, gpu.name
         assert 0.5 < gpu.memory_gib / gpu.bandwidth_gbs * 40 < 3.1, gpu.name
 
 
-def test_a_number_of_gpus():
+def test_parses_a_number_of_gpus():
     assert parse_gpus("8xH200") == (8, find_gpu("H200"))
     assert parse_gpus(" 64 x h100-pcie ") == (64, find_gpu("H100-PCIe"))
     assert parse_gpus("L40S") == (1, find_gpu("L40S"))
 
 
 @pytest.mark.parametrize("text", ["", "0xH200", "00xH200", "x", "8x", "8", "0", "8 x 8"])
-def test_what_is_not_a_number_of_gpus(text):
+def test_rejects_an_invalid_number_of_gpus(text):
     with pytest.raises(ValueError, match=r"--gpus '.*': expected .* as in 8xH200"):
         parse_gpus(text)
 
 
-def test_an_unknown_name_gets_the_known_ones():
+def test_an_unknown_name_is_reported_with_the_known_ones():
     with pytest.raises(ValueError, match=r"'H300' is not in the table .*did you mean h.*MI300X"):
         parse_gpus("8xH300")

@@ -1,5 +1,5 @@
-"""Progress: rate and remaining time, a line now and then in a log file, silence where nobody
-looks."""
+"""Progress: rate and remaining time, lines at intervals in a log file, and no output without a
+reader."""
 
 import math
 import re
@@ -37,7 +37,7 @@ def test_a_log_file_gets_a_line_with_rate_and_remaining_time_every_ten_seconds(c
     ]
 
 
-def test_what_is_not_shown_or_short_says_nothing(capfd):
+def test_prints_nothing_if_hidden_or_short(capfd):
     for meter in (
         Meter("a", 10, "images", shown=False),
         Meter("b", 0, "images"),
@@ -50,10 +50,10 @@ def test_what_is_not_shown_or_short_says_nothing(capfd):
 
 
 def test_a_live_line_that_exists_is_moved_each_time():
-    said: list[str] = []
-    meter = Meter("evaluating", 4, "batches", into=said.append)
+    lines: list[str] = []
+    meter = Meter("evaluating", 4, "batches", into=lines.append)
     for done in (0, 1, 4):
         meter.update(done)
-    assert "ETA -:--:--" in said[0]
-    assert re.fullmatch(r"evaluating: 1 of 4 batches, ETA 0:00:0\d, [\d,.]+ batches/s", said[1])
-    assert "ETA 0:00:00" in said[2]
+    assert "ETA -:--:--" in lines[0]
+    assert re.fullmatch(r"evaluating: 1 of 4 batches, ETA 0:00:0\d, [\d,.]+ batches/s", lines[1])
+    assert "ETA 0:00:00" in lines[2]

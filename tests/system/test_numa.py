@@ -19,7 +19,7 @@ NEAR_1 = {*range(16, 32), *range(48, 64)}
 
 
 def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
-    """A host whose GPUs are on `nodes`; "": it does not say."""
+    """A host whose GPUs are on `nodes`; "" if the host does not report nodes."""
     for address, node in zip(GPUS, nodes, strict=False):
         if node:
             path = folder / "sys/bus/pci/devices" / address / "numa_node"
@@ -38,10 +38,10 @@ def host(folder: Path, nodes: list[str], cores: dict[int, str] = CORES) -> Path:
         ("00001111", ALL, NEAR_1),
         ("00001111", ALL - {63}, ALL - {63}),  # fewer than its share
         ("00001111", set(range(8, 24)), set(range(16, 24))),
-        ("00001111", set(range(16)), set(range(16))),  # Slurm gave no core there
+        ("00001111", set(range(16)), set(range(16))),  # Slurm gave no core on that node
         ("01", ALL, NEAR_1),
         ("11111111", ALL, ALL),  # eight ranks on half of the cores
-        ("1", ALL, ALL),  # one rank, which has them all
+        ("1", ALL, ALL),  # one rank, which has all of them
         ("1", NEAR_1, NEAR_1),
     ],
 )
@@ -53,13 +53,13 @@ def test_a_rank_gets_the_cores_of_its_gpu_but_never_fewer_than_its_share(
 
 
 @pytest.mark.parametrize("node", ["", "-1", "7"], ids=["no file", "not known", "no such node"])
-def test_where_the_system_does_not_say_all_cores_stay(node, tmp_path):
+def test_keeps_all_cores_if_the_system_reports_no_node(node, tmp_path):
     assert cores_near(GPUS[:2], 1, ALL, host(tmp_path, ["0", node])) == ALL
     assert cores_near(GPUS[:2], 1, ALL, tmp_path / "no sys") == ALL
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
-def test_what_a_bound_rank_starts_is_bound_too_and_cores_of_the_host_are_counted(tmp_path):
+def test_children_of_a_bound_rank_are_bound_and_the_hosts_cores_are_counted(tmp_path):
     allowed = sorted(os.sched_getaffinity(0))
     if len(allowed) < 2:
         pytest.skip("needs two cores")

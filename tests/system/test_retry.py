@@ -1,5 +1,5 @@
-"""Attempts that are made again: for how long, after which pauses, and what is said. (Limits are
-real, and a second or less, or those of a clock of the test.)"""
+"""Retries: for how long, after which pauses, and with which messages. (Limits are real, and a
+second or less, or those of a clock of the test.)"""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ URL = "http://host.example/set/a.tar"
 
 @pytest.fixture(autouse=True)
 def no_outage():
-    """All of these tests ask one server."""
+    """All of these tests use one server, so its outage must be forgotten between them."""
     retry._reset()
 
 
 @pytest.fixture
 def clock(monkeypatch) -> SimpleNamespace:
-    """The retries' clock: it moves when they sleep, and a microsecond when they look at it.
-    Threads that other tests have left keep their own."""
+    """The retries' clock: it advances when they sleep, and by a microsecond when they read it.
+    Threads left by other tests keep the real one."""
     now = SimpleNamespace(strftime=time.strftime, localtime=time.localtime, passed_s=0.0)
     ours = threading.current_thread()
 
@@ -52,28 +52,28 @@ def clock(monkeypatch) -> SimpleNamespace:
     return now
 
 
-def failing(times: int, **told):
-    """An attempt that fails this many times, and then gives its number."""
+def failing(times: int, **details):
+    """An attempt that fails this many times, and then returns its number."""
     made = []
 
     def attempt() -> int:
         made.append(retry.time.monotonic())
         if len(made) <= times:
-            raise RetryableError("the server answers 503", **told)
+            raise RetryableError("the server answers 503", **details)
         return len(made)
 
     attempt.made = made  # type: ignore[attr-defined]
     return attempt
 
 
-def test_what_passes_is_tried_again():
+def test_retries_a_temporary_failure():
     before = num_retries()
     assert QUICK.call(URL, failing(3)) == 4
-    # threads that other tests have left may be trying again, too
+    # threads left by other tests may also be retrying
     assert num_retries() - before >= 3
 
 
-def test_what_does_not_pass_is_raised_at_once():
+def test_raises_a_permanent_failure_at_once():
     made = []
 
     def attempt() -> None:
@@ -109,7 +109,7 @@ def test_a_limit_of_0_is_one_attempt():
     assert len(attempt.made) == 1
 
 
-def test_what_is_probably_final_is_tried_a_few_times_only():
+def test_retries_a_probably_permanent_failure_a_few_times():
     gone = FileNotFoundError("gone")
     assert (
         RetryPolicy(60, 0.01, 0.05).call(URL, failing(NUM_REFUSALS - 1, final=gone)) == NUM_REFUSALS
@@ -120,13 +120,13 @@ def test_what_is_probably_final_is_tried_a_few_times_only():
     assert len(attempt.made) == NUM_REFUSALS
 
 
-def test_the_server_says_when_to_come_back():
+def test_waits_as_long_as_the_server_asks():
     attempt = failing(1, retry_after_s=0.2)
     QUICK.call(URL, attempt)
     assert attempt.made[1] - attempt.made[0] >= 0.2
 
 
-def test_a_later_moment_than_the_limit_is_not_waited_for():
+def test_does_not_wait_beyond_the_limit():
     attempt = failing(1000, retry_after_s=3600)
     with pytest.raises(ShardError, match=r"2 times in \d+ s"):
         QUICK.call(URL, attempt)
@@ -134,11 +134,12 @@ def test_a_later_moment_than_the_limit_is_not_waited_for():
 
 
 def messages(caplog) -> list[str]:
-    """What was reported of this file's server; threads of other tests may still try theirs."""
+    """Return the messages about this file's server; threads of other tests may still retry
+    theirs."""
     return [message for message in caplog.messages if message.startswith(URL)]
 
 
-def test_many_threads_that_wait_for_one_server_tell_it_once(caplog):
+def test_many_threads_report_a_wait_for_one_server_once(caplog):
     with caplog.at_level(logging.WARNING):
         several = RetryPolicy(limit_s=30, first_pause_s=0.01)
         waits = [failing(1, retry_after_s=WARN_AFTER_S) for _ in range(8)]
@@ -164,17 +165,19 @@ def test_few_tries_are_not_reported_as_long_patience(caplog, monkeypatch, clock)
     assert line.endswith(f"(the server answers 503); trying {NUM_REFUSALS - 1} more times")
 
 
-def test_what_goes_on_is_reported_again(caplog, monkeypatch, clock):
+def test_reports_a_lasting_outage_again(caplog, monkeypatch, clock):
     monkeypatch.setattr(retry, "WARN_AFTER_S", 0.05)
     monkeypatch.setattr(retry, "WARN_AGAIN_S", 0.1)
     with caplog.at_level(logging.WARNING), pytest.raises(ShardError):
         RetryPolicy(0.5, 0.01, 0.02).call(URL, failing(1000))
     assert 3 <= len(messages(caplog)) <= 6
-    assert len({line.split("; trying")[0] for line in messages(caplog)}) == 1, "since when, and why"
+    assert len({line.split("; trying")[0] for line in messages(caplog)}) == 1, (
+        "the repeated message must keep its start time and reason"
+    )
 
 
-def test_who_comes_later_has_no_patience_of_his_own(clock):
-    """Nine blocks, one after the other, would be nine times as long."""
+def test_later_requests_share_the_time_limit_of_an_outage(clock):
+    """Nine blocks in turn must not wait nine times as long."""
     for number in range(9):
         attempt = failing(1000)
         with pytest.raises(ShardError, match=r"the server answers 503.*; check the address"):
@@ -182,20 +185,20 @@ def test_who_comes_later_has_no_patience_of_his_own(clock):
     assert clock.passed_s == pytest.approx(1.0, abs=1e-2)
     assert len(attempt.made) == 1
     assert QUICK.call("http://other.example/a.tar", failing(2)) == 3, (
-        "another server is another matter"
+        "an outage of one server must not affect another"
     )
     assert RetryPolicy(1.0).call(URL, failing(0)) == 1
-    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "it had answered"
+    assert RetryPolicy(1.0, 0.01).call(URL, failing(2)) == 3, "an answer ends the outage"
 
 
-def test_an_outage_that_nobody_asked_about_for_long_is_over(clock):
+def test_forgets_an_outage_without_requests_for_a_while(clock):
     with pytest.raises(ShardError):
         QUICK.call(URL, failing(1000))
     clock.sleep(retry.FORGOTTEN_AFTER_S + 1)
     assert QUICK.call(URL, failing(2)) == 3
 
 
-def test_what_a_process_was_suspended_for_is_not_counted():
+def test_does_not_count_time_of_a_suspended_process():
     naps = [0.6]
     assert QUICK.call(URL, failing(3), lambda: time.sleep(naps.pop() if naps else 0)) == 4
 
@@ -208,7 +211,7 @@ def test_a_command_can_be_stopped_in_a_pause():
         RetryPolicy(first_pause_s=60).call(URL, failing(1), stop)
 
 
-def test_a_forked_process_counts_its_own():
+def test_a_forked_process_counts_separately():
     QUICK.call(URL, failing(1))
     assert num_retries() > 0
     pid = os.fork()

@@ -1,4 +1,5 @@
-"""Addresses with logins in them: what is shown, what is used, and who gets which login."""
+"""Addresses that contain logins: the displayed form, the requested form, and which server gets
+which login."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ def nobody_logs_in(monkeypatch, tmp_path):
     monkeypatch.setattr(urls, "_lost_login", set())
 
 
-def test_what_is_shown_of_a_text():
+def test_hides_secrets_in_a_text():
     for text, expected in {
         "https://user:p%40ss@host:8080/p/{0..9}.tar?sv=1&sig=x%3D": (
             "https://***@host:8080/p/{0..9}.tar?***"
@@ -68,12 +69,14 @@ def test_what_is_shown_of_a_text():
         ),
     }.items():
         assert redact.shown(text) == expected
-        assert redact.shown(expected) == expected, "shown twice is shown once"
+        assert redact.shown(expected) == expected, (
+            "hiding secrets twice must equal hiding them once"
+        )
         as_json = json.dumps(text)
         assert redact.shown(as_json) == json.dumps(expected), "and the same inside of JSON"
 
 
-def test_what_is_not_a_secret_stays():
+def test_keeps_text_that_is_not_a_secret():
     for text in (
         "https://host:8080/a@b/c.tar",
         "http://[::1]:8000/x",
@@ -90,10 +93,10 @@ def test_what_is_not_a_secret_stays():
         assert redact.shown(text) == text
 
 
-def test_what_was_used_once_is_shown_nowhere(monkeypatch):
+def test_never_shows_a_secret_that_was_used(monkeypatch):
     urls.resolve("https://me:pass%2Fword@host/x?sig=abcdefghijklmnop")
-    told = base64.b64encode(b"me:pass/word").decode()
-    assert redact.shown(f"pass/word pass%2Fword abcdefghijklmnop {told}") == "*** *** *** ***"
+    encoded = base64.b64encode(b"me:pass/word").decode()
+    assert redact.shown(f"pass/word pass%2Fword abcdefghijklmnop {encoded}") == "*** *** *** ***"
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUt/nFEMI")
     assert (
         redact.shown("signed by wJalrXUt/nFEMI, wJalrXUt%2FnFEMI")
@@ -128,7 +131,7 @@ def test_one_data_set_has_one_name_with_any_login():
     assert urls.bare("https://me:pw@host/x?a=b") == "https://host/x"
 
 
-def test_a_server_is_asked_without_userinfo_and_with_the_signature_behind_the_name():
+def test_requests_omit_userinfo_and_append_the_signature():
     assert (
         urls.address("https://me:pw@host:81/a/b/?sig=1%3D", "train-0.tar")
         == "https://host:81/a/b/train-0.tar?sig=1%3D"
@@ -176,21 +179,21 @@ def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
     }
 
 
-def test_a_login_that_cannot_be_read_is_reported_without_it(monkeypatch, tmp_path):
+def test_reports_an_unreadable_login_without_printing_it(monkeypatch, tmp_path):
     monkeypatch.setenv("VIT_HTTP_HEADER", "Authorization: Bearer topsecret")
     with pytest.raises(
         ShardError, match="expected lines of a host, a header and its value"
-    ) as told:
+    ) as caught:
         urls.credentials("https://host/x")
-    assert "topsecret" not in str(told.value)
+    assert "topsecret" not in str(caught.value)
     monkeypatch.delenv("VIT_HTTP_HEADER")
     (tmp_path / "netrc").write_text("machine host\nlogin me passwort topsecret\n")
-    with pytest.raises(ShardError, match=r"netrc: cannot be read \(line 2") as told:
+    with pytest.raises(ShardError, match=r"netrc: cannot be read \(line 2") as caught:
         urls.credentials("https://host/x")
-    assert "topsecret" not in str(told.value)
+    assert "topsecret" not in str(caught.value)
 
 
-def test_a_login_in_plain_text_is_warned_of_once(caplog):
+def test_warns_once_of_a_login_in_plain_text(caplog):
     for _ in range(2):
         urls.credentials("http://me:pw@plain.example.org/x")
         urls.credentials("http://me:pw@localhost:80/x")
@@ -200,7 +203,7 @@ def test_a_login_in_plain_text_is_warned_of_once(caplog):
     ]
 
 
-def test_what_to_do_where_a_server_wants_a_login():
+def test_explains_how_to_give_a_server_a_login():
     assert "recorded nowhere: give data.root=..." in urls.login_hint(
         urls.resolve("https://***@recorded/x")
     )
@@ -232,7 +235,7 @@ def test_a_login_stays_with_its_server_when_it_redirects(kind, monkeypatch, tmp_
         assert not {"Authorization", "X-Key"} & second.headers[0].keys()
 
 
-def test_a_process_prints_no_secrets_whoever_prints():
+def test_no_code_of_a_process_can_print_a_secret():
     program = """
 import logging, sys, threading, warnings
 from vit.system import redact, urls

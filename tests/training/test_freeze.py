@@ -1,5 +1,5 @@
-"""What `init.freeze` keeps is kept to the bit, costs nothing in the step, and all that plans a run
-knows it."""
+"""Parameters of `init.freeze` keep their bits and cost no time in the step, and all plans of a run
+account for them."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def model_of(**fields) -> nn.Module:
     return model
 
 
-def trained_names(which: str | int, **fields) -> set[str]:
+def trained_names(frozen: str | int, **fields) -> set[str]:
     model = model_of(**fields)
-    freeze(model, which)
+    freeze(model, frozen)
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def test_what_is_trained_by_name():
+def test_selects_trained_parameters_by_name():
     every = {name for name, _ in model_of().named_parameters()}
     assert trained_names("none") == every
     assert trained_names("backbone") == HEAD
@@ -80,11 +80,11 @@ def test_what_is_trained_by_name():
     assert "fc_norm.weight" in trained_names(3, global_pool="avg")
 
 
-@pytest.mark.parametrize("which", ["backbone", 2])
+@pytest.mark.parametrize("frozen", ["backbone", 2])
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_a_step_changes_what_is_trained_as_a_plain_loop_does(which, recomputed):
+def test_a_step_changes_trained_parameters_as_a_plain_loop_does(frozen, recomputed):
     model = model_of()
-    freeze(model, which)
+    freeze(model, frozen)
     before = copy.deepcopy(model)
     checkpoint_activations(model, "block" if recomputed else "none")
     ema = Ema(model, 0.5)
@@ -121,8 +121,8 @@ def test_a_step_changes_what_is_trained_as_a_plain_loop_does(which, recomputed):
     for name, parameter in new.items():
         if parameter.requires_grad:
             assert not torch.equal(parameter, old[name]), name
-            # AdamW's first step has the size of the rate whatever the gradient is; where that is
-            # only rounding, its sign is rounding, too.
+            # AdamW's first step has the size of the rate for any gradient. If the gradient is only
+            # rounding, so is its sign.
             clear = plain.get_parameter(name).grad.abs() > 1e-6
             torch.testing.assert_close(
                 parameter[clear], expected[name][clear], rtol=1e-3, atol=1e-3
@@ -135,12 +135,13 @@ def test_a_step_changes_what_is_trained_as_a_plain_loop_does(which, recomputed):
 
 
 def gradients_of(
-    which: str | int, compiled: bool, recomputed: bool, wrapped: bool
+    frozen: str | int, compiled: bool, recomputed: bool, wrapped: bool
 ) -> dict[str, torch.Tensor | None]:
-    """Of two micro-steps, as `TrainStep` does them, with what a config can put together."""
+    """Return the gradients of two micro-steps, as `TrainStep` makes them, with any combination that
+    a config allows."""
     torch._dynamo.reset()
     model = model_of(drop_path_rate=0.0, proj_drop_rate=0.0).train()
-    freeze(model, which)
+    freeze(model, frozen)
     checkpoint_activations(model, "block" if recomputed else "none")
     if compiled:
         compile_blocks(model, backend="aot_eager")
@@ -153,7 +154,7 @@ def gradients_of(
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("which", ["backbone", 2])
+@pytest.mark.parametrize("frozen", ["backbone", 2])
 @pytest.mark.parametrize(
     ("compiled", "recomputed", "wrapped"),
     [
@@ -162,27 +163,27 @@ def gradients_of(
         pytest.param(True, True, True, id="all three"),
     ],
 )
-def test_frozen_together_with_what_else_changes_a_step(
-    which, compiled, recomputed, wrapped, process_group
+def test_freezing_combines_with_all_other_changes_of_a_step(
+    frozen, compiled, recomputed, wrapped, process_group
 ):
-    """The gradients are those of the plain step, and what is frozen has none."""
-    plain = gradients_of(which, False, False, False)
-    found = gradients_of(which, compiled, recomputed, wrapped)
-    assert {name for name, gradient in found.items() if gradient is not None} == trained_names(
-        which
+    """The gradients are those of the plain step, and frozen parameters have none."""
+    plain = gradients_of(frozen, False, False, False)
+    gradients = gradients_of(frozen, compiled, recomputed, wrapped)
+    assert {name for name, gradient in gradients.items() if gradient is not None} == trained_names(
+        frozen
     )
-    for name, gradient in found.items():
+    for name, gradient in gradients.items():
         assert (gradient is None) == (plain[name] is None), name
         if gradient is not None:
             torch.testing.assert_close(gradient, plain[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("which", ["none", "backbone", 0, 1, 3])
-def test_operations_are_those_that_torch_does(which):
-    """Counted in a real backward pass, but for the gradient of the images, and for attention, whose
-    backward pass torch counts with what it computes a second time."""
+@pytest.mark.parametrize("frozen", ["none", "backbone", 0, 1, 3])
+def test_counts_the_operations_of_torch(frozen):
+    """Counted in a real backward pass, except the gradient of the images, and attention, whose
+    backward pass torch counts with its recomputation."""
     model = model_of(depth=3)
-    freeze(model, which)
+    freeze(model, frozen)
     images = torch.randn(2, 3, 16, 16)
     with FlopCounterMode(display=False) as forward:
         logits = model(images)
@@ -198,11 +199,11 @@ def test_operations_are_those_that_torch_does(which):
     all_forward = flops_per_image(model, 2)
     attention = all_forward - products(forward)
     backward = train_flops_per_image(model, 2) - all_forward
-    depth = {"none": 3, "backbone": 0, 0: 3, 1: 2, 3: 0}[which]
-    # A linear map that is trained first has no gradient of its input; the convention counts it.
+    depth = {"none": 3, "backbone": 0, 0: 3, 1: 2, 3: 0}[frozen]
+    # A trained first linear map needs no gradient of its input, but the convention counts it.
     patches = 2 * 3 * 8 * 8 * 32 * 4
     head = 2 * 32 * 5
-    not_needed = {"none": patches, "backbone": head}.get(which, 0)
+    not_needed = {"none": patches, "backbone": head}.get(frozen, 0)
     assert backward == done + not_needed + 2 * attention * depth // 3
 
 
@@ -216,8 +217,8 @@ def test_the_planner_counts_less_memory():
         train=TrainConfig(steps=1),
     )
     counted = {
-        which: step_memory(config.model_copy(update={"init": InitConfig(freeze=which)}), plan, 5)
-        for which in ("none", 1, "backbone")
+        frozen: step_memory(config.model_copy(update={"init": InitConfig(freeze=frozen)}), plan, 5)
+        for frozen in ("none", 1, "backbone")
     }
     everything, one, extractor = counted.values()
     assert everything.weights == extractor.weights
@@ -228,7 +229,7 @@ def test_the_planner_counts_less_memory():
     assert extractor.activations < everything.activations / 3
 
 
-def test_what_cannot_be_frozen_is_refused():
+def test_rejects_parts_that_cannot_be_frozen():
     with pytest.raises(
         ValueError, match=r"init.freeze=4 blocks, but the model has 3: give at most"
     ):
@@ -245,7 +246,8 @@ def test_what_cannot_be_frozen_is_refused():
 
 @pytest.mark.slow
 def test_frozen_on_two_ranks_and_resumed(tmp_path, shards):
-    """The frozen part is the checkpoint's to the bit; a run in two parts equals one in one part."""
+    """The frozen part keeps the checkpoint's bits, and a run in two parts equals one in one
+    part."""
     config = write_config(tmp_path, shards)
     base = tmp_path / "base"
     train(config, base, "train.steps=2", "train.ema_decay=null")
@@ -264,6 +266,6 @@ def test_frozen_on_two_ranks_and_resumed(tmp_path, shards):
     names = read_weights(whole).weights.keys()
     for averaged in ("last", "last_ema"):
         weights = read_weights(whole / "weights" / f"{averaged}.safetensors").weights
-        kept = {name for name in names if torch.equal(weights[name], source[name])}
+        unchanged = {name for name in names if torch.equal(weights[name], source[name])}
         expected = {n for n in names if n.startswith(("patch_embed.", "pos_", "cls_", "blocks.0."))}
-        assert kept == expected
+        assert unchanged == expected

@@ -96,7 +96,7 @@ def train_set_of_labels(labels: np.ndarray, num_draws: int, *shares: Share) -> T
     return TrainSet(split, num_draws, shares)
 
 
-def test_balanced_weights_are_those_of_scikit_learn_for_what_is_trained_on():
+def test_balanced_weights_are_scikit_learns_for_the_drawn_images():
     labels = np.random.default_rng(0).choice(6, 300, p=[0.3, 0.25, 0.2, 0.1, 0.1, 0.05])
     chosen = np.flatnonzero(np.arange(300) % 3)
     balanced = LossConfig(class_weights="balanced")
@@ -108,7 +108,7 @@ def test_balanced_weights_are_those_of_scikit_learn_for_what_is_trained_on():
         ours = choose_class_weights(balanced, train_set, 6)
         theirs = compute_class_weight("balanced", classes=np.arange(6), y=labels[numbers])
         assert ours == pytest.approx(theirs)
-    # The first 200 are a source of which an epoch has 400 draws, the others one with 50.
+    # The first 200 are a source with 400 draws an epoch, the others one with 50.
     shares = (Share(400, 200, 0), Share(50, 50, 200, np.arange(50)))
     drawn = np.concatenate([labels[:200], labels[:200], labels[200:250]])
     ours = choose_class_weights(balanced, train_set_of_labels(labels, 450, *shares), 6)
@@ -122,7 +122,7 @@ def test_balanced_weights_are_those_of_scikit_learn_for_what_is_trained_on():
     )
 
 
-def test_weights_that_fit_no_classes_are_one_line():
+def test_reports_class_weights_that_fit_no_classes_in_one_line():
     train_set = train_set_of_labels(np.array([0, 0, 2]), 3)
     with pytest.raises(ValueError, match=r"has 2 numbers, the model has 3 classes: give one for"):
         choose_class_weights(LossConfig(class_weights=(1.0, 2.0)), train_set, 3)
@@ -154,7 +154,7 @@ def test_binary_cross_entropy_of_labels_is_timms(smoothing, threshold, sum_class
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_binary_cross_entropy_of_mixed_targets_is_timms(smoothing):
-    """timm smooths where it mixes; its loss then takes the targets as they are."""
+    """timm smooths during mixing, and its loss then takes the targets unchanged."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9)
     labels = torch.randint(9, (6,))
@@ -177,7 +177,7 @@ def test_deit_iii_has_each_class_of_a_mixture_in_full():
     torch.testing.assert_close(loss(logits, targets).mean(), expected)
 
 
-def test_a_sum_over_classes_is_big_visions_sigmoid_loss():
+def test_the_sum_over_classes_is_big_visions_sigmoid_loss():
     """big_vision/utils.py, sigmoid_xent: -sum(labels log p + (1 - labels) log(1 - p))."""
     torch.manual_seed(0)
     logits = torch.randn(6, 9, dtype=torch.float64)

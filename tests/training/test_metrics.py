@@ -106,7 +106,7 @@ def test_sums_are_equal_for_any_order_and_any_partition(num, seed, borders, shuf
     assert counted(*batches) == counted((logits, labels))
 
 
-def test_filler_rows_count_nowhere():
+def test_does_not_count_filler_rows():
     logits, labels = examples(60)
     filler = logits.clone()
     weights = torch.ones(60)
@@ -121,10 +121,10 @@ def test_a_logit_that_is_not_finite_makes_the_loss_nan_and_leaves_the_counts(bad
     logits, labels = examples(20)
     logits[7, (labels[7] + 1) % 12] = bad
     result = counted((logits, labels))
-    others = counted((logits[:7], labels[:7]), (logits[8:], labels[8:]))
+    without_nan = counted((logits[:7], labels[:7]), (logits[8:], labels[8:]))
     assert math.isnan(result.loss)
     assert result.num_images == 20
-    assert 0 <= result.correct_top1 - others.correct_top1 <= 1
+    assert 0 <= result.correct_top1 - without_nan.correct_top1 <= 1
 
 
 def test_calibration_is_guos_over_fifteen_bins_and_adds_up_in_any_order():
@@ -158,22 +158,22 @@ def test_any_of_several_right_classes_counts_and_padding_never():
     accepted[:, 0] = labels
     counter = AccuracyCounter(CPU)
     counter.add(logits, torch.zeros_like(labels), torch.ones(200), accepted)
-    found = counter.result(ALONE)
+    result = counter.result(ALONE)
     rows = [{label for label in row if label >= 0} for row in accepted.tolist()]
     top5 = logits.topk(5).indices.tolist()
-    assert found.correct_top1 == sum(top[0] in row for top, row in zip(top5, rows, strict=True))
-    assert found.correct_top5 == sum(
+    assert result.correct_top1 == sum(top[0] in row for top, row in zip(top5, rows, strict=True))
+    assert result.correct_top5 == sum(
         bool({*top} & row) for top, row in zip(top5, rows, strict=True)
     )
     shares = logits.double().softmax(1)
     loss = [-math.log(sum(share[c] for c in row)) for share, row in zip(shares, rows, strict=True)]
-    assert found.loss == pytest.approx(sum(loss) / 200, rel=1e-5)
+    assert result.loss == pytest.approx(sum(loss) / 200, rel=1e-5)
     single = AccuracyCounter(CPU)
     single.add(logits, labels, torch.ones(200), labels[:, None])
     assert single.result(ALONE).correct_top5 == counted((logits, labels)).correct_top5
 
 
-def test_no_image_is_no_division_by_zero():
+def test_zero_images_do_not_divide_by_zero():
     assert counted() == Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0)
 
 
@@ -191,7 +191,7 @@ def test_half_precision_logits_count_as_their_fp32_values():
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), min_size=1, max_size=60))
-def test_the_paired_difference_counts_what_one_model_alone_has_right(pairs):
+def test_the_paired_difference_counts_images_that_only_one_model_has_right(pairs):
     first, second = (torch.tensor(column) for column in zip(*pairs, strict=True))
     result = paired_difference(first, second)
     assert result.only_first == sum(a and not b for a, b in pairs)
@@ -205,9 +205,9 @@ def test_the_paired_difference_counts_what_one_model_alone_has_right(pairs):
 
 
 @pytest.mark.parametrize(("only_first", "only_second"), [(0.01, 0.01), (0.03, 0.01), (0.2, 0.3)])
-def test_the_interval_covers_the_truth_as_often_as_it_says(only_first, only_second):
-    """2,000 experiments with 400 images: 95 % +- 4 standard errors, of the Wald interval's own
-    small error besides."""
+def test_the_interval_covers_the_truth_at_its_stated_rate(only_first, only_second):
+    """2,000 experiments with 400 images: 95 % +- 4 standard errors, plus the Wald interval's own
+    small error."""
     generator = torch.Generator().manual_seed(0)
     truth = 100 * (only_second - only_first)
     covered = 0
@@ -241,8 +241,8 @@ def test_few_images_are_shown_with_their_interval():
     assert "interval" not in str(Accuracy(0, 0, 0, 0.0, 0.0, 0.0, 0.0, 0))
 
 
-def test_people_read_top5_where_it_can_be_less_than_100_percent():
-    """Of five classes one of the five most probable is always right."""
+def test_prints_top5_only_with_more_than_five_classes():
+    """With five classes, one of the five most probable is always right."""
     for num_classes in (2, 5, 6):
         logits, labels = torch.randn(8, num_classes), torch.arange(8) % num_classes
         accuracy = counted((logits, labels))

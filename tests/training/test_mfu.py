@@ -26,7 +26,7 @@ H200 = Peak(989.4, "data sheet")
 
 
 class Nothing(Batches):
-    """Batches that are there at once."""
+    """Batches that are ready at once."""
 
     layout = BatchLayout(4, ImageFormat((4, 4)), 0)
 
@@ -34,7 +34,7 @@ class Nothing(Batches):
         return ()
 
 
-def test_vit_b16_by_hand():
+def test_the_share_of_vit_b16_equals_a_sum_by_hand():
     """35.13 GFLOP forward, three times that in training: 3,000 images/s are 32 % of an H200."""
     with torch.device("meta"):
         model = create_model("vit_b16", 224, 1000)
@@ -56,7 +56,9 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     monkeypatch.setattr(torch, "mm", multiply)
     state = torch.get_rng_state()
     peak = measure_peak(CPU, "fp32", size=64)
-    assert torch.equal(torch.get_rng_state(), state), "a training draws as without the measurement"
+    assert torch.equal(torch.get_rng_state(), state), (
+        "the measurement changed the random state of the training"
+    )
     assert 0.8 < factors[0].std() < 1.2, "constants draw less power than a training's products"
     assert peak.peak_source == "measured"
     assert 1e-6 < peak.peak_tflops < 1e6
@@ -69,7 +71,7 @@ def test_a_measured_peak_is_that_of_a_product_of_random_numbers(monkeypatch):
     length=st.integers(0, 60),
 )
 def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, length):
-    """A sum over the steps themselves."""
+    """Compared with a sum over the steps."""
     ascending = tuple(sorted(dict(stages).items()))
     utilization = Utilization(7, H200, ascending)
     of_step = [utilization.flops_at(step) for step in range(121)]
@@ -83,7 +85,7 @@ def test_remaining_steps_are_weighed_by_the_operations_of_each(stages, first, le
 
 @pytest.mark.parametrize("peak", [H200, None])
 def test_record_and_line_have_the_share_of_each_device(peak, config, tmp_path, capsys):
-    """Three ranks: each has a third of the images, and a peak of its own."""
+    """Three ranks: each has a third of the images, and its own peak."""
     settings = load_config(config, TINY)
     plan, _ = make_plan(settings, 60, 3)
     record = Record(tmp_path, settings.log, True, total_steps=plan.total_steps)

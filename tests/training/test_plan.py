@@ -1,4 +1,4 @@
-"""Steps, micro-batches and what cannot be divided."""
+"""Steps and micro-batches, and the message about indivisible ones."""
 
 from __future__ import annotations
 

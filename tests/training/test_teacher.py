@@ -1,4 +1,5 @@
-"""What is learnt from a teacher: losses next to timm's and DeiT's, its view, whole runs."""
+"""Distillation from a teacher: losses equal to timm's and DeiT's, the teacher's view, and whole
+runs."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def settings(model=(), data=(), **distill):
 
 
 class Says(nn.Module):
-    """A model of timm's kind whose logits are what it was made with."""
+    """A model like timm's that returns the logits of its constructor."""
 
     def __init__(self, *logits: torch.Tensor):
         super().__init__()
@@ -66,14 +67,14 @@ class Says(nn.Module):
         self.in_chans = 3
 
     def set_distilled_training(self, enable: bool) -> None:
-        """timm asks for it."""
+        """timm calls it."""
 
     def forward(self, images: torch.Tensor):
         return tuple(self.logits) if len(self.logits) > 1 else self.logits[0]
 
 
 def blended(student, teacher, **distill):
-    """Loss and gradient of a teacher's `blend`; student: logits of one head, or of two."""
+    """Return loss and gradient of a teacher's `blend`; student: logits of one head, or of two."""
     heads = [logits.clone().requires_grad_() for logits in student]
     ours = Teacher(Says(teacher), settings(), settings(teacher="x", **distill))
     task = F.cross_entropy(heads[0], LABELS, reduction="none")
@@ -89,9 +90,9 @@ def some_logits(seed: int) -> torch.Tensor:
     return 3 * torch.randn(6, 5, generator=torch.Generator().manual_seed(seed))
 
 
-def expect_equal(found, expected) -> None:
+def expect_equal(actual, expected) -> None:
     # a dozen operations in fp32 on values of up to ten
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("weights", [(0.3, 0.7), (1.0, 5.0)], ids=["complementary", "independent"])
@@ -116,10 +117,10 @@ def test_loss_and_gradients_equal_timms(kind, weights):
     hard = (
         {"distill_type": "hard"} if "hard" in kind else {"distill_type": "soft", "temperature": 2.5}
     )
-    found, gradients = blended(
+    loss_of_ours, gradients = blended(
         student, some_logits(2), task_loss_weight=weights[0], distill_loss_weight=weights[1], **hard
     )
-    expect_equal(found, theirs.detach())
+    expect_equal(loss_of_ours, theirs.detach())
     expect_equal(gradients, [logits.grad for logits in says.logits])
 
 
@@ -141,22 +142,22 @@ def test_loss_and_gradients_equal_deits(kind):
         theirs = F.cross_entropy(heads[1], teacher.argmax(dim=1))
     loss = F.cross_entropy(heads[0], LABELS) * (1 - alpha) + theirs * alpha
     loss.backward()
-    given = {"distill_loss_weight": alpha}
+    fields = {"distill_loss_weight": alpha}
     if kind == "soft":
-        given = {"distill_loss_weight": alpha / 5, "temperature": tau}
-    found, gradients = blended(
+        fields = {"distill_loss_weight": alpha / 5, "temperature": tau}
+    loss_of_ours, gradients = blended(
         [head.detach() for head in heads],
         teacher,
         distill_type=kind,
         task_loss_weight=1 - alpha,
-        **given,
+        **fields,
     )
-    expect_equal(found, loss.detach())
+    expect_equal(loss_of_ours, loss.detach())
     expect_equal(gradients, [head.grad for head in heads])
 
 
 def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
-    """Next to torchvision, from the pixels."""
+    """Compared with torchvision, from the pixels."""
     own = settings(model={"image_size": 24}, data={"mean": [0.5], "std": [0.25]})
     student = settings(teacher="x")
     model = create_model(own.model, num_classes=3)
@@ -173,8 +174,7 @@ def test_a_teacher_sees_the_same_images_in_its_own_normalisation_and_size():
 
 
 def weights_file(path, names=NAMES, data=(), **model):
-    """A file of weights as a run leaves it, of a model that is not trained; its head says more
-    than zeros."""
+    """A file of weights as a run writes it, of an untrained model; its head is not zero."""
     torch.manual_seed(3)
     config = settings(model=model, data=data)
     network = create_model(config.model, num_classes=len(names))
@@ -195,7 +195,7 @@ def test_classes_are_found_by_name(tmp_path):
     path = weights_file(tmp_path / "w.safetensors", ["dog", "class2", "class0", "class1"])
     teacher = load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
     images = torch.randn(2, 3, 16, 16)
-    # nearly the same matrices with fewer rows: a kernel may add in another order
+    # nearly the same matrices with fewer rows, so a kernel may add in a different order
     expect_equal(teacher(images), load(path)(images)[:, [2, 3, 1]])
     assert any("selected by name" in line for line in teacher.lines())
     assert teacher.in_record()["step"] == 7
@@ -220,7 +220,7 @@ def test_other_channels_are_refused(tmp_path):
         load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
 
 
-def test_the_planner_counts_the_weights_of_a_teacher_that_is_not_there():
+def test_the_planner_counts_the_weights_of_a_missing_teacher():
     step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     config = settings(teacher="deit_tiny_patch16_224-a1311bcf.pth")
     plan = replace(make_plan(config, 2048, 1)[0], global_batch_size=4, micro_batch_size=4)
@@ -229,12 +229,14 @@ def test_the_planner_counts_the_weights_of_a_teacher_that_is_not_there():
     tiny = create_model("vit_ti16", num_classes=3)
     assert with_teacher.teacher == sum(4 * p.numel() for p in tiny.parameters())
     assert with_teacher.weights == without.weights
-    assert with_teacher.total > without.total + with_teacher.teacher, "its pass is at the peak here"
+    assert with_teacher.total > without.total + with_teacher.teacher, (
+        "the teacher's pass is at the peak of memory"
+    )
 
 
 def test_the_distilled_model_is_timms(tmp_path):
-    """Names, logits in evaluation, and those of both heads in training, to the bit; the way back
-    through timm's layout."""
+    """Names, logits in evaluation, and those of both heads in training are equal to the bit; so is
+    the conversion back from timm's layout."""
     with torch.random.fork_rng():
         guest = timm.create_model("deit_tiny_distilled_patch16_224", depth=2, num_classes=7)
     for value in guest.parameters():
@@ -247,10 +249,12 @@ def test_the_distilled_model_is_timms(tmp_path):
     images = torch.randn(2, 3, 224, 224)
     assert torch.equal(model.eval()(images), guest.eval()(images))
     model.distilled_training = guest.distilled_training = True
-    assert torch.equal(model(images), guest(images)), "only in training they are apart"
-    found, expected = model.train()(images), guest.train()(images)
-    assert all(map(torch.equal, found, expected))
-    assert len(found) == 2
+    assert torch.equal(model(images), guest(images)), (
+        "the logits of both heads are separate only in training"
+    )
+    logits, expected = model.train()(images), guest.train()(images)
+    assert all(map(torch.equal, logits, expected))
+    assert len(logits) == 2
     loaded = LoadedWeights(tmp_path, weights, num_classes=7, step=1, class_names=list("abcdefg"))
     chosen = select_classes(loaded, ["c", "a"]).weights
     for head in ("head", "head_dist"):
@@ -280,7 +284,8 @@ def test_the_second_head_learns_from_the_teacher_and_the_first_one_from_labels()
     model.train()
     losses, margins = step._losses(batch)
     losses.sum().backward()
-    # heads of zeros: each class has a third, so the gradient of a bias is a third or that less one
+    # heads of zeros: each class has a third, so the gradient of a bias is a third or a third minus
+    # one
     third = torch.full((3,), 1 / 3)
     torch.testing.assert_close(model.head.bias.grad, 4 * 0.5 * (third - torch.eye(3)[2]))
     torch.testing.assert_close(model.head_dist.bias.grad, 4 * 0.3 * (third - torch.eye(3)[1]))
@@ -305,8 +310,8 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
         "distill.distill_type=soft",
         "distill.temperature=2",
     ]
-    words = ["--config", config, f"run.dir={tmp_path / 'one'}", *TINY, *soft]
-    run_here("launch/train.py", *words)
+    arguments = ["--config", config, f"run.dir={tmp_path / 'one'}", *TINY, *soft]
+    run_here("launch/train.py", *arguments)
     done = train(config, tmp_path / "two", *soft, ranks=2)
     losses = [
         [line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")
@@ -319,17 +324,17 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
     assert start["teacher"]["sha256"] == sha256
     newest = tmp_path / "two" / "checkpoints" / "step_00000003"
     with safe_open(newest / "state.safetensors", framework="pt") as file:
-        kept = {name for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
-    assert len(kept) == len(loaded.weights)
+        model_names = {name for name in file.keys() if name.startswith("model.")}  # noqa: SIM118
+    assert len(model_names) == len(loaded.weights)
 
-    # another teacher, though nothing else is different
+    # a different teacher, with all else equal
     other = tmp_path / "other.safetensors"
     weights = load_file(teacher)
     weights["head.bias"] += 1
     with safe_open(teacher, framework="pt") as file:
         save_file(weights, other, as_by_another_program(file.metadata()))
     with pytest.raises(ValueError, match=f"teacher: weights {sha256[:12]} there, "):
-        run_here("launch/train.py", *words, f"distill.teacher={other}")
+        run_here("launch/train.py", *arguments, f"distill.teacher={other}")
 
 
 @pytest.mark.full
@@ -348,11 +353,11 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
 )
 def test_resumed_equals_uninterrupted(more, tmp_path, shards, teacher):
     config = write_config(tmp_path, shards, steps=6)
-    given = [f"distill.teacher={teacher}", *more]
-    train(config, tmp_path / "run", *given, ranks=2)
+    settings_of_run = [f"distill.teacher={teacher}", *more]
+    train(config, tmp_path / "run", *settings_of_run, ranks=2)
     whole = final_state(tmp_path / "run", 6)
     newest = tmp_path / "run" / "checkpoints" / "step_00000006" / "state.safetensors"
     newest.write_bytes(newest.read_bytes()[:-100])
-    done = train(config, tmp_path / "run", *given, ranks=2)
+    done = train(config, tmp_path / "run", *settings_of_run, ranks=2)
     assert "resumed at step 3 of 6" in done.stderr
     assert final_state(tmp_path / "run", 6) == whole

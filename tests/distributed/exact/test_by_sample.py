@@ -1,4 +1,5 @@
-"""Draws by sample: the hash, frequencies, and that nothing but a sample's own key matters."""
+"""Random draws by sample: they equal a hash, have the right frequencies, and depend only on the
+sample's own key."""
 
 from __future__ import annotations
 
@@ -19,20 +20,20 @@ from vit.system.hashing import fold, hash64
 CPU = torch.device("cpu")
 
 
-def test_the_bits_are_those_of_the_hash():
+def test_draws_the_bits_of_the_hash():
     keys = fold(7, np.arange(5))
     expected = hash64(keys[:, None] ^ np.arange(1000, dtype=np.uint64)) >> np.uint64(33)
-    found = draw_bits(torch.from_numpy(keys.view(np.int64)), 1000)
-    assert np.array_equal(found.numpy(), expected.astype(np.int64))
+    bits = draw_bits(torch.from_numpy(keys.view(np.int64)), 1000)
+    assert np.array_equal(bits.numpy(), expected.astype(np.int64))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.1, 0.5, 0.9])
-def test_as_often_as_the_rate_says_and_scaled(rate):
+def test_drops_at_the_given_rate_and_scales_the_rest(rate):
     keys = torch.from_numpy(fold(1, np.arange(64)).view(np.int64))
-    kept = DropoutBySample(rate, keys)(torch.ones(64, 10, 100))
-    assert set(kept.unique().tolist()) <= {0.0, float(np.float32(1 / (1 - rate)))}
-    dropped = (kept == 0).float()
-    # Four standard deviations of a draw by itself: over all, and from sample to sample.
+    output = DropoutBySample(rate, keys)(torch.ones(64, 10, 100))
+    assert set(output.unique().tolist()) <= {0.0, float(np.float32(1 / (1 - rate)))}
+    dropped = (output == 0).float()
+    # Four standard deviations of independent draws: over all values, and between samples.
     sigma = (rate * (1 - rate)) ** 0.5
     assert abs(dropped.mean() - rate) <= 4 * sigma / 64_000**0.5
     assert (dropped.mean((1, 2)) - rate).abs().max() <= 4.5 * sigma / 1000**0.5
@@ -41,13 +42,14 @@ def test_as_often_as_the_rate_says_and_scaled(rate):
 
 def test_drop_path_keeps_or_drops_a_whole_sample():
     keys = torch.from_numpy(fold(2, np.arange(4000)).view(np.int64))
-    kept = DropPathBySample(0.3, keys)(torch.ones(4000, 3, 5))
-    assert torch.equal(kept.amin((1, 2)), kept.amax((1, 2)))
-    assert abs((kept[:, 0, 0] == 0).float().mean() - 0.3) < 4 * (0.21 / 4000) ** 0.5
+    output = DropPathBySample(0.3, keys)(torch.ones(4000, 3, 5))
+    assert torch.equal(output.amin((1, 2)), output.amax((1, 2)))
+    assert abs((output[:, 0, 0] == 0).float().mean() - 0.3) < 4 * (0.21 / 4000) ** 0.5
 
 
 def test_windows_of_a_sample_draw_by_its_key():
-    """Swin's rows are windows, (rows * windows, ...), and a position may have one row for all."""
+    """Swin's rows are windows, (rows * windows, ...), and a position tensor may have one row for
+    all."""
     keys = torch.from_numpy(fold(2, np.arange(2)).view(np.int64))
     windows = DropoutBySample(0.5, keys)(torch.ones(6, 4, 5))
     assert torch.equal(windows.view(2, 12, 5), DropoutBySample(0.5, keys)(torch.ones(2, 12, 5)))
@@ -73,7 +75,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
     whole = draw_by_sample(model, 6, CPU)
     whole.set(3, 5, 10)
     together = model(images)
-    assert torch.equal(together, model(images)), "no state goes on from pass to pass"
+    assert torch.equal(together, model(images)), "draws must not depend on an earlier pass"
     for first, size in ((0, 2), (2, 2), (4, 2), (3, 1)):
         alone = tiny(**OPTIONS, mlp_layer=mlp)
         keys = draw_by_sample(alone, size, CPU)
@@ -85,7 +87,7 @@ def test_a_sample_draws_the_same_alone_and_in_any_batch(mlp):
         assert not torch.allclose(model(images), together), "seed, step and row count"
 
 
-def test_each_place_draws_for_itself_and_evaluation_draws_nothing():
+def test_each_layer_draws_independently_and_evaluation_does_not_draw():
     model = tiny(**OPTIONS)
     plain = tiny()
     keys = draw_by_sample(model, 4, CPU)

@@ -1,4 +1,4 @@
-"""The same weights on any number of ranks: whole runs, their hashes compared."""
+"""Whole runs give the same weights on any number of ranks; their hashes are compared."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def measured(run_dir: Path) -> list[dict]:
 
 
 def faults(run_dir: Path) -> list[tuple]:
-    """Updates that the guard left out, and the samples with the largest losses of all ranks."""
+    """The updates that the guard skipped, and the samples with the largest losses of all ranks."""
     return [(line["step"], line["reason"], line["samples"]) for line in record(run_dir, "fault")]
 
 
@@ -87,7 +87,7 @@ def test_any_number_of_ranks_also_of_unequal_shares_gives_the_same_bits(config, 
     assert faults(tmp_path / "4") == faults(alone) != []
 
 
-def test_killed_on_three_ranks_and_finished_on_two_no_bit_changes(config, alone, tmp_path):
+def test_no_bit_changes_when_killed_on_three_ranks_and_finished_on_two(config, alone, tmp_path):
     killed = Background(config, tmp_path / "run", *EXACT, ranks=3)
     killed.wait_for_checkpoint(3)
     killed.kill_all()
@@ -116,15 +116,14 @@ def eight_leaves(tmp_path_factory) -> Path:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_two_hundred_steps_on_one_to_eight_ranks(eight_leaves, tmp_path, precision):
-    """With dropout, drop path, mixing, RandAugment, an average and a guard that leaves updates
-    out."""
+    """With dropout, drop path, mixing, RandAugment, an average and a guard that skips updates."""
     for ranks in MANY_RANKS:
         run_dir = tmp_path / str(ranks)
         precision_too = (f"train.precision={precision}", SELDOM)
         train(eight_leaves, run_dir, *EXACT, *precision_too, ranks=ranks)
-    found = {ranks: hashes(tmp_path / str(ranks)) for ranks in MANY_RANKS}
-    assert len(found[1]) == 10
-    assert all(of == found[1] for of in found.values())
+    hashes_by_ranks = {ranks: hashes(tmp_path / str(ranks)) for ranks in MANY_RANKS}
+    assert len(hashes_by_ranks[1]) == 10
+    assert all(of == hashes_by_ranks[1] for of in hashes_by_ranks.values())
     assert {str(faults(tmp_path / str(ranks))) for ranks in MANY_RANKS} == {
         str(faults(tmp_path / "1"))
     }
@@ -142,14 +141,14 @@ def test_two_hundred_steps_of_the_demo_on_one_to_eight_ranks(tmp_path, precision
         *("train.steps=200", "eval.every_epochs=null", "eval.every_steps=100", "log.wandb=off"),
         *("eval.reference=null", "log.report=false"),
     )
-    found = {}
+    results = {}
     for ranks in MANY_RANKS:
         run_dir = tmp_path / str(ranks)
         done = run("launch/train.py", *settings, f"run.dir={run_dir}", ranks=ranks, timeout_s=3600)
         assert done.returncode == 0, done.stderr
-        found[ranks] = (hashes(run_dir), losses(run_dir))
-    assert list(found[1][0]) == [100, 200]
-    assert all(of == found[1] for of in found.values())
+        results[ranks] = (hashes(run_dir), losses(run_dir))
+    assert list(results[1][0]) == [100, 200]
+    assert all(of == results[1] for of in results.values())
 
 
 @pytest.mark.full
@@ -175,19 +174,17 @@ def test_killed_on_four_two_three_and_eight_ranks_and_finished_on_one(eight_leav
     ("precision", "compiled"),
     [("fp32", False), ("bf16", False), ("fp16", False), ("fp32", True), ("bf16", True)],
 )
-def test_one_hash_for_all_ranks_where_plain_runs_have_one_for_each(
-    config, tmp_path, precision, compiled
-):
-    """Else the comparisons above would show nothing."""
+def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, precision, compiled):
+    """Plain runs must differ, or the comparisons above would prove nothing."""
     options = (f"train.precision={precision}", f"train.compile={str(compiled).lower()}")
     for name, settings in (("exact", EXACT), ("plain", EXACT[1:])):
         for ranks in (1, 2, 3, 6):
             train(config, tmp_path / f"{name}{ranks}", *settings, *options, ranks=ranks)
-    found = {
+    distinct = {
         name: {hashes(tmp_path / f"{name}{ranks}")[STEPS] for ranks in (1, 2, 3, 6)}
         for name in ("exact", "plain")
     }
-    assert (len(found["exact"]), len(found["plain"])) == (1, 4)
+    assert (len(distinct["exact"]), len(distinct["plain"])) == (1, 4)
 
 
 # ---- mistakes ------------------------------------------------------------------------------------
@@ -210,14 +207,14 @@ def test_one_hash_for_all_ranks_where_plain_runs_have_one_for_each(
         (("data.micro_batch_size=2",), 13, r"at most 12 micro-batches for 13 ranks: use fewer"),
     ],
 )
-def test_what_cannot_be_divided_names_what_can(config, settings, ranks, message):
+def test_rejects_an_indivisible_batch_and_names_valid_ones(config, settings, ranks, message):
     loaded = load_config(config, ["train.exact_over_ranks=true", *settings])
     with pytest.raises(ValueError, match=message):
         make_plan(loaded, 60, ranks)
 
 
 @pytest.mark.full
-def test_batches_that_a_guard_passes_over_are_the_same_where_shares_are_unequal(config, tmp_path):
+def test_the_guard_skips_the_same_batches_with_unequal_shares(config, tmp_path):
     rewind = ("guard.on_spike=rewind", "guard.rewind_skip_steps=2", "guard.max_rewinds=2")
     for ranks in (1, 4):
         train(config, tmp_path / str(ranks), *EXACT, *rewind, "train.steps=24", ranks=ranks)
@@ -237,29 +234,30 @@ def test_a_batch_norm_is_refused():
 
 @pytest.fixture
 def no_limits(monkeypatch):
-    """Of libraries, by variables that whoever runs the tests has set."""
+    """Without the variables that limit libraries, which the environment of the tests may
+    contain."""
     for name in KERNEL_LIMITS:
         monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_limits")
-def test_a_library_that_is_kept_from_instructions_is_another_kind_of_host(monkeypatch):
+def test_limited_instructions_count_as_a_different_kind_of_host(monkeypatch):
     alone = World(0, 1, torch.device("cpu"))
     usual = same_kernels(alone)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert same_kernels(alone) == f"{usual}, ONEDNN_MAX_CPU_ISA=AVX2"
 
 
-@pytest.mark.parametrize("given", ["", "0", "many"])
-def test_threads_that_are_no_number_are_refused(monkeypatch, given):
-    monkeypatch.setenv("OMP_NUM_THREADS", given)
-    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{given}', expected a number"):
+@pytest.mark.parametrize("threads", ["", "0", "many"])
+def test_rejects_a_number_of_threads_that_is_not_a_number(monkeypatch, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    with pytest.raises(ValueError, match=f"OMP_NUM_THREADS='{threads}', expected a number"):
         same_kernels(World(0, 1, torch.device("cpu")))
 
 
 @pytest.mark.usefixtures("no_limits")
 def test_hosts_of_two_kinds_are_refused():
-    """Rank 0 is a host of another kind here, and says so in the same words."""
+    """Rank 0 is a different kind of host, and its message uses the same words."""
 
     def rank(world):
         if not world.is_main:
@@ -281,16 +279,23 @@ def test_hosts_of_two_kinds_are_refused():
 
 
 @pytest.mark.full
-def test_it_can_be_switched_on_for_the_rest_of_a_run(config, tmp_path):
+def test_exactness_can_be_switched_on_during_a_run(config, tmp_path):
     run_dir = tmp_path / "run"
     train(config, run_dir, "train.steps=3")
     more = ("train.steps=6", "train.exact_over_ranks=true", "data.micro_batch_size=4")
     changes = ("--allow-change", "train.exact_over_ranks", "--allow-change", "train.steps")
     train(config, run_dir, *more, *changes)
     assert [line["step"] for line in record(run_dir, "start")] == [0, 3]
-    words = ["launch/train.py", "--config", config, f"run.dir={run_dir}", *TINY, "train.steps=9"]
-    # From here on the leaves are known; and no more once it was switched off.
-    refused = run(*words, *more[1:2], "data.micro_batch_size=2", *changes[2:])
+    arguments = [
+        "launch/train.py",
+        "--config",
+        config,
+        f"run.dir={run_dir}",
+        *TINY,
+        "train.steps=9",
+    ]
+    # The checkpoints contain the leaves from this step on, but not after it was switched off.
+    refused = run(*arguments, *more[1:2], "data.micro_batch_size=2", *changes[2:])
     assert "data.micro_batch_size: 4 there, 2 here" in refused.stderr
     train(config, run_dir, "train.steps=7", *changes)
     train(config, run_dir, "train.steps=9", more[1], "data.micro_batch_size=2", *changes)
@@ -298,25 +303,25 @@ def test_it_can_be_switched_on_for_the_rest_of_a_run(config, tmp_path):
 
 
 def test_a_resume_with_other_leaves_is_refused(config, alone):
-    words = ["launch/train.py", "--config", config, f"run.dir={alone}", *TINY, *EXACT]
-    done = run(*words, "data.micro_batch_size=2")
+    arguments = ["launch/train.py", "--config", config, f"run.dir={alone}", *TINY, *EXACT]
+    done = run(*arguments, "data.micro_batch_size=2")
     assert done.returncode == 2
     assert "data.micro_batch_size: 4 there, 2 here" in done.stderr
     assert "train.exact_over_ranks=false --allow-change train.exact_over_ranks" in done.stderr
 
 
 @pytest.mark.full
-def test_what_is_compiled_cannot_go_on_eager_nor_begin_where_nothing_compiles(config, tmp_path):
-    """Both would go on with other bits, without a word."""
+def test_a_compiled_exact_run_cannot_continue_or_start_uncompiled(config, tmp_path):
+    """Both would silently continue with different bits."""
     train(config, tmp_path / "run", *EXACT, "train.steps=3")
-    words = ["--config", config, *TINY, *EXACT, "train.compile=true"]
-    resumed = run("launch/train.py", *words, f"run.dir={tmp_path / 'run'}")
+    arguments = ["--config", config, *TINY, *EXACT, "train.compile=true"]
+    resumed = run("launch/train.py", *arguments, f"run.dir={tmp_path / 'run'}")
     assert resumed.returncode == 2
     assert re.search(r"computed by torch .+ there, torch .+, compiled here", resumed.stderr)
-    # A warm interpreter has looked for a compiler already.
+    # A warm interpreter has already found the compiler.
     env = {**environment(), "CXX": "/nonexistent"}
-    words += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
-    new = call(command("launch/train.py", *words, ranks=0), env)
+    arguments += [f"run.dir={tmp_path / 'new'}", "train.steps=3"]
+    new = call(command("launch/train.py", *arguments, ranks=0), env)
     assert new.returncode == 2
     assert "exact_over_ranks: torch.compile does not work here (" in new.stderr
     assert not (tmp_path / "new").exists()

@@ -1,4 +1,4 @@
-"""Sums along a tree: what a rank is left with, and the same bits on any number of ranks."""
+"""Sums along a tree: the nodes that each rank keeps, and the same bits on any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def by_recursion(leaves: list[Tensor]) -> Tensor:
 
 
 def random_leaves(count: int, size: int = 50) -> Tensor:
-    """Of many magnitudes, so that any other order of adding gives other bits."""
+    """Leaves of many magnitudes, so that any other order of additions gives different bits."""
     generator = torch.Generator().manual_seed(count)
     scale = torch.randint(-8, 8, (count, size), generator=generator)
     return torch.randn(count, size, generator=generator) * 2.0**scale
 
 
 @pytest.mark.parametrize("num_leaves", [*range(1, 18), 31, 64, 100])
-def test_on_any_number_of_ranks_what_is_left_adds_up_to_the_same(num_leaves):
+def test_the_nodes_of_any_number_of_ranks_add_up_to_the_same_bits(num_leaves):
     leaves = random_leaves(num_leaves)
     expected = by_recursion(list(leaves))
     assert torch.equal(tree_sum(leaves), expected)
@@ -70,7 +70,7 @@ def test_on_any_number_of_ranks_what_is_left_adds_up_to_the_same(num_leaves):
 
 
 def test_the_order_matters():
-    """Else nothing above would show anything."""
+    """The order must matter, or the tests above would prove nothing."""
     leaves = random_leaves(16)
     sums = (tree_sum(leaves), leaves.sum(0), tree_sum(leaves.roll(1, 0)))
     assert len({hash_of([each]) for each in sums}) == 3
@@ -82,7 +82,7 @@ def test_equal_shares_of_a_power_of_two_leave_one_node():
 
 
 class Layers(nn.Module):
-    """Three layers, one of them without a part in the loss."""
+    """Three layers, one of which does not affect the loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Layers(nn.Module):
 
 
 def gradients(num_leaves: int, bucket_bytes: int, world: World, steps: int = 2) -> list[Tensor]:
-    """What `TreeSum` leaves after the last of some steps."""
+    """Return the gradients that `TreeSum` leaves after the last of some steps."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), num_leaves, world, bucket_bytes)
     for step in range(steps):
@@ -130,13 +130,13 @@ def test_one_rank_against_the_gradients_of_each_leaf():
                 [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
             )
         expected = [by_recursion(list(each)) for each in zip(*by_leaf, strict=True)]
-        found = gradients(num_leaves, 100, World(0, 1, torch.device("cpu")))
-        assert hash_of(found) == hash_of(expected)
+        tree_gradients = gradients(num_leaves, 100, World(0, 1, torch.device("cpu")))
+        assert hash_of(tree_gradients) == hash_of(expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 7])
-def test_each_gradient_is_aligned_whatever_the_ranks(ranks):
-    """Kernels that read several values at a time add in another order where it is not."""
+def test_each_gradient_is_aligned_on_any_number_of_ranks(ranks):
+    """Kernels that read several values at a time would otherwise add in a different order."""
     model = Layers()
     adding = TreeSum(list(model.parameters()), 21, World(0, ranks, torch.device("cpu")), 1)
     with adding.leaf():
@@ -144,7 +144,7 @@ def test_each_gradient_is_aligned_whatever_the_ranks(ranks):
 
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 7, 8, 13])
-def test_as_much_memory_is_held_as_is_counted(num_leaves):
+def test_holds_as_much_memory_as_it_counts(num_leaves):
     model = Layers()
     adding = TreeSum(list(model.parameters()), num_leaves, World(0, 1, torch.device("cpu")))
     for leaf in adding.leaves:
@@ -154,17 +154,17 @@ def test_as_much_memory_is_held_as_is_counted(num_leaves):
     assert held_bytes(held[0].numel(), num_leaves, 1) == sum(each.nbytes for each in held)
 
 
-def test_what_comes_from_other_ranks_counts():
-    """Two leaves each leave one node: a leaf, the one before it, and two halves of the sum. On
-    three ranks 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
+def test_the_count_includes_data_from_other_ranks():
+    """Two leaves each leave one node. The peak is a leaf, the previous leaf, and two halves of the
+    sum. On three ranks 8 leaves are 2, 3 and 3, and leave 1, 2 and 2 nodes."""
     assert held_bytes(300, 4, 2) == 4 * (2 * 300 + 2 * 150)
     assert held_bytes(300, 8, 3) == 4 * (3 * 300 + 5 * 100)
 
 
 def peak_over_count(num_leaves: int, world: World) -> float:
-    """Bytes of all tensors that live at a time, the most of any rank, over those that are counted.
+    """Return the peak bytes of all living tensors, the most of any rank, over the counted bytes.
 
-    Each gradient is one number, repeated: there is nothing else of any size.
+    Each gradient is one repeated number, so that nothing else takes space.
     """
     parameters = [nn.Parameter(torch.zeros(96 * 100)) for _ in range(6)]
     with LiveBytes() as live:
@@ -174,7 +174,7 @@ def peak_over_count(num_leaves: int, world: World) -> float:
                 with adding.leaf():
                     torch.stack([p.sum() for p in parameters]).sum().backward()
             adding.finish()
-            # Gloo's threads hold what they sent and received for a moment after `wait` returns.
+            # Gloo's threads hold sent and received data for a moment after `wait` returns.
             deadline = time.monotonic() + 60
             while live.now > sum(each.nbytes for each in adding._spare):
                 assert time.monotonic() < deadline, "memory of a finished exchange is not freed"
@@ -201,13 +201,13 @@ leave_world(world)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_have_the_bits_of_one_process_and_hold_what_is_counted(tmp_path, ranks):
+def test_processes_have_the_bits_of_one_process_and_the_counted_memory(tmp_path, ranks):
     (tmp_path / "script.py").write_text(SCRIPT)
     done = run(tmp_path / "script.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
     one = World(0, 1, torch.device("cpu"))
     expected = " ".join(hash_of(gradients(*case, one)) for case in CASES)
-    printed = [f"{rank} {said}" for rank in range(ranks) for said in (expected, "peaks 1.00 1.00")]
+    printed = [f"{rank} {line}" for rank in range(ranks) for line in (expected, "peaks 1.00 1.00")]
     assert sorted(done.stdout.splitlines()) == sorted(printed)
 
 
@@ -215,7 +215,7 @@ def test_processes_have_the_bits_of_one_process_and_hold_what_is_counted(tmp_pat
 
 
 def test_a_step_is_that_of_a_plain_loop_over_leaves():
-    """Gradients of each leaf by themselves, added by the definition of the tree."""
+    """The gradients of each leaf alone, added by the definition of the tree."""
     torch.manual_seed(0)
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2)
     torch.nn.init.normal_(model.head.weight)

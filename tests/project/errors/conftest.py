@@ -1,5 +1,4 @@
-"""Scenarios run at once in as many threads as there are cores, for nearly all of their time is
-spent on starting Python."""
+"""Scenarios run at once in one thread a core, because most of their time is Python's start."""
 
 from __future__ import annotations
 
@@ -33,24 +32,26 @@ def happened(
     scenario = request.module.scenario
     base = tmp_path_factory.mktemp("errors")
 
-    def provoke(what: str) -> Place:
+    def provoke(problem: str) -> Place:
         place = Place(Path(tempfile.mkdtemp(dir=base)), shards, finished)
-        scenario.of[what](place)
+        scenario.of[problem](place)
         return place
 
-    here = [
+    items = [
         item
         for item in request.session.items
         if isinstance(item, pytest.Function)
         and item.module is request.module
         and "row" in item.fixturenames
     ]
-    rows: list[Any] = [item.callspec.params["row"] for item in here]
+    rows: list[Any] = [item.callspec.params["row"] for item in items]
     chosen = [row.what for row in rows]
     with ThreadPoolExecutor(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
     ) as pool:
-        by_length = sorted(chosen, key=lambda what: what not in scenario.slow)
-        futures: dict[str, Future[Place]] = {what: pool.submit(provoke, what) for what in by_length}
+        by_length = sorted(chosen, key=lambda problem: problem not in scenario.slow)
+        futures: dict[str, Future[Place]] = {
+            problem: pool.submit(provoke, problem) for problem in by_length
+        }
         yield futures
         pool.shutdown(cancel_futures=True)

@@ -131,9 +131,9 @@ ALONE = {
         *("augment.three_augment=true", "augment.randaugment_layers=2")
     ],
 }
-"""Settings that are the scenario."""
-for what, settings in ALONE.items():
-    scenario.of[what] = lambda place, settings=settings: place.train(*settings)
+"""Scenarios that consist of settings alone."""
+for problem, settings in ALONE.items():
+    scenario.of[problem] = lambda place, settings=settings: place.train(*settings)
 
 
 @scenario("an optimizer of timm's where it is not installed")

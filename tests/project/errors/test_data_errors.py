@@ -1,4 +1,4 @@
-"""Data that are missing, damaged, refused or of others, provoked row by row (docs/errors.md)."""
+"""Missing, damaged, rejected or swapped data, provoked row by row (docs/errors.md)."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _(place):
 def _(place):
     place.train("train.steps=1", "eval.sets.trained.split=train[:50%]")
     notes = [line for line in place.done.stderr.splitlines() if "byte-equal" in line]
-    assert len(notes) == 1, "the images of val are others"
+    assert len(notes) == 1, "val has different images, so only the set is noted"
 
 
 @scenario("a set to evaluate on with a class that the model does not have")
@@ -115,7 +115,7 @@ def _(place):
 
 
 def spoil_an_image(root: Path) -> str:
-    """Zeros over the first bytes of an image; returns its key."""
+    """Overwrite the first bytes of an image with zeros; return its key."""
     split = open_split(root, "train")
     row = split.index[0]
     key = split.key(0)
@@ -160,10 +160,10 @@ def _(place):
         (root / "_info.json").write_text(json.dumps({**info, "class_names": names}))
 
     named(place.own_shards(), [])
-    others = [shutil.copytree(place.shards, place.folder / name) for name in ("one", "two")]
-    named(others[0], ["cat", "dog", "eel"])
-    named(others[1], ["eel", "dog", "cat"])
-    place.train(f"data.sources=[{{root: {others[0]}}}, {{root: {others[1]}}}]")
+    sources = [shutil.copytree(place.shards, place.folder / name) for name in ("one", "two")]
+    named(sources[0], ["cat", "dog", "eel"])
+    named(sources[1], ["eel", "dog", "cat"])
+    place.train(f"data.sources=[{{root: {sources[0]}}}, {{root: {sources[1]}}}]")
 
 
 @scenario("a corrupt image in training", begun=True)

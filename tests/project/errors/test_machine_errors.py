@@ -1,4 +1,4 @@
-"""What a machine lacks or does to a run, provoked row by row (docs/errors.md)."""
+"""Limits and faults of a machine, provoked row by row (docs/errors.md)."""
 
 from __future__ import annotations
 
@@ -162,14 +162,14 @@ def _(place):
 @scenario("Python is too old")
 def _(place):
     names = [f"python3.{minor}" for minor in range(8, 11)]
-    found = [shutil.which(name) for name in names] + [
+    paths = [shutil.which(name) for name in names] + [
         str(p) for p in Path(sys.base_prefix).parent.glob("*/bin/python3")
     ]
     is_old = "import sys; sys.exit(not (3, 8) <= sys.version_info < (3, 11))"
     old = next(
         (
             path
-            for path in found
+            for path in paths
             if path and subprocess.run([path, "-c", is_old], capture_output=True).returncode == 0
         ),
         None,
@@ -182,7 +182,7 @@ def _(place):
             place.config,
             f"run.dir={place.run_dir}",
         )
-    else:  # ours, under a false name
+    else:  # the project's library under a false name
         (place.folder / "sitecustomize.py").write_text(
             "import sys\nsys.version_info = (3, 9, 18)\n"
         )
@@ -210,7 +210,7 @@ def _(place):
 
 
 class TooLarge(Batches):
-    """Batches for which no machine has memory."""
+    """Batches that need more memory than any machine has."""
 
     layout = BatchLayout(4, ImageFormat((8, 8)), 0)
 
@@ -223,7 +223,7 @@ class TooLarge(Batches):
 
 
 @pytest.mark.parametrize("allocate", [np.ones, torch.ones])
-def test_whichever_memory_runs_out_the_setting_is_named(allocate):
+def test_names_the_setting_to_lower_when_memory_runs_out(allocate):
     with pytest.raises((MemoryError, RuntimeError)) as caught:
         allocate(1 << 50)
     assert "Lower data.micro_batch_size in training" in exit.out_of_memory(caught.value)
@@ -243,7 +243,7 @@ def test_the_required_versions_are_those_of_pyproject():
     assert "torch>={}.{}".format(*VERSIONS["TORCH"]) in project["dependencies"]
 
 
-def test_old_pythons_can_read_the_commands_far_enough_to_be_told():
+def test_an_old_python_parses_a_command_up_to_the_check_of_versions():
     for path in [*(REPOSITORY / "launch").glob("*.py"), REPOSITORY / "data_prep" / "__init__.py"]:
         ast.parse(path.read_text(), feature_version=(3, 8))
     for path in (REPOSITORY / "launch").glob("*.py"):
@@ -257,7 +257,7 @@ def test_old_pythons_can_read_the_commands_far_enough_to_be_told():
                 if line.split()[1].split(".")[0] not in sys.stdlib_module_names
             ]
             assert ours[0].startswith("import check_versions"), (
-                f"{path.name}: another import may fail before it can tell"
+                f"{path.name}: another import may fail before the version check"
             )
 
 

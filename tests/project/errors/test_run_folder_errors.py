@@ -65,7 +65,7 @@ def _(place):
     state = place.run_dir / "checkpoints" / "step_00000003" / "state.safetensors"
     os.truncate(state, state.stat().st_size - 10)
     place.train("train.steps=3")
-    # set aside for a person to look at, not deleted: under another name the files are the same
+    # set aside for a user to look at, not deleted: the files are the same under another name
     place.after = {
         re.sub(r"damaged_(step_\d+)_\d+", r"\1", name): data for name, data in place.after.items()
     }
@@ -91,7 +91,7 @@ def _(place):
         place.config, place.run_dir, "train.steps=100000", "log.every_steps=100", ranks=0
     )
     background.wait_for_step(100)
-    # holds still, so that what is compared does not change, as soon as its last write has ended
+    # Stop the writer after its last write, so that the compared files do not change.
     os.kill(background.process.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, background.process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
     try:
@@ -132,13 +132,13 @@ ENDLESS = (
     "eval.every_steps=1000000",
     "checkpoint.every_steps=100",
     "log.every_steps=50",
-    "log.sample_losses=0",  # of so many steps they would not fit from the start
+    "log.sample_losses=0",  # the losses of so many steps would not fit from the start
 )
 
 
 def fill_the_disk_meanwhile(place: Place, leave_kib: int, ranks: int = 0) -> None:
-    """Train until somebody else takes the room; then the checkpoint before is whole, and the same
-    command goes on from it once there is room again."""
+    """Train until another program fills the disk. The previous checkpoint must stay whole, and the
+    same command must continue from it when there is room again."""
     with small_disk(place.folder / "disk") as disk:
         place.run_dir = disk / "run"
         background = Background(place.config, place.run_dir, *ENDLESS, ranks=ranks)
