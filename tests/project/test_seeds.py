@@ -1,5 +1,5 @@
-"""The table in seeds.md is true: each row of the five projects occurs once, and each of its commands
-runs at the small size that its head describes."""
+"""The table in seeds.md is true: each row of the five projects occurs once, and each of its
+commands runs at the small size that its head describes."""
 
 from __future__ import annotations
 
