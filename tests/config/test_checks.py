@@ -216,7 +216,7 @@ def test_settings_that_contradict_each_other_are_refused(problems, text, expecte
     assert problems(BASE + text) == [expected]
 
 
-def test_members_of_streamed_samples(load, problems):
+def test_members_of_streamed_samples_are_named_by_settings(load, problems):
     text = BASE.replace(
         "data:\n", "data:\n  reader: webdataset\n  stream: a.tar\n  num_samples: 9\n"
     )

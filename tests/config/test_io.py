@@ -110,7 +110,7 @@ def test_the_default_run_folder_has_the_name_of_the_config(load):
         ("1e+1", 10.0),
     ],
 )
-def test_numbers_are_numbers(load, written, number):
+def test_numbers_are_read_as_numbers(load, written, number):
     assert load(BASE + f"optim: {{lr: {written}}}").config.optim.lr == number
     assert load(BASE, f"optim.lr={written}").config.optim.lr == number
 

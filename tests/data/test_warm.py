@@ -69,7 +69,7 @@ def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
     assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
     assert len(list(cache.rglob("train-00000*.block"))) == 5
     assert len(list(cache.rglob("*.block"))) == 15, (
-        "six more blocks, one of which was cached already"
+        "the fraction has six blocks, one of which was cached already"
     )
 
 

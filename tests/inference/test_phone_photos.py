@@ -99,7 +99,7 @@ def test_an_evaluation_turns_the_images_of_shards_with_lying_photos(place):
 
 
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
-def test_exports_tell_other_programs_to_turn_it(program, place, tmp_path, monkeypatch):
+def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path, monkeypatch):
     """Other programs run the code of the card as printed; `vit.load` reads the config in the
     folder."""
     config = write_config(tmp_path, place / "upright", steps=1)

@@ -77,7 +77,7 @@ def test_a_head_of_1000_unnamed_classes_has_the_names_of_imagenet(data_names, ro
     )
 
 
-def test_our_order_of_imagenets_classes_is_that_of_its_sorted_ids_and_of_torchvision():
+def test_our_order_of_imagenets_classes_equals_that_of_its_ids_and_of_torchvision():
     name_lists = imagenet_names()
     ids = name_lists["WordNet ids"]
     assert ids == sorted(set(ids))

@@ -300,7 +300,7 @@ def test_classes_without_names_are_counted():
 
 
 @pytest.mark.parametrize("name", ["timm/cait_xxs24_224", "timm/beit_base_patch16_224"])
-def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
+def test_models_with_layers_named_as_in_deit3s_files_keep_their_names(name):
     with torch.device("meta"):
         weights = create_model(name, 224, 10).state_dict()
     assert any(".gamma_1" in key for key in weights)

@@ -275,7 +275,7 @@ def _lowbias32(x: int) -> int:
         AugmentConfig(),
     ],
 )
-def test_mixing_is_the_loop_over_samples(config):
+def test_mixing_equals_a_loop_over_samples(config):
     num = 64
     height = 24
     width = 20
@@ -429,7 +429,7 @@ def test_augmenting_leaves_its_arguments_alone(name):
 
 
 @pytest.mark.slow
-def test_compiled_is_the_same():
+def test_compiled_augmentation_gives_the_same_results():
     config = POLICIES["timm"].model_copy(update={"erasing_prob": 0.7})
     images = random_images(8, 3, 40, 36)
     labels = torch.arange(8) % 10

@@ -42,7 +42,7 @@ def small_and_quick(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["http", "s3", "memory", "file"])
-def test_samples_keys_and_labels_are_those_of_the_folder(kind, shards, cache, request):
+def test_samples_keys_and_labels_equal_those_in_the_folder(kind, shards, cache, request):
     if kind == "http":
         root = request.getfixturevalue("url")
     elif kind == "file":
@@ -85,7 +85,7 @@ def test_long_keys_in_separate_headers_are_read(tmp_path, shards, cache):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("trouble", ["none", "fails", "slow"])
-def test_batches_are_the_same_from_a_server_with_troubles(
+def test_batches_are_the_same_from_a_faulty_or_slow_server(
     trouble, workers, web, url, cache, local_epoch
 ):
     if trouble == "fails":

@@ -34,7 +34,7 @@ def verdict_of(imported, name):
     return match
 
 
-def test_there_are_forty_and_each_names_its_source():
+def test_at_least_forty_recipes_each_name_a_source():
     assert len(PUBLISHED) >= 40
     for name, entry in PUBLISHED.items():
         assert re.match(r"[\w-]+/[\w.-]+(@[0-9a-f]{8})?:[\w/.-]+$", entry["source"]), name
@@ -197,7 +197,7 @@ STATED: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_its_values_are_those_of_its_paper(name, imported):
+def test_the_values_of_a_recipe_equal_those_of_its_paper(name, imported):
     recipe = imported(name)
     got = {key: value(recipe, key) for key in STATED[name]}
     assert got == STATED[name]
@@ -249,7 +249,7 @@ def test_other_rules_of_weight_decay_are_reported(imported):
     assert value(imported("mm_b16"), "optim.no_weight_decay") == "embeddings"
 
 
-def test_a_child_of_an_mmpretrain_config_is_read_with_what_it_changes(tmp_path):
+def test_a_child_of_an_mmpretrain_config_is_imported_with_its_changes(tmp_path):
     base = Path(__file__).parent / "configs" / "mmpretrain" / "deit" / "deit-small_4xb256_in1k.py"
     child = tmp_path / "deit-small_8xb64_in1k.py"
     child.write_text(

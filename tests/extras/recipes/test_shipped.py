@@ -210,8 +210,8 @@ def test_a_recipe_has_exactly_the_values_of_its_sources_table(name):
 
 
 def test_every_recipe_is_compared_with_a_source():
-    """The sources are our own measurements, the tables in this file and in
-    tests/project/test_configs.py, or `EQUALS`."""
+    """A recipe states the source `none`, or has an entry in `EQUALS`, in `TABLES` or in
+    tests/project/test_configs.py."""
     config_tests = (ROOT / "tests" / "project" / "test_configs.py").read_text()
     for path in CONFIGS:
         name = recipe_name(path)

@@ -28,7 +28,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""Arguments of optimizers that contain numbers."""
+"""Settings of optimizers that must equal those of timm's factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 

@@ -20,8 +20,9 @@ def store_of(url: str) -> ObjectStore:
 
 
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
-def test_a_conditional_write_works_on_any_server(s3, proxy, answer):
-    """Amazon names the failed condition; other servers do not, or do not support conditions."""
+def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
+    """Some servers refuse an existing file without naming the condition. Others do not support
+    conditions, so the file is overwritten."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
     assert not store.write("a", b"2", only_new=True)

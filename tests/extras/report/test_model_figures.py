@@ -136,8 +136,7 @@ def test_the_attention_of_the_output_equals_brute_force(global_pool):
 
 @pytest.mark.parametrize("registers", [0, 2])
 def test_a_map_head_counts_as_one_more_layer(registers):
-    """Its attention is only on patches, with weights of sum 1; the blocks' attention is
-    unchanged."""
+    """Its query attends only to patches, with weights of sum 1."""
     model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
     with torch.no_grad():
         for parameter in model.parameters():

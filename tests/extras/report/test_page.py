@@ -70,7 +70,7 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def values(self) -> list[str]:
-        """Return the numbers in the precision of the record."""
+        """Return the numbers as the record has them, which are more precise than the text."""
         return [attributes["value"] for attributes in self.attributes("data")]
 
 

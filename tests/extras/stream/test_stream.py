@@ -331,7 +331,7 @@ def test_bad_images_are_skipped_if_the_settings_say_so(shards, tmp_path):
     assert ((batch.weights == 1) == (batch.labels == 2)).all()
 
 
-def test_fewer_samples_than_readers_work(shards, tmp_path):
+def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
     path = write_tar(
         tmp_path / "one.tar", {"a.jpg": open_split(shards, "train").read(0), "a.cls": b"1"}
     )

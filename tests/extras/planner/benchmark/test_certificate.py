@@ -90,7 +90,7 @@ def test_the_planner_reads_the_results_of_the_benchmark(tmp_path):
     shallow = row(flops_per_image=B16_FLOPS // 6, mfu=0.9)
     write_results(tmp_path, result(shallow))
     assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
-        "a model of another depth has the same share of the peak"
+        "a measurement of another depth must not count"
     )
     for model, precision, gpu in [
         ("vit_l16", "bf16", "H200"),

@@ -30,7 +30,7 @@ def test_each_pair_of_ranks_is_measured_once_and_no_rank_twice_at_a_time(number)
     assert met == Counter(map(frozenset, combinations(range(number), 2)))
 
 
-def test_pairs_within_hosts_and_between_ranks_of_the_same_place():
+def test_pairs_are_within_hosts_and_between_ranks_of_the_same_place():
     hosts = ("a", "b", "a", "b", "a", "c")
     met = {
         (kind, frozenset(pair)) for kind, pairs in all_rounds(hosts) for pair in map(tuple, pairs)
