@@ -32,7 +32,7 @@ CORE = [
     "tests/training/test_loss.py",
     "tests/test_step.py",
     "tests/inference/test_predictor.py::test_inputs_and_logits_are_those_of_launch_eval",
-    "tests/weights/test_published.py::test_a_file_of_timms_computes_and_predicts_what_timm_does[resnet10t]",
+    "tests/weights/test_published.py::test_a_timm_file_gives_timms_logits_and_predictions[resnet10t]",
 ]
 """A selection of all comparisons, some of each kind: seconds for each set of kernels."""
 

@@ -1,4 +1,4 @@
-"""Config files of a test."""
+"""Fixtures that load a config from a text."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from vit.config.io import ConfigError, LoadedConfig, load_with_origins
 
 @pytest.fixture
 def load(tmp_path, monkeypatch):
-    """Loads a text, as the file `run.yaml` of the current directory."""
+    """Load a text as the file `run.yaml` in the current directory."""
     monkeypatch.chdir(tmp_path)
 
     def load_text(text: str, *overrides: str) -> LoadedConfig:
@@ -21,7 +21,7 @@ def load(tmp_path, monkeypatch):
 
 @pytest.fixture
 def problems(load):
-    """The lines of the error that a text gives."""
+    """Return the lines of the error that a text causes."""
 
     def problems_of(text: str, *overrides: str) -> list[str]:
         with pytest.raises(ConfigError) as caught:

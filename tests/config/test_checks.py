@@ -1,4 +1,4 @@
-"""Settings that depend on each other and what chooses samples: what contradicts is refused."""
+"""Settings that contradict each other are refused, those that choose samples included."""
 
 import re
 import textwrap
@@ -40,7 +40,7 @@ def test_one_form_on_the_command_line_replaces_the_other_of_the_file(load, secti
         assert getattr(getattr(config, section), overriding) == 7
         assert f"{section}.{in_file}" not in origins
         assert load(text, f"{section}.{overriding}=null").config == load(text).config, (
-            "null gives nothing, so it replaces nothing"
+            "null on the command line must not replace a value of the file"
         )
 
 
@@ -136,18 +136,18 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
 def test_settings_of_schedule_and_loss_that_contradict_each_other_are_refused(
     problems, section, problem
 ):
-    found = problems(BASE + section + "\n")
-    assert [line.partition(": ")[2] for line in found] == [problem]
+    lines = problems(BASE + section + "\n")
+    assert [line.partition(": ")[2] for line in lines] == [problem]
 
 
-def test_all_that_is_wrong_with_stages_of_image_size_is_said_at_once(problems):
-    found = problems(
+def test_all_problems_of_image_size_stages_are_reported_at_once(problems):
+    lines = problems(
         BASE + "schedule:\n  image_sizes:\n"
         "    - {until_epoch: 2, image_size: 100}\n"
         "    - {until_epoch: 1, image_size: 160}\n"
         "    - {until_epoch: 5, image_size: 160}\n"
     )
-    assert [line.partition("schedule.image_sizes")[2].partition(" is ")[0] for line in found] == [
+    assert [line.partition("schedule.image_sizes")[2].partition(" is ")[0] for line in lines] == [
         "[0].image_size=100",
         "[1].until_epoch=1",
         "[1].image_size=160",
@@ -216,17 +216,17 @@ def test_settings_that_contradict_each_other_are_refused(problems, text, expecte
     assert problems(BASE + text) == [expected]
 
 
-def test_members_of_streamed_samples(load, problems):
+def test_members_of_streamed_samples_are_named_by_settings(load, problems):
     text = BASE.replace(
         "data:\n", "data:\n  reader: webdataset\n  stream: a.tar\n  num_samples: 9\n"
     )
     assert text != BASE
-    given = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
-    assert load(text, *given).config.data.stream_label == "json:meta.label"
+    overrides = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
+    assert load(text, *overrides).config.data.stream_label == "json:meta.label"
     assert "data.stream_label=none: expected a member, as a model learns from labels" in str(
         problems(text, "data.stream_label=none")
     )
-    assert [line.split(": ", 1)[1] for line in problems(BASE, *given)] == [
+    assert [line.split(": ", 1)[1] for line in problems(BASE, *overrides)] == [
         "data.stream_image has no effect with data.reader=index: set data.reader=webdataset, or"
         " remove data.stream_image",
         "data.stream_label has no effect with data.reader=index: set data.reader=webdataset, or"
@@ -266,19 +266,18 @@ def test_sources_are_a_list_in_the_file_and_on_the_command_line(load):
         " fraction: 0.5",
     )
     config, _ = load(text)
-    given, _ = load(
+    overridden, _ = load(
         BASE, "data.sources=[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]"
     )
-    assert config.data.sources == given.data.sources
-    assert [(source.root, source.weight, source.fraction) for source in given.data.sources] == [
-        ("a", 3.0, None),
-        ("b", 1.0, 0.5),
-    ]
+    assert config.data.sources == overridden.data.sources
+    assert [
+        (source.root, source.weight, source.fraction) for source in overridden.data.sources
+    ] == [("a", 3.0, None), ("b", 1.0, 0.5)]
     assert from_dict(to_dict(config), "test") == config
 
 
-def test_what_cannot_be_chosen_is_reported(problems):
-    told = "; ".join(
+def test_invalid_choices_of_samples_are_reported(problems):
+    message = "; ".join(
         problems(
             BASE,
             "data.filter=widht > 3",
@@ -297,22 +296,20 @@ def test_what_cannot_be_chosen_is_reported(problems):
         ),
         "data.sources: some have a weight and some have none: give all of them one, or none",
     ):
-        assert expected in told
-    told = problems(
+        assert expected in message
+    lines = problems(
         BASE, "data.sources=[{root: a, weight: 0}, {root: b, weight: x, samples_per_class: 0}]"
     )
-    assert [line.rpartition("): ")[2] for line in told] == [
+    assert [line.rpartition("): ")[2] for line in lines] == [
         "data.sources[0].weight is 0, expected greater than 0",
         "data.sources[1].samples_per_class is 0, expected greater than 0",
         'data.sources[1].weight is "x", expected number',
     ]
-    [told] = problems(BASE, "data.sources=[{rooot: a}]")
-    assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in told
+    [line] = problems(BASE, "data.sources=[{rooot: a}]")
+    assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in line
 
 
-def test_all_variables_that_are_not_set_are_named_with_what_else_is_wrong(
-    load, problems, monkeypatch
-):
+def test_all_unset_variables_are_named_beside_other_problems(load, problems, monkeypatch):
     monkeypatch.setenv("THERE", "x")
     for name in ("GONE", "LOST", "FAR"):
         monkeypatch.delenv(name, raising=False)
@@ -327,27 +324,27 @@ def test_all_variables_that_are_not_set_are_named_with_what_else_is_wrong(
         "data.sources: ${LOST}, ${FAR} not set in the environment",
     ]
     assert load(BASE, "data.root=$${GONE}").config.data.root == "$${GONE}", (
-        "as it was written: what it stands for is used and not kept"
+        "the config keeps the text as written; only readers replace the variable"
     )
 
 
-def test_a_command_with_a_header_is_a_text_whose_login_is_not_recorded(load):
+def test_the_login_in_the_header_of_a_stream_command_is_not_recorded(load):
     command = 'pipe:curl -H "Authorization: Bearer $TOKEN" https://host/train-{0..9}.tar'
     streams = ("data.reader=webdataset", "data.num_samples=10")
     config, _ = load(BASE, f"data.stream={command}", *streams)
     assert config.data.stream == command
     assert to_dict(config)["data"]["stream"] == command, (
-        "the shell's name of a variable is no secret"
+        "the name of a shell variable is not a secret"
     )
     config, origins = load(BASE, f"data.stream={command.replace('$TOKEN', 'a5ecret')}", *streams)
     assert "a5ecret" in str(config.data.stream)
     assert "a5ecret" not in f"{to_dict(config)} {origins}"
 
 
-def test_the_examples_of_the_page_on_data_can_be_loaded(load):
+def test_the_examples_of_the_data_page_load(load):
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
-    found = re.findall(r"(?m)^    [a-z]+:\n(?:      .*\n)+", page)
-    assert found
-    for example in found:
+    examples = re.findall(r"(?m)^    [a-z]+:\n(?:      .*\n)+", page)
+    assert examples
+    for example in examples:
         config = load(textwrap.dedent(example) + "train: {epochs: 3}\n").config
         assert config.data.sources[1].filter == "min(width, height) >= 64"

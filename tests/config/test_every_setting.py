@@ -1,8 +1,8 @@
-"""Every setting does something: where one is changed, something of what a run is made of changes.
+"""Every setting has an effect: changing it changes a part of the run.
 
-A run is built with and without the other value of `other_values.VALUES`, and takes two steps and an
-evaluation; what differs has to be more than its config. A setting for which nothing can differ here
-is in one of the tables below, with the reason.
+Each test builds a run with the default and one with the value in `other_values.VALUES`; both do two
+steps and an evaluation. More than their configs must differ. The tables below list the settings
+that cannot show a difference in these tests, with the reasons.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.report": "where the record is shown",
 }
 REFUSED = {"distill.teacher_model": "its run says which model it is: remove distill.teacher_model"}
-"""Settings that are refused in the situation that is built here, and with which words."""
+"""Settings that these runs refuse -> the message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},
     "eval.best_by": {"train.steps": 4},
     "guard.rewind_skip_steps": {"optim.lr": 1e30},
 }
-"""Settings that only the loop reads, and a short run in which they count."""
+"""Settings that only the loop reads -> the settings of a short run in which they have an effect."""
 SEVERAL = {
     "model.image_size": {"batches", "evaluators", "step"},
     "model.in_chans": {"batches", "evaluators", "step"},
@@ -82,7 +82,7 @@ SEVERAL = {
     "train.seed": {"batches", "step"},
     "train.precision": {"step", "evaluators"},
 }
-"""Settings that are handed to several parts of a run, each of which has to differ."""
+"""Settings that several parts of a run read -> the parts, each of which must differ."""
 BASE: dict[str, Any] = {
     "data.root": "{shards}",
     "data.global_batch_size": 24,
@@ -99,15 +99,16 @@ BASE: dict[str, Any] = {
     "log.report": False,
     "run.dir": "{folder}/run",
 }
-"""Two steps an epoch."""
+"""The settings of every run of this file, with two steps an epoch."""
 NUM_STEPS = 2
 
 
-# --- what a run is made of ------------------------------------------------------------------------
+# --- digests of a run's parts ---------------------------------------------------------------------
 
 
 def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
-    """What `value` consists of, without sections of the config: to hold one is no effect."""
+    """Yield the content of `value` as bytes. Sections of the config are skipped, because only
+    storing a setting is not an effect."""
     if isinstance(value, Section | World | Record | Path):
         return
     if isinstance(value, Tensor):
@@ -119,7 +120,7 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
     elif value is None or isinstance(value, bool | int | float | str | bytes | torch.dtype | type):
         yield repr(value).encode()
     elif id(value) not in seen:
-        seen[id(value)] = value  # so that nothing else gets its id
+        seen[id(value)] = value  # keeps the object alive, so that Python cannot reuse its id
         yield type(value).__name__.encode()
         for part in content(value):
             yield from parts(part, seen)
@@ -127,13 +128,13 @@ def parts(value: Any, seen: dict[int, Any]) -> Iterator[bytes]:
 
 def content(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        # Hooks are numbered over all modules of the process.
+        # torch numbers hooks over all modules of the process, so their keys differ between runs.
         return [*(key for key in value if not isinstance(key, int)), *value.values()]
     if isinstance(value, list | tuple | range):
         return list(value)
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)
-    if isinstance(value, Synchronized):  # its memory lies elsewhere each time
+    if isinstance(value, Synchronized):  # the address of its memory differs between runs
         return [value.value]
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
@@ -146,39 +147,39 @@ def content(value: Any) -> list[Any]:
 
 
 def digest(*values: Any) -> str:
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     seen: dict[int, Any] = {}
     for value in values:
         for part in parts(value, seen):
-            found.update(part)
-    return found.hexdigest()
+            hasher.update(part)
+    return hasher.hexdigest()
 
 
 def judged(config: Config, record: Record) -> list[str]:
-    """What the guard does about a spike and about gradients that are not finite, in a row."""
+    """Return the guard's decisions about a spike followed by steps with non-finite gradients."""
     nothing = np.zeros(0, np.float32)
     recent = [[step, 9.0 - 0.01 * step, 1.0 + 0.001 * step] for step in range(200)]
     state = RunState(step=202, recent=recent, rewinds=4)
     guard = Guard(config, state, ALONE, record)
     verdicts = [*[SPIKE] * (config.guard.on_spike != "none"), *[NON_FINITE] * 6]
-    words = [f"{guard.limits(202)}"]
+    decisions = [f"{guard.limits(202)}"]
     for step, verdict in enumerate(verdicts, 202):
         values = (math.nan if verdict == NON_FINITE else 99.0, 9.0, 0.0, 0, verdict)
         problem = guard.judge(step, StepValues(*values, nothing[None], nothing, nothing, None))
-        words.append(f"{type(problem).__name__} {problem}")
-    return words
+        decisions.append(f"{type(problem).__name__} {problem}")
+    return decisions
 
 
 def of_hook(run: Run, kind: str, name: str) -> Any:
-    """An attribute of the hook of that class, None if the run has none."""
+    """Return an attribute of the run's hook of class `kind`, None if the run has no such hook."""
     hooks = [hook for hook in run.hooks if type(hook).__name__ == kind]
     return getattr(hooks[0], name) if hooks else None
 
 
 def built(config: Config) -> dict[str, str]:
-    """Digests of the parts of a run that was built, of two steps of it, and of an evaluation."""
+    """Build a run; return digests of its parts, of two steps and of an evaluation."""
     with vit.extras.compose.build_run(config, ALONE) as run:
-        found = {
+        digests = {
             "plan": digest(run.plan, of_hook(run, "ReferenceCurve", "_comparison")),
             "batches": digest(run.batches),
             "evaluators": digest(run.evaluators),
@@ -197,16 +198,16 @@ def built(config: Config) -> dict[str, str]:
                         run.train_step(batch, step)
             weights = {name: each.state_dict() for name, each in run.models().items()}
             results = [each.evaluate(run.models()) for each in run.evaluators]
-            found |= {
+            digests |= {
                 "images": " ".join(images),
                 "weights": digest(weights),
                 "results": digest(results),
             }
-    return found
+    return digests
 
 
 def trained(config: Config) -> dict[str, str]:
-    """What a run has left behind: its checkpoints, and where it went back to."""
+    """Train; return a description of the checkpoints and of the steps that rewinds skipped."""
     with vit.extras.compose.build_run(config, ALONE) as run:
         train(run)
     states = []
@@ -222,7 +223,7 @@ def trained(config: Config) -> dict[str, str]:
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """More would wait for each other: all is tiny."""
+    """Use one thread, because several would mostly wait for each other on such small tensors."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -231,7 +232,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """What {names} in values stand for."""
+    """Return the values that replace {names} in settings."""
     folder = tmp_path_factory.mktemp("every_setting")
     (folder / "exclude.txt").write_text("label=1\n")
     (folder / "real.json").write_text(json.dumps({f"class{n % 3}_{n:04d}": [0] for n in range(23)}))
@@ -245,8 +246,8 @@ def places(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, 
         picture.getexif()[ExifTags.Base.Orientation] = 6
         picture.save(path, exif=picture.getexif())
     own["turned"] = str(folder / "turned")
-    words = [str(images), "--out", own["turned"], "--num-shards", "1", "--no-apply-exif"]
-    assert imagefolder.main(words) == 0
+    arguments = [str(images), "--out", own["turned"], "--num-shards", "1", "--no-apply-exif"]
+    assert imagefolder.main(arguments) == 0
     for name, root in (("trained", "{shards}"), ("of_four", "{four}")):
         settings = {"train.steps": 1, "train.seed": 7, "data.root": root}
         own[name] = str(folder / name)
@@ -288,8 +289,8 @@ def digest_of(places: dict[str, str], tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has the record of the others: its own takes two thirds of the time, and only reports
-    what has been built."""
+    """Give rank 0 the empty record of other ranks. A real record takes two thirds of the time and
+    only reports what was built."""
 
     def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)
@@ -337,20 +338,20 @@ WITHIN: dict[str, tuple[Any, Any]] = {
         [{"until_epoch": 1, "image_size": 24}],
     ),
 }
-"""Settings in the items of a setting: its value before and after the change of one."""
+"""Setting inside a list's items -> the list before and after that setting changes."""
 
 
 TESTED = [s for s in SETTINGS if s.key not in ONLY_WHERE_OR_HOW_FAST]
 
 
-def test_every_setting_has_another_value_or_a_reason_why_it_needs_none():
+def test_every_setting_has_a_second_value_or_a_reason_to_be_skipped():
     keys = {setting.key for setting in SETTINGS}
     assert VALUES.keys() | ONLY_WHERE_OR_HOW_FAST.keys() == keys
     assert not VALUES.keys() & ONLY_WHERE_OR_HOW_FAST.keys()
 
 
 @pytest.mark.parametrize("setting", TESTED, ids=str)
-def test_a_setting_changes_what_a_run_is_made_of(setting, digest_of, request):
+def test_a_setting_changes_a_part_of_the_run(setting, digest_of, request):
     owner = trained if setting.key in IN_THE_LOOP else built
     if owner is built:
         request.getfixturevalue("without_record")
@@ -363,16 +364,16 @@ def test_a_setting_changes_what_a_run_is_made_of(setting, digest_of, request):
     after = digest_of(base | changed(setting), owner)
     differing = {part for part in before | after if before.get(part) != after.get(part)}
     assert differing, f"{setting} = {VALUES[setting.key]} has no effect"
-    assert differing >= SEVERAL.get(setting.key, set()), f"{setting} has an effect on some only"
+    assert differing >= SEVERAL.get(setting.key, set()), f"{setting} does not change all its parts"
 
 
-def test_every_setting_of_an_item_has_another_value():
+def test_every_setting_of_a_list_item_has_a_second_value():
     kinds: dict[str, type[Section]] = {**LISTS, "eval.sets": EvalSetConfig}
     assert WITHIN.keys() == {f"{key}.{name}" for key in kinds for name in kinds[key].model_fields}
 
 
 @pytest.mark.parametrize("key", WITHIN)
-def test_a_setting_of_an_item_changes_what_a_run_is_made_of(key, digest_of, without_record):
+def test_a_setting_of_a_list_item_changes_a_part_of_the_run(key, digest_of, without_record):
     setting = key.rpartition(".")[0]
     before, after = (digest_of(BASE | {setting: value}, built) for value in WITHIN[key])
     assert before != after, f"{key} has no effect"
@@ -382,6 +383,8 @@ BASES = {json.dumps(beside(setting), sort_keys=True): str(setting) for setting i
 
 
 @pytest.mark.parametrize("settings", BASES, ids=BASES.get)
-def test_the_same_settings_make_the_same_run(settings, places, digest_of, without_record):
+def test_equal_settings_have_equal_digests(settings, places, digest_of, without_record):
     chosen = BASE | json.loads(settings)
-    assert built(config_of(chosen, places)) == digest_of(chosen, built), "this would hide others"
+    assert built(config_of(chosen, places)) == digest_of(chosen, built), (
+        "if equal runs differ, the other tests prove nothing"
+    )

@@ -1,5 +1,5 @@
-"""Configs from files and command lines: what is read is what was written, and every mistake is
-reported with its place and its remedy."""
+"""Configs from files and command lines are read as written, and every mistake is reported with its
+place and its remedy."""
 
 import re
 
@@ -35,26 +35,26 @@ def sections() -> list[type[Section]]:
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
-def test_every_setting_is_a_field_with_a_sentence(section):
+def test_every_setting_is_a_described_field(section):
     inherited = (base.model_fields for base in (Selection, OptimizerConfig))
     own = set(section.__annotations__).union(
         *(fields for fields in inherited if fields.keys() <= section.model_fields.keys())
     )
     assert own == set(section.model_fields)
-    others = {
+    untyped = {
         name
         for name, value in vars(section).items()
         if not name.startswith("_") and not callable(value)
     } - set(section.model_fields)
-    assert others <= {"model_config"}, "an attribute without a type is no field and cannot be set"
+    assert untyped <= {"model_config"}, "an attribute without a type cannot be set by a user"
     if section is not Config:
         for name, field in section.model_fields.items():
             assert re.match(r"\S.*\.$", field.description or "", re.DOTALL), (
-                f"{name}: {field.description!r} is no sentence"
+                f"{name}: the description {field.description!r} is not a sentence"
             )
 
 
-def test_every_section_can_be_reached_from_a_file():
+def test_a_file_can_set_every_section():
     config = from_dict(yaml.safe_load(BASE), "test")
     of_optim = classes_of_sections()["optim"]
     assert {type(getattr(config, name)) for name in Config.model_fields} == set(sections()) - {
@@ -87,7 +87,7 @@ def test_defaults_are_complete(load):
         config.train.epochs = 4
 
 
-def test_a_run_lives_in_the_folder_of_its_configs_name_unless_told_otherwise(load):
+def test_the_default_run_folder_has_the_name_of_the_config(load):
     assert load(BASE).config.run.dir == "runs/run"
     assert load(BASE + "run:\n  dir: elsewhere\n").config.run.dir == "elsewhere"
     config, origins = load(BASE, "run.dir=there")
@@ -110,7 +110,7 @@ def test_a_run_lives_in_the_folder_of_its_configs_name_unless_told_otherwise(loa
         ("1e+1", 10.0),
     ],
 )
-def test_numbers_are_numbers(load, written, number):
+def test_numbers_are_read_as_numbers(load, written, number):
     assert load(BASE + f"optim: {{lr: {written}}}").config.optim.lr == number
     assert load(BASE, f"optim.lr={written}").config.optim.lr == number
 
@@ -119,7 +119,7 @@ def test_numbers_are_numbers(load, written, number):
     "word",
     ["on", "off", "yes", "no", "012", "1:30", "2024-01-01", ".inf", "0x1f", "1e", "True", "y"],
 )
-def test_words_stay_words(load, word):
+def test_words_are_read_as_texts(load, word):
     assert load(BASE + f"log: {{wandb_project: {word}}}").config.log.wandb_project == word
     assert load(BASE, f"log.wandb_project={word}").config.log.wandb_project == word
 
@@ -155,12 +155,12 @@ def test_a_key_given_twice_is_reported_with_both_lines(problems):
         ("hello", r"run\.yaml:1: expected sections .* found 'hello'"),
     ],
 )
-def test_what_is_not_a_config_is_reported_with_its_line(problems, text, expected):
+def test_a_file_that_is_not_a_config_is_reported_with_the_line(problems, text, expected):
     (line,) = problems(text)
     assert re.match(expected, line), line
 
 
-def test_a_missing_file_names_those_that_are_there(load):
+def test_the_error_for_a_missing_file_lists_the_existing_files(load):
     load(BASE)
     with pytest.raises(
         ConfigError,
@@ -172,7 +172,7 @@ def test_a_missing_file_names_those_that_are_there(load):
         load_config("runs.yaml")
 
 
-def test_of_many_files_the_nearest_are_named(load, tmp_path):
+def test_the_error_for_a_missing_file_lists_only_similar_names_of_many(load, tmp_path):
     load(BASE)
     for number in range(9):
         (tmp_path / f"recipe{number}.yaml").write_text(BASE)
@@ -254,8 +254,8 @@ def test_an_unknown_key_is_reported_with_the_nearest(problems, text, expected):
 
 
 @pytest.mark.parametrize("section", ["data", "train", "optim", "model"])
-def test_the_batch_size_of_training_is_meant_first(problems, section):
-    """Who followed a hint at eval.batch_size would train with another batch than meant."""
+def test_the_hint_for_batch_size_puts_the_training_batch_first(problems, section):
+    """A user who followed a hint at eval.batch_size would train with an unintended batch."""
     (line,) = problems(BASE, f"{section}.batch_size=64")
     assert (
         line == f"command line ({section}.batch_size=64): unknown key '{section}.batch_size'; "
@@ -263,14 +263,14 @@ def test_the_batch_size_of_training_is_meant_first(problems, section):
     )
 
 
-def test_words_of_other_programs_lead_to_settings_that_there_are():
-    words = [word for known_as in OTHER_NAMES.values() for word in known_as.split()]
+def test_names_of_other_programs_map_to_existing_settings():
+    other_names = [word for known_as in OTHER_NAMES.values() for word in known_as.split()]
     assert set(OTHER_NAMES) | set(OTHER_VALUES) <= set(all_keys())
-    assert len(words) == len(set(words)), "a word with two meanings"
-    assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(words) - {"batch_size"}, (
-        "a setting's own name needs no row"
-    )
-    assert not set(ADVICE) & set(words)
+    assert len(other_names) == len(set(other_names)), "a name maps to two settings"
+    assert not {key.rpartition(".")[2] for key in OTHER_NAMES} & set(other_names) - {
+        "batch_size"
+    }, "a setting's own name must not be listed as a foreign name"
+    assert not set(ADVICE) & set(other_names)
 
 
 @pytest.mark.parametrize(
@@ -306,7 +306,7 @@ def test_words_of_other_programs_lead_to_settings_that_there_are():
         ("--zzz", "", ""),
     ],
 )
-def test_an_option_of_other_programs_is_the_setting_that_it_means(option, value, expected):
+def test_the_hint_for_an_option_of_another_program_names_our_setting(option, value, expected):
     assert setting_for(option, value) == expected
 
 
@@ -379,7 +379,7 @@ def test_missing_sections_and_keys_are_reported(problems, text, expected):
     assert problems(text) == expected
 
 
-def test_all_problems_come_at_once(problems):
+def test_all_problems_are_reported_at_once(problems):
     text = BASE + "optm:\n  lr: 1\nmodel:\n  depth: x\n  heads: 3\nloss:\n  label_smoothing: 2\n"
     lines = problems(text, "train.steps", "train.stepz=3", "optim.lr=-1", "data.root=[")
     for expected in (
@@ -438,7 +438,7 @@ def test_an_override_of_another_form_is_refused(problems, override):
     )
 
 
-def test_any_iterable_of_overrides_will_do(load):
+def test_overrides_may_be_any_iterable(load):
     load(BASE)
     config = load_config("run.yaml", iter(["train.steps=3", "optim.lr=0.5"]))
     assert (config.train.steps, config.optim.lr) == (3, 0.5)

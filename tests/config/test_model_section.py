@@ -1,4 +1,4 @@
-"""`ModelConfig` and the constructor of the model agree, and nothing given is ignored."""
+"""`ModelConfig` and the constructor of the model agree, and no argument is ignored."""
 
 import inspect
 
@@ -9,7 +9,7 @@ from vit.model import VisionTransformer, create_model
 SMALL = {"embed_dim": 32, "depth": 1, "num_heads": 2, "patch_size": 8}
 
 
-def test_every_argument_of_the_model_is_a_setting_and_the_other_way_round():
+def test_the_settings_are_exactly_the_arguments_of_the_model():
     arguments = set(inspect.signature(VisionTransformer).parameters)
     assert arguments == set(ModelConfig.model_fields) - {"name"}
 

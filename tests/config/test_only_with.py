@@ -50,4 +50,4 @@ def test_a_setting_is_refused_without_its_partner_and_accepted_with_it(
     default = {setting.key: setting.default()}
     assert not [
         line for line in problems_of(without(setting, needed) | default) if complaint in line
-    ], "a value that is the default is none that was chosen"
+    ], "a setting at its default must not count as chosen"

@@ -1,4 +1,4 @@
-"""What is dumped is read back, and older runs are compared with it."""
+"""A dumped config loads as the same config, and configs of older runs can be compared with it."""
 
 import copy
 import re
@@ -21,7 +21,7 @@ train:
 # --- round trips ----------------------------------------------------------------------------------
 
 
-words = st.text(
+texts = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cc", "Cs")), min_size=1, max_size=12
 )
 
@@ -54,18 +54,18 @@ numbers = st.floats(min_value=1e-12, max_value=1e9)
 
 
 @given(
-    root=words | traps,
+    root=texts | traps,
     project=traps,
     lr=numbers,
     epochs=numbers,
     seed=st.integers(0, 2**63 - 1),
     size=st.integers(1, 4096) | st.tuples(st.integers(1, 99), st.integers(1, 99)).map(list),
-    checkpoint=st.none() | words,
+    checkpoint=st.none() | texts,
     optimizer=st.sampled_from(
         [{}, {"name": "sgd", "nesterov": True}, {"betas": [0.5, 0.25], "clip_grad_norm": None}]
     ),
 )
-def test_what_is_dumped_is_read_back(
+def test_a_dumped_config_loads_as_the_same_config(
     tmp_path_factory, root, project, lr, epochs, seed, size, checkpoint, optimizer
 ):
     values = {
@@ -88,14 +88,14 @@ def test_what_is_dumped_is_read_back(
     assert yaml.safe_load(path.read_text("utf-8"))["train"]["seed"] == seed
 
 
-def test_comments_stand_at_the_ends_of_their_lines():
+def test_origins_are_comments_at_the_ends_of_lines():
     text = dump_yaml(
         {"train": {"steps": 3, "seed": 0}, "log": {"wandb": "off"}}, {"train.steps": "run.yaml:4"}
     )
     assert re.fullmatch(r"train:\n  steps: 3 +# run\.yaml:4\n  seed: 0\nlog:\n  wandb: off\n", text)
 
 
-def test_the_fields_of_an_older_run_are_checked_too():
+def test_unknown_fields_in_the_config_of_an_older_run_are_refused():
     values = to_dict(from_dict(yaml.safe_load(BASE), "test"))
     values["train"]["sead"] = 3
     with pytest.raises(
@@ -118,6 +118,6 @@ def test_differences_are_reported_by_dotted_key():
     assert changed["train.epochs"] == (3.0, 4.0)
     assert changed["model.image_size"] == (224, [32, 32])
     assert changed["optim.name"] == ("adamw", "sgd")
-    assert changed["optim.betas"] == ([0.9, 0.999], None), "sgd has no betas"
+    assert changed["optim.betas"] == ([0.9, 0.999], None), "SGD has no betas"
     assert changed["optim.momentum"] == (None, 0.9)
     assert "optim.lr" not in changed

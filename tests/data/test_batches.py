@@ -1,4 +1,4 @@
-"""Batches must not depend on ranks, workers or where the loader starts."""
+"""Batches do not depend on the number of ranks, the number of workers or the first step."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, ran
 def global_batches(
     root, ranks: int, workers: int, start: int, stop: int
 ) -> list[list[torch.Tensor]]:
-    """The batches at positions [start, stop) as all ranks together see them: ids, images, labels,
-    table."""
+    """Return the global batches at positions [start, stop), joined over the ranks: ids, images,
+    labels, table."""
     split = open_split(root, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     share = BATCH // ranks
@@ -50,12 +50,14 @@ def global_batches(
 
 @pytest.fixture(scope="module")
 def reference(shards):
-    # six epochs of two batches, 12 of the 60 samples dropped in each
+    # Six epochs of two batches each; an epoch drops 12 of the 60 samples.
     return global_batches(shards, 1, 0, 0, 12)
 
 
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 1), (3, 2), (4, 5)])
-def test_the_same_batches_on_any_ranks_and_workers(ranks, workers, shards, reference, monkeypatch):
+def test_batches_are_the_same_for_any_number_of_ranks_and_workers(
+    ranks, workers, shards, reference, monkeypatch
+):
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share a batch
     for step, (ours, expected) in enumerate(
         zip(global_batches(shards, ranks, workers, 0, 12), reference, strict=True)
@@ -65,21 +67,19 @@ def test_the_same_batches_on_any_ranks_and_workers(ranks, workers, shards, refer
 
 
 @pytest.mark.parametrize("start", range(11))
-def test_a_loader_that_starts_at_any_step_goes_on_with_the_same_batches(start, shards, reference):
+def test_a_loader_that_starts_at_any_step_yields_the_same_batches(start, shards, reference):
     for ours, expected in zip(
         global_batches(shards, 2, 0, start, 12), reference[start:], strict=True
     ):
         assert all(torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
-def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(
-    shards, tmp_path, monkeypatch
-):
+def test_the_needed_batch_is_fetched_first_and_none_after_the_end(shards, tmp_path, monkeypatch):
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 4000)
     monkeypatch.setattr(cached_tars, "NUM_THREADS", 1)
 
     def fetched(num_batches: int, cache: str) -> list[str]:
-        """Ranges of shards, in the order in which they were asked for."""
+        """Return the ranges of shards in the order of their requests."""
         with WebServer(
             {f"/{path.name}": path.read_bytes() for path in shards.iterdir() if path.is_file()}
         ) as server:
@@ -91,15 +91,15 @@ def test_the_batch_that_is_needed_is_fetched_first_and_none_behind_the_end(
             with Loader(batches, 0, 1) as loader:
                 next(loader)
             assert isinstance(split.tars, cached_tars.CachedTars)
-            while split.tars._under_way:  # what was asked for ahead
+            while split.tars._under_way:  # wait for the prefetched blocks
                 time.sleep(0.01)
             return [f"{path} {part}" for _, path, part in server.requests[num_before:]]
 
     of_the_first_alone = fetched(1, "a")
     with_a_later_one = fetched(100, "b")
     assert 1 <= len(of_the_first_alone) <= 4
-    # Which of the first batch's comes first is left to who waits: what is awaited goes before what
-    # is only asked for.
+    # The order within the first batch varies, because blocks that a reader waits for overtake
+    # prefetched ones.
     assert set(with_a_later_one[: len(of_the_first_alone)]) == set(of_the_first_alone)
     assert len(with_a_later_one) > len(of_the_first_alone)
 
@@ -133,7 +133,7 @@ def test_evaluation_batches_hold_every_sample_once_in_equal_shapes(ranks, batch_
 
 
 def corrupted(shards, tmp_path, label_of=4):
-    """A copy of the shards in which the JPEG data of one training sample are zeros."""
+    """Return a copy of the shards in which the JPEG data of one training sample are zeros."""
     import shutil
 
     shutil.copytree(shards, tmp_path / "shards")
@@ -160,7 +160,7 @@ def test_an_unreadable_image_is_an_error_that_names_it(workers, shards, tmp_path
         list(loader)
 
 
-def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_nobodys_partner(shards, tmp_path):
+def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_not_mixed(shards, tmp_path):
     split = open_split(corrupted(shards, tmp_path), "train")
     with Loader(
         TrainBatches(split, make_order(60, BATCH), AUGMENT, FORMAT, on_bad_image="skip"), 0, 5
@@ -170,12 +170,12 @@ def test_a_skipped_image_keeps_its_row_with_weight_0_and_is_nobodys_partner(shar
     assert batch.bad_keys == (split.key(4),)
     assert np.flatnonzero(batch.weights == 0).tolist() == [row]
     assert batch.table[row ^ 1, 1] == 1.0, (
-        "its partner in the group of two keeps its own image and label"
+        "the other row of the group of two must keep its own image and label"
     )
 
 
 def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
-    """Images and crops stay those of the run that mixes until its end."""
+    """Images and crops equal those of a run that mixes until its end."""
     split = open_split(shards, "train")
     order = make_order(split.num_samples, BATCH, seed=3)
     steps = order.steps_per_epoch
@@ -185,7 +185,7 @@ def test_mixing_ends_after_its_last_epoch_and_nothing_else_changes(shards):
         with Loader(TrainBatches(split, order, augment, FORMAT), steps - 1, steps + 1) as loader:
             tables.append([batch.table.clone() for batch in loader])
     (last, first), (same, unmixed) = tables
-    assert torch.equal(last, same), "the last batch of epoch 1"
+    assert torch.equal(last, same), "the last batch of epoch 1 must still be mixed"
     assert (first[:, LAMBDA] < 1).any()
     assert (unmixed[:, LAMBDA] == 1).all()
     drawn = [FLIP, *range(FIRST_OP, first.shape[1])]

@@ -1,5 +1,5 @@
-"""Runs on chosen samples and on several sources, by real processes: what is told, killed and
-resumed, and refused when it changes."""
+"""Real runs on chosen samples and on several sources: reports, kills and resumes, and refused
+changes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vit.training.print_config import describe
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory) -> Path:
-    """The same shards in another folder, with a file that excludes one of their samples."""
+    """Copy the shards to another folder, with a file that excludes one of the samples."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     (root.parent / "exclude.txt").write_text(open_split(shards, "train").key(4) + "\n")
     return root
@@ -39,7 +39,7 @@ def lines(run_dir: Path, kind: str) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config, other):
+def test_a_killed_and_resumed_run_on_sources_equals_an_uninterrupted_run(tmp_path, config, other):
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
     first, second = re.findall(
@@ -66,14 +66,14 @@ def test_sources_killed_and_resumed_end_as_an_uninterrupted_run(tmp_path, config
     background.wait_for_checkpoint(3)
     background.wait_for_step(7)
     background.kill_all()
-    # the same samples at another place
+    # The resumed run reads the same samples from another folder.
     moved = shutil.copytree(other.parent, tmp_path / "moved") / "set"
     train(config, killed, sources(moved), ranks=2)
     assert lines(killed, "start")[-1]["restarts"] == 1
     expected = final_state(whole, 12)
     state = final_state(killed, 12)
     assert not [name for name in expected if state[name] != expected[name]], (
-        "these tensors differ from the uninterrupted run's"
+        "these tensors differ from those of the uninterrupted run"
     )
 
     done = run(
@@ -104,7 +104,7 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
     )
     short = ["train.steps=2", "eval.every_steps=2"]
     train(config, tmp_path / "run", *short, *chosen)
-    for other_choice, told in (
+    for other_choice, problem in (
         ([], "all samples here"),
         ([*chosen, "data.subset_seed=1"], r"20 of 60 samples \([0-9a-f]{16}\) here"),
     ):
@@ -119,25 +119,25 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
         )
         assert done.returncode == 2
         assert re.search(
-            rf"data: chosen 20 of 60 samples \([0-9a-f]{{16}}\) there, {told}", done.stderr
+            rf"data: chosen 20 of 60 samples \([0-9a-f]{{16}}\) there, {problem}", done.stderr
         ), done.stderr
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("data.exclude={shards}/nofile", r"data\.exclude=.*nofile: cannot be read \(No such file"),
         ("data.filter=label == 'walrus'", r"data\.filter: .*walrus.* at character 10 .*: no class"),
         ("data.filter=width < 0", "nothing is left to train on"),
     ],
 )
-def test_print_config_tells_mistakes_in_the_choice(config, shards, override, told):
+def test_print_config_reports_mistakes_in_the_choice(config, shards, override, message):
     loaded = load_with_origins(config, [*TINY, "run.dir=unused", override.format(shards=shards)])
-    with pytest.raises(ShardError, match=told):
+    with pytest.raises(ShardError, match=message):
         describe(*loaded, world_size=1)
 
 
-def test_print_config_assumes_imagenet_where_there_are_no_data(config, tmp_path):
+def test_print_config_assumes_imagenet_if_the_data_are_missing(config, tmp_path):
     loaded = load_with_origins(
         config, [*TINY, "run.dir=unused", f"data.root={tmp_path}/none", "data.filter=width < 0"]
     )

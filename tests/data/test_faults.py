@@ -1,5 +1,5 @@
-"""Whole trainings, on two ranks, from servers with faults: they end with the same weights, or with
-an error that names the fault."""
+"""Trainings on two ranks from servers with faults end with the same weights, or with an error that
+names the fault."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from servers import WebServer
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["http", "s3"])
 def test_an_outage_in_the_middle_changes_nothing(kind, shards, tmp_path):
-    said, equal = trained_through(kind, tmp_path, shards, away_s=4.0)
+    stderr, equal = trained_through(kind, tmp_path, shards, away_s=4.0)
     assert equal
-    assert re.search("has not answered since .*; trying for another", said)
-    assert "answers again after" in said
+    assert re.search("has not answered since .*; trying for another", stderr)
+    assert "answers again after" in stderr
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def web(shards) -> WebServer:
 
 
 @pytest.mark.slow
-def test_faults_together_change_nothing(web, shards, config, tmp_path):
-    """Refusals, cuts and wrong ranges, all the time."""
+def test_many_faults_together_change_nothing(web, shards, config, tmp_path):
+    """The server constantly refuses requests, cuts transfers and returns wrong ranges."""
     train(config, tmp_path / "whole", f"data.root={shards}", ranks=2)
     rng = random.Random(0)
     web.statuses = [rng.choice([503, 429, 500]) for _ in range(4)]
@@ -46,7 +46,7 @@ def test_faults_together_change_nothing(web, shards, config, tmp_path):
 
 
 @pytest.mark.full
-def test_a_shard_that_is_replaced_for_good_is_named(web, shards, config, tmp_path):
+def test_a_permanently_replaced_shard_is_named(web, shards, config, tmp_path):
     run_dir = tmp_path / "run"
     background = Background(
         config, run_dir, *settings(f"{web.url}/set", shards, tmp_path / "cache", 3), ranks=2
@@ -54,10 +54,10 @@ def test_a_shard_that_is_replaced_for_good_is_named(web, shards, config, tmp_pat
     background.wait_for_step(3)
     for name in [name for name in web.files if name.endswith(".tar") and "train" in name]:
         web.files[name] += bytes(512)
-    said = background.end()
+    stderr = background.end()
     assert background.process.returncode
     assert re.search(
         r"error: http.*/set/train-0000\d.tar: .*it was replaced at its URL while it was in use \(it"
         r" had \d+ bytes",
-        said,
+        stderr,
     )

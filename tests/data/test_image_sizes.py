@@ -1,5 +1,5 @@
-"""Batches whose images change their size between epochs: the same samples and draws, each crop
-resized to the size of its epoch, whoever makes it."""
+"""With image sizes that change between epochs, samples and draws stay the same, and each crop has
+the size of its epoch on any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vit.data.shards.data_set import open_split
 
 BATCH = 24
 STEPS = 2
-"""Of an epoch of 60 images."""
+"""Steps in an epoch of 60 images."""
 STAGES = ((1, (8, 8)), (2, (24, 12)))
 PLAIN = ImageFormat((16, 16), 3, "bilinear")
 STAGED = ImageFormat((16, 16), 3, "bilinear", stages=STAGES)
@@ -48,33 +48,33 @@ def tensors(loader: Loader) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("augment", [MIXED, SIMPLE], ids=["mixed", "simple crop"])
 @pytest.mark.parametrize(("ranks", "workers", "start"), [(1, 0, 0), (2, 3, 0), (1, 2, 3)])
-def test_each_batch_is_that_of_a_run_of_its_size_on_any_ranks_and_workers(
+def test_each_batch_equals_that_of_a_run_of_its_size_on_any_ranks_and_workers(
     ranks, workers, start, augment, shards, monkeypatch
 ):
-    """From any start; with workers, batches of two sizes are ready at a time, in slots of one."""
+    """With workers, batches of two sizes are ready at the same time, in slots of one size."""
     monkeypatch.setattr(slots, "PART_ROWS", 5)  # workers share a batch
     expected = []
     for step in range(start, len(SIZES)):
         form = ImageFormat(SIZES[step], 3, "bilinear")
         with Loader(create(shards, augment, form), step, step + 1) as loader:
             expected += tensors(loader)
-    found = []
+    batches_by_rank = []
     for rank in range(ranks):
         rows = range(rank * BATCH // ranks, (rank + 1) * BATCH // ranks)
         batches = create(shards, augment, STAGED, rows)
         with Loader(batches, start, len(SIZES), num_workers=workers) as loader:
             assert loader.ring.num_slots > 3 or not workers
-            found.append(tensors(loader))
+            batches_by_rank.append(tensors(loader))
     for step, (of_ranks, alone) in enumerate(
-        zip(zip(*found, strict=True), expected, strict=True), start
+        zip(zip(*batches_by_rank, strict=True), expected, strict=True), start
     ):
         for name, number in zip(("ids", "labels", "images", "table"), range(4), strict=True):
             ours = torch.cat([rank[number] for rank in of_ranks])
             assert torch.equal(ours, alone[number]), f"{name} of batch {step}"
 
 
-def test_samples_and_draws_are_those_of_a_run_without_stages(shards):
-    """All but boxes in pixels, and what a share of pixels rounds to."""
+def test_samples_and_draws_equal_those_of_a_run_without_stages(shards):
+    """Only boxes in pixels differ, and shares that are rounded to pixels."""
     staged, plain = (
         [
             batches[:2] + batches[3:]
@@ -93,19 +93,21 @@ def test_samples_and_draws_are_those_of_a_run_without_stages(shards):
         num_cut += int(is_cut.sum())
         assert torch.equal(table[~is_cut, LAMBDA], plain_table[~is_cut, LAMBDA])
         sides = torch.tensor([size[0], size[0], size[1], size[1]])
-        # Middle and half width are whole pixels of either size: two pixels of the smaller one.
+        # Centre and half width are whole pixels in both sizes, so boxes differ by at most two
+        # pixels of the smaller size.
         apart = (table[:, in_pixels] / sides - plain_table[:, in_pixels] / 16).abs()
         assert apart.max() <= 2 / 8
-        others = [n for n in range(table.shape[1]) if n not in (*in_pixels, LAMBDA)]
-        erased = range(table.shape[1] - 5, table.shape[1])  # four borders and a seed of the noise
-        for column in others:
+        columns = [n for n in range(table.shape[1]) if n not in (*in_pixels, LAMBDA)]
+        erased = range(table.shape[1] - 5, table.shape[1])  # four borders and the seed of the noise
+        for column in columns:
             if column not in erased or column == erased[-1]:
                 assert torch.equal(table[:, column], plain_table[:, column]), column
     assert num_cut > 10
 
 
 def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
-    """By Pillow and torchvision: the box is drawn for no size, then cut out and resized."""
+    """Pillow and torchvision cut the drawn box out and resize it, so the draw must not depend on
+    the size."""
     augment = AugmentConfig(hflip_prob=0.0)
     batches = create(shards, augment, STAGED)
     split = batches.split
@@ -123,11 +125,11 @@ def test_a_crop_is_the_same_box_resized_to_the_size_of_the_epoch(shards):
                     pixels, top, left, height, width, list(size), antialias=True
                 )
                 apart = (batch.images[row].int() - expected.int()).abs().max()
-                # JPEG decoders may round a level of a pixel in another way.
+                # JPEG decoders may round differently by one level.
                 assert apart <= 1, f"row {row} of step {step}"
 
 
-def test_batches_that_are_held_stay_as_they_are_while_their_slots_change_size(shards):
+def test_held_batches_stay_unchanged_when_slots_change_their_image_size(shards):
     held = []
     with Loader(create(shards, MIXED, STAGED), 0, len(SIZES), num_workers=2) as loader:
         for batch in loader:
@@ -139,7 +141,7 @@ def test_batches_that_are_held_stay_as_they_are_while_their_slots_change_size(sh
         assert batch.images.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_the_memory_of_a_slot_is_that_of_the_largest_images():
+def test_a_slot_has_room_for_the_largest_images():
     assert STAGED.largest == ImageFormat((24, 12), 3, "bilinear")
     assert STAGED.sizes == [(8, 8), (24, 12), (16, 16)]
     assert [STAGED.in_epoch(epoch).size for epoch in range(4)] == [*SIZES[::2], (16, 16)]

@@ -1,4 +1,4 @@
-"""Which modules of data a process loads: those of what it reads."""
+"""A process loads only the modules of vit/data that its kind of data needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def loaded(shards: Path, cache_dir: Path | None) -> set[str]:
-    """Return the modules of ours after a split was opened and read by the functions of training."""
+    """Open and read a split as training does; return the names of our modules that are then
+    loaded."""
     code = f"""
 import sys
 from vit.config.schema import DataConfig

@@ -1,5 +1,4 @@
-"""Workers make what one process makes, in memory that is bounded and shared, and end when they
-should."""
+"""Workers yield the batches of a single process in bounded shared memory."""
 
 from __future__ import annotations
 
@@ -30,19 +29,19 @@ from vit.data.shards.index_file import open_index
 from vit.data.shards.split import Split
 from vit.data.slots import PART_ROWS, Slots, plan_ring
 
-# ---- what comes out ------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_batches_come_complete_and_in_order(workers):
+def test_batches_are_complete_and_in_order(workers):
     batches = Numbered()
     with Loader(batches, 7, 60, num_workers=workers) as loader:
         for position, batch in enumerate(loader, 7):
-            assert len(loader) == 53, "as of torch's DataLoader, it does not shrink"
+            assert len(loader) == 53, "as in torch's DataLoader, the length must not shrink"
             batches.check(position, batch)
             firsts = range(0, 300, PART_ROWS if workers else 300)
             assert batch.bad_keys == tuple(f"key{position}-{first}" for first in firsts), (
-                "in the order of rows"
+                "rows must be in order"
             )
     assert position == 59
     assert loader.stats.num_made == 53 * 300
@@ -50,7 +49,7 @@ def test_batches_come_complete_and_in_order(workers):
 
 
 class Held(Numbered):
-    """As `Numbered`, but nothing is made before `go` is set."""
+    """Like `Numbered`, but no part is made before `go` is set."""
 
     def __init__(self, *args: int):
         super().__init__(*args)
@@ -62,12 +61,12 @@ class Held(Numbered):
 
 
 @pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="Linux only")
-def test_parts_that_wait_fit_into_the_smallest_pipe():
-    """Linux gives small pipes to a user who has many; a trainer that waits for room there waits for
-    ever, as its workers wait for it."""
+def test_waiting_parts_fit_into_the_smallest_pipe():
+    """Linux gives small pipes to a user with many pipes. A trainer that waited for room in the pipe
+    would deadlock with its workers."""
     batches = Held(40 * PART_ROWS, 1)
     with Loader(batches, 0, 40, num_workers=2) as loader:
-        # refused if there is more in it by now
+        # Linux refuses this size if the pipe already contains more.
         fcntl.fcntl(loader._pool._put.fileno(), fcntl.F_SETPIPE_SZ, 4096)
         batches.go.set()
         for position, batch in enumerate(loader):
@@ -76,9 +75,9 @@ def test_parts_that_wait_fit_into_the_smallest_pipe():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_batch_stays_as_it_is_for_as_long_as_it_is_held(workers):
-    """All of them at once, of which the ring has room for few; and a view of each fifth, of any of
-    its tensors."""
+def test_a_batch_stays_unchanged_while_it_is_held(workers):
+    """The loop holds all batches at once, more than the ring has room for, or only views of a
+    tensor of every fifth batch."""
     batches = Numbered()
     with Loader(
         batches, 0, 40, num_workers=workers, prefetch_gib=1.2e-4 if workers else None
@@ -113,8 +112,8 @@ def test_a_batch_outlives_its_loader():
     batches.check(0, batch)
 
 
-def test_mixing_with_a_partner_in_no_other_part(shards, monkeypatch):
-    """Parts are whole groups, also where a group is longer than a part would be."""
+def test_a_part_contains_whole_mixing_groups(shards, monkeypatch):
+    """This also holds if a group is longer than the usual part."""
     monkeypatch.setattr(slots, "PART_ROWS", 8)
     augment = AugmentConfig(mixup_alpha=0.8, mix_group_size=20)
     batches = TrainBatches(
@@ -140,9 +139,9 @@ def test_other_start_methods_map_the_same_memory(method, monkeypatch):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a fork is not safe")
-def test_workers_are_forks_whatever_python_starts_by_default():
-    """Python 3.14 has forkserver: 340 MiB for each worker, every shard opened again, seconds until
-    the first batch."""
+def test_workers_are_forked_regardless_of_pythons_default():
+    """Python 3.14 defaults to forkserver, which costs 340 MiB per worker, reopens every shard, and
+    delays the first batch by seconds."""
     code = """
     import multiprocessing, os, sys
     from numbered import Numbered
@@ -185,12 +184,12 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         r"data.prefetch_gib=0.05 holds 2 of a rank's batches \(128 images, 18.4 MiB\); 4 workers"
         r" need"
     )
-    with pytest.raises(ValueError, match=expected) as told:
+    with pytest.raises(ValueError, match=expected) as raised:
         plan_ring(layout, 4, 10**6, 4, 0.05, False)
-    enough = float(re.search("raise it to ([0-9.]+)", str(told.value))[1])
+    enough = float(re.search("raise it to ([0-9.]+)", str(raised.value))[1])
     assert plan_ring(layout, 4, 10**6, 4, enough, False).num_slots == 7
-    # A batch of thousands of images does not need one slot for each worker, nor do small ones take
-    # a gigabyte.
+    # A batch of thousands of images does not need a slot per worker, and small batches must not
+    # take a gigabyte.
     assert (
         plan_ring(
             BatchLayout(4096, ImageFormat((224, 224)), 8), 4, 10**6, 16, None, False
@@ -202,10 +201,12 @@ def test_the_ring_fits_its_budget_and_keeps_the_workers_busy():
         == 35
     )
     few = plan_ring(layout, 4, 2, 4, None, False)
-    assert few.num_slots == 2 + few.held_slots, "no more slots than batches of a pass"
+    assert few.num_slots == 2 + few.held_slots, (
+        "there must not be more slots than batches in a pass"
+    )
 
 
-def test_slots_have_whole_pages_of_their_own():
+def test_slots_do_not_share_pages():
     layout = BatchLayout(3, ImageFormat((5, 5), 1), 0)
     made = Slots(layout, plan_ring(layout, 1, 100, 1, None, False))
     for slot in range(made.ring.num_slots):
@@ -227,7 +228,7 @@ needs_proc = pytest.mark.skipif(
 
 
 def memory_bytes(pid: int, *kinds: str) -> int:
-    """Sum of `kinds` (Pss, Private_Dirty, ...) of a process."""
+    """Return the sum of `kinds` (Pss, Private_Dirty, ...) of a process."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return sum(
         int(re.search(rf"^{kind}:\s+(\d+) kB", text, re.MULTILINE)[1]) * 1024 for kind in kinds
@@ -236,8 +237,8 @@ def memory_bytes(pid: int, *kinds: str) -> int:
 
 @needs_proc
 def test_workers_share_one_index_whatever_its_length(shards, tmp_path):
-    """A worker's own memory with two million samples is that with sixty; the index alone would take
-    more."""
+    """With two million samples a worker needs as much private memory as with sixty; a copy of the
+    index alone would need more."""
     small = open_split(shards, "train")
     own_bytes = {}
     for repeats in (1, 120_000):
@@ -262,7 +263,7 @@ def test_workers_share_one_index_whatever_its_length(shards, tmp_path):
             for _ in range(50):
                 next(loader)
             [worker] = multiprocessing.active_children()
-            # the index file counts as cache
+            # The index file counts as page cache.
             own_bytes[repeats] = memory_bytes(worker.pid, "Pss_Anon")
     assert split.index.nbytes > 50 * 2**20
     assert own_bytes[120_000] - own_bytes[1] < 10 * 2**20, own_bytes
@@ -279,8 +280,8 @@ def test_memory_is_flat_over_20_epochs(shards):
     used = []
     with Loader(batches, 0, 20 * 5, num_workers=2) as loader:
         for position, _ in enumerate(loader):
-            # without files that are mapped, such as libraries, whose share depends on other
-            # processes
+            # Mapped files such as libraries are excluded, because their share depends on other
+            # processes.
             if position % 5 == 4:
                 tree = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
                 used.append(sum(memory_bytes(pid, "Pss_Anon", "Pss_Shmem") for pid in tree))

@@ -1,4 +1,4 @@
-"""How a loader and its workers end: closed, killed, with an error."""
+"""A loader and its workers end cleanly when they are closed or killed, or raise an error."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from vit.data.worker_pool import WorkerError
 
 
 class Dying(Numbered):
-    """Ends its process at position 3, each in its way."""
+    """A process that reaches position 3 ends in the way that `ending` names."""
 
-    def __init__(self, how: str):
+    def __init__(self, ending: str):
         super().__init__()
-        self.how = how
+        self.ending = ending
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         if position == 3:
-            if self.how == "exit":
+            if self.ending == "exit":
                 os._exit(7)
-            faulthandler.disable()  # pytest's, which would print
-            os.kill(os.getpid(), getattr(signal, self.how))
+            faulthandler.disable()  # pytest's handler would print
+            os.kill(os.getpid(), getattr(signal, self.ending))
         return super().fill(position, first, rows)
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("ending", "message"),
     [
         (
             "SIGKILL",
@@ -69,14 +69,14 @@ class Dying(Numbered):
         ("exit", r"process \d+\) ended by itself with exit status 7"),
     ],
 )
-def test_a_dead_worker_is_an_error_at_once_that_says_of_what(how, told):
+def test_a_dead_worker_is_reported_at_once_with_the_cause(ending, message):
     began = time.monotonic()
     with (
-        Loader(Dying(how), 0, 100, num_workers=2) as loader,
-        pytest.raises(WorkerError, match=told),
+        Loader(Dying(ending), 0, 100, num_workers=2) as loader,
+        pytest.raises(WorkerError, match=message),
     ):
         list(loader)
-    assert time.monotonic() - began < 120, "it was noticed by a timeout"
+    assert time.monotonic() - began < 120, "the death was only noticed by a timeout"
     assert not multiprocessing.active_children()
 
 
@@ -87,7 +87,7 @@ class Wrong(Numbered):
         return super().fill(position, first, rows)
 
 
-def test_an_exception_arrives_with_its_stack_when_its_batch_is_due():
+def test_a_workers_exception_is_raised_with_its_stack_at_its_batch():
     batches = Wrong()
     with Loader(batches, 0, 100, num_workers=2) as loader:
         for position in range(3):
@@ -101,8 +101,8 @@ def test_an_exception_arrives_with_its_stack_when_its_batch_is_due():
             batches.check(position, next(loader))
 
 
-def test_after_ctrl_c_in_a_batch_the_loop_may_go_on():
-    """As in a notebook: each time a batch is lost, and nothing else."""
+def test_after_ctrl_c_in_a_batch_the_loop_can_continue():
+    """In a notebook, for example, each Ctrl-C loses only one batch."""
 
     class Interrupted(Numbered):
         def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
@@ -120,11 +120,12 @@ def test_after_ctrl_c_in_a_batch_the_loop_may_go_on():
     assert position == 9
 
 
-def test_closing_waits_for_nobody():
-    """Slots full, parts waiting, a worker in the middle of a long one: it is killed."""
+def test_closing_does_not_wait_for_workers():
+    """All slots are full, parts are waiting, and a worker is in the middle of a long part; it is
+    killed."""
     loader = Loader(Numbered(pause_s=600), 0, 1000, num_workers=2)
     assert len(multiprocessing.active_children()) == 2
-    time.sleep(0.5)  # they have begun
+    time.sleep(0.5)  # until the workers have begun
     loader.close()
     loader.close()
     assert not multiprocessing.active_children()
@@ -138,7 +139,7 @@ def test_closing_waits_for_nobody():
 
 
 def script(code: str) -> subprocess.Popen[str]:
-    """Python that prints the ids of its workers first."""
+    """Start Python code with a loader; it first prints the process ids of its workers."""
     head = """
     import multiprocessing, os, signal, sys, time
     from numbered import Numbered
@@ -168,7 +169,7 @@ def test_a_killed_parent_leaves_no_workers():
     process = script("time.sleep(600)")
     workers = [int(pid) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
-    # the later one has the pipe by which the other would hear of it
+    # The younger worker inherited the pipe that would show the parent's end to the older one.
     os.kill(max(workers), signal.SIGSTOP)
     process.kill()
     process.wait()
@@ -182,8 +183,8 @@ def test_a_killed_parent_leaves_no_workers():
 
 
 def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
-    """Torchrun, Slurm and terminals signal every process of a job; the rank goes on and can save.
-    It never closes its loader."""
+    """torchrun, Slurm and terminals signal every process of a job; the rank must be able to
+    continue and save. In this test it never closes its loader."""
     process = script("""
     heard = []
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -206,11 +207,11 @@ def test_workers_ignore_the_signals_of_their_rank_and_end_with_it():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's runtime locks the memory")
-def test_memory_that_the_cuda_runtime_does_not_lock_is_no_reason_to_stop(capsys):
-    """gVisor, WSL and some virtual machines refuse it; so does a machine without a driver."""
+def test_a_failure_to_page_lock_memory_is_only_a_note(capsys):
+    """gVisor, WSL, some virtual machines and machines without a driver refuse to lock memory."""
     memory = torch.zeros(4096, dtype=torch.uint8)
     assert page_lock(memory, "memory of batches", "each is copied") is False
-    said = capsys.readouterr().err
+    stderr = capsys.readouterr().err
     assert re.fullmatch(
-        r"note: memory of batches is not page-locked here \(.+\): each is copied\n", said
+        r"note: memory of batches is not page-locked here \(.+\): each is copied\n", stderr
     )

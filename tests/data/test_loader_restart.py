@@ -1,5 +1,5 @@
-"""A loader that begins again with the same workers, as evaluation does: what was not taken is
-dropped, and workers that die or are stopped meanwhile are noticed."""
+"""A loader can restart with the same workers, as evaluation does: leftover batches are dropped, and
+workers that died or were stopped between passes are noticed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def passes_of(loader: Loader, number: int) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_each_pass_begins_with_the_first_batch_however_far_the_one_before_came(workers):
+def test_each_pass_begins_with_the_first_batch_even_after_an_incomplete_pass(workers):
     batches = Numbered(num_rows=300)
     with Loader(batches, 5, 17, num_workers=workers) as loader:
         crew = crew_of(loader) if workers else []
@@ -48,8 +48,8 @@ def test_each_pass_begins_with_the_first_batch_however_far_the_one_before_came(w
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("num_batches", [1, 2, 9])
-def test_batches_that_are_held_outlive_the_pass(num_batches, workers):
-    """One of a single batch, too, whose slot would be the only one."""
+def test_held_batches_outlive_the_pass(num_batches, workers):
+    """This includes a pass of a single batch, which would need only one slot."""
     batches = Numbered()
     held: list[Batch] = []
     with Loader(batches, 0, num_batches, num_workers=workers, max_ready=0) as loader:
@@ -88,14 +88,16 @@ def test_workers_sleep_between_two_passes():
         while not all(status.stage == Stage.IDLE for status in loader._pool.statuses) or not all(
             state_of(pid) == "S" for pid in crew_of(loader)
         ):
-            assert time.monotonic() < deadline, "they do something"
+            assert time.monotonic() < deadline, "the workers do not become idle"
             time.sleep(0.01)
         changes = [status.num_changes for status in loader._pool.statuses]
         ticks = [stat_of(pid)[11:13] for pid in crew_of(loader)]
         with Loader(Numbered(), 0, 40, num_workers=1) as training:
             list(training)
         assert [status.num_changes for status in loader._pool.statuses] == changes
-        assert ticks == [stat_of(pid)[11:13] for pid in crew_of(loader)], "processor time"
+        assert ticks == [stat_of(pid)[11:13] for pid in crew_of(loader)], (
+            "the workers use processor time"
+        )
 
 
 def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
@@ -103,14 +105,14 @@ def test_a_worker_that_died_between_two_passes_is_an_error_in_the_next():
         list(loader)
         os.kill(crew_of(loader)[0], signal.SIGKILL)
         with pytest.raises(WorkerError, match=r"process \d+\) was killed by SIGKILL"):
-            passes_of(loader, 1000)  # until the kernel has ended it
+            passes_of(loader, 1000)  # until the kernel has ended the worker
     assert not multiprocessing.active_children()
 
 
 @ON_LINUX
 def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next():
     batches = Numbered()
-    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:  # also to die
+    with Loader(batches, 0, 4, num_workers=2, stall_timeout_s=2) as loader:  # also the time to die
         list(loader)
         crew = crew_of(loader)
         for pid in crew:
@@ -118,5 +120,5 @@ def test_workers_that_were_stopped_between_two_passes_are_replaced_in_the_next()
         loader.restart()
         for position, batch in enumerate(loader):
             batches.check(position, batch)
-        assert loader.num_replaced >= 1, "one, if another took its last part as it was stopped"
+        assert loader.num_replaced >= 1, "only one is replaced if the other had no unfinished part"
         assert not any(is_alive(pid) for pid in crew)

@@ -37,7 +37,7 @@ def test_fold_chains_the_hash_over_its_parts(parts):
     assert int(fold(*parts)) == key_of(*parts)
 
 
-def test_fold_broadcasts_and_heeds_the_order_of_its_parts():
+def test_fold_broadcasts_and_depends_on_the_order_of_its_parts():
     table = fold(1, np.arange(3)[:, None], np.arange(4))
     assert table.shape == (3, 4)
     assert table[2, 1] == fold(1, 2, 1) != fold(1, 1, 2)
@@ -75,7 +75,7 @@ def test_each_sample_is_equally_likely_in_each_place():
 
 
 @given(orders(), st.integers(0, 1000))
-def test_batches_are_those_of_the_description(order, shuffle):
+def test_batches_equal_those_of_the_brute_force_oracle(order, shuffle):
     start = shuffle * order.steps_per_shuffle
     assert [pairs(order, start + step) for step in range(order.steps_per_shuffle)] == brute_force(
         order, shuffle
@@ -97,7 +97,7 @@ def test_samples_of_an_epoch_are_distinct_and_in_range(order, epoch):
 
 
 @given(orders(), st.integers(0, 10_000), st.data())
-def test_ranks_share_a_batch_whatever_their_number(order, position, data):
+def test_any_number_of_ranks_divides_the_same_batch(order, position, data):
     batch = pairs(order, position)
     for ranks in (r for r in range(1, len(batch) + 1) if len(batch) % r == 0):
         size = len(batch) // ranks
@@ -112,7 +112,7 @@ def test_ranks_share_a_batch_whatever_their_number(order, position, data):
 
 @settings(max_examples=50)
 @given(orders(), st.lists(st.integers(0, 60), min_size=1, max_size=30))
-def test_any_batch_is_found_without_the_ones_before_it(order, positions):
+def test_any_batch_is_computed_without_the_earlier_ones(order, positions):
     in_turn = anew(order)
     sequence = [in_turn.batch(position).tolist() for position in range(61)]
     assert [order.batch(position).tolist() for position in positions] == [
@@ -135,13 +135,13 @@ def test_epochs_and_seeds_differ_and_the_same_seed_repeats(block_samples):
 
 def test_the_dropped_tail_differs_from_epoch_to_epoch():
     order = make_order(100, 32)
-    kept = [
+    samples = [
         frozenset(np.concatenate([order.batch(3 * epoch + step) for step in range(3)]).tolist())
         for epoch in range(50)
     ]
     assert order.dropped_per_epoch == 4
-    assert frozenset.union(*kept) == frozenset(range(100))
-    assert len(set(kept)) == 50
+    assert frozenset.union(*samples) == frozenset(range(100))
+    assert len(set(samples)) == 50
 
 
 @settings(max_examples=30)
@@ -161,9 +161,8 @@ def test_checksum_of_the_plan_is_the_sum_over_the_ranks(order, position):
 @pytest.mark.parametrize(
     "settings", [{}, {"num_lanes": 16}, {"window_blocks": 4}, {"aug_repeats": 2}]
 )
-def test_a_cache_for_the_blocks_at_a_time_reads_each_once_and_a_smaller_one_many_times(settings):
-    """Simulated, without what is asked for ahead: the cache forgets the block that was used longest
-    ago."""
+def test_a_cache_of_the_current_blocks_reads_each_once_and_a_smaller_one_many_times(settings):
+    """The test simulates a cache that drops the least recently used block, without prefetching."""
     order = make_order(300_000, 512, **settings)
 
     def fetched_for_each_used(capacity: int) -> float:
@@ -209,7 +208,7 @@ def test_a_large_data_set_starts_anywhere_in_little_memory(num_samples, aug_repe
     assert len(np.unique(ids)) == 8192 // aug_repeats
     assert ids.max() < num_samples
     assert peak < 8 * 2**20, (
-        "two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples would be 10 MB"
+        "expected two windows of 1,024 in each of 64 lanes; a list of ImageNet's samples is 10 MB"
     )
 
 
@@ -219,7 +218,7 @@ def test_blocks_keep_reads_together():
     window = 16 * 64
     ids = np.concatenate([order.rows(position + step, 0, 64) for step in range(3 * window // 64)])
     assert len(np.unique(ids // 64)) < 4 * 16 + 2, (
-        "three windows of a lane read at most the blocks of four"
+        "three windows of a lane must read at most the blocks of four"
     )
 
 
@@ -236,7 +235,7 @@ def test_defaults_are_a_true_permutation_for_small_data_and_blocks_for_large():
     assert make_order(1000, 67).steps_per_epoch == 14
 
 
-def test_impossible_sizes_are_refused_with_what_works():
+def test_impossible_sizes_are_refused_with_possible_ones():
     with pytest.raises(
         ValueError,
         match=r"data\.global_batch_size=11 exceeds the 10 training samples: choose at most 10",
@@ -294,7 +293,7 @@ def golden_values() -> dict:
     }
 
 
-def test_the_order_is_the_one_of_all_earlier_releases():
+def test_the_order_equals_that_of_all_earlier_releases():
     message = (
         "the stream of random numbers changed: every run that was started before would resume "
     )

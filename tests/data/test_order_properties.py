@@ -1,5 +1,5 @@
-"""What users rely on: batches that depend on nothing but the order, from the arithmetic up to
-images, and exact counts with repeats."""
+"""Properties that users rely on: batches depend only on the order, from the arithmetic to the
+images, and counts with repeats are exact."""
 
 from __future__ import annotations
 
@@ -34,13 +34,14 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 AUGMENT = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_group_size=2, randaugment_layers=2)
 
 
-# --- the same batches, however they are made ------------------------------------------------------
+# --- the same batches from any ranks and workers --------------------------------------------------
 
 
 @settings(max_examples=15)
 @given(orders(lanes=(24,)), st.integers(0, 12))
-def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(order, stop):
-    """Each rank of each attempt makes the order again, as processes do. 12 steps in all."""
+def test_resuming_on_another_number_of_ranks_continues_the_batches(order, stop):
+    """Each rank of each attempt creates the order again, as real processes do. There are 12
+    steps."""
 
     def train(ranks: int, steps: range) -> list[list[tuple[int, int]]]:
         share = order.global_batch_size // ranks
@@ -59,7 +60,7 @@ def test_stopping_on_4_ranks_and_going_on_with_others_continues_the_batches(orde
 
 @settings(max_examples=50)
 @given(orders(), st.integers(0, 1000))
-def test_resuming_at_every_step_of_an_epoch_goes_on_with_its_batches(order, epoch):
+def test_resuming_at_any_step_of_an_epoch_continues_its_batches(order, epoch):
     shuffle, first = divmod(epoch * order.steps_per_epoch, order.steps_per_shuffle)
     expected = brute_force(order, shuffle)[first : first + order.steps_per_epoch]
     for step in range(order.steps_per_epoch):
@@ -71,7 +72,7 @@ def test_resuming_at_every_step_of_an_epoch_goes_on_with_its_batches(order, epoc
 
 
 def filled(batches: TrainBatches, position: int, first: int, num_rows: int) -> Batch:
-    """Rows of a rank's batch as a worker makes them that was started just now."""
+    """Return rows of a rank's batch as a newly started worker makes them."""
     layout = batches.layout
     rows = Batch(
         torch.full((num_rows, 16, 16, 3), 99, dtype=torch.uint8).permute(0, 3, 1, 2),
@@ -121,7 +122,7 @@ def test_images_and_draws_are_the_same_on_any_ranks_and_in_any_parts(
                 )
 
 
-def test_how_samples_lie_in_shards_changes_nothing(tmp_path):
+def test_batches_do_not_depend_on_the_division_into_shards(tmp_path):
     rng = np.random.default_rng(0)
     roots = []
     images = [rng.integers(0, 256, (20, 30, 3), dtype=np.uint8) for _ in range(40)]
@@ -167,11 +168,11 @@ def epoch_of(order: Order, epoch: int) -> list[list[tuple[int, int]]]:
 
 
 @given(orders(), st.integers(0, 20))
-def test_an_epoch_has_its_number_of_rows_and_of_distinct_images(order, epoch):
+def test_an_epoch_has_the_stated_numbers_of_rows_and_distinct_images(order, epoch):
     rows = list(chain(*epoch_of(order, epoch)))
     assert len(rows) == order.num_samples // order.global_batch_size * order.global_batch_size
     assert len(set(rows)) == len(rows), (
-        "a copy of a sample came twice: it would be augmented equally"
+        "a copy of a sample occurs twice, so both would be augmented equally"
     )
     assert len({sample for sample, _ in rows}) == order.distinct_per_epoch
     assert 0 <= order.distinct_per_epoch - len(rows) / order.aug_repeats < order.num_lanes
@@ -179,9 +180,7 @@ def test_an_epoch_has_its_number_of_rows_and_of_distinct_images(order, epoch):
 
 
 @given(orders(forms=("batch",)), st.integers(0, 5))
-def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_equally_often(
-    order, shuffle
-):
+def test_by_batch_copies_share_a_batch_and_every_image_occurs_equally_often(order, shuffle):
     epochs = [
         epoch_of(order, shuffle * order.aug_repeats + number) for number in range(order.aug_repeats)
     ]
@@ -199,8 +198,9 @@ def test_by_batch_all_copies_of_an_image_are_in_one_batch_and_every_image_comes_
 
 @settings(max_examples=50)
 @given(orders(repeats=(2, 3, 4)), st.integers(0, 100))
-def test_a_rank_has_all_copies_of_its_images_where_ranks_divide_the_lanes(order, position):
-    """By sampler, all that the batch has: the others are in the batches next to it."""
+def test_a_rank_has_all_copies_of_its_images_if_ranks_divide_the_lanes(order, position):
+    """In the form `sampler` these are all copies in the batch; more may be in neighbouring
+    batches."""
     for ranks in (r for r in range(1, order.num_lanes + 1) if order.num_lanes % r == 0):
         size = order.global_batch_size // ranks
         owners = [
@@ -211,9 +211,7 @@ def test_a_rank_has_all_copies_of_its_images_where_ranks_divide_the_lanes(order,
 
 
 @pytest.mark.parametrize(("num_samples", "repeats"), [(1024, 3), (1024, 2), (2560, 3)])
-def test_by_sampler_images_are_shown_as_often_as_by_timms_copy_of_deits_sampler(
-    num_samples, repeats
-):
+def test_by_sampler_images_occur_as_often_as_in_timms_copy_of_deits_sampler(num_samples, repeats):
     theirs = Counter(
         i
         for rank in range(4)
@@ -260,7 +258,7 @@ def order_of(config: Config) -> Order:
 def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats, form, group):
     size = images * repeats * group if form == "batch" else images * group
     order = make_order(10**6, size, aug_repeats=repeats, aug_repeats_form=form, block_samples=1)
-    # fewer have no room between copies: `create_order` refuses what does not work
+    # With fewer images there is no room between copies, and `create_order` refuses that.
     assume(size // repeats >= 4)
     for position in range(repeats):
         ids = order.batch(position)
@@ -269,7 +267,7 @@ def test_by_default_copies_of_an_image_never_mix_with_each_other(images, repeats
             assert (ids != ids[partner]).all(), f"{mode}, {order}"
 
 
-def test_where_copies_would_mix_the_numbers_of_lanes_that_work_are_reported(tmp_path):
+def test_if_copies_would_mix_the_error_lists_possible_numbers_of_lanes(tmp_path):
     repeated = ("data.aug_repeats=3", "data.num_lanes=16")
     with pytest.raises(
         ValueError, match="copies of an image would mix with each other in groups of 4"
@@ -287,7 +285,7 @@ def test_where_copies_would_mix_the_numbers_of_lanes_that_work_are_reported(tmp_
     assert order_of(config_of(tmp_path, *repeated, "augment.mixup_alpha=0")).num_lanes == 16
 
 
-def test_the_plan_tells_the_distinct_images_of_an_epoch(tmp_path):
+def test_the_plan_reports_the_distinct_images_of_an_epoch(tmp_path):
     for overrides, distinct, lanes in (
         ((), 960, 48),
         (("data.aug_repeats=3",), 320, 4),

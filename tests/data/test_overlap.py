@@ -1,4 +1,4 @@
-"""Images that are evaluated on and trained on: refused where it cannot be meant, else counted."""
+"""Evaluation on trained images is refused if it cannot be intended, and is counted otherwise."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_link_to_the_folder_is_the_same_data(shards, tmp_path):
         opened(shards, sources=(source,), val_split="train[90%:]")
 
 
-def test_images_that_are_held_out_pass(shards, tmp_path):
+def test_evaluation_on_held_out_images_is_accepted(shards, tmp_path):
     assert opened(shards, train_split="train[:90%]", val_split="train[90%:]").num_draws == 54
     held_out = open_split(DataConfig(root=str(shards)), "train[90%:]")
     (tmp_path / "held_out.txt").write_text("\n".join(held_out.key(i) for i in range(6)))
@@ -84,13 +84,15 @@ def with_checksums(checksums, root="nowhere") -> Split:
     trained=st.lists(st.integers(0, 9), min_size=1, max_size=20),
     evaluated=st.lists(st.integers(0, 9), min_size=1, max_size=20),
 )
-def test_equal_images_elsewhere_are_counted_by_checksum(trained, evaluated):
+def test_equal_images_in_other_data_sets_are_counted_by_checksum(trained, evaluated):
     train_set = train_set_of(with_checksums(trained), Selection())
     count = count_equal(train_set, with_checksums(evaluated, "elsewhere"))
-    assert count == sum(image in trained and image != 0 for image in evaluated), "0: unknown"
+    assert count == sum(image in trained and image != 0 for image in evaluated), (
+        "a checksum of 0 means unknown"
+    )
 
 
-def test_a_part_of_a_copy_counts_what_is_chosen(shards, tmp_path):
+def test_only_chosen_images_of_a_copy_are_counted(shards, tmp_path):
     copy = shutil.copytree(shards, tmp_path / "copy")
     train_set = opened(shards, train_split="train[:90%]", fraction=0.5)
     trained = {train_set.split.key(number) for number in train_set.shares[0].chosen.tolist()}

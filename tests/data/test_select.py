@@ -1,5 +1,5 @@
-"""Which samples are trained on: the filter's language, files that exclude, subsets; each compared
-with Python on the same rows."""
+"""Filters, files of excluded samples and subsets choose the samples that Python code chooses on the
+same rows."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ truth = st.recursive(
 
 @settings(max_examples=200)
 @given(truth)
-def test_a_filter_is_what_python_says_of_each_row(text):
+def test_a_filter_agrees_with_python_on_each_row(text):
     code = compile(text, "filter", "eval")
     by_row = [
         bool(eval(code, {"min": min, "max": max}, {name: int(row[name]) for name in COLUMNS}))
@@ -75,7 +75,7 @@ def test_a_filter_is_what_python_says_of_each_row(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (
             "heigth > 3",
@@ -111,15 +111,15 @@ def test_a_filter_is_what_python_says_of_each_row(text):
         ("1 <" * 3000 + "2", "9,001 characters, at most 2,000 are read"),
     ],
 )
-def test_what_is_not_a_filter_is_reported_with_its_place(text, told):
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_filter_is_reported_with_the_place(text, message):
+    with pytest.raises(ValueError, match=message):
         RowFilter(text)
 
 
-def test_divisions_by_zero_and_large_numbers_compare_as_numbers_do():
+def test_divisions_by_zero_and_large_numbers_compare_mathematically():
     assert RowFilter("1 / 0 > width and size / 0 != 1")(ROWS, NAMES).all()
     assert RowFilter("size * size * size * size * size * size >= 0")(ROWS, NAMES).all(), (
-        "no integer that wraps"
+        "integers must not wrap around"
     )
     assert RowFilter("label * 9007199254740992 * 9007199254740992 >= 0")(ROWS, NAMES).all()
 
@@ -145,7 +145,7 @@ def split(shards):
     return open_split(shards, "train")
 
 
-def test_nothing_asked_for_is_all_of_it(split):
+def test_an_empty_selection_is_the_whole_split(split):
     assert choose(split, Selection()).numbers is None
 
 
@@ -170,7 +170,7 @@ def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
     )
 
 
-def test_a_quarantine_list_excludes_its_splits_keys(split, tmp_path):
+def test_a_quarantine_list_excludes_the_keys_of_its_split(split, tmp_path):
     entries = [
         {"split": "train", "key": split.key(5)},
         {"split": "val", "key": split.key(6)},
@@ -183,18 +183,18 @@ def test_a_quarantine_list_excludes_its_splits_keys(split, tmp_path):
     assert chosen.numbers.tolist() == [n for n in range(60) if n != 5]
 
 
-def test_what_cannot_be_excluded_is_reported(split, tmp_path):
+def test_invalid_exclusions_are_reported(split, tmp_path):
     path = tmp_path / "bad.txt"
     with pytest.raises(
         ShardError, match=r"data\.exclude=.*bad\.txt: cannot be read \(No such file"
     ):
         choose(split, Selection(exclude=str(path)))
     path.write_text("label=x\nclass=nobody\nlabel=3\n")
-    told = (
+    message = (
         r"expected a key, label=NUMBER \(0 to 2\) or .*; line 1 is 'label=x', line 2 is"
         r" 'class=nobody', line 3 is 'label=3'"
     )
-    with pytest.raises(ShardError, match=told):
+    with pytest.raises(ShardError, match=message):
         choose(split, Selection(exclude=str(path)))
     path.write_text("label=-1\n")
     with pytest.raises(ShardError, match="line 1 is 'label=-1'"):
@@ -211,13 +211,13 @@ def test_what_cannot_be_excluded_is_reported(split, tmp_path):
             choose(split, Selection(exclude=str(path), **subset))
 
 
-def test_a_choice_of_everything_is_none(split):
+def test_a_choice_of_all_samples_has_no_identity(split):
     chosen = choose(split, Selection(filter="width > 0"))
     assert (chosen.numbers, chosen.identity, choose(split, Selection()).identity) == (None, "", "")
     assert chosen.summary.endswith("left out are 0 by data.filter")
 
 
-def test_a_line_of_idx_that_is_not_the_samples_is_not_believed(shards, tmp_path, split):
+def test_a_swapped_line_of_the_idx_file_is_not_trusted(shards, tmp_path, split):
     root = shutil.copytree(shards, tmp_path / "root")
     [idx] = root.glob("train-00000.idx")
     lines = idx.read_text().splitlines()
@@ -228,7 +228,7 @@ def test_a_line_of_idx_that_is_not_the_samples_is_not_believed(shards, tmp_path,
     assert sorted({*range(60)} - {*chosen.numbers.tolist()}) == [3]
 
 
-def test_keys_that_idx_writes_alike_are_told_apart(tmp_path, shards):
+def test_keys_that_are_equal_in_the_idx_file_are_distinguished(tmp_path, shards):
     root = tmp_path / "root"
     root.mkdir()
     split = open_split(shards, "train")
@@ -252,9 +252,9 @@ def test_keys_that_idx_writes_alike_are_told_apart(tmp_path, shards):
         assert sorted({*range(3)} - {*chosen.numbers.tolist()}) == gone, keys
 
 
-def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
-    def numbers_of(wanted: Selection) -> list[int]:
-        numbers = choose(split, wanted).numbers
+def test_subsets_are_nested_and_have_the_requested_sizes(split):
+    def numbers_of(selection: Selection) -> list[int]:
+        numbers = choose(split, selection).numbers
         return [*range(60)] if numbers is None else numbers.tolist()
 
     labels = split.index["label"]
@@ -285,7 +285,7 @@ def test_subsets_are_parts_of_larger_ones_and_of_the_size_asked_for(split):
 
 
 def with_labels(labels: np.ndarray) -> Split:
-    """A split in one shard that is never read."""
+    """Return a split in one shard that is never read."""
     index = np.zeros(len(labels), INDEX_DTYPE)
     index["label"] = labels
     return Split("nowhere", "train", ["t.tar"], [len(labels)], index, int(labels.max()) + 1, [])
@@ -308,7 +308,7 @@ def test_a_subset_has_the_smallest_hashes(labels, fraction, seed):
         return sorted(taken)
 
     by_hash = sorted(range(len(labels)), key=lambda number: int(fold(seed, number)))
-    for asked, expected in (
+    for options, expected in (
         ({"fraction": fraction}, sorted(by_hash[: max(round(fraction * len(labels)), 1)])),
         (
             {"fraction": fraction, "fraction_of": "class"},
@@ -316,28 +316,28 @@ def test_a_subset_has_the_smallest_hashes(labels, fraction, seed):
         ),
         ({"samples_per_class": 3}, smallest(lambda size: 3)),
     ):
-        numbers = choose(split, Selection(subset_seed=seed, **asked)).numbers
+        numbers = choose(split, Selection(subset_seed=seed, **options)).numbers
         assert expected == ([*range(len(labels))] if numbers is None else numbers.tolist())
 
 
 @pytest.mark.parametrize(
-    ("asked", "most"),
+    ("options", "most"),
     [
         ({"fraction": 0.1}, 24),
         ({"fraction": 0.1, "fraction_of": "class"}, 36),
         ({"samples_per_class": 100}, 36),
     ],
 )
-def test_a_subset_of_many_samples_needs_little_memory(asked, most):
+def test_a_subset_of_many_samples_needs_little_memory(options, most):
     num = 1 << 21
     split = with_labels(np.arange(num) * 7 % 1000)
     tracemalloc.start()
-    choose(split, Selection(**asked))
+    choose(split, Selection(**options))
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak_bytes / num < most
 
 
-def test_a_subset_is_the_same_for_ever(split):
-    """Papers name subsets by their seed."""
+def test_the_subset_of_a_seed_never_changes(split):
+    """Papers identify subsets by their seeds."""
     assert choose(split, Selection(fraction=0.1)).numbers.tolist() == [2, 21, 31, 43, 50, 57]

@@ -1,5 +1,5 @@
-"""The two figures of a shuffle against a brute-force count, a perfect shuffle, and webdataset's
-buffer over real shards."""
+"""The two measures of a shuffle agree with a brute-force count, and rank a perfect shuffle above
+webdataset's buffer over real shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHUFFLE = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "shuffle
 BY_CLASS = np.repeat(np.arange(1000, dtype=np.int32), 300)  # large enough for blocks of 64
 
 
-def test_figures_are_those_of_counting():
+def test_measures_equal_a_brute_force_count():
     labels = np.array([0, 0, 0, 1, 1, 2])
     batches = [np.array([0, 1]), np.array([5, 2]), np.array([3, 4])]
     quality = quality_of(
@@ -28,14 +28,14 @@ def test_figures_are_those_of_counting():
         np.bincount(labels),
     )
     assert quality.classes_per_batch == pytest.approx((1 + 2 + 1) / 3)
-    # places in time: 0 1 5 2 3 4
+    # positions in time: 0 1 5 2 3 4
     assert quality.distance == pytest.approx((0 + 0 + 3 + 1 + 1 + 1) / 6 / 6)
     hits = [1 - scipy.stats.hypergeom(6, size, 2).pmf(0) for size in (3, 2, 1)]
     assert quality.perfect_classes_per_batch == pytest.approx(sum(hits))
 
 
-def test_a_perfect_shuffle_has_the_figures_of_one():
-    # classes of many sizes, two unused
+def test_a_perfect_shuffle_has_the_expected_measures():
+    # Classes of many sizes, two of them unused.
     labels = np.random.default_rng(0).choice(50, 20_000, p=np.arange(1, 51) / 1275).astype(np.int32)
     shuffled = np.random.default_rng(1).permutation(len(labels)).reshape(-1, 40)
     quality = quality_of(
@@ -50,7 +50,7 @@ def test_a_perfect_shuffle_has_the_figures_of_one():
 
 
 @pytest.mark.parametrize("aug_repeats", [1, 4])
-def test_blocks_of_class_sorted_shards_are_found_and_the_remedy_helps(aug_repeats):
+def test_blocks_of_class_sorted_shards_are_reported_and_the_remedy_helps(aug_repeats):
     poor = measure_shuffle(make_order(len(BY_CLASS), 1024, aug_repeats=aug_repeats), BY_CLASS)
     assert poor.classes_per_batch < 0.95 * poor.perfect_classes_per_batch
     assert str(poor).endswith(
@@ -64,7 +64,9 @@ def test_blocks_of_class_sorted_shards_are_found_and_the_remedy_helps(aug_repeat
         )
         assert good.classes_per_batch == pytest.approx(good.perfect_classes_per_batch, rel=0.02)
         assert good.distance == pytest.approx(PERFECT_DISTANCE, abs=0.02)
-        assert str(good).endswith("samples moved by 33 % of the data set (33 %)"), "and no remedy"
+        assert str(good).endswith("samples moved by 33 % of the data set (33 %)"), (
+            "a good shuffle needs no remedy"
+        )
 
 
 def test_an_epoch_of_one_batch_and_one_class_is_measured():
@@ -73,7 +75,8 @@ def test_an_epoch_of_one_batch_and_one_class_is_measured():
 
 
 def test_webdatasets_buffer_mixes_class_sorted_shards_worse(tmp_path):
-    """30 real shards of 50 samples and a buffer of two shards, the usual size for ImageNet."""
+    """The test reads 30 real shards of 50 samples with a buffer of two shards, a usual size for
+    ImageNet."""
     labels = np.repeat(np.arange(30), 50)
     paths = SHUFFLE["write_shards"](tmp_path / "shards", labels, 50)
     theirs = {

@@ -1,5 +1,5 @@
-"""Chosen samples and several sources in one order: against an oracle in Python's integers, and by
-what an order promises."""
+"""The order over chosen samples and several sources equals an oracle in Python's integers and keeps
+the promises of an order."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from vit.system.files import ShardError
 
 
 def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int]:
-    """Pass `number` over a source, sample by sample: its shuffled blocks, cut where the endless
-    sequence's blocks are cut."""
+    """Return the samples of pass `number` over a source: its shuffled blocks, cut at the block
+    borders of the endless sequence."""
     whole = num_samples // block
     blocks = [
         range(b * block, (b + 1) * block)
@@ -40,13 +40,14 @@ def oracle_pass(num_samples: int, number: int, block: int, key: int) -> list[int
     ]
     rest = [*range(whole * block, num_samples)]
     lead = min(-number * num_samples % block, num_samples)
-    if (num_samples - lead) // block < whole:  # its borders leave no room for all whole blocks
+    # The partial blocks at both ends may take the room of a whole one.
+    if (num_samples - lead) // block < whole:
         rest += blocks.pop()
     return [*rest[:lead], *(sample for b in blocks for sample in b), *rest[lead:]]
 
 
 def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, int]]:
-    """(sample, how often before in this shuffle) of each draw of one shuffle."""
+    """Return (sample, number of its earlier draws) for each draw of one shuffle."""
     chosen = range(share.num_samples) if share.chosen is None else share.chosen.tolist()
     if share.num_draws == share.num_samples:
         return [(share.first + sample, 0) for sample in chosen]
@@ -61,7 +62,7 @@ def oracle(share: Share, shuffle: int, block: int, key: int) -> list[tuple[int, 
 
 @st.composite
 def mixtures(draw):
-    """Shares of up to three sources, some of chosen samples, and an order over them."""
+    """Draw shares of up to three sources, some with chosen samples, and an order over them."""
     shares = []
     first = 0
     for _ in range(draw(st.integers(1, 3))):
@@ -96,7 +97,7 @@ def mixtures(draw):
 
 @settings(max_examples=60)
 @given(mixtures())
-def test_an_order_of_several_sources_is_the_oracles(order):
+def test_an_order_of_several_sources_equals_the_oracles(order):
     plain = replace(order, shares=())
     for shuffle in range(3):
         drawn = [
@@ -114,25 +115,25 @@ def test_an_order_of_several_sources_is_the_oracles(order):
             part = order.rows(position, order.global_batch_size // 2, order.global_batch_size)
             assert part.tolist() == [
                 sample for sample, _ in expected[order.global_batch_size // 2 :]
-            ], "some rows of a batch"
+            ], "a range of rows of a batch differs"
 
 
 @settings(max_examples=100)
 @given(st.integers(1, 300), st.integers(1, 500), st.integers(1, 20), SEEDS)
-def test_each_sample_of_a_source_comes_equally_often(num_samples, num_draws, block, seed):
+def test_each_sample_of_a_source_is_drawn_equally_often(num_samples, num_draws, block, seed):
     share = Share(num_draws, num_samples)
     counts = Counter[int]()
     for shuffle in range(5):
         samples, times = share(np.arange(num_draws), shuffle, block, np.uint64(seed))
         assert len(set(zip(samples.tolist(), times.tolist(), strict=True))) == num_draws, (
-            "each with another augmentation"
+            "each draw of a sample must have its own augmentation"
         )
         counts.update(samples.tolist())
         often = [counts[sample] for sample in range(num_samples)]
         assert max(often) - min(often) <= 1
 
 
-def test_the_example_of_the_module_is_what_is_drawn():
+def test_the_example_in_the_modules_docstring_is_correct():
     share = Share(num_draws=3, num_samples=5)
     key = np.uint64(key_of(0, 4, 0))
     drawn = [share(np.arange(3), epoch, 1, key)[0].tolist() for epoch in range(5)]
@@ -140,8 +141,8 @@ def test_the_example_of_the_module_is_what_is_drawn():
 
 
 def test_blocks_stay_whole_in_every_pass():
-    """What is together in a shard is read together: of 64 draws of one block at most one border
-    is inside."""
+    """Samples that are adjacent in a shard are read together: 64 consecutive draws from one block
+    cross at most one block border."""
     share = Share(640, 1000)
     for shuffle in range(20):
         samples, _ = share(np.arange(640), shuffle, 64, np.uint64(7))
@@ -149,7 +150,7 @@ def test_blocks_stay_whole_in_every_pass():
         assert sorted(borders.tolist())[:-2] == [0] * 8, borders
 
 
-def test_shares_of_a_batch_are_those_of_the_weights_and_the_figures_of_the_shuffle_know_them():
+def test_shares_of_a_batch_and_the_measures_of_the_shuffle_follow_the_weights():
     order = make_order(3000, 60, 1, shares=(Share(2000, 500), Share(1000, 4000, 500)))
     from_first = [int((order.batch(step) < 500).sum()) for step in range(order.steps_per_epoch)]
     assert sum(from_first) == pytest.approx(2000, abs=60)
@@ -159,7 +160,7 @@ def test_shares_of_a_batch_are_those_of_the_weights_and_the_figures_of_the_shuff
     assert quality.distance == pytest.approx(1 / 3, rel=0.05)
 
 
-def test_without_weights_each_sample_comes_once_and_with_them_blocks_hold_one_source():
+def test_without_weights_each_sample_is_drawn_once_and_with_weights_a_block_has_one_source():
     assert shares_of([10, 20], [None, None]) == [10, 20]
     assert shares_of([100, 300], [3, 1]) == [300, 100]
     assert shares_of([300_000, 100_001], [1.0, 2.0]) == [133_312, 266_688]
@@ -171,18 +172,18 @@ def test_without_weights_each_sample_comes_once_and_with_them_blocks_hold_one_so
         shares_of([200_000, 200_000], [0.00001, 1.0])
 
 
-def test_golden_rows_of_a_mixture():
-    """Runs on several sources go on only while these stay."""
+def test_the_rows_of_a_mixture_equal_the_golden_rows():
+    """Existing runs on several sources can only resume if these rows never change."""
     shares = (
         Share(300_032, 100_003),
         Share(99_968, 500_000, 100_003, np.arange(0, 1_000_000, 2, dtype=np.uint32)),
     )
     order = make_order(400_000, 8, 11, shares=shares)
-    found = [
+    rows = [
         [part.tolist() for part in order.rows_and_copies(position, 0, 8)]
         for position in (0, 50_000)
     ]
-    assert found == [
+    assert rows == [
         [[87923, 35721, 20974, 1066959, 583055, 38185, 35599, 779657], [1, 0, 2, 0, 0, 0, 0, 0]],
         [[458941, 34535, 83143, 43518, 697397, 11775, 525637, 1039471], [0, 2, 1, 1, 0, 2, 0, 0]],
     ]
@@ -195,7 +196,7 @@ def test_golden_rows_of_a_mixture():
 
 @pytest.fixture(scope="module")
 def other(shards, tmp_path_factory):
-    """The same shards under other class names: the order is another, and one name is new."""
+    """Copy the shards under other class names: one name is new, and the order differs."""
     root = shutil.copytree(shards, tmp_path_factory.mktemp("other") / "set")
     info = json.loads((root / "_info.json").read_text())
     names = info["class_names"]
@@ -221,14 +222,14 @@ def test_classes_are_mapped_by_name(shards, other):
     labels = of.split.index["label"]
     own = splits[1].index["label"]
     assert labels[:60].tolist() == splits[0].index["label"].tolist()
-    kept = of.shares[1].chosen
-    assert labels[60 + kept].tolist() == [{0: 2, 2: 0}[int(label)] for label in own[kept]]
+    chosen = of.shares[1].chosen
+    assert labels[60 + chosen].tolist() == [{0: 2, 2: 0}[int(label)] for label in own[chosen]]
     assert (
-        of.split.index[np.array([0, 60 + kept[0]])]["label"].tolist()
-        == labels[[0, 60 + kept[0]]].tolist()
+        of.split.index[np.array([0, 60 + chosen[0]])]["label"].tolist()
+        == labels[[0, 60 + chosen[0]]].tolist()
     )
-    assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(kept), 3)
-    assert of.split.read(60 + int(kept[0])) == splits[1].read(int(kept[0]))
+    assert (of.split.num_samples, of.num_draws, of.split.num_classes) == (120, 60 + len(chosen), 3)
+    assert of.split.read(60 + int(chosen[0])) == splits[1].read(int(chosen[0]))
     assert "by data.sources[1].filter" in of.summary[1]
 
 
@@ -239,7 +240,7 @@ def renamed(shards, root, names):
     return open_split(root, "train")
 
 
-def test_the_printed_filter_leaves_lacking_classes_out(shards, other):
+def test_the_printed_filter_excludes_the_missing_classes(shards, other):
     split = open_split(other, "train")
     val = open_split(shards, "val")
     with pytest.raises(ShardError) as caught:
@@ -249,17 +250,17 @@ def test_the_printed_filter_leaves_lacking_classes_out(shards, other):
     assert left == int((split.index["label"] != 1).sum())
 
 
-def test_names_that_contradict_each_other_are_refused_where_no_others_decide(shards, tmp_path):
+def test_contradictory_class_names_are_refused(shards, tmp_path):
     cats, eels = (
         renamed(shards, tmp_path / names[0], names)
         for names in (["cat", "dog", "eel"], ["eel", "dog", "cat"])
     )
     val = renamed(shards, tmp_path / "nameless", [])
-    told = (
+    message = (
         r"sources\[2\] .*: label 0 is 'eel', of data\.sources\[1\] .* it is 'cat', and .*nameless"
         r" 'train' has no names that say which"
     )
-    with pytest.raises(ShardError, match=told):
+    with pytest.raises(ShardError, match=message):
         train_set_of_sources([val, cats, eels], [Selection()] * 3, [None] * 3, val, None)
     by_number = train_set_of_sources([val, cats], [Selection()] * 2, [None] * 2, val, None)
     assert "by number" not in by_number.summary[0]
@@ -304,11 +305,11 @@ def test_batches_of_weighted_sources_are_the_same_on_any_ranks_and_repeats_diffe
             both = torch.cat([getattr(half[number], name) for half in halves])
             assert torch.equal(both, getattr(whole[3 + number], name)), name
     ids, copies = order.rows_and_copies(0, 0, 12)
-    assert len(set(ids.tolist())) < 12, "six samples in nine draws"
+    assert len(set(ids.tolist())) < 12, "nine draws from six samples must repeat some"
     assert len(set(sample_keys(5, 0, ids, copies).tolist())) == 12
 
 
-def test_one_split_with_a_choice_is_numbered_as_without(shards):
+def test_a_choice_does_not_change_the_numbers_of_a_single_split(shards):
     split = open_split(shards, "train")
     of = train_set_of(split, Selection(fraction=0.5))
     order = make_order(of.num_draws, 10, 3, shares=of.shares)
@@ -330,4 +331,4 @@ def test_sources_that_are_parts_of_a_split_are_read_as_the_whole_split(shards):
     divided = of.split.divided(np.arange(len(numbers)))
     assert [(split.name, own.tolist()) for split, own in divided] == [
         ("train", part.numbers.tolist()) for part in parts
-    ], "places in the cache are those of the whole split"
+    ], "parts must use the cache entries of the whole split"

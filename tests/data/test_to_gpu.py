@@ -1,8 +1,8 @@
-"""Batches on their way to a GPU that works late: any order that its streams and events allow.
+"""Batches arrive intact on a GPU in any order of work that its streams and events allow.
 
-`LateGpu` queues what it is asked for, and runs it in random order as late as the waits allow; its
-memory is used again as torch's allocator does it. Each step compares what it reads with what the
-batch was filled with. Without any one of the waits some order must go wrong."""
+`LateGpu` queues its work and runs it in random order, as late as the waits allow; it reuses memory
+as torch's allocator does. Each step compares the batch that it reads with the content that was
+written. If any of the waits is left out, at least one order must fail."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class LateEvent:
 
 
 class LateGpu:
-    """A `vit.data.to_gpu.Gpu` whose device memory is the host's. without: a wait it leaves out."""
+    """A `vit.data.to_gpu.Gpu` with device memory on the host. without: the wait that is omitted."""
 
     def __init__(self, seed: int, without: str = "", locks: bool = True):
         self.random = random.Random(seed)
         self.without = without
         self.locks = locks
         self.queues: dict[str, deque[Work]] = {"copying": deque(), "computing": deque()}
-        # How often a stream goes on while the host does something else.
+        # The probability that a stream advances while the host does something else.
         self.pace = {name: self.random.choice([0.0, 0.5, 1.0]) for name in self.queues}
         self.current = "computing"
         self.faults: list[str] = []
@@ -79,13 +79,14 @@ class LateGpu:
         self.changes_done = 0
         self.locked: Tensor | None = None
         self.blocks: list[object] = []
-        """All memory there ever was: late work must not read what Python has given back."""
+        """All memory ever allocated, kept so that late work cannot read memory that Python
+        freed."""
         self.free: defaultdict[tuple[str, int], list[bytearray]] = defaultdict(list)
-        """Blocks by stream and size."""
+        """Free blocks by stream and size."""
         self.freed: deque[tuple[bytearray, str, list[LateEvent]]] = deque()
-        """Blocks whose tensors are gone, and what must happen before they are used again."""
+        """Blocks without tensors, and the events that must happen before their reuse."""
         self.kept: defaultdict[int, set[str]] = defaultdict(set)
-        """Streams that use a block besides its own, by address."""
+        """Address of a block -> streams other than its own that use it."""
 
     # ---- queues ----
 
@@ -125,7 +126,7 @@ class LateGpu:
         of_size = self.free[home, tensor.nbytes]
         block = of_size.pop() if of_size else bytearray(tensor.nbytes)
         self.blocks.append(block)
-        memory = memoryview(block)  # all tensors of the block hold a reference to this object
+        memory = memoryview(block)  # every tensor of the block references this object
         out = torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
         address = out.data_ptr()
 
@@ -136,7 +137,7 @@ class LateGpu:
         self.blocks.append(weakref.ref(memory, give_back))
         return out
 
-    # ---- what `ToGpu` asks for ----
+    # ---- interface for `ToGpu` ----
 
     def lock(self, memory: Tensor) -> bool:
         self.blocks.append(memory)
@@ -163,7 +164,7 @@ class LateGpu:
 
     def copied(self, tensor: Tensor) -> Tensor:
         is_slot = self.is_locked(tensor)
-        if not is_slot and self.locks:  # a copy out of ordinary memory is staged at once
+        if not is_slot and self.locks:  # CUDA stages a copy from pageable memory at once
             tensor = tensor.clone()
             self.blocks.append(tensor)
         out = self.empty_like(tensor)
@@ -205,10 +206,10 @@ class LateGpu:
         while any(self.queues.values()):
             self.run_one()
 
-    # ---- what is done to batches ----
+    # ---- work on batches ----
 
     def invert(self, batch: Batch) -> Batch:
-        """Change images in two passes, as augmentation does, with memory between."""
+        """Change images in two passes with temporary memory, as augmentation does."""
         between = self.empty_like(batch.images)
         out = self.empty_like(batch.images)
         first, second, third = (untracked(images) for images in (batch.images, between, out))
@@ -222,10 +223,11 @@ class LateGpu:
         return replace(batch, images=out)
 
     def step(self, number: int, batch: Batch) -> None:
-        """Queue what compares `batch` with what is expected, its part on the host included."""
+        """Queue a comparison of `batch`, including its part on the host, with the expected
+        content."""
         names = (*DTYPES, "table", "ids")
-        found = {name: untracked(getattr(batch, name)) for name in names}
-        expected = Batch(*(torch.empty_like(found[name]) for name in names))
+        tensors = {name: untracked(getattr(batch, name)) for name in names}
+        expected = Batch(*(torch.empty_like(tensors[name]) for name in names))
         fill(expected, number)
         expected.images.copy_(255 - expected.images)
 
@@ -233,7 +235,7 @@ class LateGpu:
             self.steps_done += 1
             self.faults += [
                 f"step {number} reads other {name}"
-                for name, tensor in found.items()
+                for name, tensor in tensors.items()
                 if not torch.equal(tensor, getattr(expected, name))
             ]
 
@@ -241,7 +243,7 @@ class LateGpu:
 
 
 def untracked(tensor: Tensor) -> Tensor:
-    """Return a view of the memory that does not keep it, as a kernel has only an address."""
+    """Return a view that does not keep the memory alive; a kernel, too, has only an address."""
     memory = (ctypes.c_uint8 * tensor.nbytes).from_address(tensor.data_ptr())
     return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -252,7 +254,7 @@ def fill(batch: Batch, number: int) -> None:
 
 
 class Training:
-    """A loop over `ToGpu`: real slots, workers that write at once into each that is free."""
+    """A loop over `ToGpu` with real slots; workers write immediately into every free slot."""
 
     def __init__(self, gpu: LateGpu):
         self.gpu = gpu
@@ -280,7 +282,7 @@ class Training:
             self.gpu.run_some()
         held.clear()
         self.to_gpu.close()
-        assert self.gpu.locked is None, "CUDA would find it locked when the next loader has it"
+        assert self.gpu.locked is None, "the next loader could not lock this memory again"
         self.write_into_free_slots()
         while any(self.gpu.queues.values()):
             self.gpu.run_one()
@@ -288,7 +290,7 @@ class Training:
 
 @pytest.mark.parametrize("locks", [True, False], ids=["locked", "pinned"])
 @pytest.mark.parametrize("num_held", [0, 1, 2, STEPS])
-def test_each_step_reads_its_batch_in_any_order_of_work(num_held, locks):
+def test_each_step_reads_its_own_batch_in_any_order_of_work(num_held, locks):
     for seed in ORDERS:
         gpu = LateGpu(seed, locks=locks)
         Training(gpu).run(num_held)
@@ -297,17 +299,17 @@ def test_each_step_reads_its_batch_in_any_order_of_work(num_held, locks):
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_without_any_one_wait_some_order_goes_wrong(wait):
+def test_omitting_any_wait_breaks_some_order_of_work(wait):
     faults = set()
     for seed in ORDERS:
         gpu = LateGpu(seed, without=wait)
         Training(gpu).run(num_held=0)
         faults.update(gpu.faults)
-    assert faults, f"nothing waits: {wait}"
+    assert faults, f"this wait is superfluous: {wait}"
 
 
-def test_a_batch_is_changed_while_the_step_before_computes():
-    """And the host, which is a step ahead, waits for the step before that one only."""
+def test_a_batch_is_changed_while_the_previous_step_computes():
+    """The host is a step ahead, and waits only for the step before the previous one."""
     gpu = LateGpu(0)
     gpu.pace = {"copying": 1.0, "computing": 0.0}
     training = Training(gpu)

@@ -1,4 +1,4 @@
-"""`python -m vit.data.warm`: blocks are there before the job is."""
+"""`python -m vit.data.warm` fills the cache before a job starts."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def web(shards):
         yield server
 
 
-def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys):
+def test_a_job_after_warming_requests_no_blocks(web, tmp_path, shards, capsys):
     url = f"{web.url}/set"
     cache = tmp_path / "cache"
     assert warm.main([url, "--cache-dir", str(cache)]) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in told] == ["train", "val"]
-    assert all(line.endswith("of them fetched now") for line in told)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == ["train", "val"]
+    assert all(line.endswith("of them fetched now") for line in lines)
     requests = len(parts_asked(web))
     assert requests == len(set(parts_asked(web))) == len(list(cache.rglob("*.block")))
     for name in ("train", "val"):
-        here, there = open_split(shards, name), open_split(url, name, cache)
-        assert [there.read(i) for i in range(len(there))] == [
-            here.read(i) for i in range(len(here))
+        local, remote = open_split(shards, name), open_split(url, name, cache)
+        assert [remote.read(i) for i in range(len(remote))] == [
+            local.read(i) for i in range(len(local))
         ]
     assert len(parts_asked(web)) == requests
     assert warm.main([url, "--cache-dir", str(cache), "--split", "val"]) == 0
@@ -55,7 +55,7 @@ def test_a_job_after_it_asks_the_store_for_nothing(web, tmp_path, shards, capsys
     assert len(parts_asked(web)) == requests
 
 
-def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(
+def test_a_config_selects_shards_and_a_fraction_of_a_mounted_folder(
     shards, tmp_path, config, capsys
 ):
     cache = tmp_path / "near"
@@ -68,16 +68,18 @@ def test_shards_and_a_fraction_of_a_mounted_folder_as_a_config_says(
     assert len(list(cache.rglob("*.block"))) == 10
     assert warm.main([*settings, "--split", "train", "--fraction", "0.4"]) == 0
     assert len(list(cache.rglob("train-00000*.block"))) == 5
-    assert len(list(cache.rglob("*.block"))) == 15, "six, one of which was there"
+    assert len(list(cache.rglob("*.block"))) == 15, (
+        "the fraction has six blocks, one of which was cached already"
+    )
 
 
-def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, capsys):
+def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, capsys):
     cache = tmp_path / "cache"
-    where = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
-    assert warm.main([*where, "--cache-gib", "0"]) == 0
-    assert not list(cache.rglob("*.block")), "no room, not any"
+    arguments = [f"{web.url}/set", "--cache-dir", str(cache), "--split", "train"]
+    assert warm.main([*arguments, "--cache-gib", "0"]) == 0
+    assert not list(cache.rglob("*.block")), "a cache without room must stay empty"
     capsys.readouterr()
-    limited = [*where, "--cache-gib", str(60_000 / GIB)]
+    limited = [*arguments, "--cache-gib", str(60_000 / GIB)]
     assert warm.main([*limited, "--threads", "2"]) == 0
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6
@@ -91,7 +93,7 @@ def test_it_stops_where_the_cache_is_full_and_takes_nothing_away(web, tmp_path, 
     assert len(parts_asked(web)) <= requests + 1
 
 
-def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, shards, capsys):
+def test_damaged_blocks_are_counted_and_all_others_are_fetched(web, tmp_path, shards, capsys):
     name = "train-00001.tar"
     row = open_split(shards, "train").index[25]
     data = bytearray(web.files[f"/set/{name}"])
@@ -100,7 +102,7 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
     cache = tmp_path / "cache"
     assert warm.main([f"{web.url}/set", "--cache-dir", str(cache), "--threads", "1"]) == 2
     out, error = capsys.readouterr()
-    assert out.startswith("val: "), "what comes after it is fetched"
+    assert out.startswith("val: "), "blocks after the damaged one must be fetched"
     assert error.count("error: ") == 1
     assert (
         f"; other bytes than indexed in {web.url}/set/{name}; copy what is damaged again (`python"
@@ -109,8 +111,10 @@ def test_damaged_blocks_are_counted_and_the_others_are_fetched(web, tmp_path, sh
     assert len(list(cache.rglob("train*.block"))) == 14
 
 
-def test_a_shard_that_is_replaced_meanwhile_is_reported_and_waited_for_by_nobody(web, tmp_path):
-    """Its other threads still wait for a server that is away."""
+def test_a_shard_replaced_during_warming_is_reported_without_waiting_for_other_threads(
+    web, tmp_path
+):
+    """Other threads of the process still wait for an absent server."""
     code = """
 import runpy
 from vit.data.shards.stores import Version
@@ -125,15 +129,15 @@ def blocks(self, shards):
 cached_tars.CachedTars.blocks = blocks
 runpy.run_module("vit.data.warm", run_name="__main__")
 """
-    where = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
-    done = call([warm_python.python(environment()), "-c", code, *where])
+    arguments = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
+    done = call([warm_python.python(environment()), "-c", code, *arguments])
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
         f"error: {web.url}/set/train-00000.tar: it was replaced at its URL while it was in use"
     )
 
 
-def test_several_at_once_share_the_work(web, tmp_path):
+def test_several_warming_processes_share_the_work(web, tmp_path):
     web.delay_s = 0.1
     code = """
 import sys
@@ -142,20 +146,20 @@ from vit.data.storage import cached_tars
 cached_tars.BLOCK_BYTES = 16_000
 sys.exit(warm.main(sys.argv[1:]))
 """
-    where = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
+    arguments = [f"{web.url}/set", "--cache-dir", str(tmp_path / "cache"), "--split", "train"]
     env = environment()
-    command = [warm_python.python(env), "-c", code, *where, "--threads", "2"]
+    command = [warm_python.python(env), "-c", code, *arguments, "--threads", "2"]
     processes = [
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
     ]
-    told = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], told
+    outputs = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
     assert set(Counter(parts_asked(web)).values()) == {1}
     assert len(parts_asked(web)) == 15
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (
             ["ROOT"],
@@ -167,7 +171,7 @@ sys.exit(warm.main(sys.argv[1:]))
             "--shards 5: expected a number or a range, as 0-2, of 3 shards",
         ),
         (
-            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],  # a variable that is not set
+            ["ROOT", "--cache-dir", "CACHE", "--shards", ""],  # an unset shell variable
             "--shards : expected a number or a range, as 0-2, of 3 shards",
         ),
         (
@@ -181,23 +185,23 @@ sys.exit(warm.main(sys.argv[1:]))
         (["ROOT", "--cache", "CACHE"], "unknown: --cache; did you mean --cache-gib?"),
     ],
 )
-def test_what_is_wrong_is_reported_in_a_line(arguments, told, shards, tmp_path, capsys):
+def test_wrong_arguments_are_reported_in_one_line(arguments, message, shards, tmp_path, capsys):
     places = {"ROOT": str(shards), "CACHE": str(tmp_path / "cache")}
     assert warm.main([places.get(word, word) for word in arguments]) == 2
     error = capsys.readouterr().err
-    assert told in error
+    assert message in error
     assert error.startswith("error: ")
     assert len(error.splitlines()) == 1
 
 
-def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, monkeypatch):
+def test_a_run_with_an_empty_cache_reports_the_amount_to_fetch(web, tmp_path, monkeypatch):
     monkeypatch.setattr("vit.hooks.preflight.MISSING_BYTES", 10_000)
     split = open_split(f"{web.url}/set", "train", tmp_path / "cache")
     batches = TrainBatches(
         split, make_order(60, 12), AugmentConfig(), ImageFormat((16, 16), 3, "bilinear")
     )
     plan = Plan(**{**dict.fromkeys(Plan.__dataclass_fields__, 1), "total_steps": 50})
-    [told] = filling_notes(batches, 3, plan)
+    [note] = filling_notes(batches, 3, plan)
     assert isinstance(split.tars, cached_tars.CachedTars)
     all_bytes = sum(block.num_bytes for block in split.tars.blocks(range(3)))
     gb = f"{all_bytes / 1e9:.2f} GB"
@@ -205,7 +209,7 @@ def test_a_run_with_an_empty_cache_says_what_it_will_fetch_first(web, tmp_path, 
         f"filling the cache: the next 8 batches of a rank lie in {gb} of blocks, of which {gb} are"
         f" not in {tmp_path}/cache yet"
     )
-    assert told.startswith(expected)
+    assert note.startswith(expected)
     assert not list(filling_notes(batches, 50, plan))
     split.prefetch(np.arange(60))
     for i in range(60):

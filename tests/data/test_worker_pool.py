@@ -1,5 +1,5 @@
-"""A worker that hangs is named with what it hangs at, and replaced; what training waits for is
-never a secret."""
+"""A worker that hangs is replaced, and a report names it with what it was doing; every long wait of
+training is explained."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FORMAT = ImageFormat((16, 16), 3, "bilinear")
 
 
 class Reading(Numbered):
-    """As `Numbered`; each part takes a moment, and it says that it reads sample 7."""
+    """Like `Numbered`, but each part takes a moment and reports that it reads sample 7."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -47,7 +47,7 @@ class Reading(Numbered):
 
 
 class Hanging(Reading):
-    """Each process that comes to rows 0 of position 3 hangs there, `times` processes in all."""
+    """The first `times` processes that reach row 0 of position 3 hang there."""
 
     def __init__(self, times: int):
         super().__init__()
@@ -65,7 +65,7 @@ class Hanging(Reading):
 
 
 class Killed(Numbered):
-    """Position 3 kills its process."""
+    """A process that reaches position 3 kills itself."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         if position == 3:
@@ -74,7 +74,7 @@ class Killed(Numbered):
 
 
 class Stopped(Reading):
-    """The first process that comes to rows 0 of position 3 stops there, with SIGSTOP."""
+    """The first process that reaches row 0 of position 3 stops itself with SIGSTOP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Stopped(Reading):
         return super().fill(position, first, rows)
 
     def wake(self, may_go_on: Callable[[], bool]) -> None:
-        """Let it go on, from a thread, as soon as it may."""
+        """Start a thread that continues the stopped process once `may_go_on()` is true."""
 
         def wait() -> None:
             while not (self.stopped.value and state_of(self.stopped.value) == "T" and may_go_on()):
@@ -101,7 +101,7 @@ class Stopped(Reading):
         threading.Thread(target=wait, daemon=True).start()
 
 
-def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
+def test_a_stopped_worker_is_named_and_replaced_and_batches_stay_the_same(caplog):
     batches = Stopped()
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=2.0) as loader:
         for position, batch in enumerate(loader):
@@ -109,15 +109,15 @@ def test_a_stopped_worker_is_named_and_replaced_and_no_batch_differs(caplog):
         assert loader._pool.num_replaced == 1
     stopped = batches.stopped.value
     assert not is_alive(stopped)
-    what = (
+    worker = (
         rf"loader worker \d \(process {stopped}, stopped\) has been reading \(sample 7 of"
         r" shard-1.tar\) since \d\d:\d\d:\d\d"
     )
-    assert re.search(rf"training has waited \d+ s for its next batch: {what}", caplog.text), (
+    assert re.search(rf"training has waited \d+ s for its next batch: {worker}", caplog.text), (
         caplog.text
     )
     killed = (
-        rf"{what}, without progress for \d+ s \(data.stall_timeout_s\): all workers are replaced,"
+        rf"{worker}, without progress for \d+ s \(data.stall_timeout_s\): all workers are replaced,"
         r" and others make their parts again"
     )
     assert len(re.findall(killed, caplog.text)) == 1, caplog.text
@@ -128,7 +128,7 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     with Loader(batches, 0, 40, num_workers=1, stall_timeout_s=0.6) as loader:
         while loader._pool._queued:
             loader._note(loader._pool.results(wait=True))
-        # what it made is there a moment before it waits again
+        # The worker's result arrives a moment before the worker is idle again.
         while loader._pool.statuses[0].stage != Stage.IDLE:
             time.sleep(0.001)
         stopped = loader._pool._workers[0][0].pid
@@ -147,10 +147,10 @@ def test_a_worker_that_is_stopped_while_it_waits_for_work_is_replaced(caplog):
     assert re.search(killed, caplog.text)
 
 
-def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
+def test_a_part_that_a_worker_took_but_did_not_begin_is_made_by_another_worker(caplog):
     batches = Reading(pause_s=0.01)
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=0.6) as loader:
-        # as a worker does that is stopped right after it
+        # This takes a part, as a worker does that is stopped right afterwards.
         os.read(loader._pool._parts.fileno(), worker_pool._PART.size)
         for position, batch in enumerate(loader):
             batches.check(position, batch)
@@ -158,7 +158,7 @@ def test_a_part_that_a_worker_took_and_did_not_begin_is_made_by_another(caplog):
     assert caplog.text.count("all workers are replaced, and others make their parts") == 1
 
 
-def test_a_worker_that_goes_on_in_time_is_left_alone(caplog, monkeypatch):
+def test_a_worker_that_continues_in_time_is_not_replaced(caplog, monkeypatch):
     monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.3)
     batches = Stopped()
     with Loader(batches, 0, 40, num_workers=2, stall_timeout_s=600.0) as loader:
@@ -169,7 +169,7 @@ def test_a_worker_that_goes_on_in_time_is_left_alone(caplog, monkeypatch):
         assert is_alive(batches.stopped.value)
 
 
-def test_without_a_timeout_it_is_reported_and_nobody_is_killed(caplog, monkeypatch):
+def test_without_a_timeout_a_stopped_worker_is_reported_and_not_killed(caplog, monkeypatch):
     monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.3)
     batches = Stopped()
     with Loader(batches, 0, 20, num_workers=2, stall_timeout_s=None) as loader:
@@ -197,8 +197,9 @@ def test_a_part_at_which_two_workers_hang_ends_the_run(caplog):
 
 
 @pytest.mark.parametrize("dies", [True, False])
-def test_a_worker_that_does_not_die_is_named_again_and_again(dies, caplog):
-    """As one that waits in the kernel for a dead mount: until that comes back, or the run ends."""
+def test_a_worker_that_does_not_die_is_reported_repeatedly(dies, caplog):
+    """A worker that waits in the kernel for a dead mount cannot be killed until the mount
+    returns."""
     batches = Stopped()
     with Loader(batches, 0, 10, num_workers=1, stall_timeout_s=2.0) as loader:
         worker = loader._pool._workers[0][0]
@@ -216,7 +217,7 @@ def test_a_worker_that_does_not_die_is_named_again_and_again(dies, caplog):
         kill()
 
 
-def test_what_cannot_be_made_again_ends_the_run():
+def test_a_hang_in_a_stream_ends_the_run():
     class Stream(Hanging):
         exact = False
 
@@ -227,8 +228,8 @@ def test_what_cannot_be_made_again_ends_the_run():
         list(loader)
 
 
-def test_training_that_was_stopped_itself_finds_nobody_hanging():
-    """Ctrl-Z of the whole job for longer than the timeout."""
+def test_after_a_stop_of_the_whole_job_no_worker_counts_as_hanging():
+    """Ctrl-Z stops the whole job for longer than the timeout."""
     code = """
 import sys, time
 sys.path[:0] = ["tests/helpers", "tests/data"]
@@ -258,7 +259,7 @@ with Loader(batches, 0, 16, num_workers=2, stall_timeout_s=1.0) as loader:
     assert "without progress" not in err
 
 
-def test_who_makes_its_batches_itself_is_told_too(caplog):
+def test_a_slow_batch_is_reported_without_workers(caplog):
     class Slow(Reading):
         def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
             if position == 1:
@@ -275,9 +276,9 @@ def test_who_makes_its_batches_itself_is_told_too(caplog):
     )
 
 
-def test_what_is_decoded_between_batches_is_not_a_wait_of_training(caplog):
-    """As the pictures of a report are, while training in the same process has its loader open."""
-    with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # told after 1 s
+def test_decoding_between_batches_does_not_count_as_a_wait_of_training(caplog):
+    """The report decodes its pictures while training in the same process has a loader open."""
+    with Loader(Reading(), 0, 3, stall_timeout_s=4.0) as loader:  # a wait is reported after 1 s
         next(loader)
         stages.current.enter(Stage.RESIZE)
         time.sleep(2.0)
@@ -286,8 +287,8 @@ def test_what_is_decoded_between_batches_is_not_a_wait_of_training(caplog):
 
 
 class Trickling(Reading):
-    """Nobody hangs: what is read for a part comes in time, and for all parts of a batch too
-    late."""
+    """Each part is ready in time, but the parts of a batch together take too long; no worker
+    hangs."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         stages.current.read(7)
@@ -298,7 +299,7 @@ class Trickling(Reading):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_wait_is_reported_though_parts_of_the_batch_trickle_in(workers, caplog, monkeypatch):
+def test_a_wait_is_reported_although_parts_of_the_batch_trickle_in(workers, caplog, monkeypatch):
     monkeypatch.setattr("vit.data.stall_watch.WARN_AFTER_S", 0.4)
     with Loader(Trickling(), 0, 1, num_workers=workers) as loader:
         list(loader)
@@ -309,11 +310,11 @@ def test_a_wait_is_reported_though_parts_of_the_batch_trickle_in(workers, caplog
     )
 
 
-# ---- what they have done -------------------------------------------------------------------------
+# ---- tallies and priorities ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
+def test_the_stages_add_up_to_the_busy_time_of_the_workers(workers, shards):
     batches = TrainBatches(open_split(shards, "train"), make_order(60, 12), AugmentConfig(), FORMAT)
     with Loader(batches, 0, 20, num_workers=workers) as loader:
         for _ in loader:
@@ -326,7 +327,7 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
             time.sleep(0.01)
         tally = since(loader.tally(), dict.fromkeys(TALLIED, 0.0))
         busy_s = sum(tally[f"{stage.name.lower()}_s"] for stage in Stage if stage != Stage.IDLE)
-        assert busy_s >= 0.9 * loader.stats.busy_s, "no time of theirs is without a stage"
+        assert busy_s >= 0.9 * loader.stats.busy_s, "workers spend time outside of any stage"
         assert tally["read_bytes"] == sum(
             int(batches.split.index["size"][i])
             for n in range(20)
@@ -339,7 +340,7 @@ def test_the_time_of_the_workers_is_that_of_their_stages(workers, shards):
         assert add_up([before, since(tally, before)]) == pytest.approx(tally)
 
 
-def test_a_status_counts_in_any_memory():
+def test_a_status_works_in_any_memory():
     memory = memoryview(bytearray(3 * STATUS_BYTES))
     status = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
     seen = WorkerStatus(memory[STATUS_BYTES : 2 * STATUS_BYTES])
@@ -359,8 +360,9 @@ def test_a_status_counts_in_any_memory():
     assert not any([*memory[:STATUS_BYTES], *memory[2 * STATUS_BYTES :]])
 
 
-def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
-    """A pause may be longer than `stall_timeout_s`: it is progress, and counted once it is over."""
+def test_a_pause_that_a_store_asked_for_is_not_a_hang():
+    """A pause counts as progress, because it may be longer than `stall_timeout_s`; its retry is
+    counted when the pause is over."""
 
     def attempt() -> None:
         if num_retries() == before:
@@ -377,32 +379,34 @@ def test_who_pauses_because_a_store_asked_for_it_does_not_hang():
         time.sleep(0.01)
         status.count_retries()
         changes.add(status.num_changes)
-    assert len(changes) >= 3, "it changes again and again"
+    assert len(changes) >= 3, "the count of progress must keep changing"
     assert status.tally()["retries"] == 1
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "told"),
+    ("before", "after", "message"),
     [(2, 3, "because memory ran out"), (2, 2, "counted none"), (None, 3, "counted none")],
 )
-def test_only_a_count_that_has_grown_shows_that_memory_ran_out(monkeypatch, before, after, told):
-    """None: the kernel's counter could not be read when the loader began."""
+def test_only_a_grown_count_of_oom_kills_is_reported_as_out_of_memory(
+    monkeypatch, before, after, message
+):
+    """A count of None means that the kernel's counter could not be read when the loader began."""
     counts = iter([before, after])
     monkeypatch.setattr(worker_pool, "num_oom_kills", lambda: next(counts))
     with (
         Loader(Killed(), 0, 100, num_workers=1) as loader,
-        pytest.raises(WorkerError, match=f"killed by SIGKILL, .*{told}"),
+        pytest.raises(WorkerError, match=f"killed by SIGKILL, .*{message}"),
     ):
         list(loader)
 
 
 @pytest.mark.parametrize("niceness", [0, 7])
-def test_workers_may_be_nicer_than_training(niceness):
+def test_workers_run_at_the_set_niceness(niceness):
     layout = Numbered().layout
     slots = Slots(layout, plan_ring(layout, 1, 4, 1, None, False), 1)
     pool = WorkerPool(Numbered(), slots, 1, None, niceness)
     pool.put(0, 0, 0)
-    pool.results(wait=True)  # it has begun to work
-    found = os.getpriority(os.PRIO_PROCESS, pool._workers[0][0].pid)
-    assert found == min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, 19)
+    pool.results(wait=True)  # wait until the worker has started
+    worker_niceness = os.getpriority(os.PRIO_PROCESS, pool._workers[0][0].pid)
+    assert worker_niceness == min(os.getpriority(os.PRIO_PROCESS, 0) + niceness, 19)
     pool.end()

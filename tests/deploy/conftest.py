@@ -1,4 +1,4 @@
-"""Pods of deploy/kube/ as processes, in namespaces of their own or among others."""
+"""Pods of deploy/kube/ as processes of this host, with or without namespaces of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kubernetes_stand_in import Cluster, ip
 
 @pytest.fixture
 def cluster(tmp_path) -> Iterator[Cluster]:
-    """Pods are processes among others: two of them meet on this host."""
+    """Pods that are ordinary processes; two of them connect to each other on this host."""
     cluster = Cluster(tmp_path, isolated=False)
     yield cluster
     cluster.close()

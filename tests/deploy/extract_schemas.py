@@ -3,10 +3,10 @@
     python tests/deploy/extract_schemas.py JOBSET TRAINER PYTHON > tests/deploy/schemas.json
 
 JOBSET and TRAINER are git repositories (kubernetes-sigs/jobset, kubeflow/trainer), PYTHON an
-interpreter that has SkyPilot; all three have the Apache-2.0 licence. Words for people are left out,
-as are fields that deploy/ does not use; objects are closed, so that a misspelt field is an
-error, which an API server would drop in silence. The Job inside a JobSet is left open here: the
-tests read it by Kubernetes' own schema.
+interpreter that has SkyPilot; all three have the Apache-2.0 licence. Descriptions are dropped, as
+are fields that deploy/ does not use. Objects are closed, so that a misspelt field is an error; an
+API server would silently drop it. The Job inside a JobSet stays open, because the tests check it
+against Kubernetes' own schema.
 """
 
 from __future__ import annotations
@@ -48,58 +48,58 @@ SKY_KEPT = {
 
 
 def read(repository: str, path: str) -> tuple[str, dict[str, Any]]:
-    """A file of the newest commit as YAML, and that commit."""
+    """Return a file of the newest commit, parsed as YAML, and that commit."""
 
-    def git(*words: str) -> str:
-        line = ["git", "-C", repository, *words]
+    def git(*arguments: str) -> str:
+        line = ["git", "-C", repository, *arguments]
         return subprocess.run(line, check=True, capture_output=True, text=True).stdout
 
     return git("rev-parse", "HEAD").strip(), yaml.safe_load(git("show", f"HEAD:{path}"))
 
 
 def extract(schema: Any, cut: tuple[str, ...]) -> Any:
-    """`schema` without words and without the properties `cut`, its objects closed."""
+    """Return `schema` without descriptions and the properties in `cut`; its objects are closed."""
     if isinstance(schema, list):
         return [extract(item, cut) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    kept = {
+    reduced = {
         key: value
         for key, value in schema.items()
         if key not in WORDS and not key.startswith("x-kubernetes-")
     }
     if schema.get("x-kubernetes-int-or-string"):
         return {"type": ["integer", "string"]}
-    if "properties" in kept:
+    if "properties" in reduced:
         properties = {
             name: extract(value, cut)
-            for name, value in kept.pop("properties").items()
+            for name, value in reduced.pop("properties").items()
             if name not in cut
         }
-        return {**extract(kept, cut), "properties": properties, "additionalProperties": False}
-    return {key: extract(value, cut) for key, value in kept.items()}
+        return {**extract(reduced, cut), "properties": properties, "additionalProperties": False}
+    return {key: extract(value, cut) for key, value in reduced.items()}
 
 
 def extract_sky(python: str) -> tuple[str, dict[str, Any]]:
-    """Where SkyPilot's schemas come from, and those of a task and its resources."""
+    """Return the source of SkyPilot's schemas, and the schemas of a task and its resources."""
     done = subprocess.run([python, "-c", SKY], check=True, capture_output=True, text=True)
-    version, found = json.loads(done.stdout.splitlines()[-1])
+    version, sky_schemas = json.loads(done.stdout.splitlines()[-1])
     schemas = {}
-    for (name, kept), schema in zip(SKY_KEPT.items(), found, strict=True):
-        properties = {key: schema["properties"][key] for key in kept}
+    for (name, property_names), schema in zip(SKY_KEPT.items(), sky_schemas, strict=True):
+        properties = {key: schema["properties"][key] for key in property_names}
         schemas[f"sky_{name}"] = {
             "type": "object",
             "properties": properties,
             "additionalProperties": False,
         }
     for choice in schemas["sky_resources"]["properties"]["job_recovery"]["anyOf"]:
-        if "properties" in choice:  # a client lets a server judge of other names
+        if "properties" in choice:  # SkyPilot's client sends unknown names; the server checks them
             choice["additionalProperties"] = False
     return f"skypilot {version} (PyPI): sky/utils/schemas.py", schemas
 
 
 def main(jobset_repository: str, trainer_repository: str, python: str) -> dict[str, Any]:
-    """The schemas by kind, with where they come from."""
+    """Return the schemas by kind, with their sources."""
     commit, crd = read(jobset_repository, JOBSET)
     sources = [f"kubernetes-sigs/jobset@{commit}:{JOBSET}"]
     schemas = {}

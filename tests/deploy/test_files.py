@@ -1,4 +1,4 @@
-"""The files of deploy/ by the schemas and checkers of their programs."""
+"""The files of deploy/ are valid by the schemas and checkers of the programs that read them."""
 
 from __future__ import annotations
 
@@ -53,12 +53,14 @@ def validate(document) -> None:
 
 
 def validate_job(spec) -> None:
-    """The Job of a JobSet, by Kubernetes' own schema."""
+    """Check the Job of a JobSet against Kubernetes' own schema."""
     document = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "a"}, "spec": spec}
     kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-@pytest.mark.parametrize("document", [JOBSET, RUNTIME, TRAINJOB], ids=lambda found: found["kind"])
+@pytest.mark.parametrize(
+    "document", [JOBSET, RUNTIME, TRAINJOB], ids=lambda document: document["kind"]
+)
 def test_custom_resources_follow_their_own_schemas(document):
     validate(document)
     misspelt = json.loads(json.dumps(document).replace("failurePolicy", "failurPolicy"))
@@ -77,7 +79,7 @@ def test_jobs_follow_kubernetes_own_schema(spec):
 
 @pytest.mark.parametrize("spec", TRAINING_JOBS)
 def test_each_exit_status_of_a_job_has_its_action(spec):
-    """Of a pod's exit status, or its eviction: what becomes of the JobSet."""
+    """The action follows from the pod's exit status, or from its eviction."""
 
     class Pod:
         name = "vit-node-0-1"
@@ -85,15 +87,15 @@ def test_each_exit_status_of_a_job_has_its_action(spec):
 
     policy = JOBSET["spec"]["failurePolicy"]
     assert policy == RUNTIME["spec"]["template"]["spec"]["failurePolicy"]
-    found = {}
+    actions = {}
     for code in (job.MISTAKE, job.AGAIN, job.ACCIDENT, 137):
         action, message = pod_action(spec, Pod(), code)
         reason = "PodFailurePolicy" if action == "FailJob" else "BackoffLimitExceeded"
-        found[code] = jobset_action(policy, reason, message)
+        actions[code] = jobset_action(policy, reason, message)
     Pod.conditions = frozenset(["DisruptionTarget"])
     action, message = pod_action(spec, Pod(), 137)
     assert action == "FailJob"
-    assert found == {
+    assert actions == {
         job.MISTAKE: "FailJobSet",
         job.AGAIN: "RestartJobSetAndIgnoreMaxRestarts",
         job.ACCIDENT: "RestartJobSet",
@@ -103,7 +105,7 @@ def test_each_exit_status_of_a_job_has_its_action(spec):
     assert again == "RestartJobSetAndIgnoreMaxRestarts"
 
 
-def test_numbers_that_are_written_twice_are_equal():
+def test_numbers_that_are_repeated_across_files_are_equal():
     spec = job_of(JOBSET["spec"])
     container = container_of(spec)
     env = {variable["name"]: variable.get("value") for variable in container["env"]}
@@ -121,22 +123,22 @@ def test_numbers_that_are_written_twice_are_equal():
 
 
 @pytest.mark.parametrize("spec", TRAINING_JOBS)
-def test_a_save_has_the_grace_that_torchrun_gives_it(spec):
+def test_the_grace_period_covers_the_time_that_torchrun_gives_a_save(spec):
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > job.SHUTDOWN_S
 
 
-def test_the_commands_of_the_files_are_understood():
-    """Each line of words that a file has for our commands, read by the real command."""
+def test_our_commands_parse_the_arguments_in_the_files():
+    """The real command parses each argument list that a file passes to it."""
     lines = [container_of(job_of(JOBSET["spec"]))["args"], TRAINJOB["spec"]["trainer"]["args"]]
     [line] = [line for line in SKY["run"].splitlines() if line.startswith("exec ")]
     for name, value in SKY["envs"].items():
         line = line.replace(f"${name}", value)
-    words = shlex.split(line.partition(" job ")[2], comments=True)
-    for found, run_dir in [
+    sky_arguments = shlex.split(line.partition(" job ")[2], comments=True)
+    for arguments, run_dir in [
         *((line, "/runs/vit_b16") for line in lines),
-        (words, "s3://BUCKET/runs/vit_b16"),
+        (sky_arguments, "s3://BUCKET/runs/vit_b16"),
     ]:
-        args = job.read_command_line(found)
+        args = job.read_command_line(arguments)
         assert load_config(args.config, args.overrides).run.dir == run_dir
     command = container_of(PREP["spec"])["args"][0]
     assert (REPOSITORY / "data_prep" / f"{command}.py").is_file()
@@ -149,7 +151,7 @@ def test_the_dockerfile_passes_hadolint():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_image_gets_what_a_wheel_is_made_of():
+def test_the_image_contains_the_sources_of_the_wheel():
     """Dockerfile.dockerignore admits what setup.py and pyproject.toml name."""
     ignore = (DEPLOY / "Dockerfile.dockerignore").read_text().splitlines()
     let_through = {line[1:] for line in ignore if line.startswith("!")}
@@ -159,7 +161,7 @@ def test_the_image_gets_what_a_wheel_is_made_of():
     assert all((REPOSITORY / name).exists() for name in let_through)
 
 
-def test_the_file_of_skypilot_follows_its_schema():
+def test_the_skypilot_file_follows_skypilots_schema():
     validate_sky(SKY)
     for key, misspelt in (("num_nodes", "num_node"), ("recover_on_exit_codes", "recover_on_codes")):
         with pytest.raises(jsonschema.ValidationError):

@@ -1,5 +1,5 @@
-"""The pods of deploy/kube/: two nodes train, are taken away, mistaken, killed; the run that
-Kubernetes started again ends as the one that nobody disturbed."""
+"""The pods of deploy/kube/ train on two nodes and are evicted, misconfigured and killed; a run that
+Kubernetes restarts ends with the weights of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ OFTEN = ("log.every_steps=5", "checkpoint.every_steps=50", "eval.every_steps=100
 
 
 def training(folder: Path, shards: Path, *overrides: str, steps: int = STEPS) -> list[object]:
-    """Arguments of a training in `folder`/run."""
+    """Return the arguments of a training in `folder`/run."""
     config = write_config(folder, shards, steps=steps)
     return ["--config", config, f"run.dir={folder / 'run'}", *TINY, *OFTEN, *overrides]
 
 
 @pytest.fixture
 def on_this_host() -> dict[str, str]:
-    """Variables with which two pods meet without namespaces."""
+    """Return environment variables that let two pods connect without namespaces."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     return {"PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
@@ -34,10 +34,9 @@ def on_this_host() -> dict[str, str]:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_a_pod_that_is_taken_away_saves_and_all_are_started_again(
-    cluster, shards, tmp_path, on_this_host
-):
-    """One SIGTERM to one pod: both save the same step, both say "again", and it is not counted."""
+def test_an_evicted_pod_saves_and_all_pods_are_restarted(cluster, shards, tmp_path, on_this_host):
+    """After one SIGTERM to one pod both save the same step and exit with "again", and Kubernetes
+    does not count the restart."""
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
 
@@ -58,8 +57,8 @@ def test_a_pod_that_is_taken_away_saves_and_all_are_started_again(
 
 
 @pytest.mark.slow
-def test_a_mistake_fails_the_jobset_at_once(cluster, shards, tmp_path, on_this_host):
-    """One that only the ranks find: 13 images cannot be dealt to two of them."""
+def test_a_users_mistake_fails_the_jobset_at_once(cluster, shards, tmp_path, on_this_host):
+    """Only the ranks can detect this mistake: 13 images cannot be divided between two ranks."""
     [jobset] = documents("jobset.yaml")
     arguments = training(tmp_path, shards, "data.global_batch_size=13")
     ended = cluster.run(jobset, arguments, **on_this_host)
@@ -70,12 +69,12 @@ def test_a_mistake_fails_the_jobset_at_once(cluster, shards, tmp_path, on_this_h
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_pods_of_their_own_network_survive_all_that_kubernetes_does(
+def test_pods_with_their_own_network_survive_evictions_and_kills(
     isolated_cluster, shards, tmp_path
 ):
-    """The port, names and variables of the file but for the ranks of a pod. In turn: taken away
-    while it waits for the other pod; taken away and saved; killed without a word after a newer
-    checkpoint and before one, which is counted."""
+    """The port, names and variables are those of the file, except for the number of ranks of a pod.
+    In turn a pod is evicted while it waits for the other pod, is evicted and saves, is killed after
+    a newer checkpoint, and is killed before one, which Kubernetes counts."""
     cluster = isolated_cluster
     [jobset] = documents("jobset.yaml")
     run_dir = tmp_path / "run"
@@ -102,7 +101,7 @@ def test_pods_of_their_own_network_survive_all_that_kubernetes_does(
     assert ended.codes[1] == [75, 75], logs
     assert sorted(ended.codes[2]) == [75, 137], logs
     assert sorted(ended.codes[3]) == [75, 137], logs
-    # A Job hears first of the pod that was killed, which has no word of the newer checkpoint.
+    # A Job first sees the killed pod, whose exit status does not mention the newer checkpoint.
     assert ended.actions == [ignored, ignored, "RestartJobSet", "RestartJobSet"], logs
     assert ended.codes[-1] == [0, 0], logs
     whole = tmp_path / "whole"
@@ -114,12 +113,13 @@ def test_pods_of_their_own_network_survive_all_that_kubernetes_does(
 @pytest.mark.full
 @pytest.mark.slow
 def test_parts_of_a_data_set_are_written_by_their_completion_index(cluster, shards, tmp_path):
-    """The words of prep-job.yaml with another source and place: together they make the data set."""
+    """The arguments are those of prep-job.yaml with another source and target; together the parts
+    are the complete data set."""
     [job] = documents("prep-job.yaml")
     [container] = job["spec"]["template"]["spec"]["containers"]
     [part] = [word for word in container["args"] if word.startswith("--shards=")]
     source = shards.parent / "images"
-    words = [
+    arguments = [
         "imagefolder",
         source,
         "--out",
@@ -138,12 +138,12 @@ def test_parts_of_a_data_set_are_written_by_their_completion_index(cluster, shar
             ],
         },
     }
-    ended = cluster.run(jobset, [*words, part])
+    ended = cluster.run(jobset, [*arguments, part])
     assert ended.is_complete, cluster.logs()
     assert verify.main([str(tmp_path / "out")]) == 0
 
 
 def _meets(pod) -> bool:
-    """Whether torchrun runs in an isolated pod."""
+    """Return whether torchrun runs in an isolated pod."""
     pids = [pid for first in children(pod.process.pid) for pid in children(first)]
     return any("torch.distributed.run" in command_line(pid) for pid in pids)

@@ -1,4 +1,4 @@
-"""Where there is a GPU: the marker, and a word where there is none."""
+"""Mark the tests of this folder `gpu`, and skip them with a reason on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ WITHOUT = "needs a GPU: `make gpu-check` on a machine that has one tries all of 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Asking for the GPU here, and not in each test, costs a machine without one nothing more."""
-    here = [item for item in items if Path(__file__).parent in item.path.parents]
-    for item in here:
+    """Look for the GPU once instead of in each test, so that other machines lose no time."""
+    gpu_items = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in gpu_items:
         item.add_marker(pytest.mark.gpu)
         if torch.cuda.device_count() == 0:
             item.add_marker(pytest.mark.skip(reason=WITHOUT))

@@ -1,7 +1,7 @@
-"""What is promised of a GPU: the parts of `make gpu-check` that need no long training.
+"""Promises about GPUs: the parts of `make gpu-check` that need no long training.
 
-Without a GPU nothing here runs; that each of them can fail is shown on a CPU by
-tests/extras/planner/benchmark/test_promises.py.
+All of these tests need a GPU. tests/extras/planner/benchmark/test_guarantees.py proves on a CPU
+that each promise can fail.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ BUDGET_S = 500.0
 
 @pytest.mark.parametrize("part", ["slots", "equality", "waits", "graphs", "memory"])
 def test_the_promise_is_kept(part):
-    """By a program of its own: other tests here ask torch for GPUs, and what is forked from a
-    process that has done so can use none."""
+    """Run in a separate program, because other tests initialise CUDA in this process, and a process
+    forked after that cannot use a GPU."""
     line = [sys.executable, str(CHECK), "--only", part]
     done = subprocess.run(line, capture_output=True, text=True, timeout=BUDGET_S)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "\npass  " in done.stdout, "nothing was promised"
+    assert "\npass  " in done.stdout, "no promise was checked"
 
 
 @pytest.mark.slow

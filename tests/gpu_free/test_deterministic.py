@@ -1,5 +1,5 @@
-"""`train.deterministic`: what it sets, that CPUs compute the same bits, and that nothing of ours
-lacks an ordered form."""
+"""`train.deterministic` configures torch, CPUs compute the same bits with it, and all operations
+that we use have a deterministic form."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WITHOUT_ORDER = {
     *("bincount", "median", "grid_sampler_2d_backward", "grid_sampler_3d_backward"),
     *("scatter_reduce", "scatter_reduce_"),
 }
-"""What torch.use_deterministic_algorithms says will be an error on a GPU, as operations."""
+"""Operations that the page of torch.use_deterministic_algorithms lists as errors on a GPU."""
 SETTINGS = """
 import json, os, torch
 from vit.distributed.process_group import join_world
@@ -57,7 +57,7 @@ def settings(deterministic: bool, **variables: str) -> list[object]:
     return json.loads(done.stdout)
 
 
-def test_it_sets_what_libraries_read_before_cuda_starts():
+def test_it_configures_the_libraries_before_cuda_starts():
     assert settings(True) == [True, True, True, False, ":4096:8", "^NVLS", False]
     assert settings(True, CUBLAS_WORKSPACE_CONFIG=":16:8", NCCL_ALGO="Ring")[4:6] == [
         ":16:8",
@@ -69,14 +69,18 @@ def test_it_sets_what_libraries_read_before_cuda_starts():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_cpus_compute_the_same_bits_with_it(config, tmp_path, precision):
-    """With dropout, drop path, mixing and an average (`write_config`), and all that erases."""
-    others = (f"train.precision={precision}", "augment.erasing_prob=0.5", "augment.hflip_prob=0.5")
+    """The run uses dropout, drop path, mixing, an average (`write_config`), erasing and flips."""
+    overrides = (
+        f"train.precision={precision}",
+        "augment.erasing_prob=0.5",
+        "augment.hflip_prob=0.5",
+    )
     for name in ("false", "true"):
-        train(config, tmp_path / name, f"train.deterministic={name}", *others)
+        train(config, tmp_path / name, f"train.deterministic={name}", *overrides)
     assert final_state(tmp_path / "true", 12) == final_state(tmp_path / "false", 12)
 
 
-def test_a_resume_may_switch_it(config, tmp_path):
+def test_a_resumed_run_may_switch_it_on(config, tmp_path):
     constant = ("schedule.name=constant",)
     train(config, tmp_path / "run", *constant, "train.steps=6")
     switched = ("train.deterministic=true", "--allow-change", "train.steps")
@@ -87,7 +91,7 @@ def test_a_resume_may_switch_it(config, tmp_path):
 
 @pytest.fixture
 def deterministic(monkeypatch):
-    """As `join_world` sets it, for one test."""
+    """Enable deterministic algorithms as `join_world` does, for one test."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     torch.use_deterministic_algorithms(True)
     yield
@@ -95,7 +99,8 @@ def deterministic(monkeypatch):
 
 
 def launched_forward(config: AugmentConfig) -> Launches:
-    """What a forward pass with augmentation and metrics launches on the GPU without memory."""
+    """Return the launches of a forward pass with augmentation and metrics on a GPU without
+    memory."""
     model = create_model("vit_ti8", (40, 120), 10, depth=1, drop_path_rate=0.1, init_values=0.1)
     table = torch.from_numpy(mixed_table(config, 56, (40, 120)))
     counted = Launches("cuda")
@@ -116,7 +121,7 @@ def launched_forward(config: AugmentConfig) -> Launches:
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_no_operation_before_the_backward_pass_lacks_an_ordered_form(name, deterministic):
-    """torch itself refuses some of them also on a GPU without memory."""
+    """torch raises for some of these operations even on a GPU without memory."""
     counted = launched_forward(POLICIES[name])
     assert counted.total() > 100
     assert not counted.by_name.keys() & WITHOUT_ORDER
@@ -132,7 +137,7 @@ FORMS = (
 
 @pytest.mark.parametrize("fields", FORMS)
 def test_no_operation_of_the_backward_pass_lacks_an_ordered_form(fields, deterministic):
-    """On a CPU, where the same ones run."""
+    """The backward pass runs on a CPU, where torch uses the same operations."""
     model = create_model("vit_ti8", 16, 5, embed_dim=32, depth=2, num_heads=2, **fields)
     images = torch.zeros(4, 3, 16, 16)
     with Launches("cpu") as counted, torch.autocast("cpu", torch.bfloat16):
@@ -142,8 +147,8 @@ def test_no_operation_of_the_backward_pass_lacks_an_ordered_form(fields, determi
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
-def test_an_operation_without_an_ordered_form_is_found(deterministic, monkeypatch):
-    """One that torch refuses by itself without a GPU, and one that only its page names."""
+def test_an_operation_without_an_ordered_form_is_detected(deterministic, monkeypatch):
+    """One operation is only on torch's page; torch itself raises for the other without a GPU."""
     image = torch.zeros(1, 3, 8, 8, requires_grad=True)
     with Launches("cpu") as counted:
         torch.nn.functional.interpolate(image, scale_factor=2.0, mode="bilinear").sum().backward()

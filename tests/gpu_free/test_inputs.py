@@ -1,4 +1,5 @@
-"""From grey levels to the model's inputs and targets on a GPU, in every setting: nothing waits."""
+"""Augmentation turns pixels into the model's inputs and targets without a wait for the GPU, in
+every setting."""
 
 from __future__ import annotations
 
@@ -35,11 +36,11 @@ def test_every_setting_is_tried():
     defaults = AugmentConfig()
     for config in SETTINGS.values():
         fields -= {name for name in fields if getattr(config, name) != getattr(defaults, name)}
-    assert not fields, "give them another value than their default in SETTINGS"
+    assert not fields, "give these fields a value in SETTINGS that is not their default"
 
 
 def changes_colour(config: AugmentConfig) -> bool:
-    """Whether grey images are refused (vit/config/checks.py)."""
+    """Return whether the config refuses grey images (vit/config/checks.py)."""
     policies = config.three_augment or config.randaugment_layers or config.auto_augment
     return bool(policies or any(config.color_jitter))
 
@@ -60,7 +61,7 @@ def test_no_setting_waits_for_the_gpu(name, channels):
         augment = Augment(config, 10, (0.5,) * channels, (0.25,) * channels, GPU)
         images = torch.empty(ROWS, channels, *SIZE, dtype=torch.uint8, device=GPU)
         labels = torch.empty(ROWS, dtype=torch.int64, device=GPU)
-        augment(images, labels, table)  # may wait for constants
+        augment(images, labels, table)  # the first call may wait, because it copies constants
         mode.waits.clear()
         inputs, targets = augment(images, labels, table)
         normalized = augment.normalize(images)

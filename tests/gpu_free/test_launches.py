@@ -1,8 +1,8 @@
-"""How many operations a step launches, part by part: no change adds to them unseen.
+"""The number of operations that a step launches, part by part, does not grow unnoticed.
 
-Eager, a GPU gets through a small model's operations faster than the host launches them, so each one
-costs time. A CPU stands for the GPU here: the same operations reach it. Those of every policy of
-augmentation are held by tests/data/augment/test_rounds.py.
+In eager mode a GPU executes a small model's operations faster than the host launches them, so each
+operation costs time. These tests count on a CPU, which gets the same operations.
+tests/data/augment/test_rounds.py limits the operations of each augmentation policy.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from vit.training.step_result import Slot
 
 DEPTH = 4
 ROOM = DEPTH - 1
-"""Less than one operation more in each block."""
+"""The tolerance in operations: less than one more operation in each block."""
 EXPECTED = {"forward": 129, "backward": 149, "update": 27, "rest": 33}
-"""Of a ViT of the recipes' form with `DEPTH` blocks, in bf16, clipped, averaged. `rest`: all that a
-step of one micro-batch does besides, without augmentation; four are the margins of its rows, whose
-losses cost none, as they go to the host with the sums; two of the update bring the norm to the sums
-and the verdict on it."""
+"""Operations of a ViT of the recipes' form with `DEPTH` blocks in bf16, with clipping and an
+average. `rest` is the remainder of a step of one micro-batch without augmentation. Four operations
+of it compute the margins of the rows; the losses add none, because they go to the host with the
+sums. Two operations of the update add the norm and the verdict on it to the sums."""
 CPU = torch.device("cpu")
 CONFIG = AugmentConfig(hflip_prob=0.0)
 
@@ -58,7 +58,7 @@ def make_step() -> TrainStep:
 
 
 def launched_by_part() -> dict[str, Launches]:
-    """The operations of a step's parts, and of the whole step."""
+    """Return the operations of each part of a step, and of the whole step."""
     step = make_step()
     parts = {name: Launches("cpu") for name in ("inputs", "forward", "backward", "update", "step")}
     images = torch.zeros(8, 3, 16, 16, dtype=torch.uint8)
@@ -90,15 +90,15 @@ def test_a_step_launches_no_more_operations_than_stated(part, launched):
     number = launched[part].total() if part in launched else 0
     counted = str(launched.get(part, launched["step"]))
     if part == "rest":
-        others = ("inputs", "forward", "backward", "update")
-        number = launched["step"].total() - sum(launched[other].total() for other in others)
+        parts = ("inputs", "forward", "backward", "update")
+        number = launched["step"].total() - sum(launched[other].total() for other in parts)
     assert number <= EXPECTED[part] + ROOM, (
-        f"{part}: {number} operations, {EXPECTED[part]} are stated in EXPECTED; find what is new,"
-        f" or state why it must be: {counted}"
+        f"{part}: {number} operations, but EXPECTED states {EXPECTED[part]}; remove the new ones or"
+        f" explain them there: {counted}"
     )
 
 
-def test_an_operation_more_in_each_block_is_found_and_named(monkeypatch):
+def test_an_additional_operation_in_each_block_is_detected_and_named(monkeypatch):
     from vit import model
 
     before = launched_by_part()["forward"].total()

@@ -1,4 +1,4 @@
-"""The forward pass of every model option on a GPU that is not there."""
+"""The forward pass of every model option on a fake GPU, which needs no hardware."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def test_every_option_is_tried():
         for name in ModelConfig.model_fields
         if all(getattr(config, name) == getattr(defaults, name) for config in configs)
     ]
-    assert not untried, "give them another value than their default in OPTIONS"
+    assert not untried, "give these options a value in OPTIONS that is not their default"
 
 
 def forward(model: torch.nn.Module, config: ModelConfig, precision: str) -> list[torch.Tensor]:
-    """The losses in training, and the logits in evaluation, of four images on `GPU`."""
+    """Return the training losses and the evaluation logits of four images on `GPU`."""
     images = torch.empty(4, config.in_chans, *config.height_width(), device=GPU)
     targets = torch.empty(4, 5, device=GPU)
     with autocast(precision, GPU):

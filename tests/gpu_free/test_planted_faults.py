@@ -1,4 +1,4 @@
-"""What these tests look for is found: a fault planted in each part of a step is an error there."""
+"""The tests of this folder detect faults: one that is planted in any part of a step is an error."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ PLACES = {
     "update": (step_module, "set_rates"),
     "loss scale": (LossScale, "update"),
 }
-"""Owner and name of a function that a step calls in this part."""
+"""Part of a step -> owner and name of a function that the part calls."""
 FAULTS: dict[str, tuple[Callable[[torch.Tensor], object], type[Exception]]] = {
     "a value that is read": (lambda x: x.sum().item(), DataDependentOutputException),
     "a branch": (lambda x: bool(x.sum() > 0), DataDependentOutputException),
@@ -54,7 +54,7 @@ WAITS: dict[str, Callable[[torch.Tensor], object]] = {
     "a number that is copied": lambda x: torch.tensor([1.0], device=x.device),
     "an index of the host": lambda x: x.flatten()[torch.arange(2)],
 }
-"""No error to torch, and a wait for the GPU all the same."""
+"""Operations that wait for the GPU, although torch raises no error for them."""
 
 
 def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -93,7 +93,7 @@ def queue_a_step(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[[torch.Tensor], object]):
-    """Let the function at `place` do `fault` to a tensor of the GPU before its own work."""
+    """Make the function at `place` first apply `fault` to a tensor of the GPU."""
     owner, name = PLACES[place]
     unchanged = getattr(owner, name)
 
@@ -104,7 +104,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, place: str, fault: Callable[[torch.Te
     monkeypatch.setattr(owner, name, changed)
 
 
-def test_without_a_fault_nothing_is_found(monkeypatch):
+def test_a_step_without_a_fault_passes(monkeypatch):
     assert queue_a_step(monkeypatch) == []
 
 
@@ -119,7 +119,7 @@ def test_a_planted_fault_is_an_error(place, fault, monkeypatch):
 
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("place", PLACES)
-def test_a_planted_wait_is_noted(place, wait, monkeypatch):
+def test_a_planted_wait_is_recorded(place, wait, monkeypatch):
     plant(monkeypatch, place, WAITS[wait])
     assert queue_a_step(monkeypatch) != []
 

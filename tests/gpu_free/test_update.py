@@ -1,6 +1,6 @@
-"""What follows the forward pass on a GPU that is not there: update, average, metrics, evaluation.
+"""Update, average, metrics and evaluation on a fake GPU, which needs no hardware.
 
-The backward pass does not run there; gradients of the right shapes take its place.
+The backward pass does not run on it; the tests set gradients of the right shapes instead.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def test_every_optimizer_is_tried():
 
 
 def make_step(optim: OptimConfig, precision: str, monkeypatch, **options) -> TrainStep:
-    """Inside of the mode: a step whose parameters have gradients."""
-    # fake tensors refuse to be converted, also from fp32 to fp32
+    """Return a step whose parameters have gradients; call it inside `gpu_without_memory`."""
+    # Fake tensors cannot be converted, not even from fp32 to fp32.
     monkeypatch.setattr(nn.Module, "float", lambda self: self)
     model = move_to_fake_gpu(create_model("vit_ti8", 16, 5, **FIELDS))
     step = plain_step(
@@ -99,7 +99,7 @@ def test_no_update_waits_for_the_gpu(name, precision, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["hard", "soft"])
-def test_no_teacher_is_waited_for(kind):
+def test_distillation_does_not_wait_for_the_gpu(kind):
     model = {"name": "vit_ti8", "image_size": 24, **FIELDS}
     values = {"model": model, "data": {"root": "."}, "train": {"steps": 1}}
     own = from_dict({**values, "data": {"root": ".", "mean": [0.5], "std": [0.5]}}, "teacher")
@@ -138,7 +138,7 @@ def test_counting_waits_for_the_gpu_only_at_the_end():
 
 
 def also_scored(split: Split) -> list[EvalSet]:
-    """A set of two of its classes, and one with two right classes for each image."""
+    """Return a set with two of the classes, and one with two right classes for each image."""
     both = torch.zeros(split.num_samples, 2, dtype=torch.int64)
     return [EvalSet("two", split, torch.tensor([2, 0])), EvalSet("real", split, None, both)]
 

@@ -1,4 +1,4 @@
-"""A run of a few steps, and a folder of odd files to predict with it."""
+"""Fixtures: a run of a few steps, and a folder of unusual files to classify."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.fixture(scope="session")
 def odd_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Images of all kinds, and what only looks like one, in folders and in a tar."""
+    """Write images of all kinds, and files that only look like images, to folders and a tar."""
     folder = tmp_path_factory.mktemp("odd")
     pixels = np.random.default_rng(0).integers(0, 256, (30, 40, 3), np.uint8)
     image = Image.fromarray(pixels)

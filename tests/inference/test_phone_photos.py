@@ -1,5 +1,5 @@
-"""Photos of a phone that lie on their side: turned when shards are written, and wherever the model
-that was trained on them is used."""
+"""Phone photos that are stored sideways are turned upright when shards are written, and wherever a
+model that was trained on these shards is used."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from vit.model import VisionTransformer
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Photos with orientation 6, one of them upright and without loss, their shards in `upright`
-    and as they lie in `lying`, and a run on the upright ones."""
+    """Write photos with EXIF orientation 6, one of them also as an upright PNG, shards of the
+    turned photos (`upright`) and of the stored pixels (`lying`), and a run on the upright
+    shards."""
     folder = tmp_path_factory.mktemp("phone")
     exif = Image.Exif()
     exif[0x0112] = 6
@@ -38,21 +39,21 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ImageOps.exif_transpose(Image.open(path)).save(folder / "upright.png")
     (folder / "photo.jpg").write_bytes(path.read_bytes())
     for name, flags in (("upright", ()), ("lying", ("--no-apply-exif",))):
-        words = [str(folder / "photos"), "--out", str(folder / name), "--workers", "1", *flags]
-        assert imagefolder.main(words) == 0
+        arguments = [str(folder / "photos"), "--out", str(folder / name), "--workers", "1", *flags]
+        assert imagefolder.main(arguments) == 0
     config = write_config(folder, folder / "upright", steps=2)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
     return folder
 
 
-def test_shards_say_that_their_images_were_turned(place):
+def test_shards_record_whether_their_images_were_turned(place):
     assert open_split(place / "upright", "val").apply_exif
     assert not open_split(place / "lying", "val").apply_exif
     assert open_split(place / "upright", "val")[0][0].size == (40, 60)
     assert open_split(place / "lying", "val")[0][0].size == (60, 40)
 
 
-def test_a_model_of_upright_photos_sees_a_lying_one_upright(place):
+def test_a_model_of_upright_photos_turns_a_lying_photo(place):
     trained = vit.load(place / "run")
     assert trained.config.eval.apply_exif
     inputs = trained.preprocess(place / "photo.jpg")
@@ -61,7 +62,7 @@ def test_a_model_of_upright_photos_sees_a_lying_one_upright(place):
     assert not torch.equal(inputs, as_stored.preprocess(place / "photo.jpg"))
 
 
-def test_a_model_of_lying_photos_sees_them_as_they_are_stored(place, tmp_path):
+def test_a_model_of_lying_photos_does_not_turn_them(place, tmp_path):
     config = write_config(tmp_path, place / "lying", steps=1)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={tmp_path / 'run'}")
     trained = vit.load(tmp_path / "run")
@@ -70,7 +71,7 @@ def test_a_model_of_lying_photos_sees_them_as_they_are_stored(place, tmp_path):
     assert not torch.equal(inputs, trained.preprocess(place / "upright.png"))
 
 
-def test_predict_turns_it(place, tmp_path):
+def test_predict_turns_a_lying_photo(place, tmp_path):
     images = [place / "photo.jpg", place / "upright.png"]
     flags = ["--csv", tmp_path / "out.csv", "--device", "cpu"]
     run_here("launch/predict.py", "--checkpoint", place / "run", *images, *flags)
@@ -79,7 +80,7 @@ def test_predict_turns_it(place, tmp_path):
     assert turned == expected
 
 
-def test_an_evaluation_of_other_shards_turns_their_images(place):
+def test_an_evaluation_turns_the_images_of_shards_with_lying_photos(place):
     seen = []
 
     def catch(module, inputs, logits):
@@ -88,8 +89,8 @@ def test_an_evaluation_of_other_shards_turns_their_images(place):
 
     handle = register_module_forward_hook(catch)
     try:
-        words = ["--data", place / "lying", "--num-workers", 0, "--device", "cpu"]
-        run_here("launch/eval.py", place / "run", *words)
+        arguments = ["--data", place / "lying", "--num-workers", 0, "--device", "cpu"]
+        run_here("launch/eval.py", place / "run", *arguments)
     finally:
         handle.remove()
     split = open_split(place / "lying", "val")
@@ -98,8 +99,9 @@ def test_an_evaluation_of_other_shards_turns_their_images(place):
 
 
 @pytest.mark.parametrize("program", ["timm", "huggingface", "onnx"])
-def test_exports_tell_other_programs_to_turn_it(program, place, tmp_path, monkeypatch):
-    """By the code of the card, as printed; and here by the config in the folder."""
+def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path, monkeypatch):
+    """Other programs run the code of the card as printed; `vit.load` reads the config in the
+    folder."""
     config = write_config(tmp_path, place / "upright", steps=1)
     plain = [*TINY, f"run.dir={tmp_path / 'run'}", "eval.resizer=pillow"]
     run_here("launch/train.py", "--config", config, *plain)
@@ -111,13 +113,13 @@ def test_exports_tell_other_programs_to_turn_it(program, place, tmp_path, monkey
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
     monkeypatch.chdir(folder)
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(code[1], found)
+        exec(code[1], namespace)
     trained = vit.load(tmp_path / "run")
     expected = trained(trained.preprocess(place / "photo.jpg"))
-    torch.testing.assert_close(found["logits"], expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(namespace["logits"], expected, rtol=1e-3, atol=1e-4)
     if program != "onnx":
         again = vit.load(folder)
         assert torch.equal(

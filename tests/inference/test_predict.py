@@ -1,5 +1,5 @@
-"""`launch/predict.py` on odd files: each image as `vit.load` sees it alone, in the order in which
-they were named; what cannot be read is named."""
+"""`launch/predict.py` on unusual files predicts each image as `vit.load` does, in the order of the
+arguments, and names the files that it cannot read."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def predicted(tiny_run, odd_files, tmp_path_factory) -> SimpleNamespace:
-    """The command on a folder with a tar in it, with all its outputs."""
+    """Run the command on a folder that contains a tar; return all its outputs."""
     out = tmp_path_factory.mktemp("out")
     flags = ["--csv", out / "out.csv", "--sheet", out / "sheet.png", "--attention"]
     done = run("launch/predict.py", "--checkpoint", tiny_run, odd_files, *flags, "--top", 2)
     return SimpleNamespace(done=done, out=out)
 
 
-def test_each_image_is_predicted_as_if_it_were_alone(predicted, tiny_run, odd_files):
+def test_each_image_is_predicted_as_it_is_alone(predicted, tiny_run, odd_files):
     trained = vit.load(tiny_run)
     rows = rows_of(predicted.out / "out.csv")
-    # The files of a folder come before the folders in it.
+    # The files of a folder come before its subfolders.
     names = ["c.tar/x/one.jpg", "c.tar/x/two.jpg", *IN_ORDER]
     assert [row["file"] for row in rows] == [f"{odd_files}/{name}" for name in names]
     for row, name in zip(rows, names, strict=True):
@@ -65,11 +65,11 @@ def test_each_image_is_predicted_as_if_it_were_alone(predicted, tiny_run, odd_fi
         expected = trained.classify(odd_files / alone, top=2)
         assert not row["problem"]
         assert [row["class_1"], row["class_2"]] == [class_name for class_name, _ in expected]
-        found = [float(row["probability_1"]), float(row["probability_2"])]
-        assert found == pytest.approx([value for _, value in expected], abs=2e-6)
+        probabilities = [float(row["probability_1"]), float(row["probability_2"])]
+        assert probabilities == pytest.approx([value for _, value in expected], abs=2e-6)
 
 
-def test_what_could_not_be_read_is_named_and_counted(predicted, odd_files):
+def test_unreadable_files_are_named_and_counted(predicted, odd_files):
     done = predicted.done
     assert done.returncode == 1
     for name, reason in BROKEN.items():
@@ -96,15 +96,17 @@ def test_workers_and_batches_change_nothing(tiny_run, odd_files):
     assert len(problems) == 15
     good = [number for number in range(36) if number not in problems]
     assert torch.equal(torch.cat([part.labels for part in parts])[good], alone[0].labels[good])
-    found = torch.cat([part.probabilities for part in parts])
-    # One forward pass of 5 or of 36 images sums in another order.
-    torch.testing.assert_close(found[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6)
-    kept = torch.cat([part.pixels for part in parts if part.pixels is not None])
-    assert len(kept) == 7
-    assert torch.equal(kept[3], trained.preprocess.pixels(places[3].path))
+    probabilities = torch.cat([part.probabilities for part in parts])
+    # Batches of 5 and of 36 images sum in different orders.
+    torch.testing.assert_close(
+        probabilities[good], alone[0].probabilities[good], rtol=1e-5, atol=1e-6
+    )
+    saved = torch.cat([part.pixels for part in parts if part.pixels is not None])
+    assert len(saved) == 7
+    assert torch.equal(saved[3], trained.preprocess.pixels(places[3].path))
 
 
-def test_a_list_on_stdin_may_name_what_is_gone(tiny_run, odd_files, tmp_path, monkeypatch, capfd):
+def test_a_list_on_stdin_may_name_a_missing_file(tiny_run, odd_files, tmp_path, monkeypatch, capfd):
     name = os.fsdecode(b"not utf-8 \xff.png")
     Image.new("RGB", (9, 9)).save(tmp_path / "x.png")
     os.rename(tmp_path / "x.png", tmp_path / name)
@@ -125,20 +127,22 @@ def test_a_list_on_stdin_may_name_what_is_gone(tiny_run, odd_files, tmp_path, mo
     assert "not utf-8" in capfd.readouterr().out
 
 
-def test_names_ended_by_zero_bytes_are_a_list_too(tmp_path):
+def test_a_list_may_separate_names_by_zero_bytes(tmp_path):
     with_line_end = tmp_path / "a\nb.jpg"
-    found = find_inputs(["-"], io.BytesIO(os.fsencode(f"{with_line_end}\0c.jpg\0")))
-    assert found.places == [Place(str(with_line_end)), Place("c.jpg")]
+    inputs = find_inputs(["-"], io.BytesIO(os.fsencode(f"{with_line_end}\0c.jpg\0")))
+    assert inputs.places == [Place(str(with_line_end)), Place("c.jpg")]
 
 
-def test_links_in_a_circle_end(odd_files, tmp_path):
+def test_circular_links_do_not_loop(odd_files, tmp_path):
     (tmp_path / "a").symlink_to(odd_files / "a")
     (tmp_path / "again").symlink_to(tmp_path)
-    found = find_inputs([str(tmp_path)])
-    assert [place.name for place in found.places] == [f"{tmp_path}/{name}" for name in IN_ORDER[:3]]
+    inputs = find_inputs([str(tmp_path)])
+    assert [place.name for place in inputs.places] == [
+        f"{tmp_path}/{name}" for name in IN_ORDER[:3]
+    ]
 
 
-def test_of_a_csv_that_was_not_finished_nothing_is_left(tmp_path):
+def test_an_unfinished_csv_leaves_no_file(tmp_path):
     path = tmp_path / "out.csv"
     path.write_text("before")
 
@@ -153,7 +157,7 @@ def test_of_a_csv_that_was_not_finished_nothing_is_left(tmp_path):
     assert path.read_text() == "before"
 
 
-def test_many_images_are_shown_as_numbers_of_each_class(tiny_run, shards, tmp_path, capfd):
+def test_many_images_are_summed_up_by_class(tiny_run, shards, tmp_path, capfd):
     out = tmp_path / "out.csv"
     folder = shards.parent / "images" / "val"
     flags = ["--csv", out, "--device", "cpu", "--classes", tmp_path / "names.txt"]
@@ -168,8 +172,8 @@ def test_many_images_are_shown_as_numbers_of_each_class(tiny_run, shards, tmp_pa
         assert line.split()[1:4] == [str(counts.count(name)), f"{share:.1f}", "%"]
 
 
-def test_what_is_damaged_below_a_folder_or_in_a_list_is_passed_over(odd_files, tmp_path):
-    """A tar that is cut off, a link to itself: one problem each, and all others are found."""
+def test_damaged_files_in_a_folder_or_a_list_are_skipped(odd_files, tmp_path):
+    """A truncated tar and a link to itself count as one problem each; all other images are read."""
     image = (odd_files / "a" / "cmyk.jpg").read_bytes()
     (tmp_path / "z").mkdir()
     for name in ("a.jpg", "z/b.jpg"):
@@ -178,10 +182,10 @@ def test_what_is_damaged_below_a_folder_or_in_a_list_is_passed_over(odd_files, t
     (tmp_path / "cut.tar").write_bytes((odd_files / "c.tar").read_bytes()[:700])
     names = ["a.jpg", "cut.tar", "loop.jpg", "z/b.jpg"]
     listed = "".join(f"{tmp_path / name}\n" for name in names)
-    for found in (find_inputs([str(tmp_path)]), find_inputs("-", io.BytesIO(listed.encode()))):
-        assert [place.name for place in found.places] == [str(tmp_path / name) for name in names]
+    for inputs in (find_inputs([str(tmp_path)]), find_inputs("-", io.BytesIO(listed.encode()))):
+        assert [place.name for place in inputs.places] == [str(tmp_path / name) for name in names]
         for place, message in zip(
-            found.places, ("", "cut off: ", "Too many levels", ""), strict=True
+            inputs.places, ("", "cut off: ", "Too many levels", ""), strict=True
         ):
             if message:
                 with pytest.raises(ValueError, match=message):
@@ -192,15 +196,13 @@ def test_what_is_damaged_below_a_folder_or_in_a_list_is_passed_over(odd_files, t
         find_inputs([str(tmp_path / "cut.tar")])
 
 
-def test_names_of_files_cannot_speak_to_the_terminal():
-    """Nor break its lines; letters of all languages stay as they are."""
+def test_file_names_cannot_control_the_terminal():
+    """Control characters are escaped; letters of all languages stay readable."""
     assert printable("a\x1b[31m\n\r\udcff\u202e.jpg") == r"a\x1b[31m\n\r\udcff\u202e.jpg"
     assert printable("größe 猫\u202fAM.jpg") == "größe 猫\u202fAM.jpg"
 
 
-def test_a_sheet_without_a_place_is_said_before_anything_is_predicted(
-    tiny_run, odd_files, tmp_path
-):
+def test_an_unwritable_sheet_is_reported_before_any_prediction(tiny_run, odd_files, tmp_path):
     (tmp_path / "taken").touch()
     flags = ["--csv", tmp_path / "out.csv", "--sheet", tmp_path / "taken" / "sheet.png"]
     image = odd_files / "a" / "alpha.png"
@@ -209,7 +211,7 @@ def test_a_sheet_without_a_place_is_said_before_anything_is_predicted(
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
 
 
-def test_photos_of_a_folder_that_are_not_read_come_with_what_converts_them(tmp_path):
+def test_unsupported_photos_are_listed_with_a_command_that_converts_them(tmp_path):
     for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
         (tmp_path / name).touch()
     assert find_inputs([str(tmp_path)]).summary() == (

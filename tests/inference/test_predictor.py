@@ -1,4 +1,4 @@
-"""`vit.load`: the model of a run, and the very inputs that its evaluation had."""
+"""`vit.load` returns the model of a run, and preprocesses images exactly as its evaluation does."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vit.system.files import WeightsError
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
-    """A run of three steps, whose averaged weights count."""
+    """Train a run of three steps, whose averaged weights `vit.load` uses."""
     folder = tmp_path_factory.mktemp("run")
     config = write_config(folder, shards, steps=3)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={folder / 'run'}")
@@ -44,12 +44,12 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
     at = 0
     for inputs, logits in seen:
         images = encoded[at : at + len(inputs)]
-        found = trained.preprocess(*images)
-        assert torch.equal(found, inputs[: len(images)])
-        # kernels may sum in another order for another layout or shape
-        assert found.stride() == inputs.stride()
+        preprocessed = trained.preprocess(*images)
+        assert torch.equal(preprocessed, inputs[: len(images)])
+        # Kernels may sum in another order if the layout differs.
+        assert preprocessed.stride() == inputs.stride()
         if len(images) == len(inputs):
-            assert torch.equal(trained(found), logits)
+            assert torch.equal(trained(preprocessed), logits)
         at += len(images)
     assert at == split.num_samples == 23
     assert trained.class_names == ("class0", "class1", "class2")
@@ -59,17 +59,17 @@ def test_inputs_and_logits_are_those_of_launch_eval(run, shards, capfd):
 def test_one_line_classifies_a_file(run, shards):
     image = next((shards.parent / "images" / "val").rglob("*.jpg"))
     trained = vit.load(str(run))
-    found = trained.classify(image)
-    assert [round(sum(value for _, value in found), 5), len(found)] == [1.0, 3]
-    assert {name for name, _ in found} == set(trained.class_names)
-    assert found == sorted(found, key=lambda pair: -pair[1])
-    assert trained.classify(str(image), top=2) == found[:2]
-    assert trained.classify(image.read_bytes()) == found
+    predictions = trained.classify(image)
+    assert [round(sum(value for _, value in predictions), 5), len(predictions)] == [1.0, 3]
+    assert {name for name, _ in predictions} == set(trained.class_names)
+    assert predictions == sorted(predictions, key=lambda pair: -pair[1])
+    assert trained.classify(str(image), top=2) == predictions[:2]
+    assert trained.classify(image.read_bytes()) == predictions
     expected = trained(trained.preprocess(image)).softmax(1)[0]
-    assert found[0][1] == expected.max().item()
+    assert predictions[0][1] == expected.max().item()
 
 
-def test_a_file_a_checkpoint_and_a_folder_are_as_good_as_a_run(run):
+def test_a_file_of_weights_and_a_checkpoint_load_as_the_run_does(run):
     state = vit.load(run).model.state_dict()
     newest = newest_checkpoint(run)
     assert newest is not None
@@ -78,13 +78,13 @@ def test_a_file_a_checkpoint_and_a_folder_are_as_good_as_a_run(run):
         assert all(torch.equal(value, state[name]) for name, value in other.items())
 
 
-def test_another_size_resamples_positions_and_says_so(run):
+def test_another_image_size_resamples_positions_and_adds_a_note(run):
     trained = vit.load(run, settings={"model.image_size": 24})
     assert trained.preprocess(b"P6 2 1 255 abcdef").shape == (1, 3, 24, 24)
     assert trained.notes == ("positions resampled from 2x2 to 3x3 (bicubic, antialiased)",)
 
 
-def test_weights_from_elsewhere_go_by_their_name(tmp_path):
+def test_weights_of_other_programs_are_identified_by_the_file_name(tmp_path):
     weights = VisionTransformer(patch_size=16, embed_dim=192, num_heads=3).state_dict()
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(weights, path)
@@ -103,7 +103,7 @@ def test_weights_from_elsewhere_go_by_their_name(tmp_path):
     ("content", "reason"),
     [(b"<!DOCTYPE html><html>", "a web page"), (b"", "0 bytes"), (None, "No such file")],
 )
-def test_what_is_no_image_is_said_with_its_path(content, reason, run, tmp_path):
+def test_a_file_that_is_not_an_image_is_an_error_with_its_path(content, reason, run, tmp_path):
     path = tmp_path / "photo.jpg"
     if content is not None:
         path.write_bytes(content)
@@ -112,7 +112,7 @@ def test_what_is_no_image_is_said_with_its_path(content, reason, run, tmp_path):
     assert str(error.value).startswith(f"{path}: ")
 
 
-def test_what_holds_no_weights_is_refused(run, tmp_path):
+def test_a_folder_without_weights_is_refused(run, tmp_path):
     with pytest.raises(WeightsError, match="neither a run folder"):
         vit.load(tmp_path)
     with pytest.raises(ValueError, match="leave the name out"):

@@ -1,8 +1,8 @@
 """Fuzz the C decoder and transcoder with damaged files: `python tests/native/fuzz.py --minutes 10`.
 
-Seeds are JPEGs of every kind, small, so that changes hit all parts of them. fuzz.c, compiled
-together with the library by gcc or clang with the sanitizers of addresses, leaks and undefined
-behaviour, changes them and compares what the library makes of them.
+Seeds are JPEGs of every kind, small, so that changes hit all parts of them. fuzz.c changes them and
+compares the results of the library's two implementations; gcc or clang compiles both with the
+sanitizers for addresses, leaks and undefined behaviour.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "progressive": {"progressive": True},
     "optimised": {"optimize": True},
 }
-"""Name -> options of Pillow."""
+"""Name of a kind of JPEG -> the options with which Pillow writes it."""
 MARKERS: tuple[dict[str, Any], ...] = (
     {},
     *({"restart_marker_blocks": n} for n in (1, 2, 3, 5)),
@@ -44,7 +44,7 @@ MARKERS: tuple[dict[str, Any], ...] = (
 
 
 class NoSanitizer(Exception):
-    """No compiler on this machine builds a program with sanitizers that runs."""
+    """No compiler on this machine can build a working program with sanitizers."""
 
 
 def write_seeds(folder: Path) -> Path:
@@ -77,9 +77,9 @@ def write_seeds(folder: Path) -> Path:
 
 
 def longest_block() -> bytes:
-    """Return a JPEG whose only block has 64 codes of 16 bits with values of 15 bits, all missing.
+    """Return a JPEG whose only block needs 64 codes of 16 bits with values of 15 bits, all missing.
 
-    No other file is read further beyond its end.
+    No other file makes the decoder look further beyond its end.
     """
 
     def segment(marker: int, content: bytes) -> bytes:
@@ -110,7 +110,8 @@ def build(folder: Path, sources: Path = SOURCES) -> Path:
 
 
 def works(compiler: str, folder: Path, problems: list[str]) -> bool:
-    """Return whether a program with sanitizers builds and runs; append why not to `problems`."""
+    """Return whether a program with sanitizers builds and runs; append the reasons if it does
+    not."""
     source = folder / "empty.c"
     program = folder / "empty"
     source.write_text("int main(void) { return 0; }")
@@ -135,8 +136,8 @@ def run(
 ) -> tuple[int, str]:
     """Run the program; return its exit status and what it printed.
 
-    A file that fails is left next to the folder of seeds. fill: the byte that new memory holds;
-    -1: any.
+    The program leaves a file that fails next to the folder of seeds. fill: the byte that fresh
+    memory contains; -1: any byte.
     """
     options = "quarantine_size_mb=64"
     if fill >= 0:

@@ -1,5 +1,5 @@
-"""The C part on damaged files, with sanitizers: it accesses only the memory it is given, and both
-implementations agree.
+"""On damaged files, and under sanitizers, the C code accesses only the memory it is given, and its
+two implementations agree.
 
 For longer runs: `python tests/native/fuzz.py --minutes 10`.
 """
@@ -36,19 +36,19 @@ def program(tmp_path_factory) -> Path:
     return built(tmp_path_factory.mktemp("program"))
 
 
-def test_a_minute_of_changed_files(program, seeds):
+def test_a_minute_of_damaged_files_breaks_nothing(program, seeds):
     status, printed = fuzz.run(program, seeds, seed=1, seconds=60)
     assert status == 0, printed
     counts = {
-        what: dict(re.findall(r"(\d+):(\d+)", line))
-        for what, line in re.findall(r"(windows|transcoded) by status(.*)", printed)
+        operation: dict(re.findall(r"(\d+):(\d+)", line))
+        for operation, line in re.findall(r"(windows|transcoded) by status(.*)", printed)
     }
-    for what, least in (("windows", 1_000), ("transcoded", 100)):  # even on a busy machine
-        assert int(counts[what]["0"]) > least, printed
-        assert int(counts[what]["1"]) > least, printed
+    for operation, least in (("windows", 1_000), ("transcoded", 100)):  # even on a busy machine
+        assert int(counts[operation]["0"]) > least, printed
+        assert int(counts[operation]["1"]) > least, printed
 
 
-def test_nothing_depends_on_what_memory_held_before(program, seeds):
+def test_results_do_not_depend_on_the_previous_content_of_memory(program, seeds):
     printed = [fuzz.run(program, seeds, seed=2, files=4_000, fill=fill) for fill in (0x00, 0xA5)]
     assert printed[0] == printed[1]
     assert printed[0][0] == 0, printed[0][1]
@@ -67,7 +67,7 @@ def test_nothing_depends_on_what_memory_held_before(program, seeds):
         ("scan.h", "if (n && index == 63 &&", "if (n && index >= 60 &&", "FAILED: transcoding"),
     ],
 )
-def test_it_finds_bugs_that_are_put_in(tmp_path, seeds, file, right, wrong, message):
+def test_the_fuzzer_detects_planted_bugs(tmp_path, seeds, file, right, wrong, message):
     sources = shutil.copytree(fuzz.SOURCES, tmp_path / "native")
     text = (sources / file).read_text()
     assert text.count(right) == 1

@@ -1,5 +1,5 @@
-"""The page at the top of vit/data/decode/c/blocks.h describes its tables correctly, and the C files
-compile without warnings."""
+"""The comment at the top of vit/data/decode/c/blocks.h describes its tables correctly, and the C
+files compile without warnings."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_page_about_the_tables(tmp_path):
+def test_the_comment_describes_the_tables_correctly(tmp_path):
     source = str(Path(__file__).with_name("tables.c"))
     program = str(tmp_path / "tables")
     subprocess.run(["gcc", "-O1", *WARNINGS, source, "-o", program], check=True)
@@ -27,9 +27,9 @@ def test_the_page_about_the_tables(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["window.c", "transcode.c"])
-def test_no_warning_and_no_memory_that_is_used_as_two_types(name, tmp_path):
-    """A compiler that relies on C's aliasing rules may reorder accesses that break them; gcc warns
-    where it sees this."""
+def test_c_files_compile_without_warnings_about_aliasing(name, tmp_path):
+    """A compiler may reorder accesses that break C's aliasing rules; gcc warns if it detects
+    them."""
     aliasing = ["-fstrict-aliasing", "-Wstrict-aliasing=1"]
     options = ["-O3", *WARNINGS, *aliasing, "-c"]
     command = ["gcc", *options, str(SOURCES / name), "-o", str(tmp_path / "object")]
@@ -39,7 +39,8 @@ def test_no_warning_and_no_memory_that_is_used_as_two_types(name, tmp_path):
 
 @pytest.mark.parametrize("folder", [SOURCES, Path(__file__).parent], ids=lambda path: path.name)
 def test_lines_of_c_have_at_most_100_columns(folder):
-    """As in Python, where ruff checks it. `.clang-format` beside the sources is the layout."""
+    """ruff checks the same limit in Python; `.clang-format` beside the sources defines the
+    layout."""
     for path in sorted(folder.glob("*.[ch]")):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             assert len(line) <= 100, f"{path}:{number}"

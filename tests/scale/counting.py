@@ -1,8 +1,8 @@
-"""torch's store and its process group, of which every request and every collective is counted.
+"""A store and a process group of torch that count every request and every collective.
 
-Counts       by part of a run: the functions that are its parts are wrapped
-Store        a dict, seen as TCPStore's clients see it; `Connection`: a real store behind it
-Group        collectives of ranks that all give the same
+Counts       counts by part of a run; it wraps the functions that are the parts
+Store        a dict with the interface of TCPStore; `Connection` forwards to a real store
+Group        collectives among ranks that all contribute the same values
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from torch.futures import Future
 from vit.distributed.world import COLLECTIVE_TIMEOUT
 
 REQUEST_BYTES = 16
-"""About what a request of torch's TCPStore has besides keys and values, with its answer."""
+"""The approximate overhead in bytes of a request to torch's TCPStore, its answer included."""
 
 
 class _Thread(threading.local):
-    """Where a thread is."""
+    """The current part of a thread, and whether it plays another rank."""
 
     def __init__(self) -> None:
         self.parts = ["other"]
         self.others_s = 0.0
-        """Time that the stand-ins of the others have taken."""
+        """Seconds that simulating the other ranks has taken."""
         self.is_others = False
 
 
 class Counts:
-    """What one rank has asked of the store and sent in collectives, by part."""
+    """One rank's requests to the store and its collectives, by part."""
 
     def __init__(self) -> None:
         self.values: dict[str, Counter[str]] = defaultdict(Counter)
@@ -49,16 +49,16 @@ class Counts:
         self.is_on = False
         self._thread = _Thread()
 
-    def add(self, what: str, nbytes: int, key: str) -> None:
-        """Count a request, a collective or a look at a file; key: of which kind."""
+    def add(self, quantity: str, nbytes: int, key: str) -> None:
+        """Count a request, a collective or an access to a file; key: its kind."""
         if self.is_on and not self._thread.is_others:
             part = self._thread.parts[-1]
-            self.values[part][what] += 1
-            self.values[part][f"{what}_bytes"] += nbytes
+            self.values[part][quantity] += 1
+            self.values[part][f"{quantity}_bytes"] += nbytes
             self.keys[part][key] += 1
 
     def watch(self, place: Any, name: str, part: str) -> None:
-        """Let calls of the function `name` of `place` be `part`."""
+        """Count calls of the function `name` of `place` as `part`."""
         function = getattr(place, name)
 
         @functools.wraps(function)
@@ -68,7 +68,7 @@ class Counts:
             is_first = part not in parts
             parts.append(part)
             before_s = time.thread_time() - thread.others_s
-            said_before = self._said(part)
+            sent_before = self._num_sent(part)
             try:
                 return function(*arguments, **options)
             finally:
@@ -76,19 +76,19 @@ class Counts:
                 taken_s = time.thread_time() - thread.others_s - before_s
                 if self.is_on:
                     self.values[part]["calls"] += is_first
-                    self.values[part]["speaking"] += is_first and self._said(part) > said_before
+                    self.values[part]["speaking"] += is_first and self._num_sent(part) > sent_before
                     self.values[part]["cpu_s"] += taken_s
-                    if parts[-1] != "other":  # what is within another part is not of that one
+                    if parts[-1] != "other":  # the outer part must not include this part's time
                         self.values[parts[-1]]["cpu_s"] -= taken_s
 
         setattr(place, name, counted)
 
-    def _said(self, part: str) -> int:
+    def _num_sent(self, part: str) -> int:
         return self.values[part]["requests"] + self.values[part]["collectives"]
 
     @contextmanager
     def of_others(self) -> Iterator[None]:
-        """What the others say meanwhile is not this rank's."""
+        """Exclude from the counts what the simulated ranks send inside this context."""
         thread = self._thread
         began_s = time.thread_time()
         thread.is_others = True
@@ -99,7 +99,7 @@ class Counts:
             thread.others_s += time.thread_time() - began_s
 
     def take(self) -> dict[str, dict[str, float]]:
-        """Return the counts of each part, and begin anew."""
+        """Return the counts of each part, and reset them."""
         taken = {part: dict(values) for part, values in self.values.items()}
         taken["keys"] = {
             f"{p}: {key}": n for p, keys in self.keys.items() for key, n in keys.items()
@@ -109,7 +109,7 @@ class Counts:
         return taken
 
     def count_files(self, place: Path) -> None:
-        """Count the files below `place` that are opened, listed or looked at."""
+        """Count calls that open, list or stat files below `place`."""
 
         def note(event: str, path: Any) -> None:
             is_look = event in ("open", "os.listdir", "os.scandir", "stat")
@@ -118,43 +118,44 @@ class Counts:
 
         stat = os.stat
 
-        def counted(path: Any, *known: Any, **options: Any) -> os.stat_result:
+        def counted(path: Any, *arguments: Any, **options: Any) -> os.stat_result:
             note("stat", os.fspath(path) if isinstance(path, os.PathLike) else path)
-            return stat(path, *known, **options)
+            return stat(path, *arguments, **options)
 
         os.stat = counted
-        sys.addaudithook(lambda event, known: note(event, known[0] if known else None))
+        sys.addaudithook(lambda event, arguments: note(event, arguments[0] if arguments else None))
 
 
 class Store(dist.Store):
-    """torch's interface of a store over `words`, as TCPStore's clients see it; counts requests."""
+    """torch's store interface over the dict `entries`; counts requests as TCPStore would get
+    them."""
 
-    def __init__(self, words: dict[str, bytes], counts: Counts):
+    def __init__(self, entries: dict[str, bytes], counts: Counts):
         super().__init__()
-        self.words = words
+        self.entries = entries
         self.counts = counts
 
     def set(self, key: str, value: bytes) -> None:
         self._count("set", key, len(key) + len(value))
-        self.words[key] = value
+        self.entries[key] = value
 
     def get(self, key: str) -> bytes:
-        value = self.words[key]
+        value = self.entries[key]
         self._count("get", key, len(key) + len(value))
         return value
 
     def add(self, key: str, value: int) -> int:
         self._count("add" if value else "look", key, len(key) + 8)
-        now = int(self.words.get(key, b"0")) + value
-        self.words[key] = str(now).encode()
+        now = int(self.entries.get(key, b"0")) + value
+        self.entries[key] = str(now).encode()
         return now
 
     def check(self, keys: list[str]) -> bool:
         self._count("look", keys[0], sum(map(len, keys)))
-        return all(key in self.words for key in keys)
+        return all(key in self.entries for key in keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        values = [self.words[key] for key in keys]
+        values = [self.entries[key] for key in keys]
         self._count("multi_get", keys[0], sum(map(len, [*keys, *values])))
         return values
 
@@ -165,12 +166,12 @@ class Store(dist.Store):
         return self
 
     def _count(self, kind: str, key: str, nbytes: int) -> None:
-        kept = "".join(letter for letter in key if not letter.isdigit())
-        self.counts.add("requests", nbytes + REQUEST_BYTES, f"{kind} {kept}")
+        key_pattern = "".join(letter for letter in key if not letter.isdigit())
+        self.counts.add("requests", nbytes + REQUEST_BYTES, f"{kind} {key_pattern}")
 
 
 class Connection(Store):
-    """A real store, whose requests are counted in the same way."""
+    """A client of a real store that counts its requests in the same way."""
 
     def __init__(self, store: dist.Store, counts: Counts):
         super().__init__({}, counts)
@@ -181,7 +182,7 @@ class Connection(Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        self.words[key] = self._store.get(key)
+        self.entries[key] = self._store.get(key)
         return super().get(key)
 
     def add(self, key: str, value: int) -> int:
@@ -193,7 +194,7 @@ class Connection(Store):
         return self._store.check(keys)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        self.words |= dict(zip(keys, self._store.multi_get(keys), strict=True))
+        self.entries |= dict(zip(keys, self._store.multi_get(keys), strict=True))
         return super().multi_get(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
@@ -204,7 +205,7 @@ class Connection(Store):
 
 
 class Group(dist.ProcessGroup):
-    """torch's interface of a process group, of ranks that all do the same; counts collectives."""
+    """torch's process group among ranks that all do the same; counts collectives."""
 
     def __init__(self, rank: int, size: int, counts: Counts):
         super().__init__(rank, size)
@@ -230,8 +231,8 @@ class Group(dist.ProcessGroup):
         return self._done("all_reduce", tensors)
 
     def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        """Rank 0's weights are not known to the other rank that is played: it gets ones. Whole
-        numbers are those of DDP's buckets, which all have alike."""
+        """Send ones as weights, because a simulated rank does not have those of rank 0. Integers
+        describe DDP's buckets, which are equal on all ranks, so they stay unchanged."""
         for tensor in tensors if self.rank() else ():
             if tensor.is_floating_point():
                 tensor.fill_(1)

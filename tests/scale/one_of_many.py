@@ -1,16 +1,16 @@
-"""A whole training by one rank of n, in one process: what it says to the others, counted by part.
+"""A whole training by one rank of n in one process, with its communication counted by part.
 
     the rank     what launch/train.py calls, on a real folder of shards
-    the others   before rank 0 looks for their words, each says them by the code of `World`; the
-                 last rank finds what rank 0 has said before it
-    store        torch's interface over a dict; every request is counted, with its bytes
-    group        torch's interface; every collective is counted, and all ranks give the same
+    the others   send their messages by the code of `World` just before rank 0 reads them; the last
+                 rank reads the messages that rank 0 has sent before
+    store        torch's interface over a dict; counts every request and its bytes
+    group        torch's interface; counts every collective; all ranks contribute the same values
 
     python tests/scale/one_of_many.py SHARDS --batch 4096 --ranks 64 512 4096 > counts.json
 
-Nobody is late here, so a rank that waits looks once; who really waits looks again, after
-`World.look_s` at the latest. Sums are those of n equal ranks: what is counted is right, the weights
-are not. `tests/scale/table.py` makes tables of it.
+No rank is late in this simulation, so a waiting rank polls once; a real rank that waits polls again
+after at most `World.look_s`. Sums are those of n equal ranks, so the counts are right but the
+weights are wrong. `tests/scale/table.py` formats the counts as tables.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tests.scale.counting import Connection, Counts, Group, Store
 
 RANKS_OF_A_HOST = 8
 MICRO_BATCH = 1
-"""Images, with `--exact`."""
+"""Images of a micro-batch with `--exact`."""
 CONFIG = """
 model: {name: vit_ti8, embed_dim: 32, depth: 1, num_heads: 2, image_size: 16}
 data: {num_workers: 0}
@@ -74,21 +74,21 @@ PARTS: tuple[tuple[Any, str, str], ...] = (
     (OrderCheck, "compare", "order check"),
     (vit.train, "evaluate", "evaluation"),
     (vit.train, "_save", "save"),
-    # A part of its own: the next save or the next step records it, whichever comes first.
+    # Counted as a separate part, because either the next save or the next step may record it.
     (Saver, "_tell_complete", "save recorded"),
     (vit.train, "_finish", "end"),
     (exit, "leave_world", "end"),
     (Watch, "_verdict", "watch: a beat"),
 )
-"""Functions whose calls are the parts of a run; of one within another the inner one counts."""
+"""The functions whose calls are the parts of a run; a nested call counts as the inner part."""
 
 
 class _Waits(BaseException):
-    """A stand-in has said its word and would wait now."""
+    """Raised when a simulated rank has sent its message and would wait."""
 
 
-class _Said:
-    """A stand-in's view of the store: what it says arrives, and where it looks it ends."""
+class _SendingStore:
+    """A simulated rank's store: its messages arrive, and its first read ends it."""
 
     def __init__(self, store: dist.Store):
         self._store = store
@@ -109,16 +109,18 @@ def host_of(rank: int) -> str:
     return f"gpu-node-{rank // RANKS_OF_A_HOST:04d}.cluster"
 
 
-def others_speak(world: World, counts: Counts, function: Callable[..., Any], *words: Any) -> None:
-    """Let every other rank call `function` of `World` up to where it waits."""
+def others_speak(
+    world: World, counts: Counts, function: Callable[..., Any], *arguments: Any
+) -> None:
+    """Let every other rank call `function` of `World` until it would wait."""
     with counts.of_others():
         hosts = world.hosts or tuple(map(host_of, range(world.size)))
         for rank in range(1, world.size):
-            said: Any = _Said(world.store)
-            other = World(rank, world.size, world.device, said, hosts)
-            own = words
-            if len(words) == 2 and isinstance(words[1], dict):  # `gather`: each has its own
-                own = (words[0], _value_of(rank, *words, other))
+            stub: Any = _SendingStore(world.store)
+            other = World(rank, world.size, world.device, stub, hosts)
+            own = arguments
+            if len(arguments) == 2 and isinstance(arguments[1], dict):  # `gather`: one value each
+                own = (arguments[0], _value_of(rank, *arguments, other))
             try:
                 function(other, *own)
             except _Waits:
@@ -135,7 +137,7 @@ def _value_of(rank: int, name: str, value: dict[str, Any], other: World) -> Any:
 
 
 def let_others_speak(counts: Counts) -> None:
-    """From now on, before rank 0 looks for the words of the others, they say them."""
+    """Make every other rank send its message just before rank 0 reads it."""
     gather = World.gather
     exchange = World._exchange
     look = Watch._look
@@ -152,8 +154,8 @@ def let_others_speak(counts: Counts) -> None:
 
     def beat(other: World) -> None:
         assert other.store is not None
-        its = (other.store, 1.0, 1.0, threading.Event())
-        Watch(other, 1.0, lambda verdict: None)._compare(*its)
+        watch = Watch(other, 1.0, lambda verdict: None)
+        watch._compare(other.store, 1.0, 1.0, threading.Event())
 
     def look_at_all(self: Watch, store: dist.Store, seen: Any, limit_s: float) -> None:
         if self._world.is_main:
@@ -166,10 +168,10 @@ def let_others_speak(counts: Counts) -> None:
 
 
 def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """Do what `launch/train.py` does, as `rank` of `size`."""
+    """Train as `launch/train.py` does, as `rank` of `size`."""
     local = {"LOCAL_RANK": rank % RANKS_OF_A_HOST, "LOCAL_WORLD_SIZE": RANKS_OF_A_HOST}
-    known = {"RANK": rank, "WORLD_SIZE": size, **local}
-    os.environ.update({name: str(value) for name, value in known.items()})
+    variables = {"RANK": rank, "WORLD_SIZE": size, **local}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     host = HostDevices(host_of(rank), RANKS_OF_A_HOST, 0, 8, "no CUDA runtime is found")
     dist.rendezvous = lambda *_, **__: iter([(store, rank, size)])
     config = load_config(*settings)
@@ -180,12 +182,12 @@ def attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store
 
 
 def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, store: Store) -> None:
-    """An `attempt` that is stopped at its first step, so that there is something to resume."""
+    """Stop an `attempt` at its first step, so that there is a checkpoint to resume from."""
     train_on = vit.train._train_from_state
 
-    def stopped(*known: Any) -> Any:
+    def stopped(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGUSR1)
-        return train_on(*known)
+        return train_on(*arguments)
 
     vit.train._train_from_state = stopped
     attempt(settings, size, rank, store)
@@ -195,21 +197,22 @@ def stopped_attempt(settings: tuple[Path, list[str]], size: int, rank: int, stor
 def first_and_last(
     settings: tuple[Path, list[str]], size: int, counts: Counts
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """Return what rank 0 and the last rank of `size` say when they resume a run and end it."""
+    """Return the counts of rank 0 and of the last rank of `size` for resuming and finishing a
+    run."""
     stopped_attempt(settings, size, 0, Store({}, counts))
-    words: dict[str, bytes] = {}
-    found = {}
+    entries: dict[str, bytes] = {}
+    counts_by_rank = {}
     for name, rank in (("first", 0), ("last", size - 1)):
         counts.take()
         counts.is_on = True
-        attempt(settings, size, rank, Store(words, counts))
+        attempt(settings, size, rank, Store(entries, counts))
         counts.is_on = False
-        found[name] = counts.take()
-    return found
+        counts_by_rank[name] = counts.take()
+    return counts_by_rank
 
 
 def real(shards: Path, batch: int, folder: Path) -> None:
-    """As one of the ranks that torchrun has started, leave in `folder` what this one says."""
+    """Train as one of the ranks that torchrun started, and write this rank's counts to `folder`."""
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
     counts = Counts()
@@ -226,7 +229,7 @@ def real(shards: Path, batch: int, folder: Path) -> None:
     attempt(settings, size, rank, Connection(dist.PrefixStore("2", store), counts))
     (folder / f"{rank}.json").write_text(json.dumps(counts.take()))
     sys.stdout.flush()
-    os._exit(0)  # what gloo's threads need, as `leave` does
+    os._exit(0)  # as `leave` does, because gloo's threads can hang a normal exit
 
 
 def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
@@ -237,7 +240,7 @@ def settings_of(shards: Path, run: Path, batch: int, size: int) -> list[str]:
 
 
 def main() -> None:
-    """Print the counts of each number of ranks as JSON."""
+    """Print the counts by number of ranks as JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("shards", type=Path, help="their val has as many images as --batch")
     parser.add_argument("--batch", type=int, required=True, help="images, the most ranks or more")
@@ -253,13 +256,13 @@ def main() -> None:
     dist.Backend.register_backend(
         "counted", lambda store, rank, size, timeout: Group(rank, size, counts), devices=["cpu"]
     )
-    dist.init_process_group = lambda backend, **known: create("counted", **known)
+    dist.init_process_group = lambda backend, **options: create("counted", **options)
     exit.leave = lambda status: None
     for each in PARTS:
         counts.watch(*each)
     let_others_speak(counts)
-    gc.freeze()  # what was imported is not looked through again at each end
-    found = {}
+    gc.freeze()  # otherwise each run's end would scan all imported objects again
+    counts_by_size = {}
     with tempfile.TemporaryDirectory(prefix="one_of_many-") as name:
         folder = Path(name)
         shards = folder / "shards"
@@ -271,8 +274,8 @@ def main() -> None:
             settings = settings_of(shards, folder / f"run{size}", args.batch, size)
             if args.exact:
                 settings += ["train.exact_over_ranks=true", f"data.micro_batch_size={MICRO_BATCH}"]
-            found[size] = first_and_last((config, settings), size, counts)
-    print(json.dumps(found))
+            counts_by_size[size] = first_and_last((config, settings), size, counts)
+    print(json.dumps(counts_by_size))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What a training says at 64, 512 and 4,096 ranks, as tables, counted by `one_of_many.py`.
+"""Print tables of the communication of a training at 64, 512 and 4,096 ranks (`one_of_many.py`).
 
     python tests/scale/table.py --out benchmarks/results/DATE-scale.md
 
-The same 8,192 images to train on and 4,096 to evaluate on, in batches of 4,096, for all numbers of
-ranks. Times are those of one core; a run before, of 8 ranks, takes what happens once.
+All numbers of ranks train on the same 8,192 images and evaluate on 4,096, in batches of 4,096.
+Times are those of one core. A run of 8 ranks comes first, so that one-time costs are not counted.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from processes import environment, make_shards
 
 SIMULATION = Path(__file__).with_name("one_of_many.py")
 US_OF_A_REQUEST = 31
-"""Of one core, by torch's TCPStore: 1.69 s of it for 53,450 requests of 50 connections, one at a
-time (torch 2.15, an AMD EPYC)."""
+"""Microseconds of one core that torch's TCPStore spends on a request: 1.69 s for 53,450 requests
+from 50 connections, one at a time (torch 2.15, an AMD EPYC)."""
 ONCE_PER = {
     "step": "step",
     "step read, logged": "step",
@@ -36,11 +36,11 @@ ONCE_PER = {
     "save": "save",
     "watch: a beat": "30 s",
 }
-"""Part -> how often it comes; the others once a run."""
+"""Part -> how often it runs; all other parts run once."""
 
 
 def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, Any]:
-    """What `one_of_many.py` counts, by number of ranks."""
+    """Return the counts of `one_of_many.py` by number of ranks."""
     line = [sys.executable, SIMULATION, shards, "--batch", batch, "--ranks", *ranks, *flags]
     done = subprocess.run(
         [*map(str, line)], env=environment(), capture_output=True, text=True, check=False
@@ -50,20 +50,20 @@ def count(shards: Path, batch: int, ranks: list[int], *flags: str) -> dict[str, 
     return json.loads(done.stdout)
 
 
-def parts_of(found: dict[str, Any]) -> list[str]:
-    """The parts that anything was said in, in the order of a run."""
-    names = dict.fromkeys(part for each in found.values() for part in each["first"])
+def parts_of(counts: dict[str, Any]) -> list[str]:
+    """Return the names of the parts with communication, in the order of a run."""
+    names = dict.fromkeys(part for each in counts.values() for part in each["first"])
     return [name for name in names if name not in ("keys", "other")]
 
 
-def once(found: dict[str, Any], ranks: int, who: str, part: str, what: str) -> float:
-    """A count of `part`, of one call of it that has something to say, if there is such a call.
+def once(counts: dict[str, Any], ranks: int, who: str, part: str, quantity: str) -> float:
+    """Return a count per call of `part`; calls without communication count only if all are silent.
 
     who: "first" or "last".
     """
-    values = found[str(ranks)][who].get(part, {})
+    values = counts[str(ranks)][who].get(part, {})
     calls = values.get("speaking") or values.get("calls") or 1
-    return values.get(what, 0) / calls
+    return values.get(quantity, 0) / calls
 
 
 def files_of(counts: dict[str, dict[str, float]]) -> int:
@@ -76,7 +76,7 @@ def cpu_name() -> str:
 
 
 def table(header: list[str], rows: list[list[str]]) -> Iterator[str]:
-    """Yield the lines of a table in Markdown, whose numbers are on the right."""
+    """Yield the lines of a Markdown table with right-aligned numbers."""
     yield f"| {' | '.join(header)} |"
     yield f"|---|{'---:|' * (len(header) - 1)}"
     for row in rows:
@@ -87,39 +87,41 @@ def kb(nbytes: float) -> str:
     return f"{nbytes / 1000:,.1f}" if nbytes else "0"
 
 
-def rows_of_rank_0(found: dict[str, Any], ranks: list[int]) -> list[list[str]]:
-    """Part, requests, kB at each number of ranks; collectives, kB; files; CPU ms."""
+def rows_of_rank_0(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
+    """Return rows of: part, frequency, requests, their kB by number of ranks, collectives, their
+    kB, CPU ms."""
     rows = []
-    for part in parts_of(found):
+    for part in parts_of(counts):
         row = [part, ONCE_PER.get(part, "run")]
-        for what in ("requests", "collectives"):
-            numbers = {once(found, n, "first", part, what) for n in ranks}
+        for quantity in ("requests", "collectives"):
+            numbers = {once(counts, n, "first", part, quantity) for n in ranks}
             row.append(" to ".join(f"{number:.3g}" for number in sorted(numbers)))
-            row += [kb(once(found, n, "first", part, f"{what}_bytes")) for n in ranks]
-        row += [f"{1000 * once(found, n, 'first', part, 'cpu_s'):.1f}" for n in ranks]
+            row += [kb(once(counts, n, "first", part, f"{quantity}_bytes")) for n in ranks]
+        row += [f"{1000 * once(counts, n, 'first', part, 'cpu_s'):.1f}" for n in ranks]
         rows.append(row)
     return rows
 
 
-def rows_of_all(found: dict[str, Any], ranks: list[int]) -> list[list[str]]:
-    """Part, requests of another rank; what all ranks ask of the store: requests, MB, seconds."""
+def rows_of_all(counts: dict[str, Any], ranks: list[int]) -> list[list[str]]:
+    """Return rows of: part, frequency, requests of another rank, then requests, MB and seconds of
+    all ranks at the store."""
     rows = []
-    for part in parts_of(found):
+    for part in parts_of(counts):
         row = [part, ONCE_PER.get(part, "run")]
-        row.append(f"{once(found, ranks[-1], 'last', part, 'requests'):.3g}")
-        for what, scale in (("requests", 1.0), ("requests_bytes", 1e6)):
+        row.append(f"{once(counts, ranks[-1], 'last', part, 'requests'):.3g}")
+        for quantity, scale in (("requests", 1.0), ("requests_bytes", 1e6)):
             for n in ranks:
-                own = once(found, n, "first", part, what)
-                others = (n - 1) * once(found, n, "last", part, what)
-                row.append(f"{(own + others) / scale:,.{0 if scale == 1 else 2}f}")
+                own = once(counts, n, "first", part, quantity)
+                other_ranks = (n - 1) * once(counts, n, "last", part, quantity)
+                row.append(f"{(own + other_ranks) / scale:,.{0 if scale == 1 else 2}f}")
         most = float(row[3 + len(ranks) - 1].replace(",", ""))
         row.append(f"{most * US_OF_A_REQUEST / 1e6:.2f}")
         rows.append(row)
     return rows
 
 
-def pages(found: dict[str, Any], ranks: list[int]) -> Iterator[str]:
-    """Yield the lines of the result."""
+def pages(counts: dict[str, Any], ranks: list[int]) -> Iterator[str]:
+    """Yield the lines of the page of results."""
     at = [f"{n:,}" for n in ranks]
     yield f"# What is said at {at[-1]} ranks, {date.today()}"
     yield ""
@@ -133,17 +135,17 @@ def pages(found: dict[str, Any], ranks: list[int]) -> Iterator[str]:
     yield ""
     header = ["part", "once per", "requests", *(f"kB, {n} ranks" for n in at), "collectives"]
     header += [*(f"kB, {n}" for n in at), *(f"CPU ms, {n}" for n in at)]
-    yield from table(header, rows_of_rank_0(found, ranks))
+    yield from table(header, rows_of_rank_0(counts, ranks))
     yield ""
     yield "All ranks together, at the one server of the store."
     yield ""
     header = ["part", "once per", "requests of another rank", *(f"requests, {n} ranks" for n in at)]
     header += [*(f"MB, {n}" for n in at), f"seconds of a core, {at[-1]}"]
-    yield from table(header, rows_of_all(found, ranks))
+    yield from table(header, rows_of_all(counts, ranks))
     yield ""
     yield "Files of the run and the shards that a rank opens, lists or looks at, start to end:"
     for n, shown in zip(ranks, at, strict=True):
-        first, last = (files_of(found[str(n)][who]) for who in ("first", "last"))
+        first, last = (files_of(counts[str(n)][who]) for who in ("first", "last"))
         yield f"of {shown} ranks rank 0 {first}, the last one {last}."
 
 
@@ -156,12 +158,12 @@ def main() -> None:
     batch = max(args.ranks)
     with tempfile.TemporaryDirectory(prefix="scale-") as folder:
         shards = make_shards(Path(folder), num_train=2 * batch, num_val=batch, size=(16, 16))
-        found = count(shards, batch, [8, *args.ranks])
-    text = "\n".join(pages(found, args.ranks))
+        counts = count(shards, batch, [8, *args.ranks])
+    text = "\n".join(pages(counts, args.ranks))
     print(text)
     if args.out:
         args.out.write_text(f"{text}\n")
-        args.out.with_suffix(".json").write_text(json.dumps(found, indent=1))
+        args.out.with_suffix(".json").write_text(json.dumps(counts, indent=1))
 
 
 if __name__ == "__main__":

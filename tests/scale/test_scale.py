@@ -1,4 +1,5 @@
-"""What a training says does not grow with the ranks, but where it is told here."""
+"""A training's communication does not grow with the number of ranks, except as stated in
+`OF_A_RANK`, `OF_A_HOST` and `SUMMED`."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ MANY = 64
 RANKS_OF_A_HOST = 8
 HERE = REPOSITORY / "tests" / "scale"
 OF_A_RANK = {
-    "start: ranks meet": 260,  # what each finds on its host, once
+    "start: ranks meet": 260,  # a description of each rank's host, once
     "start: hosts compared": 80,
-    "watch: a beat": 80,  # each 30 s
+    "watch: a beat": 80,  # every 30 s
 }
-"""Bytes for each rank that rank 0 may get from the store; where nothing is said none."""
+"""Bytes per rank that rank 0 may read from the store; 0 for a part that is not listed."""
 OF_A_HOST = {"start: ranks meet": 40}
-"""Bytes for each host that any other rank may get: its name."""
+"""Bytes per host that any other rank may read: the host's name."""
 SUMMED = {"step": 4 * (1 + len(LOADER_COUNTS) / 5), "evaluation": 4}
-"""Bytes for each rank in collectives: how long it waited for data; with a line of metrics, in one
-of five steps here, what its loader did."""
+"""Bytes per rank in collectives: its wait for data in each step, and its loader's counts with each
+line of metrics (here every five steps)."""
 DIGITS = 3
-"""A number of ranks, or of one, may have so many more."""
+"""A number that counts or names ranks may have this many more digits."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def images(tmp_path_factory):
 
 
 def simulated(shards, *ranks):
-    """Counts by number of ranks, then "first" or "last", then part."""
+    """Return counts by number of ranks, then "first" or "last", then part."""
     script = [HERE / "one_of_many.py", shards, "--batch", MANY, "--ranks", *ranks]
     done = call([warm_python.python(environment()), *map(str, script)])
     assert done.returncode == 0, done.stderr
@@ -46,33 +47,35 @@ def simulated(shards, *ranks):
 
 @pytest.fixture(scope="module")
 def counted(images):
-    """Who, part and what -> the counts with few ranks and with many."""
+    """Return (rank, part, quantity) -> the counts with few ranks and with many."""
     few, many = simulated(images, FEW, MANY).values()
     return {
-        (who, part, what): (values.get(what, 0), number)
+        (who, part, quantity): (values.get(quantity, 0), number)
         for who in ("first", "last")
         for part, of_many in many[who].items()
         for values in [few[who].get(part, {})]
-        for what, number in of_many.items()
+        for quantity, number in of_many.items()
     }
 
 
-def grown(counted, what):
-    """Yield who, part, the count with few ranks, and by how much it has grown."""
-    found = [
-        (key[0], key[1], few, many - few) for key, (few, many) in counted.items() if key[2] == what
+def grown(counted, quantity):
+    """Return rows of: rank, part, the count with few ranks, and its growth."""
+    rows = [
+        (key[0], key[1], few, many - few)
+        for key, (few, many) in counted.items()
+        if key[2] == quantity
     ]
-    assert sum(few for _, _, few, _ in found) > 0
-    return found
+    assert sum(few for _, _, few, _ in rows) > 0
+    return rows
 
 
-@pytest.mark.parametrize("what", ["requests", "collectives", "files"])
-def test_no_rank_speaks_or_opens_files_more_often_where_there_are_more_ranks(counted, what):
-    more = [(who, part, more) for who, part, _, more in grown(counted, what) if more > 0]
+@pytest.mark.parametrize("quantity", ["requests", "collectives", "files"])
+def test_requests_collectives_and_file_accesses_do_not_grow_with_the_ranks(counted, quantity):
+    more = [(who, part, more) for who, part, _, more in grown(counted, quantity) if more > 0]
     assert more == []
 
 
-def test_what_rank_0_hears_of_each_rank_is_a_line(counted):
+def test_rank_0_reads_at_most_one_line_from_each_rank(counted):
     requests = {key[:2]: few for key, (few, _) in counted.items() if key[2] == "requests"}
     for who, part, _, more in grown(counted, "requests_bytes"):
         numbers = DIGITS * requests[who, part]
@@ -83,7 +86,7 @@ def test_what_rank_0_hears_of_each_rank_is_a_line(counted):
             assert more <= OF_A_HOST.get(part, 0) * hosts + numbers, part
 
 
-def test_what_is_summed_over_the_ranks_has_a_few_numbers_of_each(counted):
+def test_sums_over_ranks_contain_a_few_numbers_of_each_rank(counted):
     calls = {key[:2]: few for key, (few, _) in counted.items() if key[2] == "calls"}
     for who, part, _, more in grown(counted, "collectives_bytes"):
         allowed = SUMMED.get(part, 0) * (MANY - FEW) * calls.get((who, part), 0)
@@ -98,21 +101,22 @@ def test_all_parts_of_a_run_were_counted(counted):
 
 
 @pytest.mark.full
-def test_real_ranks_say_what_the_simulated_ones_say(images, tmp_path):
-    """Over gloo and torch's store; how often one that waits looks there is a matter of time."""
-    found = simulated(images, 4)["4"]
+def test_real_ranks_communicate_as_the_simulated_ranks_do(images, tmp_path):
+    """Real ranks use gloo and torch's store. The number of polls of a waiting rank depends on
+    timing, so it is not compared."""
+    counts = simulated(images, 4)["4"]
     script = [images, "--batch", MANY, "--real", tmp_path]
     done = run(HERE / "one_of_many.py", *script, ranks=4)
     assert done.returncode == 0, done.stderr
     for who, rank in (("first", 0), ("last", 3)):
         own = json.loads((tmp_path / f"{rank}.json").read_text())
-        words = words_of(own)
-        assert sum(words.values()) > 50
-        assert words == words_of(found[who])
+        requests = requests_of(own)
+        assert sum(requests.values()) > 50
+        assert requests == requests_of(counts[who])
 
 
-def words_of(counts):
-    """What was asked of the store but for looks, beats, and torch's own words."""
+def requests_of(counts):
+    """Return the requests to the store, without polls, beats and torch's own requests."""
     ours = {name: number for name, number in counts["keys"].items() if " vit/" in name}
     return {
         name: number

@@ -1,4 +1,4 @@
-"""Classes of the data found by name in the head of a model that knows more of them."""
+"""Classes of the data are selected by name from a head with more classes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def loaded_of(names: list[str] | None = NAMES, path: Path = Path("w.pth")) -> Lo
     return LoadedWeights(path, model.state_dict(), num_classes=5, class_names=names)
 
 
-def test_logits_are_those_of_the_named_classes():
+def test_the_selected_head_gives_the_logits_of_the_named_classes():
     loaded = loaded_of()
     chosen = select_classes(loaded, ["dog", "ant", "bee"])
     assert (chosen.num_classes, chosen.class_names) == (3, ["dog", "ant", "bee"])
@@ -45,7 +45,7 @@ def test_logits_are_those_of_the_named_classes():
     torch.testing.assert_close(three, every[:, [3, 0, 1]])
 
 
-def test_names_beside_the_weights_of_another_program_serve(tmp_path):
+def test_class_names_beside_the_weights_of_another_program_are_used(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"id2label": dict(enumerate(NAMES))}))
     loaded = loaded_of(None, tmp_path / "model.safetensors")
     assert torch.equal(
@@ -60,16 +60,16 @@ def imagenet_weights(**more) -> LoadedWeights:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "rows", "kind"),
+    ("data_names", "rows", "kind"),
     [
         (["n02123045", "n01440764"], [281, 0], "WordNet ids"),
         (["tabby, tabby cat", "goldfish, Carassius auratus"], [281, 1], "words"),
         (["tench", "tabby", "great white shark"], [0, 281, 2], "first words"),
     ],
 )
-def test_a_head_of_1000_unnamed_classes_is_that_of_imagenet(wanted, rows, kind):
-    """The numbers are those of ImageNet's published lists: 0 tench, 1 goldfish, 281 tabby."""
-    chosen = select_classes(imagenet_weights(), wanted)
+def test_a_head_of_1000_unnamed_classes_has_the_names_of_imagenet(data_names, rows, kind):
+    """The expected numbers are from ImageNet's published lists: 0 tench, 1 goldfish, 281 tabby."""
+    chosen = select_classes(imagenet_weights(), data_names)
     assert chosen.weights["head.bias"].tolist() == rows
     [note] = chosen.notes
     assert note == (
@@ -77,17 +77,19 @@ def test_a_head_of_1000_unnamed_classes_is_that_of_imagenet(wanted, rows, kind):
     )
 
 
-def test_the_order_of_imagenet_is_that_of_its_sorted_ids_and_torchvisions_words():
-    found = imagenet_names()
-    ids = found["WordNet ids"]
+def test_our_order_of_imagenets_classes_equals_that_of_its_ids_and_of_torchvision():
+    name_lists = imagenet_names()
+    ids = name_lists["WordNet ids"]
     assert ids == sorted(set(ids))
     assert len(ids) == 1000
-    words = found["first words"]
-    same = sum(ours == theirs for ours, theirs in zip(words, _IMAGENET_CATEGORIES, strict=True))
-    assert same > 900, "torchvision has other words for some, and tells the two cranes apart"
+    first_words = name_lists["first words"]
+    same = sum(
+        ours == theirs for ours, theirs in zip(first_words, _IMAGENET_CATEGORIES, strict=True)
+    )
+    assert same > 900, "torchvision renames only some classes, for example the two cranes"
 
 
-def test_names_that_imagenet_does_not_settle_are_refused():
+def test_ambiguous_imagenet_names_are_refused():
     with pytest.raises(WeightsError, match="several classes called crane"):
         select_classes(imagenet_weights(), ["crane", "tench"])
     with pytest.raises(WeightsError, match=r"\(fox news\), its own are n01440764, .* or tench, Ti"):
@@ -101,7 +103,7 @@ def test_names_that_imagenet_does_not_settle_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("known", "wanted", "message"),
+    ("class_names", "data_names", "message"),
     [
         (
             NAMES,
@@ -114,14 +116,14 @@ def test_names_that_imagenet_does_not_settle_are_refused():
         (["ant"], ["ant"], "1 names of classes and a head of 5 rows"),
     ],
 )
-def test_what_cannot_be_selected_is_refused(known, wanted, message):
+def test_impossible_selections_are_refused(class_names, data_names, message):
     with pytest.raises(WeightsError, match=message):
-        select_classes(replace(loaded_of(), class_names=known), wanted)
+        select_classes(replace(loaded_of(), class_names=class_names), data_names)
 
 
 @pytest.mark.slow
-def test_evaluation_and_training_with_classes_in_another_order(tmp_path, shards):
-    """A model of more classes in another order, of which the data have three."""
+def test_evaluation_and_training_reorder_the_classes_of_the_head(tmp_path, shards):
+    """The model has more classes than the data, in another order."""
     config = write_config(tmp_path, shards)
     train(config, tmp_path / "run", "train.ema_decay=null", "train.steps=3")
     expected = run("launch/eval.py", tmp_path / "run", "--json")

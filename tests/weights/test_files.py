@@ -1,5 +1,5 @@
-"""Weights from elsewhere: resampled as timm does, read without running code, loaded strictly,
-written whole."""
+"""Weights from other programs are resampled as timm does it, read without running code, loaded
+strictly, and written completely or not at all."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ TINY = {"image_size": 64, "embed_dim": 32, "depth": 1, "num_heads": 2}
 
 
 def tiny(seed: int = 0, **fields) -> VisionTransformer:
-    """A model in which no weight is zero, so that a head that was not copied is seen."""
+    """Return a model without zero weights, so that a head that was not copied shows."""
     model = VisionTransformer(**{"num_classes": 10, **TINY, **fields})
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -46,7 +46,7 @@ def test_equal_models_load_without_notes():
     assert equal(model, source)
 
 
-def test_positions_are_resampled_and_all_else_is_copied():
+def test_positions_are_resampled_and_all_other_weights_are_copied():
     source = tiny(0).state_dict()
     model = tiny(1, image_size=(96, 128))
     before = {name: tensor.clone() for name, tensor in source.items()}
@@ -58,14 +58,14 @@ def test_positions_are_resampled_and_all_else_is_copied():
     assert all(torch.equal(source[name], before[name]) for name in before)
 
 
-def test_fixed_positions_are_resampled_too():
+def test_fixed_positions_are_resampled():
     source = tiny(0, pos_embed="sincos2d").state_dict()
     model = tiny(1, pos_embed="sincos2d", image_size=128)
     load_weights(model, source)
     assert torch.equal(model.pos_embed, resample_posemb(source["pos_embed"], (4, 4), (8, 8), 1))
 
 
-def test_source_grids_that_are_not_square():
+def test_positions_of_grids_that_are_not_square_are_resampled():
     source = tiny(0, image_size=(32, 96)).state_dict()
     same = tiny(1, image_size=(32, 96))
     other = tiny(1)
@@ -80,7 +80,7 @@ def test_source_grids_that_are_not_square():
     assert load_weights(other, source, grid=(2, 6)) == [
         "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
     ]
-    # 16 positions again, in another arrangement: only the grid can tell.
+    # Both grids have 16 positions, so only the shape of the grid shows the difference.
     flat = tiny(0, image_size=(32, 128)).state_dict()
     assert load_weights(other, flat, grid=(2, 8)) == [
         "positions resampled from 2x8 to 4x4 (bicubic, antialiased)"
@@ -111,7 +111,8 @@ def test_a_class_token_without_position_gets_zeros():
 def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     form, registers, tmp_path
 ):
-    """What is added to a learned token is part of it: the same tokens to the bit."""
+    """A model adds the position of a token to the token, so their sum must stay equal to the
+    bit."""
     source = tiny(0, reg_tokens=registers)
     size = 96 if form == "another size" else 64
     model = VisionTransformer(
@@ -207,7 +208,7 @@ def test_loading_is_strict_and_all_or_nothing(reset_head):
     assert equal(model, before)
 
 
-def test_guests_are_resampled_and_reset_too():
+def test_timm_models_are_resampled_and_reset():
     source = create_model("timm/vit_tiny_patch16_224", 64, 10, depth=1).state_dict()
     guest = create_model("timm/vit_tiny_patch16_224", (64, 96), 3, depth=1)
     assert load_weights(guest, source, reset_head=True) == [
@@ -222,7 +223,7 @@ def test_guests_are_resampled_and_reset_too():
     assert notes == ["the head is new: dropped fc.weight, fc.bias"]
 
 
-# Classes that are others
+# Other classes
 MODEL = ["cat", "dog", "cow", "hen", "pig"]
 
 
@@ -288,18 +289,18 @@ def test_classes_without_names_are_counted():
     assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
     assert class_mismatch(trained_on([], 5), [], 5) == ""
     unnamed = "the data have no names of classes, the model has: labels are compared by number"
-    # Equal counts are no proof of equal classes.
+    # Equal counts do not prove equal classes.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (
-        "a head with room to spare, on its own data"
+        "a head with unused classes gets no note on its own data"
     )
     assert class_mismatch(trained_on(None, 1000), ["a", "b"], 2) == "", (
-        "weights of somebody else's tell nothing"
+        "weights of another program have no class names to compare"
     )
 
 
 @pytest.mark.parametrize("name", ["timm/cait_xxs24_224", "timm/beit_base_patch16_224"])
-def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
+def test_models_with_layers_named_as_in_deit3s_files_keep_their_names(name):
     with torch.device("meta"):
         weights = create_model(name, 224, 10).state_dict()
     assert any(".gamma_1" in key for key in weights)
@@ -307,7 +308,7 @@ def test_models_whose_layers_are_called_as_deit3s_files_keep_their_names(name):
         load_weights(create_model(name, 224, 10), weights)
 
 
-def test_settings_that_change_a_named_model_of_timms_are_named(tmp_path):
+def test_the_note_names_settings_that_change_a_timm_model(tmp_path):
     torch.save(timm.create_model("vit_tiny_patch16_224", depth=1).state_dict(), tmp_path / "w.pth")
     named = ModelConfig(name="timm/vit_tiny_patch16_224", embed_dim=96, num_heads=2, depth=1)
     init = InitConfig(checkpoint=str(tmp_path / "w.pth"))

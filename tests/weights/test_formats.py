@@ -1,4 +1,4 @@
-"""Files of weights of every kind: told by their content, read without running code, or refused in
+"""Files of weights are recognised by their content, and are read without running code or refused in
 one line."""
 
 import argparse
@@ -39,10 +39,10 @@ def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix
     for key in reversed(container):
         content = {"epoch": 3, key: content}
     torch.save(content, tmp_path / f"w{suffix}")
-    found = read_content(tmp_path / f"w{suffix}")
-    weights = found.tensors
-    assert found.metadata == {}
-    assert found.notes == []
+    loaded = read_content(tmp_path / f"w{suffix}")
+    weights = loaded.tensors
+    assert loaded.metadata == {}
+    assert loaded.notes == []
     assert list(weights) == list(expected)
     assert all(
         torch.equal(weights[name], expected[name]) and weights[name].device.type == "cpu"
@@ -50,7 +50,7 @@ def test_containers_and_prefixes_are_removed(tmp_path, suffix, container, prefix
     )
 
 
-def test_prefixes_inside_names_and_older_files_are_read(tmp_path):
+def test_files_with_prefixes_inside_names_and_older_files_are_read(tmp_path):
     content = {"blocks.0._orig_mod.attn._checkpoint_wrapped_module.proj.bias": torch.ones(3)}
     torch.save(content, tmp_path / "w.pth", _use_new_zipfile_serialization=False)
     weights = read_content(str(tmp_path / "w.pth")).tensors
@@ -60,7 +60,7 @@ def test_prefixes_inside_names_and_older_files_are_read(tmp_path):
         read_content(tmp_path / "w.pth")
 
 
-def test_save_and_read_back(tmp_path):
+def test_saved_weights_are_read_back_unchanged(tmp_path):
     weights = tiny().state_dict() | {"transposed": torch.arange(6.0).reshape(2, 3).t()}
     save_weights(tmp_path / "w.safetensors", weights, {"step": "12", "model": "vit_b16"})
     assert os.listdir(tmp_path) == ["w.safetensors"]
@@ -82,22 +82,22 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pth", "old.pth"])
-@pytest.mark.parametrize("kept", [0.0, 0.01, 0.5, 0.99])
-def test_truncated_files_are_refused(tmp_path, name, kept):
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.5, 0.99])
+def test_truncated_files_are_refused(tmp_path, name, fraction):
     path = tmp_path / name
     if name == "w.safetensors":
         save_weights(path, tiny().state_dict(), {})
     else:
         torch.save(tiny().state_dict(), path, _use_new_zipfile_serialization=name == "w.pth")
     content = path.read_bytes()
-    path.write_bytes(content[: int(len(content) * kept)])
+    path.write_bytes(content[: int(len(content) * fraction)])
     with pytest.raises(WeightsError, match=f"{name} is cut short or no") as caught:
         read_content(path)
     assert "\n" not in str(caught.value)
 
 
 class Harmful:
-    """Unpickling this runs a command."""
+    """An object whose unpickling runs a command."""
 
     def __init__(self, path):
         self.path = path
@@ -106,8 +106,8 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_command_line_next_to_the_weights_is_no_hindrance(tmp_path):
-    """MAE's and DeiT's files have one."""
+def test_an_argparse_namespace_beside_the_weights_is_ignored(tmp_path):
+    """The files of MAE and DeiT contain the namespace of their command line."""
     torch.save(
         {"model": tiny().state_dict(), "args": argparse.Namespace(lr=1, aa="rand-m9")},
         tmp_path / "namespace.pth",
@@ -139,7 +139,7 @@ def test_pickled_objects_are_refused_and_not_run(tmp_path):
         ({"epoch": 3, "a": torch.ones(1)}, r"also holds epoch \(int\)"),
     ],
 )
-def test_what_is_not_a_state_dict_is_refused(tmp_path, content, message):
+def test_contents_that_are_not_a_state_dict_are_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "w.pth")
     with pytest.raises(WeightsError, match=message):
         read_content(tmp_path / "w.pth")
@@ -166,17 +166,19 @@ def test_wrong_paths_are_refused(tmp_path):
     ],
 )
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.npz"])
-def test_what_a_file_is_its_content_says(tmp_path, name, content, message):
+def test_the_format_is_detected_from_the_content(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     if name == "w.safetensors" and content in (b"", b"nonsense"):
         message = "is cut short or no"
     with pytest.raises(WeightsError, match=message) as caught:
         read_content(tmp_path / name)
-    assert "weights_only" not in str(caught.value), "torch advises to load it in an unsafe way"
+    assert "weights_only" not in str(caught.value), (
+        "the message must not repeat torch's advice to load unsafely"
+    )
     assert "\n" not in str(caught.value)
 
 
-def test_the_name_of_a_file_says_nothing(tmp_path):
+def test_the_suffix_of_a_file_does_not_matter(tmp_path):
     expected = tiny().state_dict()
     save_weights(tmp_path / "weights.pth", expected, {})
     torch.save(expected, tmp_path / "weights.safetensors")
@@ -189,7 +191,7 @@ def test_the_name_of_a_file_says_nothing(tmp_path):
 
 
 class Canary:
-    """Unpickled by anyone, it leaves a file."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -198,8 +200,11 @@ class Canary:
         return os.mkdir, (str(self.path),)
 
 
-def test_what_is_no_checkpoint_says_so_without_warnings_or_running_it(tmp_path, recwarn):
-    """A plain pickle, a program of torch's, a zip of photos: "copy it again" would not help."""
+def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_code(
+    tmp_path, recwarn
+):
+    """A plain pickle, a TorchScript program and a zip of photos are not damaged, so the error must
+    not advise to copy the file again."""
     bird = tmp_path / "ran"
     (tmp_path / "plain.pkl").write_bytes(pickle.dumps({"model": Canary(bird)}, protocol=4))
     with zipfile.ZipFile(tmp_path / "script.pt", "w") as file:
@@ -222,8 +227,9 @@ def test_what_is_no_checkpoint_says_so_without_warnings_or_running_it(tmp_path, 
     assert not recwarn.list
 
 
-def test_what_a_run_wrote_about_its_weights_is_checked(tmp_path):
-    """A damaged number of classes, grid or name is found where it is read, not where it is used."""
+def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
+    """Reading the file reports a damaged number of classes, grid or name, before anything uses
+    it."""
     good = {
         "config": "{}",
         "num_classes": "10",
@@ -237,7 +243,7 @@ def test_what_a_run_wrote_about_its_weights_is_checked(tmp_path):
     assert read_weights(path).grid_size == (8, 8)
     damaged = {
         "config": ["[]", "null", '{"model":'],
-        "num_classes": ["ten", "0", "9"],  # fewer than names
+        "num_classes": ["ten", "0", "9"],  # 9 is less than the number of names
         "grid_size": ['"8x8"', "[8]", "8"],
         "step": ["last"],
         "class_names": ["[1, 2]", '"a"'],
@@ -249,19 +255,19 @@ def test_what_a_run_wrote_about_its_weights_is_checked(tmp_path):
                 read_weights(path)
 
 
-def test_what_the_system_refuses_is_one_line(tmp_path):
-    """Root may read everything, so it is not permissions that are refused here."""
+def test_an_error_of_the_operating_system_is_one_line(tmp_path):
+    """Tests may run as root, which may read any file, so these errors are not about permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "loop.pth").symlink_to("loop.pth")
     for name, message in {"pipe": "is no regular file", "loop": "is a link that leads"}.items():
         with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
             read_weights(tmp_path / f"{name}.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
-        read_weights("a" * 300)  # longer than names are
+        read_weights("a" * 300)  # longer than the system allows
 
 
 def test_quantised_weights_are_refused(tmp_path):
-    """Their scales are elsewhere: as numbers they would be another model."""
+    """Without their scales, which are separate tensors, the numbers would be another model."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
     with pytest.raises(WeightsError, match=r"are no floating-point numbers \(cls_token int8"):
@@ -275,7 +281,7 @@ def test_arrays_of_objects_are_refused(tmp_path):
     assert not (tmp_path / "harm").exists()
 
 
-def test_the_average_is_taken_as_in_timm(tmp_path):
+def test_the_averaged_weights_are_chosen_as_in_timm(tmp_path):
     weights, average = tiny(0).state_dict(), tiny(1).state_dict()
     torch.save({"state_dict": weights, "state_dict_ema": average, "epoch": 3}, tmp_path / "w.pth")
     content = read_content(tmp_path / "w.pth")
@@ -283,7 +289,7 @@ def test_the_average_is_taken_as_in_timm(tmp_path):
     assert content.notes == ["state_dict_ema is used, state_dict in the same file is not"]
 
 
-def test_weights_in_parts(tmp_path):
+def test_sharded_weights_are_read_and_checked(tmp_path):
     expected = tiny().state_dict()
     names = list(expected)
     parts = {"model-1-of-2.safetensors": names[::2], "model-2-of-2.safetensors": names[1::2]}

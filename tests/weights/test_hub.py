@@ -1,6 +1,6 @@
-"""Names of the Hugging Face hub are fetched by huggingface_hub's real client from a hub of ours.
+"""huggingface_hub's real client fetches weights by their names on the hub from a local hub.
 
-Models compute what timm and transformers compute, which fetch from the same hub.
+The models give the logits of timm and transformers, which fetch from the same hub.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ PICKLED = "someone/pickled"
 OTHER = "someone/vit"
 GATED = "someone/gated"
 NAME = "timm/vit_small_patch16_224.augreg_in21k_ft_in1k"
-"""The repository that configs/photos.yaml starts from; here it is a small one."""
+"""The repository that configs/photos.yaml starts from; the local hub serves a small model as it."""
 SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-"""Its model's arguments in timm: those of `TINY`."""
+"""timm's arguments for a model with the sizes of `TINY`."""
 
 
 def small_repository(folder: Path) -> dict[str, bytes]:
-    """Return the files that timm's own export writes for the hub, pickled weights among them."""
+    """Return the files that timm's export writes for the hub, including pickled weights."""
     torch.manual_seed(0)
     model = timm.create_model("vit_small_patch16_224", num_classes=3, **SIZES).eval()
     torch.nn.init.normal_(model.head.weight)
@@ -67,7 +67,7 @@ def repositories(tmp_path_factory) -> dict[str, dict[str, bytes]]:
 
 @pytest.fixture
 def hub(repositories, tmp_path, monkeypatch) -> Iterator[HubServer]:
-    """A hub that the environment names, and an empty cache."""
+    """Start a local hub, set it in the environment, and use an empty cache."""
     with HubServer(repositories) as server:
         server.licences[NAME] = "apache-2.0"
         server.gated.add(GATED)
@@ -94,7 +94,7 @@ def predict(name: str, photo: Path):
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_timm_and_transformers_which_fetch_the_same_names(hub):
+def test_logits_equal_those_of_timm_and_transformers_for_the_same_names(hub):
     code = f"""
 import timm, torch, vit
 from transformers import ViTForImageClassification
@@ -112,10 +112,10 @@ print(vit.load("{NAME}").weights.source)
 
 
 @pytest.mark.slow
-def test_two_ranks_fetch_once_and_the_run_and_its_card_know_the_source(
+def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     hub, shards, tmp_path, monkeypatch
 ):
-    """By configs/photos.yaml as it stands, but for sizes."""
+    """The run uses configs/photos.yaml with smaller sizes."""
     run_dir = tmp_path / "run"
     line = ["--config", "configs/photos.yaml", *TINY, f"data.root={shards}", f"run.dir={run_dir}"]
     line += ["data.global_batch_size=12", "schedule.warmup_epochs=0", "train.epochs=1"]
@@ -125,9 +125,9 @@ def test_two_ranks_fetch_once_and_the_run_and_its_card_know_the_source(
     source = {"repository": NAME, "commit": hub.commit_of(NAME), "licence": "apache-2.0"}
     assert f"{NAME} on the Hugging Face hub, commit {source['commit'][:12]}, licence" in done.stderr
     assert metrics(run_dir, "start")[-1]["init_source"] == source
-    found = newest_checkpoint(run_dir)
-    assert found is not None
-    assert found[1]["facts"]["init_source"] == source
+    checkpoint = newest_checkpoint(run_dir)
+    assert checkpoint is not None
+    assert checkpoint[1]["facts"]["init_source"] == source
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     shutil.rmtree(tmp_path / "cache")
@@ -139,12 +139,12 @@ def test_two_ranks_fetch_once_and_the_run_and_its_card_know_the_source(
     assert exported.returncode == 0, exported.stderr
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"base_model: {NAME}\n" in card
-    assert "license:" not in card, "the run's owner chooses it"
+    assert "license:" not in card, "only the owner of the run can choose a license"
     assert f"| Started from | {NAME} on the Hugging Face hub, commit" in card
 
 
 @pytest.mark.slow
-def test_the_commands_take_the_name_and_the_cache_serves_without_a_hub(
+def test_commands_accept_names_and_work_offline_from_the_cache(
     hub, shards, photo, tmp_path, monkeypatch
 ):
     evaluated = run("launch/eval.py", NAME, "--data", shards, "--json")
@@ -165,7 +165,7 @@ def test_the_commands_take_the_name_and_the_cache_serves_without_a_hub(
 
 
 @pytest.mark.slow
-def test_a_folder_here_goes_before_the_hub(hub, photo, repositories, tmp_path):
+def test_a_local_folder_wins_over_the_hub(hub, photo, repositories, tmp_path):
     folder = tmp_path / NAME
     folder.mkdir(parents=True)
     for name, data in repositories[NAME].items():
@@ -187,7 +187,7 @@ NAMES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_row(row: Row, hub, photo, monkeypatch):
+def test_the_command_prints_the_error_of_the_row(row: Row, hub, photo, monkeypatch):
     if row.what.startswith("no network"):
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     done = run("launch/predict.py", "--checkpoint", NAMES[row.what], photo)
@@ -197,5 +197,5 @@ def test_row(row: Row, hub, photo, monkeypatch):
     assert not [path for path in hub.requests if path.endswith(".bin")]
 
 
-def test_each_name_has_its_row():
+def test_every_error_has_a_row():
     assert [row.what for row in ROWS] == list(NAMES)

@@ -1,4 +1,5 @@
-"""Weights travel to other programs and back: to the bit by name, and to their logits.
+"""Weights that are written in another program's layout and read back are equal to the bit, and both
+programs compute the same logits.
 
 The oracles are the programs themselves, with random weights.
 """
@@ -34,7 +35,7 @@ PROGRAMS = ("timm", "torchvision", "huggingface", "npz")
 
 
 def randomised(model: torch.nn.Module) -> torch.nn.Module:
-    """`model` in which no weight is zero or one: what was mixed up or not copied shows."""
+    """Fill `model` with weights that are neither 0 nor 1, so that swapped or missing ones show."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -49,7 +50,7 @@ def ours(size: str) -> Any:
 
 
 def theirs(program: str, model: Any) -> torch.nn.Module:
-    """The model of another program of the same shape as `model`, with its own weights."""
+    """Return another program's model of the same shape as `model`, with its own random weights."""
     block = model.blocks[0]
     side, patch = model.image_size[0], model.patch_size[0]
     hidden, heads = block.mlp.fc1.out_features, block.attn.num_heads
@@ -83,12 +84,13 @@ def theirs(program: str, model: Any) -> torch.nn.Module:
 
 def logits(model: torch.nn.Module, images: torch.Tensor) -> torch.Tensor:
     with torch.inference_mode():
-        found = model.eval()(images)
-    return getattr(found, "logits", found)
+        output = model.eval()(images)
+    return getattr(output, "logits", output)
 
 
 def assert_close(ours: torch.Tensor, theirs: torch.Tensor, depth: int) -> None:
-    """Their kernels may sum in another order: float32's rounding, once in each block."""
+    """Allow one float32 rounding per block, because the programs' kernels sum in different
+    orders."""
     scale = theirs.abs().max()
     assert scale > 0.1
     torch.testing.assert_close(ours, theirs, rtol=0, atol=float(scale) * 2**-20 * max(depth, 8))
@@ -103,7 +105,7 @@ def test_weights_of_other_programs_give_their_logits(program, size, tmp_path):
     if program == "huggingface":
         other.save_pretrained(tmp_path / "saved")
         path = tmp_path / "saved"
-    elif program == "npz":  # timm reads it, and does not write it
+    elif program == "npz":  # timm can read this layout but cannot write it
         path = tmp_path / "w.npz"
         weights = {name: value.detach() for name, value in other.state_dict().items()}
         arrays, left = from_ours(LAYOUTS["npz"], weights, model.blocks[0].attn.num_heads)
@@ -121,7 +123,7 @@ def test_weights_of_other_programs_give_their_logits(program, size, tmp_path):
 
 @pytest.mark.parametrize("size", ["tiny", *FULL])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_other_programs_load_ours_and_give_our_logits(program, size, tmp_path):
+def test_other_programs_load_our_weights_and_give_our_logits(program, size, tmp_path):
     model = ours(size)
     weights = model.state_dict()
     other = theirs(program, model)
@@ -133,7 +135,9 @@ def test_other_programs_load_ours_and_give_our_logits(program, size, tmp_path):
         again, notes = to_ours(LAYOUTS[program], sent)
         assert notes == []
         assert again.keys() == weights.keys()
-        assert all(torch.equal(again[name], weights[name]) for name in weights), "to the bit"
+        assert all(torch.equal(again[name], weights[name]) for name in weights), (
+            "not equal to the bit"
+        )
         weights = sent
     if program == "npz":
         np.savez(tmp_path / "w.npz", **weights)
@@ -149,8 +153,8 @@ def test_other_programs_load_ours_and_give_our_logits(program, size, tmp_path):
 
 
 # Variants of the layouts
-def test_big_visions_names(tmp_path):
-    """Without a class token; one array for all blocks; heads named the same way."""
+def test_variants_of_big_visions_names_are_read(tmp_path):
+    """The variants have no class token, one array for all blocks, or heads with the same names."""
     model = randomised(create_model(**SIZES["tiny"], class_token=False, global_pool="avg"))
     weights = model.state_dict()
     arrays, left = from_ours(LAYOUTS["npz"], weights, 3)
@@ -190,7 +194,8 @@ def test_half_precision_of_every_kind_is_read(tmp_path):
 
 
 def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
-    """MAE's own names and Hugging Face's; decoder and mask token are dropped, norm is new."""
+    """Both MAE's and Hugging Face's names are read. Decoder and mask token are dropped, and the
+    norm is new."""
     shape = {"embed_dim": 48, "depth": 2, "num_heads": 3, "class_token": True}
     pools = {"name": "vit_ti8", "image_size": 32, "global_pool": "avg", **shape}
     encoder = randomised(create_model("vit_ti8", 32, 5, **shape)).state_dict()
@@ -228,7 +233,7 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
             load_weights(model, loaded.weights)
 
 
-def test_a_family_that_has_no_table_is_refused_by_name(tmp_path: Path):
+def test_an_unsupported_family_is_refused_by_name(tmp_path: Path):
     torch.save(timm.create_model("resnet10t", num_classes=7).state_dict(), tmp_path / "w.pth")
     loaded = read_weights(tmp_path / "w.pth")
     with pytest.raises(WeightsError, match=r"missing from the source.*unknown to the model"):

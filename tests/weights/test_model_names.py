@@ -1,4 +1,4 @@
-"""Names of models as timm's pages write them, and as training programs keep them in their files."""
+"""Model names are understood as timm's pages write them and as training programs save them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vit.weights.published import identify, with_published_config
 
 
 @pytest.mark.parametrize("prefix", ["hf_hub:timm/", "hf-hub:timm/"])
-def test_a_name_may_begin_as_on_timms_pages(prefix, tmp_path):
+def test_a_name_may_have_the_prefixes_of_timms_pages(prefix, tmp_path):
     name = "vit_base_patch16_384.augreg_in1k"
     assert identify(tmp_path / "mine.pth", prefix + name) == identify("mine.pth", name)
     guest = ModelConfig(name=f"{prefix}vit_base_patch16_224.augreg_in21k")
@@ -24,24 +24,26 @@ def test_a_name_may_begin_as_on_timms_pages(prefix, tmp_path):
 
 
 @pytest.mark.parametrize("model", ["vit_tiny_patch16_224", "hf_hub:timm/vit_tiny_patch16_224"])
-def test_a_checkpoint_of_timms_own_saver_says_which_model_it_is(model, tmp_path):
+def test_the_model_of_a_timm_checkpoint_is_read_from_the_file(model, tmp_path):
     args = argparse.Namespace(model=model, lr=0.1)
     network = timm.create_model("vit_tiny_patch16_224", num_classes=3)
     optimizer = torch.optim.SGD(network.parameters())
     saver = CheckpointSaver(network, optimizer, args, checkpoint_dir=str(tmp_path))
     saver.save_checkpoint(0, metric=1.0)
-    loaded, known = with_published_config(read_weights(tmp_path / "model_best.pth.tar"), None, ".")
-    assert known.model == {"name": "vit_ti16"}
-    assert (known.top1, loaded.num_classes) == (None, 3)
+    loaded, published = with_published_config(
+        read_weights(tmp_path / "model_best.pth.tar"), None, "."
+    )
+    assert published.model == {"name": "vit_ti16"}
+    assert (published.top1, loaded.num_classes) == (None, 3)
 
 
-def test_what_is_published_for_a_name_is_not_for_weights_that_somebody_trained(tmp_path):
-    """DeiT's own program keeps the name, too, and torchvision's example that of a class."""
+def test_a_published_accuracy_is_not_assigned_to_a_users_own_training(tmp_path):
+    """DeiT's program saves the name of the model, and torchvision's example the name of a class."""
     weights = create_model("vit_ti16", num_classes=1000).state_dict()
     path = tmp_path / "checkpoint.pth"
     torch.save({"model": weights, "args": {"model": "deit_tiny_patch16_224"}}, path)
-    _, known = with_published_config(read_weights(path), None, "data")
-    assert (known.name, known.top1) == ("deit_tiny_patch16_224.fb_in1k", None)
+    _, published = with_published_config(read_weights(path), None, "data")
+    assert (published.name, published.top1) == ("deit_tiny_patch16_224.fb_in1k", None)
     torch.save({"model": weights, "arch": "visiontransformer"}, path)
     with pytest.raises(ValueError, match=r"give --model NAME, a name of timm's\Z"):
         with_published_config(read_weights(path), None, "data")

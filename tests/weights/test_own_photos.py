@@ -1,5 +1,5 @@
-"""The command of docs/weights.md for one's own photos, on small images: it ends in a model that
-answers, by the weights that `vit.load` takes."""
+"""The command of docs/weights.md for a user's own photos, run on small images, yields a model that
+`vit.load` loads and that classifies better than chance."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ HERE = ["data.global_batch_size=12", "data.micro_batch_size=null", "train.compil
 
 
 def command_of_the_page() -> list[str]:
-    """What follows launch/train.py."""
+    """Return the arguments of launch/train.py on the page."""
     page = (REPOSITORY / "docs" / "weights.md").read_text().splitlines()
     [line] = [line for line in page if "launch/train.py" in line and "init.freeze" in line]
     return shlex.split(line.partition("launch/train.py")[2])
 
 
 @pytest.mark.slow
-def test_the_command_for_own_photos_ends_in_a_model_that_answers(shards, tmp_path, capfd):
+def test_the_command_for_own_photos_yields_a_model_better_than_chance(shards, tmp_path, capfd):
     config = write_config(tmp_path, shards, steps=12)
     run_here("launch/train.py", "--config", config, *TINY, f"run.dir={tmp_path / 'base'}")
     capfd.readouterr()
-    _, recipe, *words = command_of_the_page()
+    _, recipe, *page_overrides = command_of_the_page()
     places = [f"data.root={shards}", f"run.dir={tmp_path / 'probe'}"]
     places.append(f"init.checkpoint={tmp_path / 'base'}")
-    settings = dict(word.split("=", 1) for word in [*words, *TINY, *HERE, *places])
+    settings = dict(word.split("=", 1) for word in [*page_overrides, *TINY, *HERE, *places])
     overrides = [f"{key}={value}" for key, value in settings.items()]
     run_here("launch/train.py", "--config", REPOSITORY / recipe, *overrides)
     assert "in the average, which" not in capfd.readouterr().err
@@ -38,6 +38,6 @@ def test_the_command_for_own_photos_ends_in_a_model_that_answers(shards, tmp_pat
     split = open_split(shards, "val")
     images = [split.read(number) for number in range(split.num_samples)]
     probabilities = trained(trained.preprocess(*images)).softmax(1)
-    assert probabilities.amax(1).mean() > 0.45, "of three classes a guess has 0.33 each"
+    assert probabilities.amax(1).mean() > 0.45, "guessing among three classes gives 0.33"
     right = probabilities.argmax(1) == torch.from_numpy(split.index["label"].astype("int64"))
     assert right.float().mean() > 0.8

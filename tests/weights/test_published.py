@@ -1,5 +1,5 @@
-"""Published models: the table against timm's own settings, weights and views against timm's models
-and transforms, names against people."""
+"""Published models: the table agrees with timm's settings, weights and views give the results of
+timm's models and transforms, and names are checked for mistakes."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_accuracies_are_counts_of_50000_images_and_names_are_unique():
     for row in KNOWN:
         for percent in (row.top1, row.top5):
             assert percent * 500 == pytest.approx(round(percent * 500), abs=1e-6), (
-                f"{row.name}: {percent} % is no count of 50,000"
+                f"{row.name}: {percent} % is not a count out of 50,000"
             )
         assert row.top1 < row.top5
     names = [row.name for row in KNOWN] + [file for row in KNOWN for file in row.files]
     assert len(set(names)) == len(names)
 
 
-def test_our_model_stands_in_for_plain_vits_only():
+def test_our_model_replaces_only_plain_vits_of_timm():
     assert len(ARCHITECTURES) > 30
     assert {row.name.partition(".")[0] for row in TIMM_ROWS} <= set(ARCHITECTURES)
     for other in (
@@ -82,15 +82,15 @@ def test_our_model_stands_in_for_plain_vits_only():
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_our_model_has_the_weights_of_timms(architecture):
-    """Names and shapes; what they compute is compared below, family by family."""
-    known = identify(
+def test_our_model_has_the_parameters_of_timms_model(architecture):
+    """This test compares names and shapes; the tests below compare the logits of each family."""
+    published = identify(
         f"{architecture}.pth", f"{architecture}.{timm.get_pretrained_cfg(architecture).tag}"
     )
     with torch.device("meta"):
         theirs = timm.create_model(architecture, num_classes=1000)
-        section = dict(known.model)
-        ours = create_model(section.pop("name"), known.image_size, 1000, **section)
+        section = dict(published.model)
+        ours = create_model(section.pop("name"), published.image_size, 1000, **section)
     shapes = {name: tuple(tensor.shape) for name, tensor in ours.state_dict().items()}
     if theirs.no_embed_class:  # DeiT III's class token has no position
         shapes["pos_embed"] = (1, shapes["pos_embed"][1] - 1, shapes["pos_embed"][2])
@@ -120,7 +120,7 @@ def test_mae_is_a_vit_whose_patches_are_averaged(size):
 
 
 def jpegs() -> dict[str, bytes]:
-    """Photographs of several shapes: wide, tall, smaller than the view, grey."""
+    """Return photographs of several shapes: wide, tall, smaller than the view, grey."""
     from sklearn.datasets import load_sample_images  # slow to import
 
     china, flower = (Image.fromarray(image) for image in load_sample_images().images)  # 640 x 427
@@ -139,7 +139,7 @@ def jpegs() -> dict[str, bytes]:
 
 
 def timms_view(name: str):
-    """timm's own evaluation transform: PIL image -> normalised (3, H, W)."""
+    """Return timm's evaluation transform: PIL image -> normalised (3, H, W)."""
     return create_transform(
         **resolve_data_config(pretrained_cfg=timm.get_pretrained_cfg(name).to_dict())
     )
@@ -155,27 +155,27 @@ def timms_view(name: str):
         "vit_medium_patch16_gap_384.sw_in12k_ft_in1k",  # 404 -> 384, both sides alike
     ],
 )
-def test_an_image_looks_as_in_timm(name):
-    known = identify("x", name)
+def test_the_view_of_an_image_equals_timms(name):
+    published = identify("x", name)
     view = timms_view(name)
-    assert list(known.image_size) == list(timm.get_pretrained_cfg(name).input_size[1:])
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (known.mean, known.std))
+    assert list(published.image_size) == list(timm.get_pretrained_cfg(name).input_size[1:])
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (published.mean, published.std))
     for picture, data in jpegs().items():
         ours = decode_center(
             data,
-            known.image_size,
-            from_dict(to_config(known, "data"), "test").eval,
-            known.interpolation,
+            published.image_size,
+            from_dict(to_config(published, "data"), "test").eval,
+            published.interpolation,
         )
         theirs = view(Image.open(io.BytesIO(data)).convert("RGB"))
         assert torch.equal(ours, ((theirs * std + mean) * 255).round().byte()), picture
 
 
 def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tensor, torch.Tensor]:
-    """A model whose weights are drawn, the photographs as timm shows them to it, and its logits (4,
+    """Return a model with random weights, the photographs preprocessed by timm, and the logits (4,
     1000).
 
-    Its biases are such that it sees several classes in them.
+    The biases are chosen so that the model predicts several classes.
     """
     model = timm.create_model(name, num_classes=1000, **fields).eval()
     size = fields.get("img_size", model.pretrained_cfg["input_size"][-1])
@@ -197,9 +197,9 @@ def random_timm_model(name: str, **fields) -> tuple[torch.nn.Module, torch.Tenso
 
 
 def rounding(model: torch.nn.Module) -> float:
-    """How far two orders of summation may be apart in a logit of `random_timm_model`: the head adds
-    `num_features` products, whose roundings grow as the root of their number, and takes off a bias
-    that is many times larger than what is left."""
+    """Return the largest difference that two orders of summation may cause in a logit of
+    `random_timm_model`. The head adds `num_features` products, whose rounding errors grow with the
+    square root of their number, and subtracts a bias that is many times larger than the result."""
     heads = model.get_classifier()
     scale = max(
         head.bias.abs().max().item() for head in (heads if isinstance(heads, tuple) else (heads,))
@@ -208,7 +208,7 @@ def rounding(model: torch.nn.Module) -> float:
 
 
 def official_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As facebookresearch/deit:models_v2.py calls them."""
+    """Rename `weights` to the names in facebookresearch/deit:models_v2.py."""
     return {
         re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", name): tensor
         for name, tensor in weights.items()
@@ -244,7 +244,7 @@ def as_hub_folder_without_settings(model, folder, name):
 
 @pytest.fixture(scope="module")
 def photographs(tmp_path_factory) -> Path:
-    """Shards of the photographs, each a class of its own."""
+    """Write shards of the photographs, with one class for each photograph."""
     folder = tmp_path_factory.mktemp("photographs")
     for split in ("train", "val"):
         for name, data in jpegs().items():
@@ -294,21 +294,19 @@ def photographs(tmp_path_factory) -> Path:
         ),
         pytest.param("vit_small_patch16_384.augreg_in1k", as_pth, {}, marks=pytest.mark.slow),
         ("deit_tiny_distilled_patch16_224.fb_in1k", as_pth, {}),
-        # a guest that was made otherwise
+        # a timm model with other arguments
         ("flexivit_small.300ep_in1k", as_hub_folder, {"global_pool": "avg", "depth": 2}),
-        # a guest with another name for its head; tests/test_kernels.py asks for it by id
+        # a timm model with another name for its head; tests/test_kernels.py selects it by id
         pytest.param("resnet10t.c3_in1k", as_hub_folder, {}, id="resnet10t"),
     ],
 )
-def test_a_file_of_timms_computes_and_predicts_what_timm_does(
-    name, save, fields, tmp_path, photographs
-):
+def test_a_timm_file_gives_timms_logits_and_predictions(name, save, fields, tmp_path, photographs):
     theirs, images, expected = random_timm_model(name, **fields)
     path = save(theirs, tmp_path, name)
-    trained, known = with_published_config(read_weights(path), None, str(photographs), "val")
+    trained, published = with_published_config(read_weights(path), None, str(photographs), "val")
     row = next((row for row in KNOWN if row.name == name), None)
-    assert known.name == (str(path) if fields and path.is_dir() else name)
-    assert known.top1 == (row.top1 if row and not fields else None)
+    assert published.name == (str(path) if fields and path.is_dir() else name)
+    assert published.top1 == (row.top1 if row and not fields else None)
 
     config = from_dict(trained.config, "test")
     assert trained.num_classes == config.model.num_classes == 1000
@@ -332,13 +330,15 @@ def test_a_file_of_timms_computes_and_predicts_what_timm_does(
     )
     result = evaluator.evaluate({"model": ours})["val"]["model"]
     best, second = expected.topk(2).values.unbind(1)
-    assert len(expected.argmax(1).unique()) > 2, "one class for all images would prove little"
-    assert (best - second).min() > 2 * rounding(theirs), "a tie"
+    assert len(expected.argmax(1).unique()) > 2, (
+        "a model that predicts one class for all images would prove little"
+    )
+    assert (best - second).min() > 2 * rounding(theirs), "two classes are tied within rounding"
     by_name = torch.from_numpy(split.index["label"].astype(int))
     assert torch.equal(result.predictions, expected.argmax(1)[by_name])
 
 
-def test_the_command_shows_the_published_number_next_to_its_own(tmp_path, photographs):
+def test_the_command_prints_the_published_accuracy_beside_its_own(tmp_path, photographs):
     model, _, logits = random_timm_model("deit_tiny_patch16_224.fb_in1k")
     path = as_official_pth(model, tmp_path, "deit_tiny_patch16_224.fb_in1k")
     done = run(

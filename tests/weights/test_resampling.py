@@ -1,4 +1,4 @@
-"""Position embeddings at another grid equal timm's."""
+"""Position embeddings that are resampled to another grid equal timm's."""
 
 import pytest
 import torch
@@ -53,8 +53,8 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     assert torch.equal(result[:, :2], prefix)
     constant, down, right = result[0, 2:].reshape(*new, 3).unbind(2)
     torch.testing.assert_close(constant, torch.full(new, 0.7))
-    # A ramp along one side still rises along that side, and is the same on every line across it: a
-    # swap of h and w breaks this.
+    # A ramp along one side must still rise along that side and be constant along the other;
+    # swapping height and width would break this.
     assert (down.diff(dim=0) > 0).all()
     assert (right.diff(dim=1) > 0).all()
     torch.testing.assert_close(down, down[:, :1].expand(new))
@@ -66,16 +66,17 @@ def test_resampling_keeps_constants_prefix_and_order(old, new, antialias):
     ("old", "new"), [((14, 14), (24, 24)), ((8, 12), (24, 24)), ((9, 9), (9, 36))]
 )
 def test_ramps_stay_ramps_inside(old, new, antialias, atol):
-    """Where no position outside the grid is asked for. The centre of place i of `new` lies at
-    (i + 1/2) old / new - 1/2. Keys' cubic, a = -1/2, keeps straight lines; torch has it with
-    antialias only, else a = -3/4, which is off by up to a twentieth of a place."""
+    """Only positions that need no value outside the grid are compared. The centre of place i of
+    `new` lies at (i + 1/2) old / new - 1/2. Keys' cubic, a = -1/2, keeps straight lines; torch uses
+    it with antialias only. Without antialias a = -3/4, which is off by up to a twentieth of a
+    place."""
     y, x = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in old), indexing="ij")
     patches = torch.stack((y, x), dim=2).reshape(1, -1, 2)
-    found = resample_posemb(patches, old, new, 0, antialias=antialias)[0].unflatten(0, new)
+    resampled = resample_posemb(patches, old, new, 0, antialias=antialias)[0].unflatten(0, new)
     centres = [(torch.arange(n) + 0.5) * o / n - 0.5 for o, n in zip(old, new, strict=True)]
     inside = [(c >= 2) & (c <= o - 3) for c, o in zip(centres, old, strict=True)]
     for axis, (centre, keep) in enumerate(zip(centres, inside, strict=True)):
-        line = found[..., axis].movedim(axis, 0)[:, 0]
+        line = resampled[..., axis].movedim(axis, 0)[:, 0]
         assert keep.sum() >= 4
         torch.testing.assert_close(line[keep], centre[keep], rtol=0, atol=atol)
 
@@ -87,6 +88,6 @@ def test_resampling_computes_in_float32_and_keeps_the_dtype():
     assert torch.equal(result, resample_posemb(source.float(), (14, 14), (24, 24), 1).bfloat16())
 
 
-def test_resampling_refuses_another_grid():
+def test_resampling_refuses_positions_that_do_not_match_the_grid():
     with pytest.raises(ValueError, match=r"pos_embed is \(1, 197, 8\), expected \(1, 170, dim\)"):
         resample_posemb(posemb(14, 14), (13, 13), (24, 24), 1)

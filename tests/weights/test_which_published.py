@@ -1,4 +1,4 @@
-"""Which published model a file is, and what its published number stands for."""
+"""Files of published models are identified, and their published accuracy is quoted correctly."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
 
 
-# --- which model it is ----------------------------------------------------------------------------
+# --- identification -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -49,10 +49,10 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ("deit_base_patch16_224-b5f2ef4d.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth", "deit_base_patch16_224.fb_in1k"),
         ("deit_base_patch16_224.pth.tar", "deit_base_patch16_224.fb_in1k"),
-        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # by timm, from all of the name
+        ("vgg11.pth.tar", "vgg11.tv_in1k"),  # timm recognises the whole name
         ("deit_3_huge_224_21k_v1.pth", "deit3_huge_patch14_224.fb_in22k_ft_in1k"),
         ("mae_finetuned_vit_huge.pth", "mae_finetuned_vit_huge"),
-        # not in the table, but in timm
+        # only in timm, not in our table
         ("vit_base_patch16_224.sam_in1k.safetensors", "vit_base_patch16_224.sam_in1k"),
         ("deit_base_distilled_patch16_224-df68dfff.pth", "deit_base_distilled_patch16_224.fb_in1k"),
         (
@@ -61,11 +61,11 @@ TIMM_ROWS = [row for row in KNOWN if row.source == TIMM]
         ),
     ],
 )
-def test_by_the_name_of_the_file(file, name, tmp_path):
+def test_a_model_is_identified_by_its_file_name(file, name, tmp_path):
     assert identify(tmp_path / file).name == name
 
 
-def test_by_the_name_that_is_given(tmp_path):
+def test_a_model_is_identified_by_the_name_that_the_user_gives(tmp_path):
     row = identify(tmp_path / "mine.pth", "vit_base_patch16_384.augreg_in1k")
     assert (row.top1, row.model) == (81.102, {"name": "vit_b16"})
     assert identify(tmp_path / "mine.pth", "timm/vit_base_patch16_384.augreg_in1k") == row
@@ -88,26 +88,30 @@ def test_by_the_name_that_is_given(tmp_path):
     )
 
 
-def test_a_name_without_a_tag_means_timms_default_settings_and_says_so(tmp_path):
-    """Whoever trained a model of their own with timm has no tag to give."""
+def test_a_name_without_a_tag_uses_timms_default_settings_with_a_note(tmp_path):
+    """A user who trained a model with timm has no tag for it."""
     default = timm.get_pretrained_cfg("vit_tiny_patch16_224")
-    found = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
-    assert (found.mean, found.std, found.crop_pct) == (default.mean, default.std, default.crop_pct)
-    assert (found.model, found.top1) == ({"name": "vit_ti16"}, None)
+    published = identify(tmp_path / "mine.pth", "vit_tiny_patch16_224")
+    assert (published.mean, published.std, published.crop_pct) == (
+        default.mean,
+        default.std,
+        default.crop_pct,
+    )
+    assert (published.model, published.top1) == ({"name": "vit_ti16"}, None)
     assert (
-        describe_published(found, 6, (224, 224), 3, 3)
+        describe_published(published, 6, (224, 224), 3, 3)
         == f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224"
         f" has no tag, so the settings are those of timm's default, {default.tag}"
     )
     guest = identify(tmp_path / "mine.pth", "timm/resnet18")
-    told = "; timm/resnet18 has no tag, so the settings are those of timm's default, "
-    assert guest.source == NO_NUMBER + told + guest.name.removeprefix("resnet18.")
+    note = "; timm/resnet18 has no tag, so the settings are those of timm's default, "
+    assert guest.source == NO_NUMBER + note + guest.name.removeprefix("resnet18.")
 
 
 @pytest.mark.parametrize(
     "row", [row for row in TIMM_ROWS if row.name.startswith("deit_")], ids=lambda row: row.name
 )
-def test_names_that_pass_without_a_tag_have_only_one(row):
+def test_names_that_are_accepted_without_a_tag_have_only_one_tag(row):
     architecture = row.name.partition(".")[0]
     tagged = [
         name
@@ -117,7 +121,7 @@ def test_names_that_pass_without_a_tag_have_only_one(row):
     assert tagged == [identify("x", architecture).name]
 
 
-def test_by_the_settings_next_to_it(tmp_path):
+def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
     save_for_hf(
         timm.create_model("vit_tiny_patch16_224.augreg_in21k_ft_in1k"),
         tmp_path,
@@ -130,10 +134,10 @@ def test_by_the_settings_next_to_it(tmp_path):
     settings["pretrained_cfg"]["crop_pct"] = 0.95
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert (identify(tmp_path).crop_pct, identify(tmp_path).top1) == (0.95, None), (
-        "with another view the number is another"
+        "the published accuracy does not hold for another view"
     )
     assert identify(tmp_path, "deit_tiny_patch16_224").name == "deit_tiny_patch16_224.fb_in1k", (
-        "what is given wins"
+        "the user's name wins over the file's"
     )
 
 
@@ -175,7 +179,7 @@ def test_by_the_settings_next_to_it(tmp_path):
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
-def test_what_is_not_known_is_reported_in_one_line_with_the_nearest(file, name, expected, tmp_path):
+def test_unknown_names_are_reported_in_one_line_with_the_nearest(file, name, expected, tmp_path):
     if expected is None:
         assert identify(tmp_path / file, name).crop_mode == "squash"
         return
@@ -208,7 +212,7 @@ def test_what_is_not_known_is_reported_in_one_line_with_the_nearest(file, name, 
         ("[1]", "neither its name nor a config.json"),
     ],
 )
-def test_settings_of_others_are_reported(content, expected, tmp_path):
+def test_unsupported_settings_of_other_programs_are_reported(content, expected, tmp_path):
     (tmp_path / "config.json").write_text(content)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ValueError, match=expected) as caught:
@@ -234,7 +238,7 @@ def test_the_table_needs_no_timm(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("row", KNOWN, ids=lambda row: row.name)
-def test_a_config_says_what_the_row_says(row):
+def test_the_config_agrees_with_the_row_of_the_table(row):
     values = to_config(row, "data/imagenet", "validation")
     config = from_dict(values, "test")
     assert (config.data.root, config.data.val_split, config.model.num_classes) == (
@@ -264,24 +268,24 @@ def test_weights_without_classes_and_a_command_without_data_are_reported(tmp_pat
         with_published_config(read_weights(path), None, None)
 
 
-def test_the_number_is_for_a_thousand_classes(tmp_path):
+def test_the_published_accuracy_is_for_a_thousand_classes(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=10).state_dict(), path)
-    trained, known = with_published_config(read_weights(path), None, "data")
-    assert (trained.num_classes, trained.config["model"]["num_classes"], known.top1) == (
+    trained, published = with_published_config(read_weights(path), None, "data")
+    assert (trained.num_classes, trained.config["model"]["num_classes"], published.top1) == (
         10,
         10,
         None,
     )
-    without = f"{known.name}: no published number at hand for 10 classes"
-    assert describe_published(known, 50_000, (224, 224), 10, 10) == without
-    others = "; the data have 3 classes, the model 10: labels are compared by number"
-    assert describe_published(known, 50_000, (224, 224), 3, 10) == without + others, (
-        "told without a number, too"
+    without = f"{published.name}: no published number at hand for 10 classes"
+    assert describe_published(published, 50_000, (224, 224), 10, 10) == without
+    mismatch = "; the data have 3 classes, the model 10: labels are compared by number"
+    assert describe_published(published, 50_000, (224, 224), 3, 10) == without + mismatch, (
+        "the mismatch must be reported without a published accuracy as well"
     )
 
 
-def test_the_published_number_says_what_it_stands_for():
+def test_the_published_accuracy_is_described():
     row = next(row for row in KNOWN if row.name == "vit_base_patch16_224.augreg_in1k")
     line = "vit_base_patch16_224.augreg_in1k: top-1 79.15 % (39577), top-5 94.11 % (47054)"
     on = " (published, on the 50,000 of ILSVRC2012 val; here: {} images)"
@@ -294,8 +298,8 @@ def test_the_published_number_says_what_it_stands_for():
     )
 
 
-def test_the_page_has_the_table():
-    """docs/recipes.md is for people, vit/weights/published_models.py for the program: one table."""
+def test_the_page_and_the_program_have_the_same_table():
+    """docs/recipes.md and vit/weights/published_models.py contain the same table."""
 
     def line(row: KnownModel) -> str:
         names = [row.name, *row.files]
@@ -313,7 +317,7 @@ def test_the_page_has_the_table():
 
 
 @pytest.mark.parametrize("row", [row for row in KNOWN if row.source == TORCHVISION])
-def test_torchvisions_rows_are_its_own(row):
+def test_torchvisions_rows_have_torchvisions_settings(row):
     name = row.files[0].partition("-")[0]
     architecture = re.match(r"vit_[bhl]_\d\d", name)[0]
     kinds = torchvision.models.get_model_weights(architecture)
@@ -330,8 +334,8 @@ def test_torchvisions_rows_are_its_own(row):
     assert identify(f"somewhere/{row.files[0]}") is row
 
 
-def test_folders_of_transformers_say_what_they_are(tmp_path):
-    """Sizes, view and class names from the files that transformers itself writes."""
+def test_folders_of_transformers_are_identified(tmp_path):
+    """Sizes, view and class names come from the files that transformers itself writes."""
     config = ViTConfig(
         hidden_size=48,
         num_hidden_layers=2,
@@ -344,9 +348,9 @@ def test_folders_of_transformers_say_what_they_are(tmp_path):
     ViTForImageClassification(config).save_pretrained(tmp_path)
     size = {"height": 32, "width": 32}
     ViTImageProcessor(size=size, image_mean=[0.1, 0.2, 0.3]).save_pretrained(tmp_path)
-    loaded, known = with_published_config(read_weights(tmp_path), None, "data")
+    loaded, published = with_published_config(read_weights(tmp_path), None, "data")
     assert loaded.class_names == ["apple", "bee"]
-    assert (known.mean, known.crop_mode, known.interpolation) == (
+    assert (published.mean, published.crop_mode, published.interpolation) == (
         (0.1, 0.2, 0.3),
         "squash",
         "bilinear",
@@ -359,13 +363,17 @@ def test_folders_of_transformers_say_what_they_are(tmp_path):
     assert load_weights(model, loaded.weights) == []
     size = {"shortest_edge": 40}
     CLIPImageProcessor(size=size, crop_size=32, resample=3).save_pretrained(tmp_path)
-    known = identify(tmp_path)
-    assert (known.crop_pct, known.crop_mode, known.interpolation) == (0.8, "center", "bicubic")
+    published = identify(tmp_path)
+    assert (published.crop_pct, published.crop_mode, published.interpolation) == (
+        0.8,
+        "center",
+        "bicubic",
+    )
 
 
 def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
-    """By transformers' own model, whose fresh weights make small tokens: for those of training
-    epsilon counts less."""
+    """The oracle is transformers' model. Its initial weights make small tokens, for which epsilon
+    matters more than for trained weights."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_attention_heads": 3, "intermediate_size": 96}
     config = ViTConfig(**sizes, num_hidden_layers=2, image_size=32, patch_size=8)
@@ -385,7 +393,7 @@ def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
         read_weights(tmp_path)
 
 
-def test_files_beside_the_weights_may_hold_anything(tmp_path):
+def test_invalid_settings_beside_the_weights_are_named(tmp_path):
     ViTForImageClassification(
         ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8)
     ).save_pretrained(tmp_path)
@@ -409,8 +417,8 @@ def test_files_beside_the_weights_may_hold_anything(tmp_path):
         (("layer1.0.conv1.weight", "fc.weight"), "a ResNet"),
     ],
 )
-def test_weights_of_other_families_are_called_by_their_name(names, family, tmp_path):
-    """Names of files say nothing, and names of timm's that look like them would mislead."""
+def test_the_error_names_the_unsupported_family(names, family, tmp_path):
+    """The names of the weights decide, even if the user gives the name of a timm model."""
     path = tmp_path / "weights.pth"
     torch.save({name: torch.ones(1) for name in names}, path)
     loaded = read_weights(path)

@@ -1,5 +1,5 @@
-"""Augmentation on the device next to loops over samples, and next to torchvision's and timm's
-pieces with our numbers."""
+"""Augmentation on the device equals loops over samples, and torchvision's and timm's operations
+with our random numbers."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
 # --- flips, normalisation, the simple crop's margin -----------------------------------------------
 
 
-def test_flipped_rows_are_mirrored_and_the_others_are_not():
+def test_only_flipped_rows_are_mirrored():
     config = AugmentConfig()
     images = random_images(8, 3, 6, 7)
     table = table_of(config, 8)
@@ -76,8 +76,8 @@ def test_normalize_is_torchvisions(channels, mean, std):
 
 
 def test_the_simple_crop_is_a_view_of_the_reflected_image():
-    """Images whose shorter side is the view's, so that nothing is resized: torchvision's pad and
-    crop at the place that was drawn."""
+    """The images have the view's shorter side, so nothing is resized; the oracle is torchvision's
+    pad and crop at the drawn place."""
     config = AugmentConfig(crop="simple", hflip_prob=0.0)
     num = 60
     side = 32
@@ -116,7 +116,7 @@ def test_the_simple_crop_is_a_view_of_the_reflected_image():
 
 
 @pytest.mark.parametrize("name", ["timm", "torchvision", "big_vision", "auto_augment", "jitter"])
-def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
+def test_layers_are_applied_to_each_row_in_order_after_the_flip(name):
     config = AugmentConfig(
         **POLICIES[name].model_dump(
             include={"randaugment_layers", "randaugment_ops", "auto_augment", "color_jitter"}
@@ -148,8 +148,8 @@ def test_layers_follow_one_another_after_the_flip_each_row_on_its_own(name):
 
 
 def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
-    """facebookresearch/deit:augment.py on Pillow images, with our numbers: flip, one of three,
-    colour jitter in the drawn order."""
+    """The oracle is facebookresearch/deit:augment.py on Pillow images with our random numbers:
+    flip, one of three operations, colour jitter in the drawn order."""
     config = DEIT3.model_copy(update={"crop": "random_resized"})
     images = np.concatenate([photographs()] * 8)
     table = table_of(config, len(images), images.shape[2:])
@@ -169,7 +169,7 @@ def test_three_augment_is_deit3s_chain_of_torchvision_and_pillow():
             picture = jitter[int(op)](picture, float(factor))
         off.append(np.abs(np.asarray(picture).transpose(2, 0, 1).astype(int) - ours[row]))
     assert np.max(off) <= 2, (
-        "a level where a blurred sum is between two, which later operations may double"
+        "a blurred sum may round to the neighbouring level, and later operations may double that"
     )
     assert np.mean(np.array(off) > 0) < 1e-3
 
@@ -206,11 +206,12 @@ def test_boxes_of_normalised_images_are_erased(mode, channels):
 
 
 def test_a_graph_of_erasing_computes_nothing_on_the_host():
-    """Else each step would compute it anew, and a GPU would wait for the copy."""
-    found = []
+    """A table that the host computes would be computed in each step, and a GPU would wait for the
+    copy."""
+    operators = []
 
     def note(graph, inputs):
-        found.extend(str(node.target) for node in graph.graph.nodes)
+        operators.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
     config = AugmentConfig(erasing_prob=1.0, erasing_mode="pixel", hflip_prob=0.0)
@@ -225,18 +226,20 @@ def test_a_graph_of_erasing_computes_nothing_on_the_host():
     compiled, _ = augment(*inputs)
     torch._dynamo.reset()
     assert torch.equal(compiled, eager)
-    assert any("index_select" in target for target in found), "the quantiles are chosen there"
-    assert not any("ndtri" in target for target in found)
+    assert any("index_select" in target for target in operators), (
+        "the graph must look the quantiles up"
+    )
+    assert not any("ndtri" in target for target in operators)
 
 
-def test_noise_is_normal_and_a_function_of_the_seed_and_the_place_alone():
+def test_noise_is_normal_and_depends_only_on_the_seed_and_the_place():
     seeds = torch.tensor([0, 1, 2, 2**24 - 1], dtype=torch.int32)
     quantiles = pixel_ops.normal_quantiles(seeds.device)
     noise = pixel_ops.noise(seeds, quantiles, 3, 64, 48)
     assert scipy.stats.kstest(noise.flatten(), scipy.stats.norm.cdf).pvalue > 1e-3
     assert torch.equal(pixel_ops.noise(seeds[2:3], quantiles, 3, 64, 48), noise[2:3])
     assert (torch.corrcoef(noise.flatten(1)) - torch.eye(4)).abs().max() < 0.05, (
-        "seeds that follow one another"
+        "consecutive seeds must give independent noise"
     )
     flat = noise.flatten(1)
     for apart in (1, 2, 48, 64 * 48):
@@ -272,7 +275,7 @@ def _lowbias32(x: int) -> int:
         AugmentConfig(),
     ],
 )
-def test_mixing_is_the_loop_over_samples(config):
+def test_mixing_equals_a_loop_over_samples(config):
     num = 64
     height = 24
     width = 20
@@ -328,7 +331,7 @@ def test_the_share_of_a_label_is_the_share_of_its_pixels():
     assert len(targets[:, 1].unique()) > 16
 
 
-def test_a_row_that_could_not_be_read_is_nobodys_partner():
+def test_an_unreadable_row_is_not_mixed_into_other_rows():
     config = MIX_BOTH.model_copy(update={"mix_prob": 1.0})
     bad = [3, 8, 21]
     images = random_images(32, 3, 24, 20)
@@ -341,7 +344,7 @@ def test_a_row_that_could_not_be_read_is_nobodys_partner():
     draw_mix(config, table, weights, 0, 0, 0, (24, 20), 0)
     inputs, targets = on_pixels(config)(images, labels, torch.from_numpy(table))
     assert targets[weights > 0, 1].sum() == 0
-    # the rows that would have mixed with rows 3, 8 and 21; groups have four rows
+    # These rows would have mixed with rows 3, 8 and 21; groups have four rows.
     for row in (2, 11, 20):
         np.testing.assert_allclose(inputs[row], images[row], atol=1e-3)
     assert (table[:, LAMBDA] < 1).sum() >= 26
@@ -349,10 +352,10 @@ def test_a_row_that_could_not_be_read_is_nobodys_partner():
 
 @pytest.mark.parametrize("mode", ["batch", "pair", "elem"])
 @pytest.mark.parametrize("kind", ["mixup", "cutmix"])
-def test_mixing_is_timms_with_our_numbers(mode, kind, monkeypatch):
-    """timm mixes row i with row B - 1 - i. So do pairs of a group; with `batch` and `elem` that is
-    our ring where a group has two rows: each group is a batch to timm, whose random numbers are
-    replaced by ours."""
+def test_mixing_equals_timms_with_our_random_numbers(mode, kind, monkeypatch):
+    """timm mixes row i with row B - 1 - i. The pairs of a group do the same, and so does our ring
+    in the modes `batch` and `elem` if a group has two rows. So timm gets each group as a batch,
+    with our random numbers in place of its own."""
     size = 8 if mode == "pair" else 2
     config = AugmentConfig(
         mixup_alpha=0.8 * (kind == "mixup"),
@@ -380,7 +383,7 @@ def test_mixing_is_timms_with_our_numbers(mode, kind, monkeypatch):
             timm_mixup, "cutmix_bbox_and_lam", lambda *_, boxes=boxes, **__: next(boxes)
         )
         count = {"pair": size // 2, "elem": size, "batch": 1}[mode]
-        # A lambda of 1 would make timm pass over a row; the box brings its own.
+        # timm skips a row whose lambda is 1; with a box it computes lambda from the box.
         lambdas = (
             rows[:count, LAMBDA].copy() if kind == "mixup" else np.full(count, 0.5, np.float32)
         )
@@ -426,7 +429,7 @@ def test_augmenting_leaves_its_arguments_alone(name):
 
 
 @pytest.mark.slow
-def test_compiled_is_the_same():
+def test_compiled_augmentation_gives_the_same_results():
     config = POLICIES["timm"].model_copy(update={"erasing_prob": 0.7})
     images = random_images(8, 3, 40, 36)
     labels = torch.arange(8) % 10

@@ -1,5 +1,5 @@
-"""What augmentation draws on the host: golden values, and the distributions of torchvision, timm
-and the papers."""
+"""The random draws of augmentation on the host equal golden values, and have the distributions of
+torchvision, timm and the papers."""
 
 import itertools
 import json
@@ -33,10 +33,10 @@ ROOT = Path(__file__).parents[3]
 @pytest.mark.parametrize(
     "name", json.loads((Path(__file__).parent / "golden_draws.json").read_text())
 )
-def test_a_recipe_draws_what_it_always_drew(name):
-    """Written before there was anything but crops, flips, timm's operations and mixing by groups.
-    If this fails, a seed no longer gives the run it gave: do not renew the file, give what is new a
-    stream of its own."""
+def test_the_draws_of_a_recipe_equal_the_golden_values(name):
+    """The golden file is older than all augmentations but crops, flips, timm's operations and
+    mixing by groups. If this test fails, a seed no longer gives the same run: do not renew the
+    file, but draw the new augmentation from a separate stream."""
     golden = json.loads((Path(__file__).parent / "golden_draws.json").read_text())[name]
     recipe, *settings = name.split()
     config = load_config(ROOT / "configs" / f"{recipe}.yaml", settings)
@@ -72,7 +72,7 @@ def test_operations_are_drawn_as_timm_draws_them():
         (table[:, FIRST_OP], table[:, FIRST_OP + 1]),
         (table[:, FIRST_OP + 2], table[:, FIRST_OP + 3]),
     ):
-        assert abs((ops < 0).mean() - 0.5) < 0.015, "timm's operations run with probability .5"
+        assert abs((ops < 0).mean() - 0.5) < 0.015, "timm applies an operation with probability 0.5"
         assert (
             scipy.stats.chisquare(
                 np.bincount(ops[ops >= 0].astype(int), minlength=len(OP_NAMES["timm"]))
@@ -92,11 +92,11 @@ def test_strengths_are_clipped_to_timms_scale(magnitude, limit):
     strengths = np.abs(table_of(config, 4000)[:, FIRST_OP + 1])
     assert ((strengths >= 0) & (strengths <= 10)).all()
     assert abs((strengths == limit).mean() - scipy.stats.norm.sf(0.5)) < 0.03, (
-        "what is beyond the end of the scale, half a deviation away, stays at the end"
+        "strengths beyond the end of the scale, half a deviation away, are clipped to the end"
     )
 
 
-def test_the_other_sets_always_do_an_operation_at_the_strength_that_is_set():
+def test_the_sets_of_other_programs_always_apply_an_operation_at_the_set_strength():
     for ops, magnitude in (("torchvision", 9.0), ("big_vision", 15.0)):
         config = AugmentConfig(
             randaugment_layers=1, randaugment_ops=ops, randaugment_magnitude=magnitude
@@ -115,12 +115,12 @@ def test_the_other_sets_always_do_an_operation_at_the_strength_that_is_set():
     for column in (2, 3):
         assert (
             scipy.stats.kstest(table[:, FIRST_OP + column], scipy.stats.uniform.cdf).pvalue > 1e-3
-        ), "cutout's place"
+        ), "the place of the cutout is not uniform"
 
 
 def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
-    """How often a policy gives each two operations ("" for none) at their strengths, by its
-    source."""
+    """Return the probability of each pair of operations ("" for none) with their strengths, from
+    the policy's source."""
     if name in ("imagenet", "cifar10", "svhn"):
         auto = autoaugment.AutoAugment(autoaugment.AutoAugmentPolicy(name))
         pairs = auto.policies
@@ -134,11 +134,13 @@ def expected_pairs(name: str) -> dict[tuple[str, float, str, float], float]:
     for pair in pairs:
         for does in itertools.product((True, False), repeat=2):
             share = 1 / len(pairs)
-            found: list[str | float] = []
+            operations: list[str | float] = []
             for (op, prob, strength), is_done in zip(pair, does, strict=True):
                 share *= prob if is_done else 1 - prob
-                found += [op.lower().removesuffix("rel"), strength or 0.0] if is_done else ["", 0.0]
-            shares[tuple(found)] += share
+                operations += (
+                    [op.lower().removesuffix("rel"), strength or 0.0] if is_done else ["", 0.0]
+                )
+            shares[tuple(operations)] += share
     return {key: share for key, share in shares.items() if share > 0}
 
 
@@ -150,9 +152,9 @@ def test_policies_are_drawn_as_often_as_their_source_does(name):
     names = OP_NAMES[table_layout(config).op_columns[0].op_set]
     ours: Counter[tuple[str, float, str, float]] = Counter()
     for first, one, second, two in table[:, FIRST_OP : FIRST_OP + 4].tolist():
-        words = [names[int(op)].replace("_", "") if op >= 0 else "" for op in (first, second)]
+        operations = [names[int(op)].replace("_", "") if op >= 0 else "" for op in (first, second)]
         strengths = [abs(s) if op >= 0 else 0.0 for op, s in ((first, one), (second, two))]
-        ours[words[0], strengths[0], words[1], strengths[1]] += 1
+        ours[operations[0], strengths[0], operations[1], strengths[1]] += 1
     theirs = expected_pairs(name)
     assert set(ours) <= set(theirs)
     counts = [ours[key] for key in theirs]
@@ -162,17 +164,17 @@ def test_policies_are_drawn_as_often_as_their_source_does(name):
         assert abs((moved < 0).mean() - 0.5) < 0.02
 
 
-def test_strengths_of_timms_policies_vary_around_their_own():
+def test_strengths_of_timms_policies_vary_around_those_of_the_table():
     exact = table_of(AugmentConfig(auto_augment="v0"), 20_000)
     config = AugmentConfig(auto_augment="v0", auto_augment_magnitude_std=0.5)
     varied = table_of(config, 20_000)
     for column in (FIRST_OP, FIRST_OP + 2):
-        assert np.array_equal(exact[:, column], varied[:, column]), "the same operations"
+        assert np.array_equal(exact[:, column], varied[:, column]), "other operations were drawn"
         own = np.abs(exact[:, column + 1])
         off = np.abs(varied[:, column + 1]) - own
         inside = (own > 2) & (own < 8)
         assert scipy.stats.kstest(off[inside], scipy.stats.norm(0, 0.5).cdf).pvalue > 1e-3
-    assert np.abs(varied[:, FIRST_OP + 1]).max() == 10, "clipped to timm's scale"
+    assert np.abs(varied[:, FIRST_OP + 1]).max() == 10, "a strength exceeds timm's scale"
 
 
 def test_trivial_augment_draws_one_operation_at_any_strength():
@@ -204,7 +206,7 @@ def test_jitter_is_drawn_as_torchvision_draws_it():
     ops = table[:, :, 0].astype(int)
     factors = table[:, :, 1]
     orders, counts = np.unique(ops, axis=0, return_counts=True)
-    assert len(orders) == 24, "each order of the four"
+    assert len(orders) == 24, "an order of the four never occurs"
     assert scipy.stats.chisquare(counts).pvalue > 1e-3
     jitter = ColorJitter(*amounts)
     torch.manual_seed(0)
@@ -219,18 +221,16 @@ def test_jitter_is_drawn_as_torchvision_draws_it():
     for op, name in enumerate(OP_NAMES["color_jitter"]):
         assert scipy.stats.ks_2samp(factors[ops == op], theirs[:, op]).pvalue > 1e-3, name
     by_op = np.take_along_axis(factors, np.argsort(ops, 1), 1)
-    assert np.abs(np.corrcoef(by_op.T) - np.eye(4)).max() < 0.05, (
-        "factors are independent of each other"
-    )
+    assert np.abs(np.corrcoef(by_op.T) - np.eye(4)).max() < 0.05, "two factors are correlated"
 
 
-def test_what_is_not_jittered_takes_no_column():
+def test_jitter_without_strength_takes_no_column():
     table = table_of(AugmentConfig(color_jitter=(0.3, 0.0, 0.2, 0.0)), 50)
     assert table.shape[1] == FIRST_OP + 4
     assert {tuple(row) for row in np.sort(table[:, [FIRST_OP, FIRST_OP + 2]], 1)} == {(0, 2)}
 
 
-# --- what does not go together --------------------------------------------------------------------
+# --- contradictory settings -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_what_is_not_jittered_takes_no_column():
         ),
     ],
 )
-def test_what_does_not_go_together_is_reported_with_the_remedy(augment, in_chans, message):
+def test_contradictory_settings_are_reported_with_the_remedy(augment, in_chans, message):
     sections = {
         "data": {"root": "data", "mean": (0.5,), "std": (0.5,)},
         "train": {"steps": 1},

@@ -1,4 +1,4 @@
-"""Crops are drawn as torchvision draws them."""
+"""Crops have the distribution of torchvision's crops."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ def crops_of(config, keys, widths, heights, size=SIZE):
 # --- crops ----------------------------------------------------------------------------------------
 
 
-def test_a_sample_draws_the_same_in_any_batch_and_differently_in_each_epoch():
+def test_a_samples_crop_depends_on_the_epoch_but_not_on_the_batch():
     ids = np.array([5, 900, 17, 3, 900])
     sizes = np.array([300, 200, 40, 41, 200])
     for config in (
@@ -142,7 +142,7 @@ def test_areas_and_aspects_stay_in_their_ranges():
 
 
 @pytest.mark.parametrize(("width", "height"), [(1000, 11), (11, 1000), (997, 20), (31, 1001)])
-def test_where_no_try_fits_the_crop_is_torchvisions_largest_centred_one(width, height):
+def test_if_no_try_fits_the_crop_is_torchvisions_largest_centred_one(width, height):
     crop = crops_of(AugmentConfig(), keys_of(1), np.array([width]), np.array([height]))[0]
     top, left, crop_height, crop_width = RandomResizedCrop.get_params(
         torch.empty(1, height, width), [0.08, 1.0], [3 / 4, 4 / 3]
@@ -176,8 +176,8 @@ def test_simple_crops_are_the_largest_windows_of_the_views_aspect(width, height,
 
 @pytest.mark.parametrize(("width", "height"), [(320, 200), (200, 320), (200, 200)])
 def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
-    """Where the shorter side is the view's, nothing is resized: the view's place is one of
-    torchvision's RandomCrop(200, padding=4)."""
+    """The images have the view's shorter side, so nothing is resized, and the places must have the
+    distribution of torchvision's RandomCrop(200, padding=4)."""
     num = 20_000
     config = AugmentConfig(crop="simple")
     size = (200, 200)
@@ -197,4 +197,6 @@ def test_simple_crops_are_distributed_as_a_padded_random_crop(width, height):
         assert place.min() == -4
         assert place.max() == side - 200 + 4
         beyond = table[:, shift + axis] != 0
-        assert set(crops[beyond, axis]) <= {0, side - 200}, "only a view at the border is beyond it"
+        assert set(crops[beyond, axis]) <= {0, side - 200}, (
+            "a view beyond the border does not start at it"
+        )

@@ -1,4 +1,4 @@
-"""What is erased and what is mixed: drawn as timm draws it, however a batch is divided."""
+"""Erasing and mixing have timm's distributions, and do not depend on how a batch is divided."""
 
 import random
 
@@ -27,7 +27,7 @@ MIX_BOTH = AugmentConfig(mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.8)
     [((32, 48), (0.02, 1 / 3), (0.3, 1 / 0.3)), ((40, 16), (0.3, 0.9), (0.2, 2.0))],
 )
 def test_boxes_are_erased_as_timm_erases_them(size, area, ratio):
-    """The second case often finds no place in ten tries."""
+    """In the second case ten tries often find no place for the box."""
     num = 6000
     prob = 0.7
     config = AugmentConfig(
@@ -99,7 +99,7 @@ def test_cutmix_boxes_are_distributed_as_timms(alpha):
         assert scipy.stats.ks_2samp(table[:, column], values).pvalue > 1e-3, name
 
 
-def test_a_box_that_the_border_does_not_cut_has_the_aspect_of_the_image():
+def test_a_box_inside_the_image_has_the_aspect_of_the_image():
     top, bottom, left, right = mixed_table(AugmentConfig(cutmix_alpha=1.0), 4000, (64, 64))[
         :, [TOP, BOTTOM, LEFT, RIGHT]
     ].T
@@ -109,7 +109,7 @@ def test_a_box_that_the_border_does_not_cut_has_the_aspect_of_the_image():
     assert inside.sum() > 400
 
 
-def test_groups_are_mixed_and_switched_with_their_probabilities():
+def test_groups_are_mixed_and_switched_to_cutmix_with_their_probabilities():
     config = AugmentConfig(
         mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.6, cutmix_switch_prob=0.3, mix_group_size=2
     )
@@ -153,14 +153,16 @@ def test_groups_share_a_lambda_and_groups_and_batches_differ():
     assert len(np.unique(lambdas)) == 20
 
 
-def test_what_shares_a_lambda_is_the_mode():
+def test_the_mode_determines_which_rows_share_a_lambda():
     shared = {}
     for mode in ("batch", "pair", "elem"):
         config = AugmentConfig(mixup_alpha=0.8, mixup_mode=mode)
         table = mixed_table(config, 400)[:, LAMBDA]
         shared[mode] = len(np.unique(table))
         partner = partners(config, 400)
-        assert (partner // 4 == np.arange(400) // 4).all(), "nobody mixes outside the group"
+        assert (partner // 4 == np.arange(400) // 4).all(), (
+            "a row mixes with a row outside its group"
+        )
         assert (partner != np.arange(400)).all()
         assert sorted(partner) == list(range(400))
         if mode == "pair":
@@ -169,7 +171,7 @@ def test_what_shares_a_lambda_is_the_mode():
     assert shared == {"batch": 100, "pair": 200, "elem": 400}
 
 
-def test_modes_are_mixed_with_the_same_probabilities():
+def test_all_modes_mix_with_the_same_probabilities():
     for mode in ("pair", "elem"):
         config = AugmentConfig(
             mixup_alpha=0.8, cutmix_alpha=1.0, mix_prob=0.6, cutmix_switch_prob=0.3, mixup_mode=mode

@@ -1,9 +1,9 @@
-"""Each operation of each set, over its strengths, next to its source: timm, torchvision and Pillow
-as installed, big_vision as run once.
+"""Each operation of each set equals its source at all strengths: the installed timm, torchvision
+and Pillow, and stored results of big_vision.
 
-Levels are compared as whole numbers. What is not bilinear is equal; a bilinear warp may be one
-level off, where its exact result is near a whole number (float32, where Pillow has double), and a
-few pixels that come from exactly the border are content there and fill here.
+Levels are compared as integers. A bilinear warp may differ by one level if its exact result is
+close to a whole number, because it uses float32 and Pillow double. A few pixels that come from
+exactly the border are content in Pillow and fill in ours. All other operations are equal.
 """
 
 from functools import partial
@@ -39,8 +39,8 @@ def assert_equal_levels(
     share: float = 0.0,
     on_border: float = 0.0,
 ) -> None:
-    """No level further off than `largest`, but for a share `on_border` of them; and at most a
-    `share` of them off at all."""
+    """Assert that at most a `share` of the levels differ, and none by more than `largest`, except
+    for a share `on_border`."""
     difference = np.abs(ours - theirs)
     further = (difference > largest).mean((1, 2, 3))
     assert further.max() <= on_border, (
@@ -54,19 +54,19 @@ def assert_equal_levels(
 TIMM_NAMES = timm_ops._RAND_INCREASING_TRANSFORMS
 UNSIGNED = ("AutoContrast", "Equalize", "Invert", "Posterize", "Solarize")
 ENHANCE = ("Color", "Contrast", "Brightness", "Sharpness")
-"""Those that are not "increasing": from 0.1 to 1.9, without a sign."""
+"""The operations of timm that are not "increasing": their levels are 0.1 to 1.9, without a sign."""
 
 
 def by_timm(
     images: np.ndarray, name: str, strength: float, monkeypatch: pytest.MonkeyPatch
 ) -> np.ndarray:
-    """timm's operation at a signed level: its own coin for the sign is taken out."""
+    """Apply timm's operation at a signed level, without timm's own random sign."""
     monkeypatch.setattr(timm_ops, "_randomly_negate", lambda level: level)
     to_argument = timm_ops.LEVEL_TO_ARG[name]
     is_signed = not name.startswith(UNSIGNED) and name not in ENHANCE
     signed = strength if is_signed else abs(strength)
     arguments = to_argument(signed, {}) if to_argument else ()
-    # no bit is left; Pillow 13 refuses what earlier ones made black
+    # At 0 bits Pillow 13 raises, whereas earlier versions returned a black image.
     if name.startswith("Posterize") and arguments == (0,):
         return np.zeros(images.shape, int)
     options = {"resample": Image.Resampling.BILINEAR, "fillcolor": (124, 116, 104)}
@@ -75,7 +75,7 @@ def by_timm(
     )
 
 
-def test_the_sets_are_their_sources_in_their_order():
+def test_the_sets_have_the_operations_of_their_sources_in_order():
     ours = [name.replace("_", "") for name in OP_NAMES["timm"]]
     assert ours == [
         name.lower().removesuffix("increasing").removesuffix("rel") for name in TIMM_NAMES
@@ -90,7 +90,7 @@ def test_the_sets_are_their_sources_in_their_order():
         ]
 
 
-# By our set, the operations that it has beyond the sets before it.
+# Our set -> its operations that no earlier set has.
 TIMM_OPS = [("timm", op, name) for op, name in enumerate(TIMM_NAMES)]
 TIMM_OPS += [
     ("timm_inc0", op, name)
@@ -138,7 +138,7 @@ TORCHVISION_SPACES = {
 
 
 def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> np.ndarray:
-    """torchvision's operation at a signed number of its magnitudes."""
+    """Apply torchvision's operation at a signed index of its magnitudes."""
     name, (magnitudes, is_signed) = list(TORCHVISION_SPACES[op_set](SMALL).items())[op]
     magnitude = float(magnitudes[abs(strength)]) if magnitudes.ndim else 0.0
     signed = -magnitude if is_signed and strength < 0 else magnitude
@@ -151,7 +151,7 @@ def by_torchvision(images: np.ndarray, op_set: str, op: int, strength: int) -> n
 @pytest.mark.parametrize("op", range(14))
 @pytest.mark.parametrize(("op_set", "largest"), [("torchvision_auto", 9), ("ta_wide", 30)])
 def test_operations_of_policies_are_torchvisions(op_set, largest, op):
-    """One of two images is noise, above one of seven: up to two sevenths of its levels are off."""
+    """One of the two images is noise, in which up to two sevenths of the levels differ."""
     images = photographs()[[0, 4]]
     is_warp = OP_NAMES[op_set][op] in WARPS
     config = AugmentConfig(auto_augment="ta_wide" if op_set == "ta_wide" else "imagenet")
@@ -182,11 +182,12 @@ BIG_VISION = np.load(Path(__file__).parent / "golden_big_vision.npz")
 
 @pytest.mark.parametrize("op", range(16), ids=OP_NAMES["big_vision"])
 def test_operations_are_big_visions(op):
-    """The file holds what google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py made of
-    two images in TensorFlow 2.21, with tf.raw_ops.ImageProjectiveTransformV3 in place of
-    tensorflow_addons, which has no release for it; the cutouts' centres are 0.8 of the width and
-    0.3 of the height. TensorFlow's float32 sums take another order: one level in a hundred may be
-    one off (sharpness: two).
+    """The oracle is a file with the results of
+    google-research/big_vision@538b8a80:big_vision/pp/autoaugment.py for two images in TensorFlow
+    2.21, with tf.raw_ops.ImageProjectiveTransformV3 in place of tensorflow_addons, which does not
+    support this version; the cutouts' centres are at 0.8 of the width and 0.3 of the height.
+    TensorFlow sums in another order, so one level in a hundred may differ by one (sharpness: by
+    two).
     """
     name = OP_NAMES["big_vision"][op].replace("_", "")
     is_summed = OP_NAMES["big_vision"][op] in ("color", "sharpness")
@@ -237,7 +238,7 @@ def test_blur_is_pillows():
 
 
 @pytest.mark.parametrize("radius", [1.0, 1.5, 2.0])
-def test_blur_may_be_off_where_sums_lie_between_two_levels(radius):
+def test_blur_differs_only_if_a_sum_lies_between_two_levels(radius):
     theirs = levels(
         [picture.filter(ImageFilter.GaussianBlur(radius)) for picture in pictures(photographs())]
     )
@@ -263,7 +264,7 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
     factors = (0.0, 0.13, 0.7, 1.0, 1.29, 2.0)
     jitter = AugmentConfig(color_jitter=(0.3, 0.0, 0.0, 0.0))
     for factor, ours in zip(factors, at_strengths(jitter, photographs(), op, factors), strict=True):
-        # The table's float32, which Pillow takes, too.
+        # Pillow also gets the value rounded to the table's float32.
         theirs = levels(
             [
                 getattr(tv, name)(picture, float(np.float32(factor)))
@@ -274,7 +275,8 @@ def test_jitter_is_torchvisions_on_pillow_images(op, name):
 
 
 def test_hue_is_torchvisions_on_tensors():
-    """Its way for Pillow images has 256 hues only and is several levels from both."""
+    """torchvision's version for Pillow images has only 256 hues and differs from both by several
+    levels."""
     turns = (-0.5, -0.21, -0.03, 0.0, 0.1, 0.37, 0.5)
     jitter = AugmentConfig(color_jitter=(0.0, 0.0, 0.0, 0.3))
     for turn, ours in zip(turns, at_strengths(jitter, photographs(), 3, turns), strict=True):

@@ -1,4 +1,5 @@
-"""Operations of a kind are done together: the same levels, in few launches, and nothing waits."""
+"""Operations of a kind are applied together: the levels are the same, the launches few, and nothing
+waits for the device."""
 
 from __future__ import annotations
 
@@ -20,12 +21,13 @@ LAUNCHES = {
     "jitter": 206,
     "auto_augment": 92,
 }
-"""For 512 images of each of `POLICIES`. One operation of one set at a time took 800. Of timm's, 38
-are erasing, without which it is the policy of ViT-B/16's recipe: 120."""
+"""Launches for 512 images of each of `POLICIES`. Applying one operation of one set at a time took
+800. 38 of timm's launches are erasing; without it this is the policy of ViT-B/16's recipe with
+120."""
 
 
 def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
-    """An `Augment` of a policy and its arguments, on a device without values."""
+    """Return an `Augment` of a policy and its arguments, on a device without values."""
     images = torch.empty(num, 3, 40, 120, dtype=torch.uint8, device="meta")
     labels = torch.empty(num, dtype=torch.int64, device="meta")
     table = torch.from_numpy(mixed_table(POLICIES[name], num, (40, 120)))
@@ -34,18 +36,18 @@ def on_meta(name: str, num: int) -> tuple[Augment, tuple[torch.Tensor, ...]]:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_launches_are_few_whatever_the_number_of_images(name):
-    found = []
+def test_the_number_of_launches_does_not_depend_on_the_number_of_images(name):
+    launches = []
     for num in (256, 512):
         augment, arguments = on_meta(name, num)
-        augment(*arguments)  # takes constants along
+        augment(*arguments)  # the first call also copies constants
         with Launches() as counted:
             augment(*arguments)
-        found.append(counted.total())
-    assert found == [LAUNCHES[name]] * 2, counted
+        launches.append(counted.total())
+    assert launches == [LAUNCHES[name]] * 2, counted
 
 
-def test_what_a_gpu_pools_is_what_a_cpu_adds():
+def test_pooling_on_a_gpu_equals_the_sums_on_a_cpu():
     images = random_images(7, 3, 33, 20).float()
     assert torch.equal(pixel_ops._pooled(images), pixel_ops._added(images))
 
@@ -53,15 +55,15 @@ def test_what_a_gpu_pools_is_what_a_cpu_adds():
 @pytest.mark.filterwarnings("ignore:CUDA is not available")
 @pytest.mark.parametrize("name", POLICIES)
 def test_nothing_waits_for_the_device(name):
-    """On a GPU without values an `.item()`, a branch on a pixel, a mask of unknown size or a tensor
-    that is still on the host is an error."""
+    """A GPU without values raises for `.item()`, a branch on a pixel, a mask of unknown size or a
+    tensor that is still on the host."""
     table = torch.from_numpy(mixed_table(POLICIES[name], 56, (40, 120)))
     gpu = torch.device("cuda", 0)
     with gpu_without_memory() as mode:
         augment = Augment(POLICIES[name], 10, (0.5,), (0.25,), gpu)
         images = torch.empty(56, 3, 40, 120, dtype=torch.uint8, device=gpu)
         labels = torch.empty(56, dtype=torch.int64, device=gpu)
-        augment(images, labels, table)  # may wait for constants
+        augment(images, labels, table)  # the first call may wait, because it copies constants
         mode.waits.clear()
         inputs, targets = augment(images, labels, table)
     assert (inputs.shape, inputs.dtype, targets.shape) == (images.shape, torch.float32, (56, 10))
@@ -70,7 +72,7 @@ def test_nothing_waits_for_the_device(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_images_do_not_depend_on_how_many_are_changed_at_once(name, monkeypatch):
+def test_results_do_not_depend_on_the_number_of_images_changed_at_once(name, monkeypatch):
     config = POLICIES[name]
     images = torch.from_numpy(photographs()).repeat(8, 1, 1, 1)
     labels = torch.arange(56) % 10
@@ -84,7 +86,7 @@ def test_images_do_not_depend_on_how_many_are_changed_at_once(name, monkeypatch)
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
-def test_a_batch_in_which_nothing_is_erased_is_none_with_erasing(mode):
+def test_a_batch_without_erased_boxes_equals_one_without_erasing(mode):
     config = AugmentConfig(erasing_prob=1e-9, erasing_mode=mode)
     images = random_images(4, 3, 24, 20)
     table = table_of(config, 4)

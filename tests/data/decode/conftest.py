@@ -1,4 +1,4 @@
-"""Decoders."""
+"""A fixture that runs a test with each decoder."""
 
 import pytest
 from decoding import needs_native
@@ -9,7 +9,7 @@ from vit.data.decode.images import decoder_name
 
 @pytest.fixture(params=["simplejpeg", pytest.param("native", marks=needs_native)])
 def decoder(request, monkeypatch):
-    """Each way to decode, where it can be had."""
+    """Select each available decoder in turn."""
     if request.param == "simplejpeg":
         monkeypatch.setattr(native, "AVAILABLE", False)
     assert decoder_name() == request.param

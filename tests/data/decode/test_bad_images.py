@@ -1,5 +1,5 @@
-"""What shards contain besides photographs: odd images are trained on; those that cannot be are
-named, or skipped and counted."""
+"""Unusual images in shards are trained on; unreadable ones are an error with their name, or are
+skipped and counted."""
 
 import io
 import os
@@ -40,7 +40,7 @@ def encoded(
 
 
 def with_interval(data: bytes, blocks: int) -> bytes:
-    """The JPEG, saying that a restart marker follows this many blocks."""
+    """Return the JPEG with a header that declares a restart marker after this many blocks."""
     at = data.index(b"\xff\xda")
     return data[:at] + b"\xff\xdd\0\4" + struct.pack(">H", blocks) + data[at:]
 
@@ -73,12 +73,13 @@ BAD = {
     "text": b"<html>404</html>",
     "16bit_jpeg": encoded(200, 150).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x10"),
 }
-"""What cannot be decoded, though headers were whole once: an index has a size for it."""
+"""Images that cannot be decoded, but have a size in the index, because their headers were intact
+when the shard was indexed."""
 
 
 def write_shard(root, images: dict[str, bytes], stored: dict[str, bytes]):
-    """A data set of one shard, indexed as it holds `images`, of which it then holds `stored`, cut
-    or filled up with zeros behind."""
+    """Write and index a data set of one shard with `images`, then overwrite some of them by
+    `stored`, truncated or padded with zeros to the old size."""
     root.mkdir()
     path = root / "train-00000.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
@@ -110,7 +111,7 @@ def train_batches(split, **options) -> TrainBatches:
 
 
 def rows_of(batches: TrainBatches | EvalBatches) -> Batch:
-    """Memory for a batch."""
+    """Allocate memory for a batch."""
     return batches.layout.batch_in(memoryview(bytearray(batches.layout.num_bytes)))
 
 
@@ -124,7 +125,7 @@ def decoder(request, monkeypatch):
         )
 
 
-def test_odd_images_are_trained_on_and_evaluated(tmp_path, decoder):
+def test_unusual_images_are_trained_on_and_evaluated(tmp_path, decoder):
     split = write_shard(tmp_path / "root", GOOD, {})
     with Loader(train_batches(split, on_bad_image="error"), 0, 2) as loader:
         for batch in loader:
@@ -135,7 +136,7 @@ def test_odd_images_are_trained_on_and_evaluated(tmp_path, decoder):
         assert (next(loader).weights == 1).all()
 
 
-def test_what_cannot_be_decoded_is_skipped_and_named(tmp_path, decoder):
+def test_undecodable_images_are_skipped_and_named(tmp_path, decoder):
     whole = {key: encoded(200, 150, restart_marker_blocks=0) for key in BAD} | {"fine": encoded()}
     split = write_shard(tmp_path / "root", whole, BAD)
     with Loader(train_batches(split, on_bad_image="skip"), 0, 1) as loader:
@@ -147,9 +148,7 @@ def test_what_cannot_be_decoded_is_skipped_and_named(tmp_path, decoder):
 
 
 @pytest.mark.parametrize("key", BAD)
-def test_each_of_them_is_an_error_that_names_it_by_default_and_in_evaluation(
-    key, tmp_path, decoder
-):
+def test_an_undecodable_image_is_an_error_by_default_and_in_evaluation(key, tmp_path, decoder):
     split = write_shard(tmp_path / "root", {"fine": encoded(), key: encoded(200, 150)}, BAD)
     for batches, remedy in (
         (train_batches(split), "; data.on_bad_image=skip trains without it"),
@@ -167,7 +166,7 @@ def test_each_of_them_is_an_error_that_names_it_by_default_and_in_evaluation(
             batches.fill(0, 0, rows_of(batches))
 
 
-def test_a_member_of_no_bytes_is_named_when_the_shard_is_indexed(tmp_path):
+def test_indexing_names_an_empty_image(tmp_path):
     with pytest.raises(ShardError, match=r"has an image of 0 bytes, 'empty\.jpg'"):
         write_shard(tmp_path / "root", {"fine": encoded(), "empty": b""}, {})
 
@@ -179,9 +178,9 @@ LYING = {
 
 
 @pytest.mark.parametrize("data", LYING.values(), ids=LYING)
-def test_markers_that_lie_are_no_worse_than_in_any_other_program(data, tmp_path, decoder):
-    """Pillow, in which all published numbers were made, shows such images; so do we, the same,
-    whatever the window."""
+def test_wrong_restart_markers_give_the_pixels_of_pillow(data, tmp_path, decoder):
+    """Pillow, which all published results used, decodes such images; every window must have the
+    same pixels."""
     with Image.open(io.BytesIO(data)) as image:
         expected = np.array(image)
     split = write_shard(tmp_path / "root", {"lying": data, "fine": encoded()}, {})
@@ -193,9 +192,7 @@ def test_markers_that_lie_are_no_worse_than_in_any_other_program(data, tmp_path,
 
 
 @pytest.mark.parametrize("key", ["jpeg", "png"])
-def test_an_index_with_other_sizes_is_reported_before_a_wrong_window_is_shown(
-    key, tmp_path, decoder
-):
+def test_a_wrong_size_in_the_index_is_reported_instead_of_a_wrong_window(key, tmp_path, decoder):
     data = encoded(form=key.upper())
     split = write_shard(tmp_path / "root", {key: data, "fine": encoded()}, {})
     split.index = split.index.copy()
@@ -213,7 +210,7 @@ def test_an_index_with_other_sizes_is_reported_before_a_wrong_window_is_shown(
     assert train_batches(split, on_bad_image="skip").fill(0, 0, rows) == (key,)
 
 
-def test_copies_of_an_image_are_its_views_alone_and_a_bad_one_counts_with_each(tmp_path, decoder):
+def test_repeated_images_equal_separate_views_and_each_bad_copy_counts(tmp_path, decoder):
     images = {f"k{n}": encoded(100 + n, 80) for n in range(12)}
     split = write_shard(tmp_path / "root", images, {"k3": b""})
     order = make_order(12, 12, aug_repeats=3)
@@ -223,9 +220,9 @@ def test_copies_of_an_image_are_its_views_alone_and_a_bad_one_counts_with_each(t
         rows = rows_of(batches)
         one = rows_of(batches)
         bad = batches.fill(position, 0, rows)
-        assert bad == ("k3",) * 3 * (3 in rows.ids), "each row of it counts"
+        assert bad == ("k3",) * 3 * (3 in rows.ids), "each copy of a bad image counts"
         assert torch.equal(rows.weights == 0, rows.ids == 3)
-        for row in range(12):  # made one by one there is nothing to share
+        for row in range(12):  # rows that are made one by one cannot share a decoding
             batches.fill(position, row, one.rows(row, row + 1))
         assert torch.equal(rows.images, one.images)
         seen += rows.ids.tolist()

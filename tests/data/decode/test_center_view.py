@@ -1,4 +1,4 @@
-"""The view of evaluation is torchvision's, timm's and Pillow's."""
+"""The evaluation view equals that of torchvision, timm and Pillow."""
 
 import io
 
@@ -38,8 +38,8 @@ def test_center_view_is_torchvisions(original, size, crop_pct, interpolation):
     )
     theirs = view(torch.from_numpy(by_pillow(data)).permute(2, 0, 1))
     ours = decode_center(data, (size, size), EvalConfig(crop_pct=crop_pct), interpolation)
-    # Below AVX2 torchvision resizes bilinearly in floats and rounds them: the neighbouring level at
-    # most.
+    # Without AVX2 torchvision resizes bilinearly in floats and rounds, which may give the
+    # neighbouring level.
     in_floats = interpolation == "bilinear" and torch.backends.cpu.get_cpu_capability() == "DEFAULT"
     np.testing.assert_allclose(ours.int(), theirs.int(), rtol=0, atol=int(in_floats))
 
@@ -104,7 +104,8 @@ def test_an_oblong_center_view_is_timms(original):
 
 
 def test_pillows_and_torchs_resize_differ_by_little():
-    """What `eval.resizer` is about, in numbers: docs/experiments/."""
+    """This is the difference that `eval.resizer` selects; docs/experiments/ measures its
+    effect."""
     for data in photographs():
         for interpolation in ("bilinear", "bicubic"):
             torchs, pillows = (
@@ -125,10 +126,10 @@ def test_pillows_and_torchs_resize_differ_by_little():
     st.sampled_from(["torch", "pillow"]),
     st.sampled_from([0, 1]),
 )
-def test_what_the_center_view_does_not_show_is_not_decoded_and_does_not_matter(
+def test_pixels_outside_the_center_view_are_not_decoded_and_have_no_effect(
     original, side, crop_pct, interpolation, resizer, blocks
 ):
-    """The resize of the whole image, cropped."""
+    """The expected view is the crop of the whole resized image."""
     data = encode(picture(*original), restart_marker_blocks=blocks)
     view = EvalConfig(crop_pct=crop_pct, resizer=resizer)
     ours = decode_center(data, (side, side), view, interpolation)
@@ -150,7 +151,7 @@ def test_what_the_center_view_does_not_show_is_not_decoded_and_does_not_matter(
     st.floats(0.3, 1.0),
     st.sampled_from([1, 3]),
 )
-def test_center_view_always_has_the_size_that_was_asked_for(original, size, crop_pct, channels):
+def test_center_view_always_has_the_requested_size(original, size, crop_pct, channels):
     assert decode_center(
         encode(picture(*original)), size, EvalConfig(crop_pct=crop_pct), "bilinear", channels
     ).shape == (channels, *size)

@@ -1,4 +1,5 @@
-"""The one door: all kinds of images on all ways, what may not come in, and what it costs."""
+"""All code paths decode all kinds of images to the same pixels, refuse the same images, and use
+little memory."""
 
 import io
 import random
@@ -30,46 +31,49 @@ from vit.data.decode.jpeg_header import MAX_PIXELS, read_header
 from vit.data.shards.tar import scan_tar
 
 REFUSED = {"JPEG 12 bits", "TIFF I", "TIFF F", "PPM F"}
-"""Of `kinds`: no decoder takes the first; nobody knows the range of the others."""
+"""Kinds of images that are refused: no decoder supports the first, and the value range of the
+others is unknown."""
 
 
 @pytest.mark.parametrize("size", [(1, 1), (7, 9), (97, 64)], ids=str)
-def test_every_kind_of_image_has_the_same_pixels_on_every_way(size):
-    """The C decoder, pip packages, whole, training, evaluation, preparation, and the size in the
-    index."""
-    found = {}
+def test_every_kind_of_image_has_the_same_pixels_on_every_path(size):
+    """The paths are the C decoder, pip packages, whole images, training, evaluation, preparation,
+    and the size in the index."""
+    differences_by_name = {}
     refused = set()
     for name, data in kinds(*size).items():
         compared = Comparison(data, random.Random(name))
-        found[name] = (
+        differences_by_name[name] = (
             compared.differences
-            + ["damage is overlooked, where there is none"] * compared.overlooked
+            + ["reported as overlooked damage, but undamaged"] * compared.overlooked
         )
         if compared.size is None:
             refused.add(name)
-    assert {name: differences for name, differences in found.items() if differences} == {}
+    assert {
+        name: differences for name, differences in differences_by_name.items() if differences
+    } == {}
     assert refused == REFUSED
 
 
-def test_damaged_images_have_the_same_pixels_or_the_same_refusal_on_every_way(tmp_path):
-    counts, found = fuzz(4, 0, tmp_path)
-    assert found == []
+def test_damaged_images_have_the_same_pixels_or_the_same_refusal_on_every_path(tmp_path):
+    counts, mismatches = fuzz(4, 0, tmp_path)
+    assert mismatches == []
     assert counts["decoded"] > 50
     assert counts["refused"] > 50
 
 
 @pytest.mark.full
 def test_many_damaged_images_have_the_same_pixels_or_the_same_refusal(tmp_path):
-    counts, found = fuzz(30, int.from_bytes(random.randbytes(4), "little"), tmp_path)
-    assert found == []
+    counts, mismatches = fuzz(30, int.from_bytes(random.randbytes(4), "little"), tmp_path)
+    assert mismatches == []
     assert counts["decoded"] > 1000
 
 
 @pytest.mark.parametrize("transform", [0, 2], ids=["CMYK", "YCCK"])
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transform, channels):
-    """It once was memory that nobody had written: simplejpeg complained of the codes behind it
-    before it had made any pixels."""
+    """A regression test: the window once was uninitialised memory, because simplejpeg warned about
+    the codes behind it before it had written any pixels."""
     data = encoded(picture(500, 375, "CMYK"), "JPEG")
     at = data.index(b"Adobe") + 11
     data = data[:at] + bytes([transform]) + data[at + 1 :]
@@ -82,14 +86,14 @@ def test_a_window_of_printing_colours_without_restart_markers_is_pillows(transfo
         np.testing.assert_array_equal(pixels, theirs[top : top + height, left : left + width])
 
 
-def test_pixels_that_were_never_written_are_not_shown():
-    """A warning, and then an error before the first line: simplejpeg, when it is to pass over
-    warnings, returns as if all were well."""
+def test_uninitialised_pixels_are_not_returned():
+    """The file causes a warning and then an error before the first line. simplejpeg, if it ignores
+    warnings, returns as if it had succeeded."""
     data = bytearray(encoded(picture(128, 128), "JPEG"))
     scan = read_header(bytes(data)).scan_offset
-    # the first coefficient of a progressive scan, in a file that is none: a warning
+    # The first coefficient of a progressive scan in a baseline file causes a warning.
     data[scan - 3] = 1
-    data[scan - 8] = 0x33  # Huffman tables that there are none of: an error
+    data[scan - 8] = 0x33  # Huffman tables that do not exist cause an error
     with without_native(), pytest.raises(ValueError, match="cannot decode"):
         decode_box(bytes(data), (10, 10, 20, 20))
 
@@ -103,7 +107,9 @@ def test_sixteen_bits_of_grey_are_scaled_in_training_as_in_preparation(form):
     data = encoded(Image.fromarray(ramp), form)
     for channels in (1, 3):
         pixels = decode(data, channels)
-        assert abs(pixels.mean() - 127.5) < 0.5, "clipping makes it white, with a mean of 254"
+        assert abs(pixels.mean() - 127.5) < 0.5, (
+            "clipping would make the image white, with a mean of 254"
+        )
         assert np.abs(pixels.astype(float) - ramp[..., None] / 257).max() <= 0.5
     prepared = decode(prepare(data, ImagePolicy(jpeg_quality=100)).data)
     assert np.abs(prepared.astype(int) - pixels).max() <= 2
@@ -125,14 +131,14 @@ def test_sixteen_bits_of_colour_are_their_upper_eight(color_type, channels):
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_what_is_transparent_keeps_the_colour_it_hides_as_for_timm_and_torchvision(mode):
+def test_transparent_pixels_keep_their_hidden_colour_as_in_timm_and_torchvision(mode):
     image = picture(40, 30, mode)
     np.testing.assert_array_equal(decode(encoded(image, "PNG")), np.asarray(image.convert("RGB")))
     image.putalpha(0)
     np.testing.assert_array_equal(decode(encoded(image, "PNG")), np.asarray(image.convert("RGB")))
 
 
-def test_palettes_with_transparencies_are_read_without_a_word(capfd):
+def test_palettes_with_transparencies_are_read_without_warnings(capfd):
     data = encoded(picture(40, 30, "P"), "PNG", transparency=bytes(range(256)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -141,13 +147,14 @@ def test_palettes_with_transparencies_are_read_without_a_word(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-# ---- what may not come in ------------------------------------------------------------------------
+# ---- refused files -------------------------------------------------------------------------------
 
 POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\nshowpage\n"
 
 
-def test_no_bytes_start_another_program(tmp_path, monkeypatch):
-    """Pillow has Ghostscript draw what begins like PostScript, whatever its file is called."""
+def test_no_file_starts_another_program(tmp_path, monkeypatch):
+    """Pillow starts Ghostscript for any file that begins like PostScript, regardless of its
+    name."""
     log = tmp_path / "log"
     program = tmp_path / "gs"
     program.write_text(f'#!/bin/sh\necho "$@" >> {log}\necho 10.0\n')
@@ -156,15 +163,20 @@ def test_no_bytes_start_another_program(tmp_path, monkeypatch):
     monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
     with pytest.raises(OSError), Image.open(io.BytesIO(POSTSCRIPT)) as image:  # noqa: PT011  this one's words are Pillow's
         image.load()
-    assert log.exists(), "Pillow alone would: or this test shows nothing"
+    assert log.exists(), "Pillow itself must start the program, or this test proves nothing"
     log.unlink()
 
-    for way in (decode, read_image_size, open_image, lambda data: decode_box(data, (0, 0, 8, 8))):
+    for reader in (
+        decode,
+        read_image_size,
+        open_image,
+        lambda data: decode_box(data, (0, 0, 8, 8)),
+    ):
         with pytest.raises(
             ValueError,
             match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'",
         ):
-            way(POSTSCRIPT)
+            reader(POSTSCRIPT)
     with pytest.raises(ValueError, match="no image"):
         decode_center(POSTSCRIPT, (16, 16), EvalConfig(), "bilinear")
     with pytest.raises(Unreadable, match="no image"):
@@ -185,7 +197,8 @@ def said_to_have(data: bytes, width: int, height: int) -> bytes:
 
 
 def huge_tiles() -> bytes:
-    """A TIFF of 64 x 48 pixels, in tiles for one of which libtiff would ask for 1.6 GB."""
+    """Return a TIFF of 64 x 48 pixels with tiles so large that libtiff would allocate 1.6 GB for
+    one."""
     content = zlib.compress(bytes(64 * 48))
     tags = {
         256: 64,
@@ -232,38 +245,39 @@ BEYOND = {
     "limit", [Image.MAX_IMAGE_PIXELS, None], ids=["Pillow's limit", "no limit of Pillow's"]
 )
 @pytest.mark.parametrize(("data", "reason"), BEYOND.values(), ids=BEYOND)
-def test_an_index_accepts_nothing_that_the_loader_refuses_by_its_headers(
-    data, reason, limit, monkeypatch
-):
-    # of the process: any program may have set it
+def test_the_indexer_refuses_every_header_that_the_loader_refuses(data, reason, limit, monkeypatch):
+    # The limit is global to the process, so another library may have changed it.
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
-    for way in (
+    for reader in (
         read_image_size,
         decode,
         lambda data: decode_box(data, (0, 0, 1, 1)),
         lambda data: prepare(data, ImagePolicy()),
     ):
         with pytest.raises(ValueError, match=reason):
-            way(data)
+            reader(data)
 
 
-def test_the_limits_of_pillow_the_c_decoder_and_the_door_are_one():
+def test_pillow_the_c_decoder_and_the_header_check_have_the_same_limit():
     assert MAX_PIXELS == 2 * Image.MAX_IMAGE_PIXELS
     if native.AVAILABLE:
-        # 43,030 too few, and a line more is too many
+        # 43,030 pixels below the limit; one more line exceeds it
         wide = 59_652
         high = 3_000
         assert wide * high <= MAX_PIXELS < wide * (high + 1)
         pixels = np.empty((1, 1, 3), np.uint8)
-        said = (
+        statuses = (
             native.decode_into(said_to_have(JPEG, wide, high), 0, 0, pixels),
             native.decode_into(said_to_have(JPEG, wide, high + 1), 0, 0, pixels),
         )
-        assert (said[0] is native.Status.IMAGE, said[1] is native.Status.IMAGE) == (False, True)
+        assert (statuses[0] is native.Status.IMAGE, statuses[1] is native.Status.IMAGE) == (
+            False,
+            True,
+        )
 
 
-def test_a_window_of_a_large_png_takes_its_decoders_memory_and_no_copies(tmp_path):
-    """4 bytes a pixel in Pillow; whole copies in other modes and types once made it 16."""
+def test_a_window_of_a_large_png_needs_only_the_decoders_memory(tmp_path):
+    """Pillow needs 4 bytes per pixel; copies of the whole image in other modes once made it 16."""
     encoded_png = tmp_path / "large.png"
     Image.new("RGB", (6000, 5000), (1, 2, 3)).save(encoded_png, compress_level=1)
     code = (
@@ -280,7 +294,7 @@ def test_a_window_of_a_large_png_takes_its_decoders_memory_and_no_copies(tmp_pat
     assert int(done.stdout) * scale < 6 * 6000 * 5000
 
 
-def test_pixels_of_a_part_are_the_part_of_the_pixels():
+def test_a_decoded_window_equals_the_window_of_the_decoded_image():
     for name, data in kinds(97, 64).items():
         if name in REFUSED:
             continue

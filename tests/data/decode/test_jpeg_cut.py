@@ -1,5 +1,5 @@
-"""The window cut out of a JPEG, decoded, against the whole decoded and cropped; and what is not
-cut, or not believed."""
+"""A window that is cut out of a JPEG and decoded equals the crop of the decoded image; files that
+cannot be cut safely are left to full decoding."""
 
 import io
 import struct
@@ -14,9 +14,9 @@ from PIL import Image
 from vit.data.decode.jpeg_cut import Cut, cut_window
 from vit.data.decode.jpeg_header import read_header
 
-# Pillow's name, and what stands in its place in the header: a file whose blocks are arranged in
-# another way, of as many in each MCU, is the same codes under another header. So there are all
-# arrangements that libjpeg knows without an encoder for them.
+# Arrangement of blocks -> the one that Pillow encodes, and the sampling factor that the tests write
+# into the header. Two arrangements with equally many blocks in an MCU differ only in the header, so
+# the tests cover all arrangements that libjpeg decodes, although Pillow cannot encode them.
 ARRANGED = {
     "4:4:4": ("4:4:4", 0x11),
     "4:2:2": ("4:2:2", 0x21),
@@ -30,7 +30,8 @@ ARRANGED = {
 
 
 def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
-    """Neither flat, where nothing could go wrong, nor pure noise, whose codes are all alike."""
+    """Return waves with noise: a flat image could hide errors, and all codes of pure noise are
+    alike."""
     generator = np.random.default_rng(width * height)
     y, x = np.mgrid[:height, :width]
     waves = (
@@ -42,10 +43,10 @@ def noise(width: int, height: int, channels: int = 3) -> np.ndarray:
 
 
 def jpeg(width: int, height: int, arranged: str = "4:2:0", interval: int = 0, **options) -> bytes:
-    """A JPEG of this size with a restart marker after each `interval` MCUs."""
+    """Return a JPEG of this size with a restart marker after each `interval` MCUs."""
     pillows, first_component = ARRANGED[arranged]
     across, down = first_component >> 4, first_component & 15
-    # encode an image of as many MCUs as this one has, whose MCUs are arranged as Pillow can
+    # Encode an image with equally many MCUs in an arrangement that Pillow supports.
     if pillows != "grey":
         mcus = -(-width // (8 * across)), -(-height // (8 * down))
         mcu_w, mcu_h = {"4:4:4": (8, 8), "4:2:2": (16, 8), "4:2:0": (16, 16)}[pillows]
@@ -67,7 +68,7 @@ def decode(data: bytes, strict: bool = True) -> np.ndarray:
 
 
 def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
-    """The window's pixels in the decoded cut."""
+    """Return the window's pixels in the decoded cut."""
     left, top, width, height = window
     assert cut.left <= left
     assert cut.top <= top
@@ -78,8 +79,8 @@ def shown(cut: Cut, window: tuple[int, int, int, int]) -> np.ndarray:
 
 @st.composite
 def cases(draw):
-    """An image of tiles or without, and a window in it; narrow images and windows at the borders
-    come often."""
+    """Draw an image with or without tiles and a window in it; narrow images and windows at the
+    borders are frequent."""
     arranged = draw(st.sampled_from(list(ARRANGED)))
     width, height = draw(st.integers(1, 150)), draw(st.integers(1, 150))
     mcu_w = 8 * (ARRANGED[arranged][1] >> 4) if "grey" not in arranged else 8
@@ -115,7 +116,7 @@ def test_the_window_in_the_cut_is_the_window_in_the_complete_image(case):
 
 @pytest.mark.parametrize("arranged", ARRANGED)
 @pytest.mark.parametrize("has_markers", [False, True])
-def test_what_can_be_cut_is_cut(arranged, has_markers):
+def test_every_supported_arrangement_is_cut(arranged, has_markers):
     header = read_header(jpeg(256, 256, arranged))
     mcu_w, _ = header.mcu_size
     data = jpeg(256, 256, arranged, 32 // mcu_w if has_markers else 0)
@@ -129,7 +130,7 @@ def test_what_can_be_cut_is_cut(arranged, has_markers):
 
 
 @pytest.mark.parametrize("arranged", ARRANGED)
-def test_a_window_that_ends_with_its_tiles_needs_the_colour_of_the_next(arranged):
+def test_a_window_at_the_end_of_a_tile_needs_the_colour_of_the_next_tile(arranged):
     mcu_w, mcu_h = read_header(jpeg(256, 256, arranged)).mcu_size
     data = jpeg(256, 256, arranged, 32 // mcu_w)
     for window in [
@@ -149,8 +150,8 @@ def test_a_window_that_ends_with_its_tiles_needs_the_colour_of_the_next(arranged
 
 @pytest.mark.parametrize("columns", [1, 2, 3, 4, 5, 9, 16])
 def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_complete_image(columns):
-    """libjpeg takes lines of one or two colour samples as they are; in the whole they are blended
-    with their neighbours."""
+    """libjpeg does not blend lines of one or two colour samples; in the complete image they are
+    blended with their neighbours."""
     data = jpeg(48 + columns, 64, "4:2:0", 1)
     assert read_header(data).restart_interval == 1
     for left in range(48, 48 + columns):
@@ -159,7 +160,7 @@ def test_a_last_tile_of_few_columns_is_upsampled_as_in_the_complete_image(column
         np.testing.assert_array_equal(shown(cut, window), decode(data)[20:29, left:])
 
 
-def test_a_cut_of_the_last_tile_keeps_what_follows_the_image_away():
+def test_a_cut_of_the_last_tile_excludes_the_bytes_after_the_image():
     data = jpeg(128, 128, "4:2:0", 2)
     window = 100, 100, 28, 28
     for tail in (b"", b"\xff\xd9", b"a second image" + jpeg(16, 16)):
@@ -168,7 +169,7 @@ def test_a_cut_of_the_last_tile_keeps_what_follows_the_image_away():
         np.testing.assert_array_equal(shown(cut, window), decode(data)[100:, 100:])
 
 
-def test_a_window_of_nearly_everything_is_not_cut():
+def test_a_window_of_nearly_the_whole_image_is_not_cut():
     data = jpeg(128, 128, "4:2:0", 2)
     assert cut_window(data, read_header(data), (0, 0, 128, 128)) is None
     assert cut_window(data, read_header(data), (3, 2, 120, 123)) is None
@@ -178,12 +179,12 @@ def test_a_window_of_nearly_everything_is_not_cut():
 
 def marker_changed(data: bytes, number: int, to: int) -> bytes:
     start = read_header(data).scan_offset
-    found = [
+    markers = [
         at
         for at in range(start, len(data) - 2)
         if data[at] == 0xFF and 0xD0 <= data[at + 1] <= 0xD7
     ]
-    return data[: found[number] + 1] + bytes([to]) + data[found[number] + 2 :]
+    return data[: markers[number] + 1] + bytes([to]) + data[markers[number] + 2 :]
 
 
 PLAIN = jpeg(96, 96, "4:2:0", 2)
@@ -207,12 +208,12 @@ LIES = {
 
 
 @pytest.mark.parametrize("data", LIES.values(), ids=LIES)
-def test_what_is_not_as_its_header_says_is_left_to_full_decoding(data):
+def test_a_file_that_contradicts_its_header_is_left_to_full_decoding(data):
     assert cut_window(data, read_header(data), (20, 20, 10, 10)) is None
 
 
-def test_the_components_one_after_the_other_are_not_cut():
-    """A scan of each component, by hand: the codes of three grey images under one header."""
+def test_a_file_with_a_scan_per_component_is_not_cut():
+    """The test builds such a file from the codes of three grey images under one header."""
     grey = jpeg(64, 64, "grey", 2)
     header = read_header(grey)
     frame = (
@@ -231,7 +232,7 @@ def test_the_components_one_after_the_other_are_not_cut():
 
 @settings(max_examples=300)
 @given(st.integers(0, len(ARRANGED) - 1), st.sampled_from([0, 1, 2, 4]), st.data())
-def test_damage_gives_no_cut_or_one_of_the_promised_size(arranged, interval, data):
+def test_a_damaged_file_is_not_cut_or_the_cut_has_the_right_size(arranged, interval, data):
     damaged = bytearray(jpeg(64, 64, list(ARRANGED)[arranged], interval))
     for _ in range(data.draw(st.integers(1, 4))):
         damaged[data.draw(st.integers(2, len(damaged) - 1))] = data.draw(

@@ -1,4 +1,4 @@
-"""The header parser against Pillow, on whole, odd, cut and damaged JPEGs."""
+"""The header parser agrees with Pillow on intact, unusual, truncated and damaged JPEGs."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def by_pillow(data: bytes) -> dict:
             "num_components": image.layers,  # type: ignore[attr-defined]
             "precision": image.bits,  # type: ignore[attr-defined]
             "orientation": image.getexif().get(0x0112, 1),
-            # Pillow has read up to the first scan, and not one byte more
+            # Pillow stops reading exactly at the first scan.
             "scan_offset": image.fp.tell(),
         }
 
@@ -52,10 +52,10 @@ def segment(marker: int, content: bytes) -> bytes:
     return struct.pack(">BBH", 0xFF, marker, len(content) + 2) + content
 
 
-def exif_block(order: str, orientation: int, others: int = 3) -> bytes:
-    """An EXIF segment's content whose orientation comes after `others` entries, in Intel's (<) or
-    Motorola's (>) byte order."""
-    entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(others)]
+def exif_block(order: str, orientation: int, num_before: int = 3) -> bytes:
+    """Return the content of an EXIF segment whose orientation follows `num_before` entries, in
+    Intel's (<) or Motorola's (>) byte order."""
+    entries = [struct.pack(order + "HHII", 0x0100 + n, 4, 1, 7) for n in range(num_before)]
     entries.append(struct.pack(order + "HHIHH", 0x0112, 3, 1, orientation, 0))
     head = (b"II*\0" if order == "<" else b"MM\0*") + struct.pack(order + "I", 8)
     return (
@@ -73,7 +73,7 @@ def exif_block(order: str, orientation: int, others: int = 3) -> bytes:
 )
 @pytest.mark.parametrize("mode", ["RGB", "L", "CMYK", "YCbCr"])
 @pytest.mark.parametrize("size", [(97, 64), (1, 1), (1000, 3)], ids=str)
-def test_says_what_pillow_says(size, mode, options):
+def test_headers_are_parsed_as_by_pillow(size, mode, options):
     data = encode(picture(*size, mode=mode), **options)
     assert by_us(data) == by_pillow(data)
     header = read_header(data)
@@ -82,7 +82,7 @@ def test_says_what_pillow_says(size, mode, options):
 
 
 @pytest.mark.parametrize("subsampling", [0, 1, 2])
-def test_sampling_and_stored_rgb_do_not_matter(subsampling):
+def test_headers_of_all_samplings_are_parsed_as_by_pillow(subsampling):
     data = encode(picture(), subsampling=subsampling)
     assert by_us(data) == by_pillow(data)
 
@@ -91,13 +91,13 @@ def test_sampling_and_stored_rgb_do_not_matter(subsampling):
     ("subsampling", "sampling", "mcu_size"),
     [("4:4:4", (1, 1), (8, 8)), ("4:2:2", (2, 1), (16, 8)), ("4:2:0", (2, 2), (16, 16))],
 )
-def test_sampling_is_reported_and_what_a_block_covers(subsampling, sampling, mcu_size):
+def test_the_sampling_and_the_size_of_an_mcu_are_reported(subsampling, sampling, mcu_size):
     header = read_header(encode(picture(), subsampling=subsampling))
     assert (header.sampling, header.mcu_size) == ((sampling, (1, 1), (1, 1)), mcu_size)
     assert read_header(encode(picture(mode="L"))).mcu_size == (8, 8)
 
 
-def test_the_frames_place_and_the_components_of_the_scan():
+def test_the_frame_offset_and_whether_there_is_one_scan_are_reported():
     for options in ({}, {"progressive": True}, {"mode": "L"}):
         data = encode(picture(mode=options.pop("mode", "RGB")), **options)
         header = read_header(data)
@@ -105,7 +105,7 @@ def test_the_frames_place_and_the_components_of_the_scan():
             b"\xff\xc2" if options else b"\xff\xc0"
         )
         assert header.is_one_scan
-    start = header.scan_offset - 10  # of the grey one: marker, length, number of components
+    start = header.scan_offset - 10  # the grey image: marker, length, number of components
     assert not read_header(data[:start] + segment(0xDA, b"\2\1\0\2\0\0\x3f\0")).is_one_scan
 
 
@@ -114,7 +114,7 @@ def test_restart_rows_are_counted_in_blocks():
     assert read_header(data).restart_interval == 2 * -(-97 // 16)
 
 
-def test_headers_longer_than_the_image():
+def test_headers_longer_than_the_image_are_parsed():
     generator = random.Random(1)
     exif = Image.Exif()
     exif[0x0112] = 8
@@ -129,7 +129,7 @@ def test_headers_longer_than_the_image():
     assert by_us(data) == by_pillow(data)
 
 
-def test_the_thumbnail_inside_is_not_the_image():
+def test_an_embedded_thumbnail_is_not_taken_for_the_image():
     data = encode(picture(97, 64))
     data = (
         data[:2]
@@ -140,7 +140,7 @@ def test_the_thumbnail_inside_is_not_the_image():
     assert by_us(data) == by_pillow(data)
 
 
-def test_fill_bytes_before_any_marker():
+def test_fill_bytes_before_markers_are_skipped():
     data = encode(picture())
     position = 2
     filled = data[:2]
@@ -155,7 +155,7 @@ def test_fill_bytes_before_any_marker():
 
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_orientation(order, orientation):
+def test_the_orientation_is_read(order, orientation):
     data = encode(picture())
     data = data[:2] + segment(0xE1, exif_block(order, orientation)) + data[2:]
     assert read_header(data).orientation == orientation
@@ -174,12 +174,12 @@ def test_orientation(order, orientation):
         b"http://ns.adobe.com/xap/1.0/\0<x/>",
     ],
 )
-def test_an_exif_block_that_makes_no_sense_is_no_reason_to_turn_or_refuse(block):
+def test_an_invalid_exif_block_neither_turns_nor_refuses_an_image(block):
     data = encode(picture())
     assert read_header(data[:2] + segment(0xE1, block) + data[2:]).orientation == 1
 
 
-def test_of_a_split_exif_block_the_first_part_tells():
+def test_the_first_part_of_a_split_exif_block_decides():
     data = encode(picture())
     split = (
         data[:2]
@@ -190,10 +190,10 @@ def test_of_a_split_exif_block_the_first_part_tells():
     assert read_header(split).orientation == 6
 
 
-# --- cut and damaged ones -------------------------------------------------------------------------
+# --- truncated and damaged files ------------------------------------------------------------------
 
 
-def test_a_beginning_suffices_if_it_holds_the_headers():
+def test_the_beginning_of_a_file_suffices_if_it_contains_the_headers():
     data = encode(picture(), exif=exif_block(">", 3))
     whole = read_header(data)
     for end in range(whole.scan_offset):
@@ -233,11 +233,11 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize(("data", "what"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_named(data, what):
-    if what != "no JPEG":
+@pytest.mark.parametrize(("data", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_named(data, message):
+    if message != "no JPEG":
         data = b"\xff\xd8" + data
-    with pytest.raises(ValueError, match=what):
+    with pytest.raises(ValueError, match=message):
         read_header(data)
 
 
@@ -281,7 +281,7 @@ def test_noise_never_raises_anything_but_a_value_error(noise):
             read_header(data)
 
 
-# --- its use in the scan of a shard ---------------------------------------------------------------
+# --- scanning a shard -----------------------------------------------------------------------------
 
 
 def write_tar(path, images: dict[str, bytes]) -> None:
@@ -293,7 +293,7 @@ def write_tar(path, images: dict[str, bytes]) -> None:
                 tar.addfile(member, io.BytesIO(content))
 
 
-def test_scan_sees_the_sizes_that_pillow_sees(tmp_path):
+def test_the_scan_of_a_shard_finds_pillows_sizes(tmp_path):
     long = random.Random(1).randbytes(40_000)  # the size is behind the first 16 KiB
     images = {
         "plain": encode(picture(31, 17)),
@@ -305,13 +305,13 @@ def test_scan_sees_the_sizes_that_pillow_sees(tmp_path):
         "webp": encode(picture(37, 17), "WEBP"),
     }
     write_tar(tmp_path / "train-0.tar", images)
-    found = {
+    sizes = {
         sample.key: (sample.width, sample.height) for sample in scan_tar(tmp_path / "train-0.tar")
     }
-    assert found == {key: Image.open(io.BytesIO(data)).size for key, data in images.items()}
+    assert sizes == {key: Image.open(io.BytesIO(data)).size for key, data in images.items()}
 
 
-def test_scan_refuses_what_pillow_refuses(tmp_path):
+def test_the_scan_of_a_shard_refuses_images_that_pillow_refuses(tmp_path):
     data = encode(picture())
     frame = data.index(b"\xff\xc0") + 4
     images = {

@@ -1,5 +1,5 @@
-"""The C decoder of a window against simplejpeg's whole image, cut: the same pixels or a refusal,
-whatever the file and the window."""
+"""The C decoder of a window gives the pixels of simplejpeg's whole image or a refusal, for any file
+and any window."""
 
 import io
 import os
@@ -30,7 +30,7 @@ portable = pytest.mark.parametrize("portable", [False, True], ids=["simd", "port
 
 
 def pixels_of(width: int, height: int, grain: float, seed: int = 0) -> np.ndarray:
-    """A smooth picture with noise of this standard deviation."""
+    """Return a smooth picture with noise of standard deviation `grain`."""
     rng = np.random.default_rng((width, height, seed))
     coarse = Image.fromarray(rng.integers(0, 256, (height // 8 + 2, width // 8 + 2, 3), np.uint8))
     smooth = np.asarray(coarse.resize((width, height), Image.Resampling.BICUBIC), np.float32)
@@ -52,7 +52,7 @@ def whole(data: bytes, channels: int = 3) -> np.ndarray:
 def some_windows(
     width: int, height: int, count: int, rng: random.Random
 ) -> list[tuple[int, int, int, int]]:
-    """The whole image, one pixel in a corner, and others."""
+    """Return the window of the whole image, of one pixel in a corner, and random ones."""
     windows = [(0, 0, width, height), (width - 1, height - 1, 1, 1)]
     for _ in range(count - 2):
         w, h = rng.randint(1, width), rng.randint(1, height)
@@ -60,9 +60,10 @@ def some_windows(
     return windows
 
 
-def assert_same(data: bytes, what: str, count: int = 6) -> None:
-    """Windows of this file equal simplejpeg's pixels: grey and colour, in both implementations."""
-    rng = random.Random(what)
+def assert_same(data: bytes, case: str, count: int = 6) -> None:
+    """Assert that windows of this file have simplejpeg's pixels, in grey and colour, in both
+    implementations."""
+    rng = random.Random(case)
     for channels in (3, 1):
         expected = whole(data, channels)
         for left, top, width, height in some_windows(
@@ -72,7 +73,7 @@ def assert_same(data: bytes, what: str, count: int = 6) -> None:
                 pixels = np.empty((height, width, channels), np.uint8)
                 status = native.decode_into(data, left, top, pixels, portable=is_portable)
                 at = (
-                    f"{what}: window {(left, top, width, height)}, {channels} channels,"
+                    f"{case}: window {(left, top, width, height)}, {channels} channels,"
                     f" portable={is_portable}"
                 )
                 assert status is Status.OK, f"{at}: {status!r}"
@@ -80,7 +81,7 @@ def assert_same(data: bytes, what: str, count: int = 6) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size[0]}x{size[1]}")
-def test_windows_of_all_samplings(size):
+def test_windows_of_all_samplings_equal_simplejpegs(size):
     for quality in (3, 50, 92, 100):
         pixels = pixels_of(*size, grain=30 if quality > 80 else 8)
         for sampling in SUBSAMPLINGS:
@@ -96,7 +97,7 @@ def test_windows_of_all_samplings(size):
 
 
 @pytest.mark.parametrize("size", SIZES[3:], ids=lambda size: f"{size[0]}x{size[1]}")
-def test_windows_with_restart_markers(size):
+def test_windows_with_restart_markers_equal_simplejpegs(size):
     pixels = pixels_of(*size, grain=20)
     for marks in ({"restart_marker_blocks": n} for n in (1, 2, 3, 4, 5, 7, 24)):
         for subsampling in (0, 1, 2):
@@ -109,7 +110,7 @@ def test_windows_with_restart_markers(size):
         assert_same(by_pillow(pixels, subsampling=2, **marks), f"{size}, 420, {marks}")
 
 
-def test_windows_of_photo_size():
+def test_windows_of_large_photos_equal_simplejpegs():
     for subsampling, marks in (
         (2, {}),
         (0, {}),
@@ -130,8 +131,8 @@ def segment(marker: int, content: bytes) -> bytes:
 def handmade(
     rng: random.Random, lengths: list[int], ac_symbols: list[int], num_blocks: int
 ) -> bytes:
-    """A grey JPEG of random AC symbols with random values; symbol k's code has lengths[k] bits
-    (ascending), and the DC code is one 0."""
+    """Return a grey JPEG of random AC symbols with random values; symbol k's code has lengths[k]
+    bits (ascending), and the DC code is a single 0."""
     codes = {}
     code = 0
     before = lengths[0]
@@ -166,9 +167,9 @@ def handmade(
 
 
 @pytest.mark.parametrize("long", [False, True], ids=["any codes", "long codes"])
-def test_random_codes(long):
-    """Tables that no encoder makes: codes of any length, up to 16 bits with values of 15, whose
-    products with the quantisation overflow."""
+def test_images_with_random_huffman_codes_equal_simplejpegs(long):
+    """No encoder makes such tables: codes have any length up to 16 bits, with values of 15 bits
+    whose products with the quantisation overflow."""
     rng = random.Random(int(long))
     for k in range(150):
         lengths = (
@@ -176,17 +177,17 @@ def test_random_codes(long):
             if long
             else sorted(rng.choices(range(5, 17), k=24))
         )
-        others = [
+        candidates = [
             run << 4 | size for run in range(16) for size in range(1, 16) if not long or size >= 14
         ]
-        symbols = rng.sample(others, len(lengths) - 1)
+        symbols = rng.sample(candidates, len(lengths) - 1)
         symbols.insert(rng.randrange(len(lengths)), 0)  # end of block
         assert_same(handmade(rng, lengths, symbols, num_blocks=6), f"file {k}", count=3)
 
 
-def test_samplings_that_nobody_writes():
-    """The four luma blocks of an MCU of 4:2:0 said to lie one above the other, or so: other pixels,
-    as good as any."""
+def test_samplings_that_no_encoder_writes_equal_simplejpegs():
+    """The header declares another arrangement of the four luma blocks of a 4:2:0 MCU, for example a
+    column; the pixels differ from the original's, but both decoders must agree."""
     data = simplejpeg.encode_jpeg(pixels_of(64, 64, grain=15), 85, colorsubsampling="420")
     frame = data.index(b"\xff\xc0")
     for factors, width, height in (
@@ -202,9 +203,9 @@ def test_samplings_that_nobody_writes():
         assert_same(bytes(other), f"luma {factors:02x}, {width} x {height}", count=10)
 
 
-def test_extreme_tables_and_pixels():
-    """Coarsest quantisation of black-and-white noise: sums far beyond the range of pixels, and long
-    codes."""
+def test_extreme_tables_and_pixels_equal_simplejpegs():
+    """The coarsest quantisation of black-and-white noise gives long codes, and sums far beyond the
+    range of pixels."""
     noise = np.random.default_rng(0).integers(0, 2, (64, 80, 3), np.uint8) * 255
     for level in (1, 16, 255):
         for subsampling in (0, 2):
@@ -216,7 +217,7 @@ def test_extreme_tables_and_pixels():
 
 @cache
 def example(kind: str) -> tuple[bytes, np.ndarray]:
-    """A file of 131 x 77 and its pixels."""
+    """Return a file of 131 x 77 pixels and its pixels."""
     subsampling, marks = {
         "420": (2, {}),
         "444": (0, {}),
@@ -229,7 +230,7 @@ def example(kind: str) -> tuple[bytes, np.ndarray]:
 
 @portable
 @given(data=st.data())
-def test_any_window(portable, data):
+def test_any_window_equals_simplejpegs(portable, data):
     encoded, expected = example(
         data.draw(st.sampled_from(["420", "444", "420 restart", "422 rows"]))
     )
@@ -241,8 +242,8 @@ def test_any_window(portable, data):
 
 
 @portable
-def test_rows_that_lie_apart(portable):
-    """Nothing is written between the rows, nor before and behind them."""
+def test_strided_rows_are_written_without_touching_the_gaps(portable):
+    """Bytes between the rows, before the first and after the last stay unchanged."""
     encoded, expected = example("420 restart")
     for channels, width in ((3, 1), (3, 31), (3, 64), (1, 31), (1, 64)):
         canvas = np.full((42, 70, channels), 77, np.uint8)
@@ -254,7 +255,7 @@ def test_rows_that_lie_apart(portable):
         assert (canvas == 77).all()
 
 
-def test_threads_do_not_meet():
+def test_threads_do_not_interfere():
     files = [example(kind) for kind in ("420", "444", "420 restart", "422 rows")] * 50
     with ThreadPoolExecutor(4) as pool:
         results = list(
@@ -266,7 +267,7 @@ def test_threads_do_not_meet():
     )
 
 
-# ---- what is not taken ---------------------------------------------------------------------------
+# ---- refusals ------------------------------------------------------------------------------------
 
 
 def status_of(
@@ -278,7 +279,7 @@ def status_of(
     return status
 
 
-def test_what_is_not_taken_says_why():
+def test_a_refused_file_has_the_status_of_its_reason():
     pixels = pixels_of(40, 24, grain=10)
     plain = by_pillow(pixels, subsampling=0)
     frame = plain.index(b"\xff\xc0")
@@ -287,7 +288,7 @@ def test_what_is_not_taken_says_why():
     assert status_of(by_pillow(pixels, "CMYK")) is Status.COMPONENTS
     assert status_of(plain.replace(b"\xff\xc0", b"\xff\xc9")) is Status.PROCESS
     assert status_of(plain[: frame + 4] + b"\x0c" + plain[frame + 5 :]) is Status.PRECISION
-    # the first component 3 x 1, the second 2 x 1: no whole number of pixels for a sample
+    # With factors 3 x 1 and 2 x 1, a sample of the second component covers 1.5 pixels.
     thirds = bytearray(plain)
     thirds[frame + 11] = 0x31
     thirds[frame + 14] = 0x21
@@ -310,9 +311,9 @@ def test_what_is_not_taken_says_why():
     ids=str,
 )
 @pytest.mark.parametrize("names", [b"RGB", b"\1\2\3"], ids=["RGB", "YCbCr"])
-def test_a_first_component_that_is_stretched(factors, names):
-    """Colours finer than luma: libjpeg decodes them, nobody writes them. Here 96 grey blocks are
-    said to be 16 MCUs of six blocks."""
+def test_a_first_component_coarser_than_another_is_refused(factors, names):
+    """libjpeg decodes colours with a finer resolution than luma, but no encoder writes them. The
+    test declares 96 grey blocks as 16 MCUs of six blocks."""
     grey = by_pillow(pixels_of(96 * 8, 8, grain=15), "L")
     frame = grey.index(b"\xff\xc0")
     scan = grey.index(b"\xff\xda")
@@ -320,7 +321,7 @@ def test_a_first_component_that_is_stretched(factors, names):
     data = b"".join(
         (
             b"\xff\xd8",
-            grey[20:frame],  # without JFIF's segment
+            grey[20:frame],  # without the JFIF segment
             segment(0xC0, bytes((8, 0, 64, 0, 64, 3)) + components),
             grey[frame + 13 : scan],
             segment(0xDA, bytes((3, names[0], 0, names[1], 0, names[2], 0, 0, 63, 0))),
@@ -334,12 +335,12 @@ def test_a_first_component_that_is_stretched(factors, names):
 
 
 @pytest.mark.parametrize("size", [(65500, 8), (8, 65500)], ids=str)
-def test_the_longest_sides(size):
-    """libjpeg's limit is 65,500 pixels, though 16 bits hold 35 more."""
+def test_sides_up_to_libjpegs_limit_are_decoded(size):
+    """libjpeg's limit is 65,500 pixels, although 16 bits could hold 35 more."""
     data = by_pillow(pixels_of(*size, grain=5), "L")
     assert np.array_equal(native.decode_window(data, (0, 0, *size), 1), whole(data, 1))
     place = data.index(b"\xff\xc0") + (7 if size[0] > 8 else 5)
-    for side in (65501, 65504):  # as many blocks
+    for side in (65501, 65504):  # the same number of blocks as 65,500
         longer = data[:place] + side.to_bytes(2, "big") + data[place + 2 :]
         with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
             whole(longer)
@@ -354,8 +355,9 @@ def test_the_longest_sides(size):
         bytes([0, 1, *[0] * 15, 16]),
     ],
 )
-def test_tables_that_make_no_sense(table):
-    """Three codes of one bit, or DC values of 16 bits: libjpeg minds them if they are used."""
+def test_invalid_tables_are_refused_only_if_they_are_used(table):
+    """libjpeg accepts three codes of one bit, or DC values of 16 bits, in tables that are not
+    used."""
     data = by_pillow(pixels_of(40, 24, grain=10), "L")
     scan = data.index(b"\xff\xda")
     unused, used = (
@@ -368,7 +370,7 @@ def test_tables_that_make_no_sense(table):
     assert status_of(used) is Status.DAMAGED
 
 
-def test_lying_restart_markers_and_sizes():
+def test_wrong_restart_markers_and_sizes_are_refused():
     pixels = pixels_of(64, 48, grain=15)
     data = by_pillow(pixels, subsampling=0, restart_marker_blocks=2)
     assert status_of(data, (0, 0, 64, 48)) is Status.OK
@@ -399,9 +401,9 @@ def test_lying_restart_markers_and_sizes():
         ), lie
 
 
-def test_only_the_windows_segments_are_read():
-    """Other segments may hold anything but markers: the price of not reading them, and the
-    proof."""
+def test_only_the_segments_of_the_window_are_read():
+    """Damage in other segments stays undetected: that is the price of not reading them, and it
+    proves that they are not read."""
     data = by_pillow(pixels_of(128, 64, grain=15), subsampling=0, restart_marker_blocks=4)
     expected = None
     expected = whole(data)
@@ -411,7 +413,7 @@ def test_only_the_windows_segments_are_read():
         + [k + 2 for k in range(scan, len(data)) if data[k] == 0xFF and 0xD0 <= data[k + 1] <= 0xD7]
         + [len(data)]
     )
-    # columns of blocks 5 to 11, rows 2 to 4: segments 1 and 2 of 4 in a row
+    # The window covers block columns 5 to 11 and rows 2 to 4: segments 1 and 2 of the 4 in a row.
     window = (40, 17, 50, 20)
     scribbled = bytearray(data)
     for segment in range(32):
@@ -423,9 +425,8 @@ def test_only_the_windows_segments_are_read():
     assert native.decode_window(bytes(scribbled), (0, 0, 128, 64)) is None
 
 
-def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
-    """Else whether an image is good would depend on the crop, and on whether there is a C
-    decoder."""
+def test_a_truncated_file_is_refused_for_every_window():
+    """Otherwise an image would be good or bad depending on the crop and on the decoder in use."""
     pixels = pixels_of(128, 64, grain=15)
     for marks in (
         {},
@@ -435,10 +436,10 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
     ):
         data = by_pillow(pixels, subsampling=0, **marks)
         assert status_of(data) is Status.OK
-        for kept in (len(data) - 1, len(data) - 2, len(data) * 9 // 10, len(data) // 2):
+        for num_bytes in (len(data) - 1, len(data) - 2, len(data) * 9 // 10, len(data) // 2):
             with pytest.raises(ValueError):  # noqa: PT011  the words are libjpeg's
-                whole(data[:kept])
-            assert status_of(data[:kept]) is Status.DAMAGED, (marks, kept)
+                whole(data[:num_bytes])
+            assert status_of(data[:num_bytes]) is Status.DAMAGED, (marks, num_bytes)
         if marks:
             for strange in (b"\xff\xd8", b"\xff\xda\0\x08", b"\xff\xf1", b"\xff\xd9"):
                 at = len(data) * 3 // 4
@@ -450,8 +451,8 @@ def test_a_file_that_is_cut_off_is_refused_wherever_the_window_is():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damage_is_refused_or_changes_nothing(seed):
-    """Of a whole image: where native decodes a damaged file, simplejpeg does too, without a
-    warning, and to the same pixels."""
+    """If the C decoder decodes a damaged whole image, simplejpeg decodes it without a warning to
+    the same pixels."""
     rng = random.Random(seed)
     pixels = pixels_of(50, 41, grain=15)
     files = [
@@ -476,7 +477,7 @@ def test_damage_is_refused_or_changes_nothing(seed):
             if len(data) < 30:
                 break
         try:
-            # may have become another size
+            # The damage may have changed the size.
             height, width, *_ = simplejpeg.decode_jpeg_header(bytes(data))
         except ValueError:
             height, width = 41, 50
@@ -488,7 +489,7 @@ def test_damage_is_refused_or_changes_nothing(seed):
     assert min(outcomes.values()) > 100, outcomes
 
 
-def test_the_image_must_be_the_expected_one_and_one_that_can_be_held():
+def test_an_image_of_an_unexpected_or_excessive_size_is_refused():
     data = simplejpeg.encode_jpeg(np.zeros((64, 97, 3), np.uint8))
     pixels = np.empty((10, 10, 3), np.uint8)
     for size, status in {

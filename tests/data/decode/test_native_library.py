@@ -1,4 +1,4 @@
-"""A library that does not fit the code next to it is not used, and the message says what to do."""
+"""A C library that does not match the Python code is not used, and the message names the remedy."""
 
 import os
 import shutil
@@ -17,7 +17,7 @@ needs_gcc = pytest.mark.skipif(
     reason="no gcc: apt-get install gcc",
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
-"""What makes red a little redder."""
+"""A change of the sources that makes red slightly stronger."""
 OTHER = r"library.so is of another version of this package; build it again: pip install -e \."
 
 
@@ -29,13 +29,13 @@ def built(folder: Path, *sources: Path, stamp: str = "") -> Path:
 
 
 def small(folder: Path, functions: str) -> Path:
-    """A library of nothing but these functions."""
+    """Build a library that contains only these functions."""
     (folder / "small.c").write_text(functions)
     return built(folder, folder / "small.c")
 
 
 def copied(folder: Path, *change: str) -> tuple[Path, Path]:
-    """A copy of the C files, with pixels.h changed, and the library that was built from it."""
+    """Copy the C files, change pixels.h, and build the library; return the copy and the library."""
     sources = shutil.copytree(SOURCES, folder / "sources")
     pixels = (sources / "pixels.h").read_text()
     assert not change or pixels.count(change[0]) == 1
@@ -48,8 +48,8 @@ def abi(number: int) -> str:
 
 
 @needs_gcc
-def test_one_of_another_version(tmp_path):
-    """Calling it with other arguments than it takes ends the process, or worse does not."""
+def test_a_library_of_another_version_is_refused(tmp_path):
+    """Calling a C function with wrong arguments crashes the process or, worse, corrupts memory."""
     with pytest.raises(UnusableLibrary, match=OTHER):
         load(small(tmp_path, "int vit_decode_window(void) { return 0; }"))
     (tmp_path / "next").mkdir()
@@ -59,9 +59,9 @@ def test_one_of_another_version(tmp_path):
 
 
 @needs_gcc
-def test_one_of_other_sources(tmp_path):
-    """After git pull without installing again. Where no sources are, as in a wheel, none are asked
-    for."""
+def test_a_library_built_from_other_sources_is_refused(tmp_path):
+    """This happens after git pull without a new installation. A wheel contains no sources, so there
+    the check is skipped."""
     sources, library = copied(tmp_path)
     load(library, sources)
     (sources / "window.c").open("a").write("\n")
@@ -74,7 +74,7 @@ def test_one_of_other_sources(tmp_path):
 
 
 @needs_gcc
-def test_one_that_decodes_wrongly(tmp_path):
+def test_a_library_that_decodes_wrongly_is_refused(tmp_path):
     sources, library = copied(tmp_path, *WRONG)
     with pytest.raises(
         UnusableLibrary, match="gives other pixels than simplejpeg on this machine; build it again"
@@ -82,7 +82,7 @@ def test_one_that_decodes_wrongly(tmp_path):
         load(library, sources)
 
 
-def test_one_that_is_not_a_library(tmp_path):
+def test_a_file_that_is_not_a_library_is_refused(tmp_path):
     (tmp_path / "library.so").write_bytes(b"\x7fELF" + bytes(60))
     with pytest.raises(
         UnusableLibrary, match=r"library.so cannot be loaded \(.*\); build it again"
@@ -91,8 +91,8 @@ def test_one_that_is_not_a_library(tmp_path):
 
 
 @needs_gcc
-def test_a_misfit_next_to_the_package_is_not_used(tmp_path):
-    """A whole process with the library of another version in the place of ours."""
+def test_a_process_does_not_use_a_mismatched_library_in_the_package(tmp_path):
+    """The test starts a process whose package contains the library of another version."""
     package = shutil.copytree(
         PACKAGE, tmp_path / "vit", ignore=shutil.ignore_patterns("_native*", "__pycache__")
     )
@@ -104,8 +104,8 @@ def test_a_misfit_next_to_the_package_is_not_used(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"} | {
         "PYTHONPATH": str(tmp_path)
     }
-    for said in ("was not built", "is of another version"):
-        if said != "was not built":
+    for reason in ("was not built", "is of another version"):
+        if reason != "was not built":
             shutil.move(
                 small(tmp_path, "int vit_decode_window(void) { return 0; }"),
                 package / f"_native{EXTENSION_SUFFIXES[0]}",
@@ -114,17 +114,17 @@ def test_a_misfit_next_to_the_package_is_not_used(tmp_path):
             command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
         )
         assert done.stdout.startswith("False ")
-        assert said in done.stdout
+        assert reason in done.stdout
         assert done.stdout.endswith("pip install -e .\n")
 
 
-def test_turned_off_by_the_environment(monkeypatch):
+def test_the_environment_can_turn_the_library_off(monkeypatch):
     monkeypatch.setenv("VIT_NATIVE", "0")
     assert native._find() == (None, None)
 
 
-def test_it_is_built_as_it_is_loaded():
-    """setup.py stamps the library with the very hash that is compared here."""
+def test_setup_and_loader_use_the_same_stamp():
+    """setup.py stamps the library with the hash that the loader compares."""
     if native.LIBRARY is None:
         pytest.skip(f"no library: {native.UNAVAILABLE_REASON or 'VIT_NATIVE=0'}")
     assert native.LIBRARY.vit_native_sources().decode() == stamp_of(SOURCES)

@@ -1,4 +1,4 @@
-"""Images turned by their EXIF orientation; the oracle is Pillow's `exif_transpose`."""
+"""Images are turned by their EXIF orientation as Pillow's `exif_transpose` turns them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def encoded(image: Image.Image, form: str, **options: object) -> bytes:
 
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF", "grey JPEG", "CMYK JPEG"])
-def test_a_view_is_that_of_the_upright_image_where_exif_counts(form, orientation):
+def test_a_view_with_apply_exif_is_that_of_the_upright_image(form, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     colours, _, plain = form.rpartition(" ")
@@ -37,11 +37,11 @@ def test_a_view_is_that_of_the_upright_image_where_exif_counts(form, orientation
             for each, applied in ((data, True), (data, None), (oracle, None))
         )
         assert torch.equal(turned, expected)
-        if orientation > 1 and form != "TIFF":  # which Pillow turns anyway
+        if orientation > 1 and form != "TIFF":  # Pillow always turns TIFF
             assert not torch.equal(stored, expected)
 
 
-def test_an_upright_image_keeps_its_bytes_and_a_broken_one_its_reason():
+def test_an_upright_image_keeps_its_bytes_and_a_broken_image_its_error():
     data = encoded(PICTURE, "JPEG")
     assert upright(data) is data
     with pytest.raises(ValueError, match=r"\Acannot decode 4 bytes: no image; expected one of"):

@@ -1,4 +1,4 @@
-"""Decoding and resizing against Pillow and torchvision."""
+"""Decoding and resizing give the results of Pillow and torchvision."""
 
 import io
 import struct
@@ -31,20 +31,20 @@ def psnr(a: np.ndarray, b: np.ndarray) -> float:
     "options",
     [{"quality": 95, "subsampling": 0}, {"quality": 75, "subsampling": 2}, {"progressive": True}],
 )
-def test_jpeg_is_what_pillow_sees(options):
+def test_a_jpeg_has_pillows_pixels(options):
     data = encode(picture(), **options)
     pixels = decode(data)
     assert pixels.dtype == np.uint8
     np.testing.assert_array_equal(pixels, by_pillow(data))
 
 
-def test_grey_jpeg_as_grey_and_as_colour():
+def test_a_grey_jpeg_is_decoded_as_grey_and_as_colour():
     data = encode(picture(mode="L"))
     np.testing.assert_array_equal(decode(data, channels=1)[..., 0], by_pillow(data, "L"))
     np.testing.assert_array_equal(decode(data, channels=3), by_pillow(data, "RGB"))
 
 
-def test_colour_jpeg_as_grey_is_its_luma():
+def test_a_colour_jpeg_as_grey_is_its_luma():
     data = encode(picture(), quality=95)
     luma = Image.open(io.BytesIO(data))
     luma.draft("L", luma.size)
@@ -64,7 +64,7 @@ def test_colour_jpeg_as_grey_is_its_luma():
         ("GIF", "P"),
     ],
 )
-def test_forms_other_than_jpeg_are_what_pillow_sees(form, mode, channels):
+def test_other_formats_have_pillows_pixels(form, mode, channels):
     data = encode(picture().convert(mode), form)
     pixels = decode(data, channels)
     assert pixels.shape == (64, 97, channels)
@@ -74,17 +74,17 @@ def test_forms_other_than_jpeg_are_what_pillow_sees(form, mode, channels):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_cmyk_jpeg_is_what_pillow_sees(channels):
+def test_a_cmyk_jpeg_has_pillows_pixels(channels):
     data = encode(picture().convert("CMYK"))
     theirs = by_pillow(data, "RGB" if channels == 3 else "L").reshape(64, 97, channels)
     assert np.abs(decode(data, channels).astype(int) - theirs).max() <= 2, (
-        "simplejpeg and Pillow round the conversion differently, no more"
+        "simplejpeg and Pillow differ by more than the rounding of the conversion"
     )
 
 
 def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
-    """A JPEG of 64 x 64 pixels whose luma has `luma` (4 bits across, 4 down) times the samples of
-    its colours, in place of 4:2:0."""
+    """Return a JPEG of 64 x 64 pixels whose luma has `luma` (4 bits across, 4 down) times the
+    samples of its colours, instead of 4:2:0."""
     data = encode(picture(64, 64), quality=90, subsampling="4:2:0", progressive=progressive)
     at = data.index(b"\x01\x22\x00", read_header(data).frame_offset)
     return data[: at + 1] + luma + data[at + 2 :]
@@ -92,8 +92,8 @@ def other_sampling(luma: bytes, progressive: bool = False) -> bytes:
 
 @pytest.mark.parametrize("progressive", [False, True])
 @pytest.mark.parametrize("luma", [b"\x41", b"\x14"], ids=["4:1:1", "4:4:1"])
-def test_rare_samplings_are_what_pillow_sees(luma, progressive, decoder):
-    """simplejpeg has no name for 4:4:1. The blocks are the same, in another place."""
+def test_rare_samplings_have_pillows_pixels(luma, progressive, decoder):
+    """simplejpeg has no name for 4:4:1. The file has the blocks of 4:2:0 in another arrangement."""
     data = other_sampling(luma, progressive)
     np.testing.assert_array_equal(decode(data), by_pillow(data))
     np.testing.assert_array_equal(
@@ -101,8 +101,8 @@ def test_rare_samplings_are_what_pillow_sees(luma, progressive, decoder):
     )
 
 
-def test_grey_is_the_luma_also_where_pillow_decodes(decoder):
-    """As libjpeg stores it, not computed from colours once more."""
+def test_grey_is_the_stored_luma_also_if_pillow_decodes(decoder):
+    """The grey pixels are the luma in the file, not recomputed from the colours."""
     data = other_sampling(b"\x14")
     luma = Image.open(io.BytesIO(data))
     luma.draft("YCbCr", None)
@@ -113,15 +113,15 @@ def test_grey_is_the_luma_also_where_pillow_decodes(decoder):
 
 
 @pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP"])
-@pytest.mark.parametrize("kept", [0.02, 0.5, 0.95])
-def test_truncated_images_are_refused(form, kept):
+@pytest.mark.parametrize("fraction", [0.02, 0.5, 0.95])
+def test_truncated_images_are_refused(form, fraction):
     data = encode(picture(), form)
-    with pytest.raises(ValueError, match=rf"cannot decode {int(kept * len(data))} bytes: \w+"):
-        decode(data[: int(kept * len(data))])
+    with pytest.raises(ValueError, match=rf"cannot decode {int(fraction * len(data))} bytes: \w+"):
+        decode(data[: int(fraction * len(data))])
 
 
 def huge_png() -> bytes:
-    """A header that promises 40,000 x 40,000 pixels."""
+    """Return a PNG whose header declares 40,000 x 40,000 pixels."""
     chunk = b"IHDR" + struct.pack(">IIBBBBB", 40_000, 40_000, 8, 2, 0, 0, 0)
     return (
         b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + chunk + struct.pack(">I", zlib.crc32(chunk))
@@ -143,7 +143,7 @@ def test_garbage_is_refused(data):
         decode(data)
 
 
-def test_a_jpeg_that_promises_too_much_is_refused_before_memory_is_asked_for():
+def test_a_jpeg_with_an_excessive_size_is_refused_before_memory_is_allocated():
     data = bytearray(encode(picture()))
     size = data.index(b"\xff\xc0") + 5  # start of frame: marker, length, precision, height, width
     data[size : size + 4] = struct.pack(">HH", 30_000, 30_000)
@@ -169,7 +169,7 @@ def test_damage_never_raises_anything_but_a_value_error(form, data):
     assert pixels.shape[2] == 3
 
 
-def test_exif_orientation_is_ignored():
+def test_the_exif_orientation_is_ignored_by_default():
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees
     image = picture()
@@ -187,7 +187,7 @@ def test_exif_orientation_is_ignored():
     [(0, 0, 97, 64), (10, 5, 40, 50), (90, 60, 7, 4), (13, 7, 32, 32)],
     ids=["whole", "inner", "tiny", "as is"],
 )
-def test_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
+def test_a_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
     left, top, width, height = window
     data = encode(picture())
     [ours] = decode_views(data, [window], (32, 32), interpolation)
@@ -211,7 +211,7 @@ def test_window_is_the_antialiased_resize_of_the_crop(window, interpolation):
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_window_is_close_to_pillows_resize_of_a_box(interpolation):
+def test_a_window_is_close_to_pillows_resize_of_a_box(interpolation):
     data = encode(picture(400, 300), quality=90)
     left, top, width, height = (31, 17, 250, 260)
     ours = (
@@ -225,7 +225,7 @@ def test_window_is_close_to_pillows_resize_of_a_box(interpolation):
     )
     assert psnr(ours[4:-4, 4:-4], theirs[4:-4, 4:-4]) > 55
     assert psnr(ours, theirs) > 38, (
-        "Pillow's filter also sees what is outside the box, ours does not"
+        "Pillow's filter also reads pixels outside the box, so small differences are expected"
     )
 
 
@@ -248,7 +248,7 @@ def test_grey_windows_have_one_channel():
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize(("reduce", "times"), [(2, (2.5, 4.5)), (4, (5.0, 9.0)), (8, (10.0, 14.0))])
 def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
-    found = []
+    ratios = []
     generator = np.random.default_rng(reduce)
     for data in photographs() * 5:  # 640 x 427
         width, height = generator.integers(230, 420, 2).tolist()
@@ -264,24 +264,24 @@ def test_scaled_decoding_is_close_to_exact(reduce, times, interpolation):
             for s in (False, True)
         )
         assert not torch.equal(exact, scaled)
-        found.append(psnr(exact.numpy(), scaled.numpy()))
-    assert np.median(found) > 40, f"{reduce}: {np.round(found, 1)}"
-    assert min(found) > 33, f"{reduce}: {np.round(found, 1)}"
+        ratios.append(psnr(exact.numpy(), scaled.numpy()))
+    assert np.median(ratios) > 40, f"{reduce}: {np.round(ratios, 1)}"
+    assert min(ratios) > 33, f"{reduce}: {np.round(ratios, 1)}"
 
 
-def test_a_scaled_view_depends_neither_on_cuts_nor_on_other_views():
+def test_a_scaled_view_does_not_depend_on_cuts_or_on_other_views():
     for data in photographs():
         windows = [(101, 53, 333, 291), (203, 11, 170, 240), (5, 7, 50, 60), (300, 201, 201, 197)]
         together = decode_views(data, windows, (64, 64), "bicubic", scaled=True)
         for window, view in zip(windows, together, strict=True):
             [alone] = decode_views(data, [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(alone, view)
-            # nothing is cut out of this one
+            # This image is decoded without a cut.
             [of_the_whole] = decode_views(data + b"\0", [window], (64, 64), "bicubic", scaled=True)
             np.testing.assert_array_equal(of_the_whole, view)
 
 
-def test_windows_that_are_not_large_and_what_is_not_a_jpeg_stay_exact():
+def test_small_windows_and_other_formats_are_decoded_at_full_scale():
     data = encode(picture(200, 200))
     for window, form in [
         ((0, 0, 79, 200), data),

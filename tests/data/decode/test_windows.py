@@ -1,4 +1,4 @@
-"""A window of a JPEG has the pixels of the complete decoding, whichever way it is cut out."""
+"""A window of a JPEG has the pixels of the complete image, on every path of decoding."""
 
 from types import SimpleNamespace
 
@@ -26,8 +26,8 @@ BLOCKS = {"4:4:4": 8, "4:2:2": 16, "4:2:0": 16}
 
 
 def without_native(function, *arguments, **options):
-    """Hypothesis repeats a test's body, for which a fixture is set up once: this way both are in
-    one body."""
+    """Call `function` without the C decoder. A fixture would not do, because Hypothesis repeats
+    only the body of a test."""
     available = native.AVAILABLE
     native.AVAILABLE = False
     try:
@@ -42,9 +42,9 @@ def without_native(function, *arguments, **options):
     st.sampled_from([*BLOCKS, "grey", "progressive", "png"]),
     st.data(),
 )
-def test_every_way_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
-    """The C decoder, the cut by restart markers, the cut below and the whole, as simplejpeg decodes
-    it."""
+def test_every_path_to_a_window_gives_the_pixels_of_the_complete_image(size, form, data):
+    """The paths are the C decoder, the cut by restart markers, the cut below the window, and
+    simplejpeg's whole image."""
     width, height = size
     options = (
         {"quality": 90, "subsampling": form}
@@ -106,8 +106,8 @@ def test_a_reduced_window_is_that_of_the_reduced_image(size, form, reduce, data)
 
 @pytest.mark.parametrize(("left", "width"), [(0, 12), (20, 4), (132, 8)])
 def test_a_narrow_reduced_window_is_that_of_the_reduced_image(left, width):
-    """At 1/4 the cut of a tile has two colour samples in a line, which libjpeg upsamples in another
-    way."""
+    """At 1/4 scale a line of a tile's cut has two colour samples, which libjpeg upsamples
+    differently."""
     noise = np.random.default_rng(0).integers(0, 256, (64, 140, 3), np.uint8)
     data = encode(Image.fromarray(noise), quality=90, subsampling="4:2:2", restart_marker_blocks=1)
     whole = simplejpeg.decode_jpeg(data, "RGB", False, False, 16, 35, 4)
@@ -118,7 +118,7 @@ def test_a_narrow_reduced_window_is_that_of_the_reduced_image(left, width):
 
 
 @pytest.mark.parametrize("form", ["CMYK", "YCbCr"])
-def test_a_window_of_other_colours_is_the_wholes(form, decoder):
+def test_a_window_in_another_colour_space_equals_the_complete_images(form, decoder):
     data = encode(picture(128, 128).convert(form), restart_marker_blocks=2)
     np.testing.assert_array_equal(
         decode_box(data, (70, 40, 30, 20))[0], decode(data)[40:60, 70:100]
@@ -126,8 +126,8 @@ def test_a_window_of_other_colours_is_the_wholes(form, decoder):
 
 
 @pytest.mark.parametrize("marker_blocks", [0, 2])
-def test_simplejpeg_is_given_less_than_the_complete_file(marker_blocks, monkeypatch):
-    """The cut is not only right: it is used, and does not end in decoding the whole after all."""
+def test_simplejpeg_gets_only_a_part_of_the_file(marker_blocks, monkeypatch):
+    """The cut must not only be right; it must be used, without a fallback to the whole image."""
     monkeypatch.setattr(native, "AVAILABLE", False)
     sizes = []
     decode_jpeg = images.decode_jpeg
@@ -143,20 +143,20 @@ def test_simplejpeg_is_given_less_than_the_complete_file(marker_blocks, monkeypa
     assert sizes == [(32, 32) if marker_blocks else (128, 31)]
 
 
-@pytest.mark.parametrize("kept", [0.3, 0.6, 0.99])
+@pytest.mark.parametrize("fraction", [0.3, 0.6, 0.99])
 @pytest.mark.parametrize("marker_blocks", [0, 2])
-def test_a_truncated_jpeg_is_refused_also_where_the_window_is_complete(
-    kept, marker_blocks, monkeypatch
+def test_a_truncated_jpeg_is_refused_even_if_the_window_is_complete(
+    fraction, marker_blocks, monkeypatch
 ):
     monkeypatch.setattr(native, "AVAILABLE", False)
     data = encode(picture(128, 128), restart_marker_blocks=marker_blocks)
     with pytest.raises(ValueError, match="cannot decode"):
-        decode_box(data[: int(kept * len(data))], (0, 0, 16, 16))
+        decode_box(data[: int(fraction * len(data))], (0, 0, 16, 16))
 
 
 def test_damage_in_the_window_is_left_to_full_decoding(decoder):
-    """An end of image amid the codes: simplejpeg refuses, Pillow shows what there is, as it always
-    did."""
+    """An end-of-image marker amid the codes makes simplejpeg refuse; Pillow decodes the rest, as it
+    always did."""
     data = bytearray(encode(picture(128, 128), restart_marker_blocks=2))
     start = read_header(bytes(data)).scan_offset
     data[start + 20 : start + 24] = b"\xff\xd9\xff\xd9"
@@ -168,7 +168,7 @@ def test_damage_in_the_window_is_left_to_full_decoding(decoder):
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("marker_blocks", [0, 2])
-def test_views_of_one_decoding_are_those_of_several_and_stand_in_their_rows(
+def test_views_from_one_decoding_equal_those_from_several(
     marker_blocks, interpolation, channels, decoder
 ):
     data = encode(picture(160, 128), restart_marker_blocks=marker_blocks)
@@ -216,9 +216,9 @@ def test_images_of_odd_shapes_are_decoded(width, height, form, decoder):
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
 @pytest.mark.parametrize("change", ["gone", "other arguments", "other pixels", "other scales"])
-def test_another_release_of_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
-    """The operator that resizes is none of torch's promises: it is compared with the public
-    function before it is used."""
+def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, monkeypatch, caplog):
+    """The operator that resizes is not part of torch's public interface, so it is compared with the
+    public function before it is used."""
     data = encode(picture(160, 128))
     window = (5, 3, 90, 70)
 
@@ -237,12 +237,12 @@ def test_another_release_of_torch_changes_no_pixels(change, interpolation, monke
     def inverted(image, size, corners, height=None, width=None, *, out):
         return theirs(image, size, corners, height and 1 / height, width and 1 / width, out=out)
 
-    others = {
+    operators = {
         "other arguments": lambda image, size: image,
         "other pixels": shifted,
         "other scales": inverted,
     }
-    changed = SimpleNamespace() if change == "gone" else SimpleNamespace(out=others[change])
+    changed = SimpleNamespace() if change == "gone" else SimpleNamespace(out=operators[change])
     monkeypatch.setattr(torch.ops.aten, f"_upsample_{interpolation}2d_aa", changed)
     decoding._resize_operator.cache_clear()
     try:
@@ -257,7 +257,7 @@ def test_another_release_of_torch_changes_no_pixels(change, interpolation, monke
 
 
 def test_the_operator_is_used_with_this_release_of_torch():
-    """Or all is right, and slow: see what has changed, and whether the plan of the centre's lines
-    still holds."""
+    """If this fails, the results are right but slow: find out what changed in torch, and whether
+    the plan of the centre's lines still holds."""
     assert decoding._resize_operator("bilinear") is not None
     assert decoding._resize_operator("bicubic") is not None

@@ -1,4 +1,4 @@
-"""Damaged shards, indexes and infos: each is named with its remedy, none is read as if sound."""
+"""Damaged shards, indexes and infos are reported with the remedy, and are never read as intact."""
 
 import hashlib
 import io
@@ -48,7 +48,7 @@ def test_truncation_anywhere_is_reported(tmp_path):
     )
     for end in ends:
         cut.write_bytes(data[:end])
-        # a whole sample and nothing more: the tar cannot tell
+        # A tar that ends after a whole sample looks complete.
         if first.offset + first.size <= end <= first.offset + 512:
             assert [s.key for s in scan_tar(cut)] == ["a"]
             continue
@@ -59,7 +59,7 @@ def test_truncation_anywhere_is_reported(tmp_path):
         assert scan_tar(cut) == whole
 
 
-def test_damage_inside_is_reported(tmp_path):
+def test_damage_inside_a_shard_is_reported(tmp_path):
     tar = write_tar(tmp_path / "train-00000.tar", [m for n in range(5) for m in pair(f"k{n}", n)])
     data = tar.read_bytes()
     samples = scan_tar(tar)
@@ -93,17 +93,18 @@ def test_damage_inside_is_reported(tmp_path):
         (pair("a", 1)[:1] + pair("b", 1, label="x"), "'a' has no .cls.*2 of 2 samples do not fit"),
     ],
 )
-def test_samples_at_fault_are_named(tmp_path, members, message):
+def test_invalid_samples_are_named(tmp_path, members, message):
     tar = write_tar(tmp_path / "train-00000.tar", members)
     with pytest.raises(ShardError, match=rf"train-00000\.tar: .*{message}"):
         scan_tar(tar)
 
 
 @pytest.mark.parametrize("num_neighbours", [0, 1])
-def test_members_that_tar_has_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
-    """`tar cf train-00000.tar *.jpg *.cls`; the last image and the first label may fit."""
+def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
+    """`tar cf train-00000.tar *.jpg *.cls` writes such a shard; its last image and its first label
+    may form a sample."""
     pairs = [pair(key, number) for number, key in enumerate("abc")]
-    images, labels = ([both[which] for both in pairs] for which in (0, 1))
+    images, labels = ([both[column] for both in pairs] for column in (0, 1))
     order = [*images, *labels] if not num_neighbours else [*images, *labels[::-1]]
     tar = write_tar(tmp_path / "train-00000.tar", order)
     with pytest.raises(ShardError) as caught:
@@ -170,14 +171,14 @@ def test_problems_name_file_and_remedy(root, damage, message):
         open_split(root, "train")
 
 
-def test_unknown_split_lists_the_known(root):
+def test_the_error_for_an_unknown_split_lists_the_splits(root):
     with pytest.raises(
         ShardError, match=r"no split 'trian'; there are train \(did you mean train\?\)"
     ):
         open_split(root, "trian")
 
 
-def test_all_shard_problems_at_once(root):
+def test_the_problems_of_all_shards_are_reported_at_once(root):
     (root / "train-00000.tar").unlink()
     with open(root / "train-00002.tar", "r+b") as tar:
         tar.truncate(5000)
@@ -222,7 +223,7 @@ def stale_rows(index: np.ndarray, **columns) -> np.ndarray:
         "other lengths",
     ],
 )
-def test_stale_index_is_rebuilt(root, spoil, caplog):
+def test_a_stale_index_is_rebuilt(root, spoil, caplog):
     path = root / "train.index.npy"
     before = path.read_bytes()
     spoil(path, np.load(path))
@@ -234,9 +235,9 @@ def test_stale_index_is_rebuilt(root, spoil, caplog):
     assert not list(root.glob(".*.tmp"))
 
 
-def test_index_that_cannot_be_written_stays_in_memory(root, caplog):
+def test_an_index_that_cannot_be_written_stays_in_memory(root, caplog):
     (root / "train.index.npy").unlink()
-    # root may write to any folder, but nobody renames a file onto a folder
+    # Not even root can rename a file onto a folder.
     (root / "train.index.npy").mkdir()
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
@@ -244,7 +245,7 @@ def test_index_that_cannot_be_written_stays_in_memory(root, caplog):
     assert not list(root.glob(".*.tmp"))
 
 
-def test_rebuilt_index_must_fit_info(root):
+def test_a_rebuilt_index_must_agree_with_the_info(root):
     (root / "train.index.npy").unlink()
     change_info(root, shard_lengths=[6, 4, 5])
     with pytest.raises(
@@ -257,7 +258,7 @@ def test_rebuilt_index_must_fit_info(root):
         open_split(root, "train")
 
 
-def test_shard_cut_while_in_use(root):
+def test_a_shard_truncated_while_in_use_is_reported(root):
     split = open_split(root, "train")
     os.truncate(root / "train-00001.tar", int(split.index["offset"][7]) + 3)
     assert split.read(6) == jpeg(6)
@@ -274,7 +275,7 @@ def test_shard_cut_while_in_use(root):
         split.read(10)
 
 
-def test_sidecar_of_others_is_not_overwritten(root):
+def test_a_sidecar_of_another_program_is_not_overwritten(root):
     (root / "train-00000.json").write_text('{"captions": []}')
     with pytest.raises(ShardError, match=r"train-00000\.json: not a sidecar of ours"):
         read_sidecar(root / "train-00000.tar")
@@ -311,22 +312,22 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
 
 
 @pytest.mark.parametrize(
-    ("field", "told"),
+    ("field", "message"),
     [("crc32c", "gave others than were indexed"), ("size", "found no image of this size there")],
     ids=["crc32c", "size"],
 )
-def test_a_damaged_index_can_be_deleted(root, field, told):
+def test_a_damaged_index_can_be_deleted(root, field, message):
     path = root / "train.index.npy"
     rows = np.load(path)
     rows[field][7] ^= 4
     np.save(path, rows)
-    with pytest.raises(ShardError, match=rf"{told}.*if it is the index that is damaged: delete"):
+    with pytest.raises(ShardError, match=rf"{message}.*if it is the index that is damaged: delete"):
         open_split(root, "train").read(7)
     path.unlink()
     assert open_split(root, "train").read(7) == jpeg(7)
 
 
-def test_a_label_out_of_range_in_the_index_alone(root):
+def test_a_label_out_of_range_in_the_index_is_reported(root):
     path = root / "train.index.npy"
     rows = np.load(path)
     rows["label"][7] ^= 1 << 20
@@ -339,8 +340,8 @@ def test_a_label_out_of_range_in_the_index_alone(root):
     assert open_split(root, "train").index["label"].tolist() == [n % 4 for n in range(15)]
 
 
-def test_what_is_right_the_second_time_is_read_and_reported(root, monkeypatch, caplog):
-    """The first answer of a network file system, say, is wrong; the disk is right."""
+def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeypatch, caplog):
+    """A network file system may return wrong bytes once, although the disk is right."""
     split = open_split(root, "train")
     tar = root / "train-00001.tar"
     offset = int(split.index["offset"][7])
@@ -360,7 +361,8 @@ def test_what_is_right_the_second_time_is_read_and_reported(root, monkeypatch, c
 
 
 def written_by_an_earlier_version(root: Path) -> bytes:
-    """Replace the index by the one that the code before checksums wrote; returns its bytes now."""
+    """Replace the index by one in the format before checksums; return the bytes of the current
+    one."""
     path = root / "train.index.npy"
     before = path.read_bytes()
     rows = np.load(path)
@@ -370,7 +372,7 @@ def written_by_an_earlier_version(root: Path) -> bytes:
     return before
 
 
-def test_an_index_of_an_earlier_version_is_made_again_with_checksums(root, caplog):
+def test_an_index_of_an_earlier_version_is_rebuilt_with_checksums(root, caplog):
     expected = written_by_an_earlier_version(root)
     split = open_split(root, "train")
     assert (
@@ -381,16 +383,18 @@ def test_an_index_of_an_earlier_version_is_made_again_with_checksums(root, caplo
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
 
 
-def test_where_it_cannot_be_written_it_is_read_as_it_is(root, caplog, monkeypatch):
+def test_an_index_of_an_earlier_version_is_used_if_it_cannot_be_rewritten(
+    root, caplog, monkeypatch
+):
     written_by_an_earlier_version(root)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to any folder
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert "without checksums of images: they are not compared" in caplog.text
     assert split.index.dtype == UNCHECKED_DTYPE
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
 
 
-def test_a_checksum_is_not_taken_of_a_shard_that_is_not_the_recorded_one(root):
+def test_no_checksum_is_computed_of_a_replaced_shard(root):
     flip_a_bit(root / "train-00001.tar", 700)
     (root / "train.index.npy").unlink()
     with pytest.raises(
@@ -401,26 +405,26 @@ def test_a_checksum_is_not_taken_of_a_shard_that_is_not_the_recorded_one(root):
 
 
 def test_one_flipped_bit_in_the_header_of_an_index_never_gives_a_stack_trace(root, caplog):
-    """numpy parses a header as Python, and answers with what Python's parser raises."""
+    """numpy parses a header with Python's parser, whose errors it does not catch."""
     path = root / "train.index.npy"
     whole = path.read_bytes()
     for bit in range(0, 8 * (len(whole) - 15 * INDEX_DTYPE.itemsize), 3):
         flipped = bytearray(whole)
         flipped[bit // 8] ^= 1 << bit % 8
         path.write_bytes(flipped)
-        told = "right"
+        outcome = "right"
         try:
             rows = open_index(path)
-            # `_info.json` knows the number, too
+            # `_info.json` also states the number.
             is_right = len(rows) != 15 or np.array_equal(rows, np.load(io.BytesIO(whole)))
         except ValueError as error:
-            told = str(error)
+            outcome = str(error)
             is_right = False
-        assert is_right or re.search("damaged|another format|cut off", told), (bit, told)
+        assert is_right or re.search("damaged|another format|cut off", outcome), (bit, outcome)
 
 
-def test_checks_of_an_index_need_no_memory_of_their_own(tmp_path):
-    """One of a thousand million samples would need 133 GB on each rank, looked at as a whole."""
+def test_checking_an_index_needs_little_memory(tmp_path):
+    """Checking a billion samples at once would need 133 GB on each rank."""
     rows = np.zeros(1000, INDEX_DTYPE)
     rows["offset"] = np.arange(1000) * 2048 + 512
     rows["size"] = 1000
@@ -437,7 +441,7 @@ def test_checks_of_an_index_need_no_memory_of_their_own(tmp_path):
     assert used_bytes < index.nbytes / 50
 
 
-def test_what_identifies_the_samples_is_what_it_was_before_they_had_checksums(root):
+def test_checksums_do_not_change_the_identity_of_a_split(root):
     before = open_split(root, "train")
     identity = index_sha256(before.index, before.lengths)
     written_by_an_earlier_version(root)

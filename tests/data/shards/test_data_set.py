@@ -1,5 +1,4 @@
-"""The format of shards: what the scanner and the reader see is what tarfile, webdataset and timm
-see, and damage is reported."""
+"""The scanner and the reader of shards find the samples that tarfile, webdataset and timm find."""
 
 import io
 import json
@@ -24,7 +23,7 @@ from vit.data.shards.tar import INDEX_DTYPE, scan_tar, survey_tar
 from vit.system.files import ShardError
 
 
-def test_reads_what_was_written(root):
+def test_written_samples_are_read_back(root):
     split = open_split(root, "train")
     assert (split.num_samples, split.num_classes, split.class_names) == (15, 4, list("abcd"))
     assert split.index.dtype == INDEX_DTYPE
@@ -39,8 +38,8 @@ def test_reads_what_was_written(root):
         split.read(15)
 
 
-def test_of_a_host_one_process_looks_at_the_shards_of_a_folder(root):
-    """Thousands of ranks would ask a shared file system for each shard otherwise."""
+def test_one_process_of_a_host_checks_the_shards_of_a_folder(root):
+    """Otherwise thousands of ranks would access each shard on a shared file system."""
     path = root / open_split(root, "train").filenames[1]
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(ShardError, match="512 bytes, expected"):
@@ -53,7 +52,7 @@ def test_of_a_host_one_process_looks_at_the_shards_of_a_folder(root):
         open_split(root, "train", root / "cache", is_checked=True)
 
 
-def test_offsets_are_tarfiles_and_dalis(root):
+def test_offsets_equal_those_of_tarfile_and_dali(root):
     split = open_split(root, "train")
     for shard, name in enumerate(split.filenames):
         rows = split.index[shard * PER_SHARD : (shard + 1) * PER_SHARD]
@@ -70,7 +69,7 @@ def test_offsets_are_tarfiles_and_dalis(root):
         ]
 
 
-def test_webdataset_and_timm_see_the_same(root):
+def test_webdataset_and_timm_read_the_same_samples(root):
     from timm.data import create_dataset
 
     split = open_split(root, "train")
@@ -88,9 +87,9 @@ def test_webdataset_and_timm_see_the_same(root):
 
 
 @pytest.mark.parametrize("format", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_long_and_foreign_names(tmp_path, format):
-    """Other writers use folders, capital extensions, further members, and names that need a header
-    of their own."""
+def test_long_names_and_members_of_other_writers_are_read(tmp_path, format):
+    """Other writers use folders, upper-case suffixes, additional members, and names that need a
+    separate header."""
     long = "n01/" + "x" * (90 if format == tarfile.USTAR_FORMAT else 150)
     members = [
         *pair("./dir.d/a", 1, ext="JPEG"),
@@ -117,14 +116,14 @@ def test_long_and_foreign_names(tmp_path, format):
             }
         }
     }
-    (tmp_path / "_info.json").write_text(json.dumps(info))  # timm's own keys and no others
+    (tmp_path / "_info.json").write_text(json.dumps(info))  # only the keys that timm writes
     split = open_split(tmp_path, "train")
     assert [split.key(i) for i in range(2)] == ["./dir.d/a", long]
     assert split.num_classes == 3
     assert split.class_names == []
 
 
-def test_a_split_is_a_sequence_of_images_and_labels_to_look_at(root):
+def test_a_split_is_a_sequence_of_images_and_labels(root):
     split = open_split(root, "train")
     assert len(split) == split.num_samples == 15
     image, label = split[3]
@@ -140,7 +139,7 @@ def test_a_split_is_a_sequence_of_images_and_labels_to_look_at(root):
     assert len(list(split)) == 15
 
 
-def test_travels_to_workers_by_pickle_fork_and_threads(root):
+def test_a_split_works_after_pickle_and_fork_and_in_threads(root):
     split = open_split(root, "train")
     expected = [split.read(i) for i in range(15)]
     state = pickle.dumps(split)
@@ -168,7 +167,7 @@ def test_travels_to_workers_by_pickle_fork_and_threads(root):
     assert len(os.listdir("/proc/self/fd")) == num_open - NUM_SHARDS
 
 
-def test_more_shards_than_descriptors(root):
+def test_more_shards_than_descriptors_can_be_read(root):
     names = [f"many-{k:05d}.tar" for k in range(40)]
     for name in names:
         os.link(root / "train-00000.tar", root / name)
@@ -189,10 +188,10 @@ def test_more_shards_than_descriptors(root):
     subprocess.run([sys.executable, "-c", code, root], check=True)
 
 
-# ---- what does not fit ---------------------------------------------------------------------------
+# ---- unusual members -----------------------------------------------------------------------------
 
 
-def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known(tmp_path):
+def test_unfit_samples_are_listed_and_skipped_only_if_they_are_named(tmp_path):
     image = jpeg(0)
     members = [
         ("a.jpg", image),
@@ -212,15 +211,15 @@ def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known
         ("README", b"x"),
     ]
     tar = write_tar(tmp_path / "train-00000.tar", members)
-    found = survey_tar(tar)
-    assert [sample.key for sample in found.samples] == ["a", "d"]
-    assert [(sample.key, sample.name) for sample in found.unfit] == [
+    survey = survey_tar(tar)
+    assert [sample.key for sample in survey.samples] == ["a", "d"]
+    assert [(sample.key, sample.name) for sample in survey.unfit] == [
         ("b", "b.jpg"),
         ("c", "c.jpg"),
         ("e", "e.jpg"),
         ("f", "f.jpg"),
     ]
-    assert found.passed_over == {"a file without key and suffix": 1}
+    assert survey.passed_over == {"a file without key and suffix": 1}
     with pytest.raises(
         ShardError,
         match=(
@@ -229,12 +228,12 @@ def test_samples_that_do_not_fit_are_listed_and_passed_over_where_they_are_known
         ),
     ):
         scan_tar(tar)
-    assert scan_tar(tar, left_out=[sample.offset for sample in found.unfit]) == found.samples
+    assert scan_tar(tar, left_out=[sample.offset for sample in survey.unfit]) == survey.samples
     with pytest.raises(ShardError, match="sample 'b'"):
-        scan_tar(tar, left_out=[sample.offset for sample in found.unfit[1:]])
+        scan_tar(tar, left_out=[sample.offset for sample in survey.unfit[1:]])
 
 
-def test_hard_linked_pairs_do_not_vanish(tmp_path):
+def test_hard_linked_files_are_read(tmp_path):
     with tarfile.open(tmp_path / "train-00000.tar", "w") as tar:
         for name, data in (("a.jpg", jpeg(0)), ("a.cls", b"1")):
             member = tarfile.TarInfo(name)
@@ -252,7 +251,7 @@ def test_hard_linked_pairs_do_not_vanish(tmp_path):
         scan_tar(tmp_path / "train-00000.tar")
 
 
-def test_links_next_to_the_files_of_a_sample_are_no_reason_to_refuse_it(tmp_path):
+def test_links_beside_the_files_of_a_sample_are_ignored(tmp_path):
     write_tar(tmp_path / "train-00000.tar", pair("a", 1))
     with tarfile.open(tmp_path / "train-00000.tar", "a") as tar:
         for _ in range(2):
@@ -265,8 +264,8 @@ def test_links_next_to_the_files_of_a_sample_are_no_reason_to_refuse_it(tmp_path
 
 @pytest.mark.parametrize("name", ["\u00e9t\u00e9/\u00e7a", "\u732b/0", "x" * 150])
 def test_keys_of_pax_names_are_complete(tmp_path, name):
-    """Python's tarfile writes '?' for what is not ASCII, and the name itself into a header
-    before."""
+    """Python's tarfile writes '?' for a letter that is not ASCII, and the real name into an earlier
+    header."""
     pairs = [member for key in (name, f"{name}2") for member in pair(key, 0)]
     write_tar(tmp_path / "train-00000.tar", pairs, format=tarfile.PAX_FORMAT)
     described = SplitInfo(["train-00000.tar"], [2], [None], [None])

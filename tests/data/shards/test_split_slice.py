@@ -1,4 +1,5 @@
-"""Parts of a split, as `train[:99%]`: each sample once, and read as the whole split has it."""
+"""Parts of a split such as `train[:99%]` contain each sample once and read it as the whole split
+does."""
 
 from __future__ import annotations
 
@@ -23,17 +24,17 @@ from vit.system.hashing import fold
 
 
 def sorted_by_class(num: int) -> Split:
-    """A split of ten classes, one after the other, in one shard that is never read."""
+    """Return a split of ten classes, one after another, in one shard that is never read."""
     index = np.zeros(num, INDEX_DTYPE)
     index["label"] = np.arange(num) * 10 // num
     return Split("nowhere", "train", ["train-0.tar"], [num], index, 10, [])
 
 
 @given(num=st.integers(1, 300), cuts=st.lists(st.integers(0, 1000), max_size=3))
-def test_parts_that_meet_have_each_sample_once(num, cuts):
+def test_adjacent_parts_contain_each_sample_once(num, cuts):
     whole = sorted_by_class(num)
     bounds = sorted({0, 1000, *cuts})
-    found = []
+    numbers = []
     for start, stop in pairwise(bounds):
         name = f"train[{start / 10}%:{stop / 10}%]"
         size = part_size(name, num)
@@ -43,23 +44,23 @@ def test_parts_that_meet_have_each_sample_once(num, cuts):
             continue
         part = SplitSlice(whole, name)
         assert part.num_samples == len(part) == size
-        assert (np.diff(part.numbers.astype(int)) > 0).all(), "neighbours stay neighbours"
-        found += part.numbers.tolist()
-    assert sorted(found) == list(range(num))
+        assert (np.diff(part.numbers.astype(int)) > 0).all(), "a part must keep the order"
+        numbers += part.numbers.tolist()
+    assert sorted(numbers) == list(range(num))
 
 
-def test_a_twentieth_is_by_the_hash_and_has_all_classes():
+def test_a_twentieth_is_chosen_by_a_hash_and_contains_all_classes():
     whole = sorted_by_class(4_000)
     part = SplitSlice(whole, "train[95%:]")
     by_hash = sorted(range(4_000), key=lambda number: int(fold(number, 1)))
     assert part.numbers.tolist() == sorted(by_hash[3_800:])
     counts = np.bincount(part.index["label"], minlength=10)
     assert counts.sum() == 200
-    assert counts.min() >= 8, "20 of each are expected, with a deviation of 4.2"
+    assert counts.min() >= 8, "20 samples per class are expected, with a standard deviation of 4.2"
     assert SplitSlice(whole, "train[:95%]").num_samples == part_size("train[:95%]", 4_000) == 3_800
 
 
-def test_no_seed_of_subsets_draws_as_parts_do():
+def test_subsets_of_any_seed_are_independent_of_parts():
     whole = sorted_by_class(4_000)
     part = set(SplitSlice(whole, "train[:10%]").numbers.tolist())
     for seed in range(101):
@@ -67,7 +68,7 @@ def test_no_seed_of_subsets_draws_as_parts_do():
         assert abs(len(part.intersection(subset)) - 40) <= 28, f"{seed}: five deviations of 5.7"
 
 
-def test_a_part_of_many_samples_keeps_their_numbers_only():
+def test_a_part_of_many_samples_stores_only_their_numbers():
     num = 1 << 21
     split = sorted_by_class(num)
     tracemalloc.start()
@@ -78,7 +79,7 @@ def test_a_part_of_many_samples_keeps_their_numbers_only():
     assert peak_bytes / num < 28
 
 
-def test_what_is_read_is_what_the_whole_split_has(shards):
+def test_a_part_reads_the_samples_of_the_whole_split(shards):
     data = DataConfig(root=str(shards), train_split="train[:80%]")
     whole = open_split(data, "train")
     part = pickle.loads(pickle.dumps(open_split(data, "train[80%:]")))
@@ -110,7 +111,7 @@ def test_a_part_may_be_chosen_from(shards, tmp_path):
 @pytest.mark.parametrize(
     "name", ["train[99%]", "train[:9]", "train[99%:1%]", "[:9%]", "train[:101%]", "train[:1.2.3%]"]
 )
-def test_what_is_no_part_is_one_line(name):
+def test_an_invalid_part_is_an_error_of_one_line(name):
     with pytest.raises(ShardError, match=r"expected a part as train\[:99%\]"):
         parse_name(name)
 

@@ -1,4 +1,4 @@
-"""Shards on servers, for the tests of this folder."""
+"""Fixtures of shards on servers, for the tests of this folder."""
 
 from __future__ import annotations
 

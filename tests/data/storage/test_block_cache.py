@@ -1,5 +1,5 @@
-"""A cache that jobs and users share: who holds a lock for ever, who has the smaller limit, who is
-of another group, where it is."""
+"""A cache of blocks that jobs and users share: locks, limits, permissions, and the default
+folder."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def blocks(folder: Path) -> int:
 
 
 def other_process(code: str, *arguments: object) -> subprocess.Popen:
-    """Python that prints a line when it is where it should be."""
+    """Start Python with `code`, and wait for the line that it prints when it is ready."""
     env = {**environment(), "PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, "-c", code, *map(str, arguments)]
     process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
@@ -67,8 +67,8 @@ else:
 """
 
 
-def test_threads_that_find_a_full_disk_at_once_tell_it_once(folder, caplog, monkeypatch):
-    """Writing a line takes a moment, in which the others come."""
+def test_threads_that_find_a_full_disk_together_report_it_once(folder, caplog, monkeypatch):
+    """The log is slowed down, so that all threads arrive while the first writes its line."""
     slow = logging.Filter()
     monkeypatch.setattr(slow, "filter", lambda _: time.sleep(0.1) or True)
     block_cache.log.addFilter(slow)
@@ -90,37 +90,38 @@ def test_threads_that_find_a_full_disk_at_once_tell_it_once(folder, caplog, monk
     ]
 
 
-@pytest.mark.parametrize("what", ["block", "count"])
-def test_a_stopped_process_that_holds_a_lock_holds_up_nobody_for_long(
-    what, folder, caplog, monkeypatch
+@pytest.mark.parametrize("locked", ["block", "count"])
+def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
+    locked, folder, caplog, monkeypatch
 ):
-    """Suspended by Slurm, or in an access to a mount that is away. The block is fetched, used and
-    not kept, and that is reported once."""
+    """Slurm may suspend a process, or it may hang in an access to an absent mount. Other processes
+    fetch and use the block without keeping it, and report that once."""
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 0.5)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.2)
-    holder = other_process(HOLDS, folder, what)
+    holder = other_process(HOLDS, folder, locked)
     os.kill(holder.pid, signal.SIGSTOP)
     try:
         cache = BlockCache(folder, 1)
         began_s = time.monotonic()
         for _ in range(20):
             assert cache.fetch("set/0.block", block()) == b"x" * 1000
-        assert 0.5 < time.monotonic() - began_s < 8, "waited for once, not each time"
+        assert 0.5 < time.monotonic() - began_s < 8, "only the first access may wait"
         assert not blocks(folder)
-        where = "0.block.part" if what == "block" else "used_bytes"
+        file_name = "0.block.part" if locked == "block" else "used_bytes"
         assert re.search(
-            rf"{where}: locked by process {holder.pid}, stopped; waiting for up to 0 s", caplog.text
+            rf"{file_name}: locked by process {holder.pid}, stopped; waiting for up to 0 s",
+            caplog.text,
         ), caplog.text
-        reason = rf"{where} is locked by process {holder.pid}, stopped"
-        told = re.findall(
+        reason = rf"{file_name} is locked by process {holder.pid}, stopped"
+        reports = re.findall(
             rf"cannot be written \({reason}\); blocks are used and not kept", caplog.text
         )
-        assert len(told) == 1
+        assert len(reports) == 1
     finally:
         holder.kill()
         holder.wait()
     assert cache.fetch("set/0.block", block()) == b"x" * 1000
-    assert blocks(folder) == 1, "kept again, now that nobody holds it"
+    assert blocks(folder) == 1, "blocks must be kept again once the lock is free"
     assert cache.fetch("set/0.block", block()) is None
 
 
@@ -135,7 +136,7 @@ time.sleep(600)
 """
 
 
-def test_a_smaller_limit_takes_nothing_from_a_job_with_a_larger_one(folder):
+def test_a_job_with_a_smaller_limit_removes_no_blocks_of_a_larger_one(folder):
     larger = BlockCache(folder, 100_000 / GIB)
     smaller = BlockCache(folder, 3000 / GIB)
     for n in range(40):
@@ -143,10 +144,10 @@ def test_a_smaller_limit_takes_nothing_from_a_job_with_a_larger_one(folder):
     assert smaller.fetch("b/0.block", block()) is not None
     assert blocks(folder) == 41
     assert smaller.fetch("b/1.block", block(num_bytes=4000)) is not None
-    assert not (folder / "b" / "1.block").exists(), "larger than its limit"
+    assert not (folder / "b" / "1.block").exists(), "the block exceeds the job's limit"
 
 
-def test_the_limit_of_a_job_counts_for_as_long_as_it_lives(folder):
+def test_the_limit_of_a_job_counts_until_the_job_ends(folder):
     smaller = BlockCache(folder, 3500 / GIB)
     other = other_process(HAS_LIMIT, folder, 100_000)
     for n in range(10):
@@ -159,7 +160,7 @@ def test_the_limit_of_a_job_counts_for_as_long_as_it_lives(folder):
     assert [path.name for path in folder.glob("limit.*")] == ["limit.3500"]
 
 
-def test_who_says_no_limit_takes_at_most_50_gib_and_half_of_the_disk(folder):
+def test_the_default_limit_is_50_gib_or_half_of_the_free_disk(folder):
     free = os.statvfs(folder.parent)
     assert BlockCache(folder).limit_bytes == pytest.approx(
         min(50 * GIB, free.f_bavail * free.f_frsize // 2), rel=0.05
@@ -172,11 +173,11 @@ root_only = pytest.mark.skipif(os.geteuid() != 0, reason="takes other users' ids
 
 
 def as_user(user: int, group: int, function: Callable[[], None]) -> str:
-    """What `function` raises in a process of another user, "" if nothing."""
+    """Call `function` in a process of another user; return its error, "" if it succeeds."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        said = ""
+        problem = ""
         try:
             os.setgroups([group])
             os.setresgid(group, group, group)
@@ -184,8 +185,8 @@ def as_user(user: int, group: int, function: Callable[[], None]) -> str:
             os.umask(0o022)
             function()
         except BaseException as error:
-            said = f"{type(error).__name__}: {error}"
-        os.write(writing, said.encode())
+            problem = f"{type(error).__name__}: {error}"
+        os.write(writing, problem.encode())
         os._exit(0)
     os.close(writing)
     os.waitpid(pid, 0)
@@ -195,14 +196,14 @@ def as_user(user: int, group: int, function: Callable[[], None]) -> str:
 
 @pytest.fixture
 def open_to_all(tmp_path) -> Path:
-    """A folder that every user gets to."""
+    """Return a folder that every user can enter."""
     for parent in (tmp_path, *tmp_path.parents):
         if parent != Path("/") and not parent.stat().st_mode & stat.S_IXOTH:
             parent.chmod(parent.stat().st_mode | stat.S_IXOTH)
     return tmp_path
 
 
-def test_a_cache_is_its_users_alone(folder):
+def test_only_its_user_can_read_a_new_cache(folder):
     BlockCache(folder, 1).fetch("set/0.block", block())
     for path in (folder, *folder.rglob("*")):
         assert not path.stat().st_mode & 0o077, path
@@ -229,15 +230,15 @@ def test_a_group_shares_a_cache_in_a_folder_that_it_may_write(open_to_all):
 
     assert as_user(1001, 4242, fetches(b"a", 7)) == ""
     assert as_user(1002, 4242, fetches(b"b", 7)) == "", (
-        "the second counts, reads and removes what the first has written"
+        "the second user must count, read and remove the first user's blocks"
     )
-    said = as_user(1003, 4243, fetches(b"c", 7))
-    assert "cannot hold a cache of shards (Permission denied); choose a folder" in said
+    problem = as_user(1003, 4243, fetches(b"c", 7))
+    assert "cannot hold a cache of shards (Permission denied); choose a folder" in problem
 
 
 @root_only
 @pytest.mark.parametrize("kind", ["link", "hard link", "foreign file"])
-def test_what_another_user_has_put_there_is_not_written_to(kind, open_to_all, caplog):
+def test_files_of_another_user_are_not_written_to(kind, open_to_all, caplog):
     folder = open_to_all / "shared"
     victim = open_to_all / "victim"
     folder.mkdir()
@@ -259,14 +260,16 @@ def test_what_another_user_has_put_there_is_not_written_to(kind, open_to_all, ca
 
     def fetch() -> None:
         cache = BlockCache(folder, 1)
-        assert cache.fetch("set/0.block", block()) == b"x" * 1000, "it is used and not kept"
+        assert cache.fetch("set/0.block", block()) == b"x" * 1000, (
+            "the block must be used but not kept"
+        )
         assert not (folder / "set" / "0.block").exists()
 
     assert as_user(1001, 4242, fetch) == ""
     assert victim.read_bytes() == b"precious"
 
 
-def test_a_folder_that_everybody_may_write_is_refused(folder):
+def test_a_world_writable_folder_is_refused(folder):
     folder.mkdir()
     folder.chmod(0o777)
     with pytest.raises(
@@ -279,12 +282,12 @@ def test_a_folder_that_everybody_may_write_is_refused(folder):
         BlockCache(folder, 1)
 
 
-# ---- where ---------------------------------------------------------------------------------------
+# ---- the default folder --------------------------------------------------------------------------
 
 
 def mounts(root: Path, **kinds: str) -> Path:
-    """A folder whose `proc` says that everything on this disk is of these kinds, by folder (- for
-    all)."""
+    """Return a root folder with a `proc` that lists mounts of these kinds by folder (`all` for the
+    rest)."""
     (root / "proc" / "self").mkdir(parents=True)
     device = os.stat(root).st_dev
     lines = [
@@ -296,7 +299,7 @@ def mounts(root: Path, **kinds: str) -> Path:
     return root
 
 
-def test_the_default_is_on_a_disk_of_the_machine(tmp_path, monkeypatch):
+def test_the_default_folder_is_on_a_local_disk(tmp_path, monkeypatch):
     for name in ("SLURM_TMPDIR", "TMPDIR"):
         monkeypatch.delenv(name, raising=False)
     home = tmp_path / "home"
@@ -319,10 +322,12 @@ def test_the_default_is_on_a_disk_of_the_machine(tmp_path, monkeypatch):
         )
         with pytest.raises(ShardError, match=named):
             default_folder(both)
-    assert default_folder(tmp_path) == node / f"vit-{os.getuid()}", "where the system says nothing"
+    assert default_folder(tmp_path) == node / f"vit-{os.getuid()}", (
+        "without /proc the first candidate is taken"
+    )
 
 
-def test_the_kernel_names_the_file_systems_of_this_machine(tmp_path):
+def test_file_systems_are_read_from_the_kernel(tmp_path):
     described = subprocess.run(
         ["stat", "--file-system", "--format=%T", tmp_path], capture_output=True, text=True
     ).stdout.strip()
@@ -333,7 +338,7 @@ def test_the_kernel_names_the_file_systems_of_this_machine(tmp_path):
     assert not is_shared(kind)
 
 
-def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch):
+def test_waiting_for_a_lock_continues_while_its_part_grows(folder, monkeypatch):
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 1.0)
     folder.mkdir()
     with locked_part(folder / "index") as part:
@@ -350,7 +355,7 @@ def test_a_lock_is_waited_for_for_as_long_as_its_part_grows(folder, monkeypatch)
     assert os.waitpid(pid, 0)[1] == 0
 
 
-def test_who_waits_for_a_lock_says_so_again(folder, monkeypatch, caplog):
+def test_waiting_for_a_lock_is_reported_repeatedly(folder, monkeypatch, caplog):
     monkeypatch.setattr(file_lock, "LOCK_WAIT_S", 1.0)
     monkeypatch.setattr(file_lock, "WARN_AFTER_S", 0.05)
     monkeypatch.setattr(file_lock, "WARN_AGAIN_S", 0.1)

@@ -1,5 +1,5 @@
-"""One reader for the web, against a server with each of the faults that servers have. (Limits of
-time are real, and small.)"""
+"""The web reader against a server with each fault that servers have. The time limits are real, but
+small."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from vit.system.retry import NUM_REFUSALS, RetryPolicy
 DATA = random.Random(0).randbytes(300_000)
 PATIENT = RetryPolicy(60.0, 0.01, 0.05)
 QUICK = RetryPolicy(1.0, 0.01, 0.05)
-"""For what stays wrong."""
+"""A short retry policy, for faults that do not pass."""
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def version(folder) -> Version:
 
 @contextmanager
 def running(program: str) -> Iterator[subprocess.Popen]:
-    """A process of its own, killed at the end."""
+    """Run a program in a separate process, and kill it at the end."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [sys.executable, "-c", program], cwd=Path(__file__).parents[2] / "helpers", **pipes
@@ -61,22 +61,20 @@ def running(program: str) -> Iterator[subprocess.Popen]:
 
 def ranges(web: WebServer) -> list[str]:
     return [
-        wanted.removeprefix("bytes=")
-        for _, _, wanted in web.requests
-        if wanted and wanted != "bytes=0-0"
+        byte_range.removeprefix("bytes=")
+        for _, _, byte_range in web.requests
+        if byte_range and byte_range != "bytes=0-0"
     ]
 
 
-def test_a_misspelt_host_is_reported_soon_and_one_whose_name_is_lost_in_mid_run_is_waited_for(
-    web, monkeypatch
-):
+def test_an_unknown_host_is_an_error_at_the_start_and_is_retried_in_mid_run(web, monkeypatch):
     def unknown(*arguments, **options):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     retry = RetryPolicy(60.0, 0.001, 0.001)
     was_there = WebFolder(web.url.replace("127.0.0.1", "localhost"), QUICK)
     version = was_there.stat("set/a.tar")
-    http_request.pool.cache_clear()  # no connection is left open
+    http_request.pool.cache_clear()  # closes the open connections
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(
         ShardError,
@@ -90,7 +88,7 @@ def test_a_misspelt_host_is_reported_soon_and_one_whose_name_is_lost_in_mid_run_
         was_there.read("set/a.tar", 0, 10, version)
 
 
-def test_a_closed_port_ends_a_start_and_no_run():
+def test_a_closed_port_is_an_error_at_the_start_and_is_retried_in_mid_run():
     with WebServer({"/a.tar": DATA}) as server:
         url = server.url
     retry = RetryPolicy(60.0, 0.001, 0.001)
@@ -114,11 +112,11 @@ def test_https_at_a_port_of_http_is_reported_at_once(web):
         WebFolder(f"{url}/set", RetryPolicy(60.0)).stat("a.tar")
 
 
-# ---- what passes ---------------------------------------------------------------------------------
+# ---- faults that pass ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("date", [False, True])
-def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
+def test_retries_wait_for_as_long_as_the_server_asks(date, web, version):
     web.statuses = [429]
     web.retry_after = formatdate(time.time() + 2, usegmt=True) if date else "1"
     start_s = time.monotonic()
@@ -127,12 +125,12 @@ def test_a_server_is_left_alone_for_as_long_as_it_asks(date, web, version):
     assert len(ranges(web)) == 2
 
 
-def test_a_server_that_is_away_for_many_pauses(web, folder, version):
+def test_an_outage_of_many_pauses_is_survived(web, folder, version):
     web.away_until_s = time.monotonic() + 0.6
     assert folder.read("a.tar", 5, 10, version) == DATA[5:10]
 
 
-def test_what_came_before_a_cut_does_not_come_again(web, folder, version):
+def test_bytes_received_before_a_cut_are_not_requested_again(web, folder, version):
     web.cuts = [100_000, 0, 50_000, 1]
     assert folder.read("a.tar", 1000, 300_000, version) == DATA[1000:]
     assert ranges(web) == [
@@ -140,7 +138,7 @@ def test_what_came_before_a_cut_does_not_come_again(web, folder, version):
     ]
 
 
-def test_a_silent_server_is_left_for_another_connection(web, folder, version, monkeypatch):
+def test_a_silent_connection_is_replaced(web, folder, version, monkeypatch):
     monkeypatch.setattr(http, "SILENCE_S", 0.5)
     web.hang_after = 100_000
     assert folder.read("a.tar", 0, 300_000, version) == DATA
@@ -148,26 +146,26 @@ def test_a_silent_server_is_left_for_another_connection(web, folder, version, mo
     assert ranges(web)[:3] == ["0-299999", "100000-299999", "200000-299999"]
 
 
-def test_a_slow_transfer_goes_on_over_several_attempts(web, folder, version, monkeypatch):
-    """As 8 MB below 70 kB/s in attempts of 120 s, scaled down: each attempt brings a part, and none
-    is thrown away."""
+def test_a_slow_transfer_continues_over_several_attempts(web, folder, version, monkeypatch):
+    """The test scales down 8 MB below 70 kB/s in attempts of 120 s: each attempt gets a part, and
+    no part is discarded."""
     monkeypatch.setattr(http, "ATTEMPT_S", 0.5)
     web.drip = (10_000, 0.05)
     assert folder.read("a.tar", 0, 300_000, version) == DATA
-    starts = [int(wanted.partition("-")[0]) for wanted in ranges(web)]
+    starts = [int(byte_range.partition("-")[0]) for byte_range in ranges(web)]
     assert len(starts) > 2
     assert all(after - before >= 10_000 for before, after in pairwise(starts))
 
 
-def test_what_is_slower_than_a_byte_now_and_then_ends(web, version, monkeypatch):
+def test_a_transfer_that_is_too_slow_is_an_error(web, version, monkeypatch):
     monkeypatch.setattr(http, "ATTEMPT_S", 0.1)
     web.drip = (1, 0.05)
     with pytest.raises(ShardError, match=r"a.tar: only \d+ bytes came in \d+ s; check the network"):
         WebFolder(f"{web.url}/set", RetryPolicy(0.5, 0.01, 0.05)).read("a.tar", 0, 300_000, version)
 
 
-def test_a_process_that_was_suspended_goes_on(web, version, monkeypatch):
-    """For longer than patience lasts, in a pause of a transfer."""
+def test_a_suspended_process_continues_its_transfer(web, version, monkeypatch):
+    """It is suspended during a pause of a transfer, for longer than its retry limit."""
     monkeypatch.setattr(http, "CONNECT_S", 0.2)
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     naps = [1.3]
@@ -182,7 +180,7 @@ def test_a_process_that_was_suspended_goes_on(web, version, monkeypatch):
         assert b"".join(iter(file.read1, b"")) == DATA
 
 
-def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
+def test_a_wrong_range_is_rejected_and_requested_again(web, folder, version):
     web.wrong_ranges = 3
     assert folder.read("a.tar", 1000, 2000, version) == DATA[1000:2000]
     assert len(ranges(web)) == 4
@@ -195,16 +193,16 @@ def test_a_wrong_range_is_asked_for_again_and_never_taken(web, folder, version):
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("wanted", [1, 1000])
-def test_an_endless_answer_is_read_to_the_byte_that_was_asked_for(wanted, web, folder, version):
+@pytest.mark.parametrize("num_bytes", [1, 1000])
+def test_an_endless_response_is_read_only_to_the_requested_byte(num_bytes, web, folder, version):
     web.endless = True
-    assert folder.read("a.tar", 0, wanted, version) == DATA[:wanted]
+    assert folder.read("a.tar", 0, num_bytes, version) == DATA[:num_bytes]
     assert folder.stat("a.tar") == version
     web.endless = False
 
 
-def test_a_server_that_is_stopped_and_goes_on(monkeypatch):
-    """SIGSTOP: its kernel takes a few connections, and nobody answers."""
+def test_a_stopped_server_that_continues_is_survived(monkeypatch):
+    """After SIGSTOP the server's kernel still accepts a few connections, but no process answers."""
     program = (
         "import sys, servers; s = servers.WebServer({'/a': b'x' * 1000}); print(s.url, flush=True);"
         " s.__enter__(); sys.stdin.read()"
@@ -223,8 +221,8 @@ def test_a_server_that_is_stopped_and_goes_on(monkeypatch):
         assert folder.read("a", 0, 10, version) == b"x" * 10
 
 
-def test_faults_together(web, folder, version, monkeypatch):
-    """Refusals, wrong ranges, cuts and silence in one transfer, again and again."""
+def test_many_faults_in_one_transfer_are_survived(web, folder, version, monkeypatch):
+    """The server repeats refusals, wrong ranges, cuts and silence during one transfer."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     rng = random.Random(1)
     for _ in range(5):
@@ -235,12 +233,12 @@ def test_faults_together(web, folder, version, monkeypatch):
         assert folder.read("a.tar", 7, 300_000, version) == DATA[7:]
 
 
-# ---- what does not -------------------------------------------------------------------------------
+# ---- faults that do not pass ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 400])
-def test_a_refusal_ends_the_start_at_once_and_passes_in_mid_run(status, web, folder, version):
-    """A token that has just run out, a store that has not seen the file yet."""
+def test_a_refusal_is_an_error_at_the_start_and_is_retried_in_mid_run(status, web, folder, version):
+    """In mid-run a token may just have expired, or a store may not have the file yet."""
     web.statuses = [status] * (NUM_REFUSALS - 1)
     assert folder.read("a.tar", 0, 10, version) == DATA[:10]
     web.statuses = [status] * 100
@@ -268,7 +266,7 @@ def test_a_login_that_changes_in_mid_run_is_read_again(web, version, monkeypatch
     assert file.read1() == DATA[:10]
 
 
-def test_the_query_of_a_folder_goes_behind_the_names(web):
+def test_the_query_of_a_folder_follows_the_file_names(web):
     web.signature = "sig=abc%3D"
     folder = WebFolder(f"{web.url}/set?sig=abc%3D", PATIENT)
     assert folder.read("a.tar", 0, 6, folder.stat("a.tar")) == DATA[:6]
@@ -277,7 +275,7 @@ def test_the_query_of_a_folder_goes_behind_the_names(web):
         WebFolder(f"{web.url}/set?sig=other", QUICK).stat("a.tar")
 
 
-def test_another_host_is_not_given_the_login(web, folder):
+def test_a_redirect_to_another_host_does_not_get_the_login(web, folder):
     web.files["/set/b.tar"] = b"elsewhere"
     with WebServer({}) as first:
         first.redirects = {"/x/b.tar": f"{web.url.replace('127.0.0.1', 'localhost')}/set/b.tar"}
@@ -287,7 +285,7 @@ def test_another_host_is_not_given_the_login(web, folder):
     assert not any("Authorization" in headers for headers in web.headers)
 
 
-def test_redirected_in_a_circle_or_out_of_the_web(web, folder):
+def test_circular_redirects_and_redirects_to_other_schemes_are_errors(web, folder):
     web.redirects = {"/set/a.tar": f"{web.url}/set/a.tar"}
     with pytest.raises(
         ShardError,
@@ -299,13 +297,13 @@ def test_redirected_in_a_circle_or_out_of_the_web(web, folder):
         folder.stat("a.tar")
 
 
-def test_mirrors_with_tags_of_their_own_are_named(web, folder):
+def test_mirrors_with_different_tags_are_named(web, folder):
     web.tags = ['"inode-1"', '"inode-2"']
     while folder.stat("a.tar").tag != '"inode-1"':
         pass
-    known = Version(len(DATA), '"inode-1"')
-    assert folder.read("a.tar", 0, 10, known) == DATA[:10], (
-        "the next attempt may meet the same mirror"
+    recorded = Version(len(DATA), '"inode-1"')
+    assert folder.read("a.tar", 0, 10, recorded) == DATA[:10], (
+        "a retry that reaches the first mirror again must succeed"
     )
     web.tags = ['"inode-2"']
     with pytest.raises(
@@ -315,7 +313,7 @@ def test_mirrors_with_tags_of_their_own_are_named(web, folder):
             r" different tags"
         ),
     ):
-        folder.read("a.tar", 0, 10, known)
+        folder.read("a.tar", 0, 10, recorded)
 
 
 def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
@@ -331,7 +329,7 @@ def test_a_changed_file_is_named_and_never_mixed(web, folder, version):
 
 
 def test_a_connection_serves_many_reads():
-    """Of a server that keeps connections: 50 reads through one."""
+    """50 reads from a server that keeps connections open use one connection."""
     program = """
 import http.server, re, sys
 class Handler(http.server.BaseHTTPRequestHandler):

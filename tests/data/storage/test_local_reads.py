@@ -1,5 +1,5 @@
-"""Shards in a folder: reads that fail for a while, descriptors that workers share, images asked for
-ahead, and copies on a nearer disk."""
+"""Shards in a folder: reads that fail for a while, descriptors shared by workers, readahead, and
+copies on a nearer disk."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ ssize_t pread64(int fd, void *to, size_t size, off_t at) {
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory) -> Path:
-    """A library to preload that makes reads of shards fail."""
+    """Build a library that makes reads of shards fail when it is preloaded."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     folder = tmp_path_factory.mktemp("shim")
@@ -124,7 +124,7 @@ def shim(tmp_path_factory) -> Path:
 def run(
     code: str, shim: Path, *arguments: object, **settings: object
 ) -> subprocess.CompletedProcess:
-    """Python with the library preloaded."""
+    """Run Python code with the library preloaded."""
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests" / "helpers")])
     env = {
         **environment(),
@@ -146,7 +146,7 @@ READ_ALL = """
 
 
 @pytest.mark.parametrize("name", ["EIO", "ESTALE", "ETIMEDOUT"])
-def test_a_file_server_that_is_away_for_a_while_costs_time_only(name, shim, shards):
+def test_an_outage_of_a_file_server_costs_only_time(name, shim, shards):
     import errno
 
     good = run(READ_ALL, shim, shards, 10).stdout.split()
@@ -156,7 +156,7 @@ def test_a_file_server_that_is_away_for_a_while_costs_time_only(name, shim, shar
     assert int(good[1]) == 0 < int(done.stdout.split()[1])
 
 
-def test_a_file_server_that_stays_away_is_an_error_with_path_reason_and_time(shim, shards):
+def test_a_permanent_outage_of_a_file_server_is_an_error_with_path_reason_and_time(shim, shards):
     done = run(READ_ALL, shim, shards, 1.0, FAIL_S=1000, FAIL_ERRNO=5)
     expected = (
         rf"{shards}/train-00000.tar: reading failed: Input/output error, \d+ times in \d+ s; .*"
@@ -165,8 +165,8 @@ def test_a_file_server_that_stays_away_is_an_error_with_path_reason_and_time(shi
     assert re.search(rf"ShardError: {expected}$", done.stderr.strip()), done.stderr
 
 
-def test_a_handle_that_went_stale_is_opened_again(shim, shards):
-    """At once, without a pause, and the descriptors stay as many."""
+def test_a_stale_handle_is_reopened(shim, shards):
+    """The retry has no pause, and the number of open descriptors does not change."""
     code = textwrap.dedent(READ_ALL) + textwrap.dedent("""
         import os, pathlib
         links = pathlib.Path("/proc/self/fd").iterdir()
@@ -175,7 +175,7 @@ def test_a_handle_that_went_stale_is_opened_again(shim, shards):
     good = run(code, shim, shards, 10).stdout.split()
     done = run(code, shim, shards, 10, STALE_AFTER=7)
     assert done.stdout.split() == good, done.stderr
-    assert good[1:] == ["0", "3"], "no attempt had to wait; three shards are open"
+    assert good[1:] == ["0", "3"], "an attempt waited, or not exactly three shards are open"
 
 
 READ_A_BATCH = """
@@ -194,32 +194,32 @@ READ_A_BATCH = """
 """
 
 
-def test_the_images_of_a_part_are_asked_for_before_the_first_is_read(shim, shards, tmp_path):
-    """So a slow disk works on all of them at once, and not on one while a worker waits."""
+def test_readahead_covers_all_images_of_a_part_before_the_first_read(shim, shards, tmp_path):
+    """A slow disk can then work on all images at once, instead of on one while a worker waits."""
     log = tmp_path / "log"
     done = run(READ_A_BATCH, shim, shards, LOG=log)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in log.read_text().splitlines()]
-    assert [what for what, _, _ in lines] == ["ahead"] * 12 + ["read"] * 12
+    assert [kind for kind, _, _ in lines] == ["ahead"] * 12 + ["read"] * 12
     ranges = [(int(at), int(at) + int(size)) for _, at, size in lines]
-    for asked, read in zip(ranges[:12], ranges[12:], strict=True):
-        assert asked[0] <= read[0]
-        assert read[1] <= asked[1]
+    for advised, read in zip(ranges[:12], ranges[12:], strict=True):
+        assert advised[0] <= read[0]
+        assert read[1] <= advised[1]
 
 
 def shards_open(pid: int, root: Path) -> dict[str, str]:
-    """Descriptors of shards of a process -> their names."""
-    found = {}
+    """Return the names of a process's open shards by descriptor."""
+    names = {}
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # of the listing itself
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself is closed
             path = Path(os.readlink(link))
             if path.parent == root and path.suffix == ".tar":
-                found[link.name] = path.name
-    return found
+                names[link.name] = path.name
+    return names
 
 
 def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
-    """So a server sees a file opened once for all of them."""
+    """A file server then sees each file opened only once for all workers."""
     root = shutil.copytree(shards, tmp_path / "set")
     split = open_split(root, "train")
     val = open_split(root, "val")
@@ -241,11 +241,11 @@ def test_workers_inherit_the_descriptors_of_training(shards, tmp_path):
             ] == [ours]
     del split, val, batches, loader, evaluation
     gc.collect()
-    assert shards_open(os.getpid(), root) == {}, "who drops a split closes its files"
+    assert shards_open(os.getpid(), root) == {}, "dropping a split must close its files"
 
 
 def test_with_few_descriptors_shards_are_opened_for_each_image(shards):
-    """Half of the limit stays free for others."""
+    """Half of the process's limit stays free for other files."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     expected = [open_split(shards, "train").read(i) for i in range(60)]
     split = open_split(shards, "train")
@@ -275,33 +275,33 @@ def test_blocks_of_a_mounted_folder_are_kept_on_a_nearer_disk(shards, tmp_path, 
     read_bytes = []
     for workers in (0, 2):
         with (
-            Loader(batches[0], 0, 5, num_workers=workers) as here,
-            Loader(batches[1], 0, 5, num_workers=workers) as there,
+            Loader(batches[0], 0, 5, num_workers=workers) as uncached,
+            Loader(batches[1], 0, 5, num_workers=workers) as cached,
         ):
-            for a, b in zip(here, there, strict=True):
+            for a, b in zip(uncached, cached, strict=True):
                 assert torch.equal(a.images, b.images)
-            read_bytes.append(there.tally()["read_bytes"])
+            read_bytes.append(cached.tally()["read_bytes"])
     assert read_bytes[0] == read_bytes[1], (
-        "of samples; what is fetched, as at first, counts for itself"
+        "only the bytes of samples count, not those of fetched blocks"
     )
     blocks = list((tmp_path / "near").rglob("*.block"))
     assert len(blocks) == 15
     split = open_split(root, "train", tmp_path / "near")
     expected = [batches[0].split.read(i) for i in range(60)]
-    for tar in root.glob("*.tar"):  # what is not asked for any more need not be there
+    for tar in root.glob("*.tar"):  # all blocks are cached, so the shards are not needed
         tar.rename(tar.with_suffix(".away"))
     assert [split.read(i) for i in range(60)] == expected
     assert list((tmp_path / "near").rglob("*.block")) == blocks
 
 
-def test_a_shard_of_a_mounted_folder_that_is_replaced_is_reported_and_its_blocks_are_not_mixed(
+def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not_mixed(
     shards, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     root = shutil.copytree(shards, tmp_path / "mount")
     split = open_split(root, "train", tmp_path / "near")
-    kept = split.read(0)
-    time.sleep(0.05)  # more than the grain of a file's times
+    sample = split.read(0)
+    time.sleep(0.05)  # longer than the resolution of file times
     (root / "train-00000.tar").write_bytes((root / "train-00000.tar").read_bytes())
     with pytest.raises(
         ShardError,
@@ -312,7 +312,7 @@ def test_a_shard_of_a_mounted_folder_that_is_replaced_is_reported_and_its_blocks
     ):
         split.read(12)
     again = open_split(root, "train", tmp_path / "near", retry=RetryPolicy(1.0))
-    assert again.read(0) == kept
+    assert again.read(0) == sample
     assert len(list((tmp_path / "near").rglob("train-00000.*.0-*.block"))) == 2, (
-        "of the old one and of the new one"
+        "there must be one block of the old shard and one of the new"
     )

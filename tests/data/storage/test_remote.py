@@ -1,5 +1,5 @@
-"""Shards at a URL give what the same shards in a folder give, whatever server and network do, or an
-error that says what is wrong."""
+"""Shards at a URL give the same samples as in a folder, despite faults of server and network, or an
+error that names the fault."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Blocks of 4 samples and not of 4,096; no waiting where nothing is learnt by it."""
+    """Use blocks of 4 samples instead of 4,096, and short pauses, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -42,7 +42,7 @@ def small_and_quick(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["http", "s3", "memory", "file"])
-def test_samples_keys_and_labels_are_those_of_the_folder(kind, shards, cache, request):
+def test_samples_keys_and_labels_equal_those_in_the_folder(kind, shards, cache, request):
     if kind == "http":
         root = request.getfixturevalue("url")
     elif kind == "file":
@@ -53,19 +53,19 @@ def test_samples_keys_and_labels_are_those_of_the_folder(kind, shards, cache, re
             request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://remote",
         )
     for name in ("train", "val"):
-        here, there = open_split(shards, name), open_split(root + "/", name, cache)
-        assert samples(there) == samples(here)
-        assert (there.num_classes, there.class_names) == (here.num_classes, here.class_names)
-        assert (there.index == here.index).all()
+        local, fetched = open_split(shards, name), open_split(root + "/", name, cache)
+        assert samples(fetched) == samples(local)
+        assert (fetched.num_classes, fetched.class_names) == (local.num_classes, local.class_names)
+        assert (fetched.index == local.index).all()
     assert any(cache.rglob("*.block"))
     if kind == "file":
-        assert samples(open_split(f"file://{shards}", "val")) == samples(here), (
-            "a folder like any other, and needs no cache"
+        assert samples(open_split(f"file://{shards}", "val")) == samples(local), (
+            "a file:// URL is a folder and needs no cache"
         )
 
 
-def test_long_keys_stand_in_headers_of_their_own(tmp_path, shards, cache):
-    """Names above 100 bytes: what is in front of an image's header comes with it."""
+def test_long_keys_in_separate_headers_are_read(tmp_path, shards, cache):
+    """A name of more than 100 bytes is in a separate header, which is fetched with the image."""
     image = open_split(shards, "train").read(0)
     long = [f"n01/{n}{'x' * 120}" for n in range(5)]
     (tmp_path / "root").mkdir()
@@ -85,7 +85,7 @@ def test_long_keys_stand_in_headers_of_their_own(tmp_path, shards, cache):
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("trouble", ["none", "fails", "slow"])
-def test_batches_are_the_same_from_a_server_with_troubles(
+def test_batches_are_the_same_from_a_faulty_or_slow_server(
     trouble, workers, web, url, cache, local_epoch
 ):
     if trouble == "fails":
@@ -94,12 +94,12 @@ def test_batches_are_the_same_from_a_server_with_troubles(
     assert_same(epoch(url, cache, workers=workers), local_epoch)
     answered = Counter(parts_asked(web))
     assert set(answered.values()) == {1} or trouble == "fails", (
-        "a block is fetched once, whoever needs it"
+        "each block must be fetched only once"
     )
 
 
 def test_batches_are_the_same_from_s3_through_forked_workers(s3, shards, cache, local_epoch):
-    """The parent has used its client before the fork."""
+    """The parent uses its client before the fork, which must not break the workers' clients."""
     root = upload(shards, s3.new_bucket())
     assert_same(epoch(root, cache, workers=2), local_epoch)
 
@@ -114,8 +114,8 @@ def test_evaluation_sees_each_image_once(url, shards, cache):
 
 
 class KeptFtp(FTPFileSystem):
-    """As fsspec's clients for sftp and smb are: one connection, kept for a thread until the process
-    ends."""
+    """A file system with one connection per thread until the process ends, as fsspec's clients for
+    sftp and smb."""
 
     protocol = "keptftp"
     cachable = True
@@ -123,10 +123,10 @@ class KeptFtp(FTPFileSystem):
 
 @pytest.mark.parametrize("commands_each", [None, 15])
 @pytest.mark.parametrize("scheme", ["ftp", "keptftp"])
-def test_clients_that_are_not_for_several_threads(
+def test_clients_that_are_not_thread_safe_are_used_by_one_thread_each(
     scheme, commands_each, shards, cache, monkeypatch
 ):
-    """Eight threads fetch at once, and connections end every now and then."""
+    """Eight threads fetch at once, and connections break now and then."""
     monkeypatch.setitem(_registry, "keptftp", KeptFtp)
     KeptFtp.clear_instance_cache()
     with FtpServer(files_of(shards), commands_each) as server:
@@ -138,10 +138,8 @@ def test_clients_that_are_not_for_several_threads(
 # ---- several ranks -------------------------------------------------------------------------------
 
 
-def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
-    shards, tmp_path, monkeypatch
-):
-    """And the others, who are told, read the same."""
+def test_one_rank_asks_the_server_about_each_shard(shards, tmp_path, monkeypatch):
+    """Rank 0 sends the result to the other ranks, and all ranks read the same samples."""
     monkeypatch.setattr("vit.distributed.world.POLL_S", 0.01)
     arguments = [
         str(shards.parent / "images"),
@@ -156,23 +154,23 @@ def test_a_server_is_asked_once_for_each_shard_however_many_ranks_open_them(
     with WebServer(files_of(tmp_path / "many")) as server:
         data = DataConfig(root=f"{server.url}/set", cache_dir=str(tmp_path / "cache"))
         opened = together(4, lambda world: open_data.open_split(data, "train", world))
-        asked = Counter(
+        requests = Counter(
             path
-            for _, path, wanted in server.requests
-            if wanted == "bytes=0-0" and path.endswith(".tar")
+            for _, path, byte_range in server.requests
+            if byte_range == "bytes=0-0" and path.endswith(".tar")
         )
-        assert set(asked.values()) == {1}, "one rank asks"
-        assert len(asked) == 30
+        assert set(requests.values()) == {1}, "several ranks asked about a shard"
+        assert len(requests) == 30
         assert len(server.requests) < 30 + 4 * 6
         assert opened[1].versions == opened[0].versions
         assert samples(opened[3]) == samples(opened[0])
         del server.files["/set/train-00003.tar"]
-        found = together(3, lambda world: open_data.open_split(data, "train", world))
-    assert ["no such file" in str(error) for error in found] == [True] * 3
-    assert [isinstance(error, AlreadyReported) for error in found] == [False, True, True]
+        opened = together(3, lambda world: open_data.open_split(data, "train", world))
+    assert ["no such file" in str(error) for error in opened] == [True] * 3
+    assert [isinstance(error, AlreadyReported) for error in opened] == [False, True, True]
 
 
-def test_a_signal_is_heard_while_a_server_is_asked_about_shards(web, url):
+def test_ctrl_c_interrupts_the_requests_about_shards(web, url):
     folder = remote.RemoteFolder(url, RetryPolicy(600, 0.01, 0.2))
     web.away_until_s = time.monotonic() + 600
 
@@ -186,12 +184,12 @@ def test_a_signal_is_heard_while_a_server_is_asked_about_shards(web, url):
     with pytest.raises(KeyboardInterrupt):
         folder.stats([f"train-{number:05d}.tar" for number in range(40)])
     assert time.monotonic() - began_s < 300, (
-        "its threads were waited for, who repeat for as long as patience lasts"
+        "the interrupt waited for threads, which retry until their time limit"
     )
 
 
-def test_what_was_asked_for_long_ago_is_forgotten(url, cache, monkeypatch):
-    """A thousand million samples have 16 million blocks."""
+def test_old_prefetch_requests_are_forgotten(url, cache, monkeypatch):
+    """A billion samples have 16 million blocks, too many to remember."""
     monkeypatch.setattr(cached_tars, "MAX_ASKED", 3)
     monkeypatch.setattr(cached_tars, "ASK_AGAIN_S", 0.0)
     split = open_split(url, "train", cache)

@@ -1,4 +1,4 @@
-"""What is fetched from a URL, how often, and what the cache keeps of it."""
+"""The cache of shards at a URL: which blocks are fetched, how often, and which are kept."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Blocks of 4 samples and not of 4,096; no waiting where nothing is learnt by it."""
+    """Use blocks of 4 samples instead of 4,096, and short pauses, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
@@ -38,19 +38,21 @@ def small_and_quick(monkeypatch):
 # ---- requests and the cache ----------------------------------------------------------------------
 
 
-def test_a_cache_that_holds_all_asks_once_for_each_block_and_never_again(web, url, cache):
+def test_a_large_enough_cache_fetches_each_block_once(web, url, cache):
     epoch(url, cache)
-    asked = parts_asked(web)
-    assert len(asked) == len(set(asked)) == 15, "60 samples in blocks of 4"
+    requested = parts_asked(web)
+    assert len(requested) == len(set(requested)) == 15, "60 samples in blocks of 4 are 15 blocks"
     web.requests.clear()
     epoch(url, cache, epochs=3, workers=2)
     assert not parts_asked(web)
     assert not [
-        path for _, path, wanted in web.requests if path.endswith(".npy") and wanted != "bytes=0-0"
-    ], "the index is there already"
+        path
+        for _, path, byte_range in web.requests
+        if path.endswith(".npy") and byte_range != "bytes=0-0"
+    ], "the cached index must not be fetched again"
 
 
-def test_the_limit_holds_and_what_was_not_read_for_longest_goes(
+def test_the_cache_stays_below_its_limit_and_removes_the_least_recently_used_blocks(
     web, url, cache, monkeypatch, local_epoch
 ):
     monkeypatch.setattr("vit.data.storage.block_cache.TOUCH_AFTER_S", 0)
@@ -66,19 +68,19 @@ def test_the_limit_holds_and_what_was_not_read_for_longest_goes(
         len(
             [
                 path
-                for path, wanted in parts_asked(web)
-                if "train-00000" in path and wanted.startswith("bytes=0-")
+                for path, byte_range in parts_asked(web)
+                if "train-00000" in path and byte_range.startswith("bytes=0-")
             ]
         )
         == 1
-    ), "0 was in use"
+    ), "block 0 was in use and must not be removed"
     web.requests.clear()
     batches = TrainBatches(split, make_order(60, 12, seed=3), AugmentConfig(), FORMAT)
     with Loader(batches, 0, 5, num_workers=2) as loader:
         assert_same(
             [[t.clone() for t in (b.ids, b.images, b.labels, b.table)] for b in loader], local_epoch
         )
-    assert len(parts_asked(web)) > 15, "not all of them fit"
+    assert len(parts_asked(web)) > 15, "some blocks must be fetched again, because not all fit"
     assert used() <= 40_000
     assert not list(cache.rglob("*.part"))
 
@@ -107,15 +109,15 @@ def test_processes_that_share_a_cache_fetch_each_block_once(web, url, shards, ca
         multiprocessing.Process(target=_read_all, args=(url, cache, say)) for _, say in pipes
     ]
     [process.start() for process in processes]
-    assert all(told.recv() == expected for told, _ in pipes)
+    assert all(connection.recv() == expected for connection, _ in pipes)
     [process.join() for process in processes]
     assert set(Counter(parts_asked(web)).values()) == {1}
     whole = [
         path
-        for _, path, wanted in web.requests
-        if path.endswith("train.index.npy") and wanted != "bytes=0-0"
+        for _, path, byte_range in web.requests
+        if path.endswith("train.index.npy") and byte_range != "bytes=0-0"
     ]
-    assert len(whole) == 1, "one process fetches the index, the others wait for it"
+    assert len(whole) == 1, "only one process may fetch the index; the others wait for it"
 
 
 @pytest.mark.parametrize("damage", ["zeros", "truncated", "flipped", "longer"])
@@ -129,13 +131,13 @@ def test_a_damaged_block_is_fetched_again(damage, web, url, shards, cache):
     path.write_bytes(spoilt.get(damage, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]))
     web.requests.clear()
     again = open_split(url, "train", cache)
-    here = open_split(shards, "train")
-    assert [again.read(i) for i in range(4)] == [here.read(i) for i in range(4)]
+    local = open_split(shards, "train")
+    assert [again.read(i) for i in range(4)] == [local.read(i) for i in range(4)]
     assert len(parts_asked(web)) == 1
     assert path.read_bytes() == data
 
 
-def test_a_killed_process_leaves_nothing_that_others_wait_for(web, url, cache, shards):
+def test_a_killed_process_does_not_block_other_processes(web, url, cache, shards):
     web.hang_after = 100
     child = os.fork()
     if child == 0:
@@ -156,9 +158,7 @@ def test_a_killed_process_leaves_nothing_that_others_wait_for(web, url, cache, s
     assert open_split(url, "train", cache).read(0) == open_split(shards, "train").read(0)
 
 
-def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(
-    web, url, shards, tmp_path, monkeypatch
-):
+def test_on_a_full_disk_blocks_are_used_and_not_kept(web, url, shards, tmp_path, monkeypatch):
     with small_disk(tmp_path / "disk") as disk:
         split = open_split(url, "train", disk / "cache", 0.003)
         leave_free(disk, 4)
@@ -166,11 +166,13 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(
         assert not list(disk.rglob("*.part"))
         web.requests.clear()
         assert all(split.read(i) for i in range(len(split)))
-        ranges = [wanted.removeprefix("bytes=").split("-") for _, wanted in parts_asked(web)]
+        ranges = [
+            byte_range.removeprefix("bytes=").split("-") for _, byte_range in parts_asked(web)
+        ]
         fetched = sum(int(last) + 1 - int(first) for first, last in ranges)
         assert isinstance(split.tars, cached_tars.CachedTars)
         assert fetched < 1.5 * split.tars.stored_bytes, (
-            "a block that cannot be kept is not fetched for each of its samples"
+            "a block that cannot be kept must not be fetched for each of its samples"
         )
         for path in disk.iterdir():
             if path.is_file():
@@ -178,10 +180,10 @@ def test_what_finds_no_room_on_the_disk_is_used_and_not_kept(
         monkeypatch.setattr("vit.data.storage.block_cache.TRY_AGAIN_S", 0.0)
         web.requests.clear()
         assert all(split.read(i) for i in [*range(len(split))] * 2)
-        assert len(parts_asked(web)) <= 16, "kept again"
+        assert len(parts_asked(web)) <= 16, "blocks must be kept again"
 
 
-def test_a_cache_without_place_for_names_is_reported_once(url, shards, tmp_path, caplog):
+def test_a_disk_without_free_inodes_is_reported_once(url, shards, tmp_path, caplog):
     with small_disk(tmp_path / "disk", "size=8m,nr_inodes=12") as disk:
         assert samples(open_split(url, "train", disk / "cache", 0.003)) == samples(
             open_split(shards, "train")
@@ -193,7 +195,7 @@ def test_a_cache_without_place_for_names_is_reported_once(url, shards, tmp_path,
     ] == ["cannot be written (No space left on device); blocks are used and not kept"]
 
 
-def test_a_cache_that_becomes_read_only_is_read(web, url, shards, tmp_path, monkeypatch):
+def test_a_cache_that_becomes_read_only_is_still_read(web, url, shards, tmp_path, monkeypatch):
     monkeypatch.setattr("vit.data.storage.block_cache.TOUCH_AFTER_S", 0)
     with small_disk(tmp_path / "disk") as disk:
         split = open_split(url, "train", disk / "cache", 0.003)
@@ -203,13 +205,13 @@ def test_a_cache_that_becomes_read_only_is_read(web, url, shards, tmp_path, monk
         assert samples(split) == samples(open_split(shards, "train"))
     assert not [
         path
-        for path, wanted in parts_asked(web)
-        if "train-00000" in path and wanted.startswith("bytes=0-")
+        for path, byte_range in parts_asked(web)
+        if "train-00000" in path and byte_range.startswith("bytes=0-")
     ]
 
 
 @pytest.mark.parametrize("options", ["size=8m", "size=8m,nr_inodes=4"])
-def test_an_error_of_the_server_is_not_taken_for_one_of_the_disk(options, tmp_path):
+def test_an_error_of_the_server_is_not_reported_as_one_of_the_disk(options, tmp_path):
     with small_disk(tmp_path / "disk", options) as disk:
         cache = BlockCache(disk / "cache", 0.003)
         for n in range(3):
@@ -227,9 +229,9 @@ def _fill(folder, process):
         cache.fetch(f"set/{process}.{n}.block", lambda: Fetched(bytes(100), [100]))
 
 
-def test_no_process_finds_the_count_half_written(cache):
-    """Who does, counts all blocks again: minutes for a large cache, and the million below, of which
-    there are no blocks, is gone."""
+def test_processes_never_read_a_half_written_count(cache):
+    """A process that read one would count all blocks, which takes minutes in a large cache. In this
+    test the initial million, which has no blocks, would be lost."""
     cache.mkdir()
     (cache / "used_bytes").write_text("1000000\n")
     processes = [multiprocessing.Process(target=_fill, args=(cache, number)) for number in range(4)]
@@ -240,7 +242,7 @@ def test_no_process_finds_the_count_half_written(cache):
 
 @pytest.mark.parametrize("damage", ["zeros", "zeros inside", "truncated", "empty"])
 def test_a_damaged_index_in_the_cache_is_fetched_again(damage, web, url, shards, cache):
-    """`zeros inside` are rows that look sound: shard 0, label 0, nothing at the beginning."""
+    """The rows of `zeros inside` look valid: shard 0, label 0, offset 0."""
     open_split(url, "train", cache)
     [path] = cache.rglob("*.npy")
     data = path.read_bytes()
@@ -255,7 +257,9 @@ def test_a_damaged_index_in_the_cache_is_fetched_again(damage, web, url, shards,
     assert path.read_bytes() == data
 
 
-def test_an_index_whose_fetcher_is_stopped_is_fetched_once_more(url, cache, caplog, monkeypatch):
+def test_an_index_is_fetched_again_if_the_process_that_fetches_it_is_stopped(
+    url, cache, caplog, monkeypatch
+):
     open_split(url, "train", cache)
     (path,) = cache.rglob("train.index.*.npy")
     expected = path.read_bytes()
@@ -269,9 +273,9 @@ def test_an_index_whose_fetcher_is_stopped_is_fetched_once_more(url, cache, capl
     assert [other.name for other in path.parent.iterdir() if "index" in other.name] == [path.name]
 
 
-def test_travels_to_workers_as_a_few_bytes(url, cache, shards):
+def test_a_pickled_split_is_small(url, cache, shards):
     split = open_split(url, "train", cache)
     split.read(0)
     state = pickle.dumps(split)
-    assert len(state) < 4000, "index and connections must stay behind"
+    assert len(state) < 4000, "the pickle must not contain the index or connections"
     assert samples(pickle.loads(state)) == samples(open_split(shards, "train"))

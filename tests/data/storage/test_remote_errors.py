@@ -1,4 +1,4 @@
-"""What can be wrong with shards at a URL: it passes, or it is an error that says what it is."""
+"""Faults of shards at a URL: each passes after retries, or is an error that names it."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from vit.system.retry import RetryPolicy
 
 @pytest.fixture(autouse=True)
 def small_and_quick(monkeypatch):
-    """Blocks of 4 samples and not of 4,096; no waiting where nothing is learnt by it."""
+    """Use blocks of 4 samples instead of 4,096, and short pauses, to save time."""
     monkeypatch.setattr(cached_tars, "BLOCK_BYTES", 16_000)
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (10.0, 0.01, 0.2))
 
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """What stays wrong is given up after a second."""
+    """Give up after a second of retries."""
     monkeypatch.setattr(RetryPolicy.__init__, "__defaults__", (1.0, 0.01, 0.2))
 
 
-# ---- what can be wrong ---------------------------------------------------------------------------
+# ---- faults --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "change", [lambda data: data + bytes(512), lambda data: data[:600]], ids=["longer", "shorter"]
 )
 def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cache):
-    """Another version by its ETag; from then on nothing of it is mixed in, and the old blocks go
-    on."""
+    """The ETag shows the new version. None of its bytes are mixed in, and cached blocks of the old
+    version stay usable."""
     split = open_split(url, "train", cache)
-    kept = split.read(0)
+    sample = split.read(0)
     web.files["/set/train-00000.tar"] = change(web.files["/set/train-00000.tar"])
     with pytest.raises(
         ShardError,
@@ -60,7 +60,7 @@ def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cach
         ),
     ):
         split.read(12)
-    assert split.read(0) == kept
+    assert split.read(0) == sample
     with pytest.raises(
         ShardError, match=r"train-00000.tar: \d+ bytes, expected \d+ \(truncated or replaced\)"
     ):
@@ -69,13 +69,13 @@ def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cach
 
 @pytest.mark.parametrize("kind", ["s3", "memory"])
 def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cache, request):
-    """By one of its size, with images of the same sizes in the same places."""
+    """The new shard has the same size, with images of the same sizes in the same places."""
     root = upload(
         shards, request.getfixturevalue("s3").new_bucket() if kind == "s3" else "memory://exchanged"
     )
     split = open_split(root, "train", cache)
-    kept = split.read(0)
-    # as if from another machine
+    sample = split.read(0)
+    # The replacement comes from a second client, as from another machine.
     fs, place = fsspec.core.url_to_fs(f"{root}/train-00000.tar", skip_instance_cache=True)
     data = fs.cat_file(place)
     row = split.index[12]
@@ -88,11 +88,11 @@ def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cach
         match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use",
     ):
         split.read(12)
-    assert split.read(0) == kept
+    assert split.read(0) == sample
     assert list(cache.rglob("*.block")) == blocks
 
 
-def test_a_shard_replaced_where_no_version_is_given_is_seen_in_its_headers(shards, cache):
+def test_a_replaced_shard_without_a_version_is_detected_by_its_headers(shards, cache):
     with FtpServer(files_of(shards)) as server:
         root = f"ftp://{server.address}/set"
         split = open_split(root, "train", cache)
@@ -107,13 +107,13 @@ def test_a_shard_replaced_where_no_version_is_given_is_seen_in_its_headers(shard
         ):
             split.read(8)
         assert not list(cache.rglob("*.block")), (
-            "bytes of another shard must not be kept under this one's name"
+            "bytes of another shard must not be kept under this shard's name"
         )
         server.files["/set/train-00000.tar"] = data
         assert split.read(8) == open_split(shards, "train").read(8)
 
 
-def test_a_bit_flipped_on_the_way_is_fetched_again_and_never_kept(shards, cache, caplog):
+def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache, caplog):
     with FtpServer(files_of(shards)) as server:
         split = open_split(f"ftp://{server.address}/set", "train", cache)
         name = "/set/train-00000.tar"
@@ -143,19 +143,19 @@ def test_a_bit_flipped_on_the_way_is_fetched_again_and_never_kept(shards, cache,
 
 
 class Growing(dict):
-    """Files of a server; those with this ending are replaced after each request."""
+    """Files of a server; files whose names end with `ending` are replaced after each request."""
 
     ending = ""
 
     def get(self, path):
-        found = super().get(path)
-        if found is not None and path.endswith(self.ending):
-            self[path] = found + b"x"
-        return found
+        content = super().get(path)
+        if content is not None and path.endswith(self.ending):
+            self[path] = content + b"x"
+        return content
 
 
 @pytest.mark.parametrize("name", ["_info.json", "train.index.npy"])
-def test_what_is_replaced_while_it_is_fetched_is_reported(name, web, url, cache):
+def test_a_file_replaced_while_it_is_fetched_is_reported(name, web, url, cache):
     web.files = Growing(web.files)
     web.files.ending = name
     with pytest.raises(
@@ -165,7 +165,7 @@ def test_what_is_replaced_while_it_is_fetched_is_reported(name, web, url, cache)
         open_split(url, "train", cache)
 
 
-def test_no_room_for_the_index(url, tmp_path):
+def test_a_disk_without_room_for_the_index_is_reported(url, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         cache = BlockCache(disk / "cache", 0.003)
         leave_free(disk, 0)
@@ -179,7 +179,7 @@ def test_no_room_for_the_index(url, tmp_path):
             remote.RemoteFolder(url).fetch_index("train", cache)
 
 
-def test_a_server_that_is_gone_ends_the_attempts_with_an_error(web, url, cache, impatient):
+def test_a_server_that_is_gone_is_an_error_after_the_retries(web, url, cache, impatient):
     split = open_split(url, "train", cache)
     web._server.shutdown()
     web._server.server_close()
@@ -194,9 +194,7 @@ def test_a_server_that_is_gone_ends_the_attempts_with_an_error(web, url, cache, 
 
 
 @pytest.mark.timeout(120)
-def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(
-    web, url, cache, monkeypatch, impatient
-):
+def test_a_hanging_server_is_an_error_in_bounded_time(web, url, cache, monkeypatch, impatient):
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
     split = open_split(url, "train", cache)
     web.hang_after = 0
@@ -212,10 +210,10 @@ def test_a_server_that_hangs_ends_with_an_error_in_bounded_time(
     web.hang_after = None
 
 
-def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatch, impatient):
+def test_a_server_that_only_drips_bytes_is_an_error(web, url, cache, monkeypatch, impatient):
     split = open_split(url, "train", cache)
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
-    web.hang_after = 10  # each answer stops there, so 100 bytes come in a second
+    web.hang_after = 10  # each response stops after 10 bytes, so 100 bytes arrive in a second
     with pytest.raises(
         ShardError, match=r"train-00000.tar: only \d+ bytes came in \d+ s; check the network"
     ):
@@ -223,7 +221,9 @@ def test_a_server_that_only_drips_ends_with_an_error(web, url, cache, monkeypatc
     web.hang_after = None
 
 
-def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, monkeypatch):
+def test_a_block_that_is_waited_for_is_fetched_before_prefetched_blocks(
+    web, url, cache, monkeypatch
+):
     split = open_split(url, "train", cache)
     monkeypatch.setattr(split.tars, "most_threads", 1)
     web.delay_s = 0.05
@@ -236,7 +236,7 @@ def test_who_waits_for_a_block_comes_before_what_is_read_ahead(web, url, cache, 
     assert len(web.requests) <= 3
 
 
-def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache, monkeypatch):
+def test_waiting_for_a_slow_block_counts_as_progress(web, url, cache, monkeypatch):
     monkeypatch.setattr(cached_tars, "BEAT_S", 0.1)
     split = open_split(url, "train", cache)
     changes = set()
@@ -246,17 +246,17 @@ def test_who_waits_for_a_block_that_comes_slowly_makes_progress(web, url, cache,
     while waiting.is_alive():
         changes.add(stages.current.num_changes)
         time.sleep(0.01)
-    assert len(changes) >= 5, "it changes again and again"
+    assert len(changes) >= 5, "the count of progress must keep changing"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 507, 520, 524])
-def test_answers_that_may_pass_are_asked_again(status, web, url, cache):
+def test_temporary_http_errors_are_retried(status, web, url, cache):
     split = open_split(url, "train", cache)
     web.statuses = [status] * 5
     assert split.read(0)
 
 
-def test_without_ranges_streaming_is_advised(web, url, cache):
+def test_streaming_is_advised_if_the_server_does_not_support_ranges(web, url, cache):
     web.ranges = False
     with pytest.raises(
         ShardError,
@@ -270,8 +270,8 @@ def missing(web, *names):
         del web.files[f"/set/{name}"]
 
 
-def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_path, shards):
-    """And then the folder with it trains from the URL."""
+def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, shards):
+    """A folder with that index then trains from the URL."""
     names = [name.removeprefix("/set/") for name in web.files]
     missing(web, *(name for name in names if not name.endswith(".tar")))
     with pytest.raises(
@@ -301,7 +301,7 @@ def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (
             lambda web: missing(web, "train.index.npy"),
@@ -338,11 +338,11 @@ def test_the_index_of_foreign_shards_is_made_by_a_command(web, url, cache, tmp_p
         ),
     ],
 )
-def test_what_is_wrong_at_the_url_is_reported_before_the_start(
-    change, told, web, url, cache, impatient
+def test_faults_at_the_url_are_reported_before_the_start(
+    change, message, web, url, cache, impatient
 ):
     change(web)
-    with pytest.raises(ShardError, match=told) as raised:
+    with pytest.raises(ShardError, match=message) as raised:
         open_split(url, "train", cache)
     assert url in str(raised.value)
 
@@ -351,35 +351,35 @@ def test_what_is_wrong_at_the_url_is_reported_before_the_start(
 def test_a_server_that_compresses_is_named(has_ranges, web, url, cache, tmp_path, capsys):
     web.ranges = has_ranges
     claim_encoding(web, "gzip")
-    told = "_info.json: the server compresses it (Content-Encoding: gzip), although the request"
-    with pytest.raises(ShardError, match=re.escape(told)):
+    message = "_info.json: the server compresses it (Content-Encoding: gzip), although the request"
+    with pytest.raises(ShardError, match=re.escape(message)):
         open_split(url, "train", cache)
     assert index.main([url, "--out", str(tmp_path / "out")]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
-def test_a_mark_of_uploads_is_no_compression(web, url, cache, shards):
+def test_the_encoding_aws_chunked_is_not_taken_for_compression(web, url, cache, shards):
     claim_encoding(web, "aws-chunked")
     assert samples(open_split(url, "val", cache)) == samples(open_split(shards, "val"))
 
 
 @pytest.mark.parametrize("whole_if_empty", [False, True])
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("_info.json", "_info.json: not valid JSON"),
         ("train.index.npy", "an empty train.index.npy there; `python -m data_prep.index"),
         ("train-00001.tar", "train-00001.tar: 0 bytes, expected"),
     ],
 )
-def test_empty_files(name, told, whole_if_empty, web, url, cache):
+def test_empty_files_are_reported(name, message, whole_if_empty, web, url, cache):
     web.files[f"/set/{name}"] = b""
     web.whole_if_empty = whole_if_empty
-    with pytest.raises(ShardError, match=told):
+    with pytest.raises(ShardError, match=message):
         open_split(url, "train", cache)
 
 
-def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeypatch):
+def test_a_missing_bucket_permission_scheme_or_package_is_reported(s3, shards, cache, monkeypatch):
     with pytest.raises(
         ShardError, match=r"s3://nowhere/a: there is no such bucket \(.*\): correct"
     ):
@@ -389,7 +389,9 @@ def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeyp
         open_split(f"{bucket}/a", "train", cache)
     root = upload(shards, bucket)
     with s3.only("s3:GetObject"):
-        assert samples(open_split(root, "val", cache)), "reading does not need the right to list"
+        assert samples(open_split(root, "val", cache)), (
+            "reading must not need the permission to list"
+        )
     with (
         s3.only("s3:PutObject"),
         pytest.raises(
@@ -408,7 +410,7 @@ def test_no_bucket_no_permission_no_scheme_no_package(s3, shards, cache, monkeyp
         open_split(root, "train", cache)
 
 
-def test_a_cache_folder_that_cannot_be_is_reported(url, tmp_path):
+def test_an_impossible_cache_folder_is_reported(url, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(
         ShardError, match=r"cannot hold a cache of shards \(.*\); choose a folder .* data.cache_dir"
@@ -416,7 +418,7 @@ def test_a_cache_folder_that_cannot_be_is_reported(url, tmp_path):
         open_split(url, "train", tmp_path / "file" / "cache")
 
 
-def test_shards_at_holds_for_an_index_at_a_url_too(web, url, cache, shards):
+def test_shards_at_works_for_an_index_at_a_url(web, url, cache, shards):
     for path in shards.iterdir():
         if path.suffix in (".json", ".npy"):
             web.files[f"/elsewhere/{path.name}"] = path.read_bytes()

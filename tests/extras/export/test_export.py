@@ -1,4 +1,4 @@
-"""Exported folders are opened by the programs themselves, with the code of the card as printed."""
+"""Other programs open the exported folders with the code that the card prints."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def subject_of(model: dict | None = None, **sections: Any) -> Subject:
 
 
 def photo(path: Path) -> None:
-    """Smooth, so that programs whose resizing rounds in other ways give nearly the same."""
+    """Write a smooth photo, so that differences between the programs' resizing stay small."""
     y, x = np.mgrid[0:60, 0:90] / 90
     pixels = np.stack([x, y, (x + y) / 2], axis=-1) * 255
     Image.fromarray(pixels.astype(np.uint8)).save(path, quality=95)
 
 
 def own_logits(subject: Subject, path: Path) -> torch.Tensor:
-    """By our own evaluation's view of the photo."""
+    """Return the logits for the photo in the view of our evaluation."""
     config = subject.config
     size = config.model.height_width()
     image = decode_center(path.read_bytes(), size, config.eval, config.data.interpolation)
@@ -70,15 +70,15 @@ def own_logits(subject: Subject, path: Path) -> torch.Tensor:
 
 
 def run_card(folder: Path, monkeypatch) -> dict[str, Any]:
-    """What the variables of the card's code are at its end."""
+    """Run the card's code; return its variables."""
     code = re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     assert code is not None
     monkeypatch.chdir(folder)
-    found: dict[str, Any] = {}
+    namespace: dict[str, Any] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(code[1], found)
-    return found
+        exec(code[1], namespace)
+    return namespace
 
 
 VIEWS = {
@@ -100,7 +100,7 @@ VIEWS = {
         ("torchvision", "squash"),
     ],
 )
-def test_the_cards_code_opens_the_folder_and_gives_our_logits(
+def test_the_code_of_the_card_opens_the_folder_and_gives_our_logits(
     program, view, tmp_path, monkeypatch, capsys
 ):
     subject = subject_of(**VIEWS[view])
@@ -108,25 +108,25 @@ def test_the_cards_code_opens_the_folder_and_gives_our_logits(
     lines = export(program, subject, ORIGIN, folder)
     weights = next(folder.glob("model.*"))
     assert lines[-1] == f"sha256 of {weights.name}: {sha256_of(weights)}"
-    assert not list(folder.glob("*.data")), "one file"
+    assert not list(folder.glob("*.data")), "a small model must be in one file"
     card = (folder / "README.md").read_text()
     assert sha256_of(weights) in card
     library = {"huggingface": "transformers", "npz": "timm"}.get(program, program)
     assert f"library_name: {library}\n" in card
     photo(folder / "photo.jpg")
-    found = run_card(folder, monkeypatch)
-    assert [found["names"][n] for n in range(3)] == NAMES
+    variables = run_card(folder, monkeypatch)
+    assert [variables["names"][n] for n in range(3)] == NAMES
     expected = own_logits(subject, folder / "photo.jpg")
-    # Pixels may differ by one level of 255 (torch's resize and Pillow's).
+    # torch's and Pillow's resize may differ by one level of 255.
     scale = float(expected.abs().max())
-    torch.testing.assert_close(found["logits"], expected, rtol=0, atol=0.05 * scale)
+    torch.testing.assert_close(variables["logits"], expected, rtol=0, atol=0.05 * scale)
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(3))
     with torch.inference_mode():
         own = subject.model(images)
         if program == "onnx":
-            other = torch.from_numpy(found["session"].run(None, {"images": images.numpy()})[0])
+            other = torch.from_numpy(variables["session"].run(None, {"images": images.numpy()})[0])
         else:
-            other = found["model"](images)
+            other = variables["model"](images)
     other = getattr(other, "logits", other)
     torch.testing.assert_close(other, own, rtol=0, atol=float(own.abs().max()) * 2**-17)
     again = read_weights(folder) if program != "onnx" else None
@@ -135,8 +135,8 @@ def test_the_cards_code_opens_the_folder_and_gives_our_logits(
 
 
 @pytest.mark.full
-def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path):
-    """Three blocks of 4,096 channels: 2.3 GiB, which a protobuf cannot hold."""
+def test_an_onnx_model_above_2_gib_stores_its_weights_in_a_separate_file(tmp_path):
+    """Three blocks of 4,096 channels have 2.3 GiB, which exceeds the limit of a protobuf."""
     subject = subject_of({**TINY, "embed_dim": 4096, "depth": 3, "num_heads": 32})
     num_bytes = sum(tensor.nbytes for tensor in subject.model.state_dict().values())
     assert num_bytes > 2**31
@@ -145,7 +145,9 @@ def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path)
     path = folder / "model.onnx"
     beside = folder / "model.onnx.data"
     assert path.stat().st_size < 2**22
-    assert beside.stat().st_size > num_bytes - 2**10, "but for the smallest ones"
+    assert beside.stat().st_size > num_bytes - 2**10, (
+        "only the smallest tensors may stay in the model file"
+    )
     assert lines[-2:] == [f"sha256 of {file.name}: {sha256_of(file)}" for file in (path, beside)]
     card = (folder / "README.md").read_text()
     assert sha256_of(path) in card
@@ -153,11 +155,11 @@ def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path)
     onnx.checker.check_model(str(path))
     images = torch.randn(2, 3, 32, 32)
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    found = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
+    logits = torch.from_numpy(session.run(None, {"images": images.numpy()})[0])
     with torch.inference_mode():
         own = subject.model(images)
-    torch.testing.assert_close(found, own, rtol=0, atol=float(own.abs().max()) * 1e-3)
-    beside.unlink()  # pytest keeps folders
+    torch.testing.assert_close(logits, own, rtol=0, atol=float(own.abs().max()) * 1e-3)
+    beside.unlink()  # pytest would keep this large file
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ def test_an_onnx_model_above_2_gib_has_its_weights_in_a_file_beside_it(tmp_path)
         {"name": "vit_G8", "global_pool": "map", "pos_embed": "none", "init_head_bias": -2.0},
     ],
 )
-def test_timm_makes_every_variant_of_ours(model, tmp_path):
+def test_timm_builds_every_variant_of_our_model(model, tmp_path):
     channels = model.get("in_chans", 3)
     data = {"root": "-", "mean": [0.4] * channels, "std": [0.2] * channels}
     subject = subject_of(model, data=data)
@@ -187,7 +189,7 @@ def test_timm_makes_every_variant_of_ours(model, tmp_path):
     assert tuple(data["input_size"]) == (channels, *subject.model.image_size)
 
 
-def test_transformers_opens_a_folder_of_timms_layout(tmp_path):
+def test_transformers_opens_a_folder_in_timms_layout(tmp_path):
     subject = subject_of({"class_token": False, "global_pool": "avg"})
     export("timm", subject, ORIGIN, tmp_path / "out")
     guest = AutoModelForImageClassification.from_pretrained(tmp_path / "out").eval()
@@ -215,7 +217,7 @@ def test_transformers_opens_a_folder_of_timms_layout(tmp_path):
         ({"rope_type": "axial"}, ["onnx"]),
     ],
 )
-def test_what_a_layout_cannot_hold_is_refused_with_those_that_can(model, able, tmp_path):
+def test_an_unsupported_layout_is_refused_with_the_possible_ones(model, able, tmp_path):
     data = {"root": "-", "mean": [0.5], "std": [0.5]}
     subject = subject_of(model, data=data)
     assert [name for name in PROGRAMS if not lacking(name, subject.config)] == able
@@ -226,11 +228,11 @@ def test_what_a_layout_cannot_hold_is_refused_with_those_that_can(model, able, t
     assert not (tmp_path / "out").exists()
 
 
-def test_a_setting_that_the_tables_do_not_know_is_refused(monkeypatch):
+def test_a_setting_that_is_missing_in_the_tables_is_refused(monkeypatch):
     config = config_of({})
     monkeypatch.setattr("vit.weights.programs.KNOWN_FIELDS", {"name", "image_size", "in_chans"})
-    found = lacking("timm", config)
-    assert found == ["model.embed_dim", "model.depth", "model.num_heads"]
+    settings = lacking("timm", config)
+    assert settings == ["model.embed_dim", "model.depth", "model.num_heads"]
     assert lacking("onnx", config) == []
     assert LACKS["onnx"] == set()
 
@@ -238,13 +240,13 @@ def test_a_setting_that_the_tables_do_not_know_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "view"),
     [
-        ({}, {"crop_pct": 0.9}),  # 35 pixels, of which 32 are cut out: an odd margin
+        ({}, {"crop_pct": 0.9}),  # 32 of 35 pixels are cut out, so the margin is odd
         ({"image_size": [24, 40]}, {"crop_pct": 0.9}),
         ({"image_size": [24, 40]}, {"crop_pct": 0.9, "crop_mode": "squash"}),
     ],
 )
-def test_the_card_for_onnx_makes_the_pixels_of_evaluation(model, view, tmp_path, monkeypatch):
-    """Noise shows each pixel by which resizing or cutting is off."""
+def test_the_card_for_onnx_preprocesses_as_evaluation_does(model, view, tmp_path, monkeypatch):
+    """The image is noise, so that an error of a single pixel in resizing or cutting shows."""
     subject = subject_of(model, eval={**view, "resizer": "pillow"})
     noise = np.random.default_rng(0).integers(0, 256, (61, 91, 3), np.uint8)
     Image.fromarray(noise).save(tmp_path / "photo.png")
@@ -252,18 +254,19 @@ def test_the_card_for_onnx_makes_the_pixels_of_evaluation(model, view, tmp_path,
     monkeypatch.chdir(tmp_path)
     code, session, _ = opening_code("onnx", subject).partition("session =")
     assert session
-    found: dict[str, Any] = {}
-    exec(code, found)
+    namespace: dict[str, Any] = {}
+    exec(code, namespace)
     config = subject.config
     data = (tmp_path / "photo.png").read_bytes()
     size = config.model.height_width()
     expected = decode_center(data, size, config.eval, config.data.interpolation)
-    levels = found["images"][0].transpose(1, 2, 0) * config.data.std + config.data.mean
+    levels = namespace["images"][0].transpose(1, 2, 0) * config.data.std + config.data.mean
     assert np.array_equal(np.round(255 * levels), expected.permute(1, 2, 0).numpy())
 
 
-def test_classes_that_the_data_did_not_have_are_named_for_the_others(tmp_path):
-    """Programs count classes by their names: a head of 5 with 3 names would not open."""
+def test_unused_classes_get_names_in_the_export(tmp_path):
+    """Other programs derive the number of classes from the names, so they could not open a head of
+    5 with 3 names."""
     subject = replace(subject_of(), num_classes=5)
     subject.model.head = torch.nn.Linear(48, 5)
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
@@ -276,8 +279,8 @@ def test_classes_that_the_data_did_not_have_are_named_for_the_others(tmp_path):
 
 
 @pytest.mark.parametrize("model", [{}, {"image_size": [24, 40]}])
-def test_a_view_returns_from_transformers_as_it_went(model, tmp_path):
-    """Squashed to 35x35, or 26x44, and the centre cut out."""
+def test_a_view_survives_the_export_to_transformers(model, tmp_path):
+    """The views squash an image to 35x35 or 26x44 and cut out the centre."""
     subject = subject_of(model, eval={"crop_pct": 0.9, "crop_mode": "squash", "resizer": "pillow"})
     export("huggingface", subject, ORIGIN, tmp_path / "theirs")
     loaded, _ = with_published_config(read_weights(tmp_path / "theirs"), None, "-")
@@ -285,8 +288,9 @@ def test_a_view_returns_from_transformers_as_it_went(model, tmp_path):
     assert (again.cover, again.squash) == (subject.view.cover, True)
 
 
-def test_a_grid_that_is_not_square_returns_as_it_went(tmp_path):
-    """15 patches and a class token are 16 positions, as 4x4 are: the config says which."""
+def test_a_grid_that_is_not_square_survives_the_export(tmp_path):
+    """15 patches and a class token are 16 positions, as a grid of 4x4 has; only the config tells
+    them apart."""
     for program in ("timm", "huggingface"):
         config = {"eval": {"crop_mode": "squash"}} if program == "huggingface" else {}
         subject = subject_of({"image_size": [24, 40]}, **config)
@@ -299,7 +303,7 @@ def test_a_grid_that_is_not_square_returns_as_it_went(tmp_path):
         assert resized.notes == ("positions resampled from 3x5 to 6x10 (bicubic, antialiased)",)
 
 
-def test_a_folder_is_complete_or_absent(tmp_path, monkeypatch):
+def test_an_exported_folder_is_complete_or_absent(tmp_path, monkeypatch):
     subject = subject_of()
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "a").touch()
@@ -319,7 +323,7 @@ def _fail(*_):
 
 
 def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
-    """Without an export: the config and the link beside the weights do it."""
+    """No export is needed, because a run keeps a config and a link beside its weights."""
     train(write_config(tmp_path, shards), tmp_path / "run")
     folder = tmp_path / "run" / "weights"
     assert (folder / "model.safetensors").readlink() == Path("last_ema.safetensors")
@@ -338,7 +342,7 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     assert tuple(guest.pretrained_cfg["mean"]) == config.data.mean
     assert guest.pretrained_cfg["label_names"] == loaded.class_names
 
-    # The command, with the accuracy of these very weights.
+    # The command exports the run with the accuracy of these weights.
     done = run("launch/export.py", tmp_path / "run", "--to", "timm")
     assert done.returncode == 0, done.stderr
     assert "averaged weights): run, 3 classes at 16x16, to timm\n" in done.stdout
@@ -364,7 +368,7 @@ def test_timm_and_transformers_open_the_weights_of_a_run(tmp_path, shards):
     ("name", "size"), [("vit_small_patch14_reg4_dinov2", 98), ("vit_tiny_patch16_224", 112)]
 )
 def test_an_export_of_a_file_keeps_the_grid_of_its_positions(name, size, tmp_path):
-    """A guest, whose positions are those of patches alone, and a model of ours."""
+    """The test covers a timm model that has positions only for patches, and our model."""
     theirs = timm.create_model(name, img_size=size, num_classes=3, depth=1).eval()
     path = tmp_path / "mine.safetensors"
     save_file(theirs.state_dict(), path)
@@ -380,7 +384,7 @@ def test_an_export_of_a_file_keeps_the_grid_of_its_positions(name, size, tmp_pat
         assert torch.equal(opened(images), theirs(images))
 
 
-def test_an_exported_folder_is_not_called_by_the_architecture_that_carries_it(tmp_path):
+def test_an_exported_folder_is_not_identified_as_a_published_model(tmp_path):
     export("timm", subject_of(), ORIGIN, tmp_path / "out")
-    _, known = with_published_config(read_weights(tmp_path / "out"), None, "data")
-    assert known.name == str(tmp_path / "out")
+    _, published = with_published_config(read_weights(tmp_path / "out"), None, "data")
+    assert published.name == str(tmp_path / "out")

@@ -1,4 +1,5 @@
-"""What is advised when a step does not fit: what fits by the planner's count, and nothing else."""
+"""The advice for a step that does not fit contains only settings that fit by the planner's
+count."""
 
 from __future__ import annotations
 
@@ -38,39 +39,39 @@ def needed_bytes(config: Config, rows: int = 64) -> int:
 
 
 def advice(config: Config, memory_bytes: float) -> str:
-    """For a GPU of which a step may use so much."""
+    """Return the advice for a GPU on which a step may use `memory_bytes`."""
     plan, _ = make_plan(config, 64, 1)
     memory_gib = RESERVED_GIB + memory_bytes / GIB / USABLE_SHARE
     small = replace(GPUS[0], memory_gib=memory_gib)
     return what_to_lower(config, plan, 10, small)
 
 
-def test_a_gpu_has_the_memory_that_its_driver_says(monkeypatch):
-    """What the driver says is put in its mouth: the table has 79 GiB for this name."""
-    said = SimpleNamespace(name="NVIDIA A100-SXM-64GB", total_memory=64 * GIB)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: said)
+def test_the_memory_of_a_gpu_is_read_from_the_driver(monkeypatch):
+    """The test replaces the driver's answer; the table has 79 GiB for this name."""
+    properties = SimpleNamespace(name="NVIDIA A100-SXM-64GB", total_memory=64 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     gpu = gpu_of(torch.device("cuda", 0))
     assert (gpu.name, gpu.bf16_tflops, gpu.memory_gib) == ("A100", 312.0, 64)
-    said.name = "NVIDIA H200 MIG 1g.18gb"
+    properties.name = "NVIDIA H200 MIG 1g.18gb"
     gpu = gpu_of(torch.device("cuda", 0))
-    assert (gpu.name, gpu.memory_gib) == (said.name, 64)
+    assert (gpu.name, gpu.memory_gib) == (properties.name, 64)
     assert gpu_of(torch.device("cpu")) is None
 
 
-def test_activations_that_are_computed_again_are_advised_only_where_the_step_then_fits():
+def test_activation_checkpointing_is_advised_only_if_the_step_then_fits():
     config = small_config()
     again = needed_bytes(small_config("block"))
     assert again < needed_bytes(config)
-    told = advice(config, again * 1.01)
-    assert told.startswith(BATCH)
-    assert "set train.activation_checkpointing=block, with which it fits" in told
+    text = advice(config, again * 1.01)
+    assert text.startswith(BATCH)
+    assert "set train.activation_checkpointing=block, with which it fits" in text
     assert "activation_checkpointing" not in advice(config, again * 0.99)
-    told = advice(small_config("block"), again * 0.99)
-    assert "activation_checkpointing" not in told
+    text = advice(small_config("block"), again * 0.99)
+    assert "activation_checkpointing" not in text
 
 
 @pytest.mark.parametrize(("error", "noted"), [(torch.OutOfMemoryError("full"), 1), (KeyError(), 0)])
-def test_only_an_error_of_memory_gets_a_note_and_it_stays_that_error(error, noted):
+def test_only_an_out_of_memory_error_gets_a_note_and_stays_the_same_error(error, noted):
     config = small_config()
     plan, _ = make_plan(config, 64, 1)
     with pytest.raises(type(error)) as caught:

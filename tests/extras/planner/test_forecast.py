@@ -1,4 +1,4 @@
-"""Hours, sizes and limits next to sums by hand."""
+"""Forecasts of hours, sizes and limits equal sums by hand."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ def write_results(folder, name="2026-11-22-gpu-h200.json", gpu="H200", **row):
     (folder / name).write_text(json.dumps({"gpu": gpu, "training": [row]}))
 
 
-def test_vit_b16_on_8_h200_by_hand():
-    """300 epochs of 312 batches of 4,096; 35.13 GFLOP forward, three times that in training."""
+def test_the_forecast_of_vit_b16_on_8_h200_equals_a_sum_by_hand():
+    """The run has 300 epochs of 312 batches of 4,096; a forward pass has 35.13 GFLOP, training
+    three times that."""
     config = load_config("vit_b16", ["data.root=/nonexistent"])
     forecast = make_forecast(config, 8, H200)
     assert forecast.plan.total_steps == 93_600
@@ -57,15 +58,15 @@ def test_vit_b16_on_8_h200_by_hand():
     assert "/nonexistent" in forecast.data.assumed
 
 
-def test_what_is_not_computed_and_what_is_computed_again_count():
-    """Of two blocks, next to which embedding and head are a seventh of the operations."""
+def test_skipped_and_repeated_computations_change_the_operations():
+    """The model has two blocks; embedding and head are a seventh of the operations."""
     plain = make_forecast(config_of(model=TINY), 1, H200)
     subset = {"drop_path_rate": 0.5, "drop_path_form": "subset", "drop_path_schedule": "constant"}
     by_subset = make_forecast(config_of(model={**TINY, **subset}), 1, H200)
     assert by_subset.forward_flops == plain.forward_flops
     assert 0.5 < by_subset.train_flops / plain.train_flops < 0.6
-    for which, passes in (("block", 4), (2, 3.5)):
-        train = {"steps": 10, "activation_checkpointing": which}
+    for checkpointing, passes in (("block", 4), (2, 3.5)):
+        train = {"steps": 10, "activation_checkpointing": checkpointing}
         again = make_forecast(config_of(model=TINY, train=train), 1, H200)
         assert again.train_flops == passes * plain.forward_flops
         assert again.images_per_s[0] == pytest.approx(plain.images_per_s[0] * 3 / passes)
@@ -73,7 +74,7 @@ def test_what_is_not_computed_and_what_is_computed_again_count():
 
 
 def test_stages_of_image_size_count_with_their_own_operations():
-    """Of 100 epochs of 64 steps half at 32, then a quarter at 48 and at 64 px each."""
+    """Of 100 epochs of 64 steps, half are at 32 px, a quarter at 48 and a quarter at 64."""
     data = {"root": "none", "global_batch_size": 64, "reader": "webdataset"}
     data |= {"stream": "http://localhost/{0..1}.tar", "num_samples": 4096}
     stages = ({"until_epoch": 50, "image_size": 32}, {"until_epoch": 75, "image_size": 48})
@@ -85,7 +86,7 @@ def test_stages_of_image_size_count_with_their_own_operations():
 
     staged = forecast_at(64, image_sizes=stages)
     alone = {side: forecast_at(side) for side in (32, 48, 64)}
-    # The product with positions of another size is not part of a model of that size.
+    # A model of another size does not compute the product that resamples the positions.
     expected = sum(
         share * alone[side].train_flops
         for side, share in zip((32, 48, 64), (0.5, 0.25, 0.25), strict=True)
@@ -96,7 +97,7 @@ def test_stages_of_image_size_count_with_their_own_operations():
     assert of_stages == pytest.approx([each.train_flops for each in alone.values()], rel=5e-3)
     assert staged.forward_flops == alone[64].forward_flops, "evaluations have the model's size"
     assert alone[32].hours[0] < staged.hours[0] < alone[64].hours[0]
-    # Besides matrices of positions, of some kilobytes.
+    # The difference is the matrices of positions, which have a few kilobytes.
     assert staged.memory.total == pytest.approx(alone[64].memory.total, rel=1e-3)
     assert staged.host_memory == alone[64].host_memory
     assert not alone[64].stages
@@ -105,7 +106,7 @@ def test_stages_of_image_size_count_with_their_own_operations():
     assert growing.host_memory.slots == alone[64].host_memory.slots
 
 
-def test_data_that_are_there_are_not_assumed(shards):
+def test_available_data_replace_the_assumed_numbers(shards):
     config = config_of(data={"root": str(shards), "global_batch_size": 4}, train={"epochs": 2})
     data = make_forecast(config, 2, H200).data
     assert (data.num_classes, data.num_images, data.num_val_images) == (3, 60, 23)
@@ -151,7 +152,7 @@ def test_the_largest_micro_batch_fits_and_the_next_one_does_not(gpu, batch):
     assert largest == rank_batch or total(2 * largest) > usable
 
 
-def test_a_model_that_is_too_large():
+def test_a_model_that_is_too_large_is_reported():
     config = config_of(model={"name": "vit_h14", "embed_dim": 10240, "num_heads": 80, "depth": 6})
     forecast = make_forecast(config, 1, find_gpu("RTX-4090"))
     assert forecast.largest_micro_batch_size == 0
@@ -160,7 +161,7 @@ def test_a_model_that_is_too_large():
 
 
 @pytest.mark.parametrize(("steps", "every"), [(10, 3), (9, 3), (2, 3), (3, 3), (1, None)])
-def test_evaluations_are_those_of_the_plan(steps, every):
+def test_the_number_of_evaluations_equals_the_plans(steps, every):
     config = config_of(train={"steps": steps}, eval={"every_steps": every})
     forecast = make_forecast(config, 1, H200)
     due = sum(forecast.plan.evaluates_at(step) for step in range(1, steps + 1))

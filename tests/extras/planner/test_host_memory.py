@@ -1,4 +1,4 @@
-"""Memory of the host as it is planned, next to what a run asks for when it starts."""
+"""The planned memory of a host equals the memory that a run requests at its start."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 2**30
         ("data.num_workers=2", "data.aug_repeats=2", "augment.mixup_alpha=0.8", "train.steps=2"),
     ],
 )
-def test_it_is_what_a_start_on_a_gpu_asks_for(shards, tmp_path, settings):
+def test_planned_memory_equals_the_request_of_a_start_on_a_gpu(shards, tmp_path, settings):
     path = tmp_path / "recipe.yaml"
     path.write_text(f"""
 model: {{name: vit_ti16, image_size: 32, depth: 1}}
@@ -40,7 +40,9 @@ eval: {{batch_size: 5}}
     on_gpu = World(0, 1, torch.device("cuda", 0))
     batches = (data.batches, data.eval_batches)
     saved_bytes = disk_needs(config, data.plan, data.num_classes).checkpoint_bytes
-    found = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).numbers
-    assert (planned.slots + planned.eval_slots) / GIB == pytest.approx(found["batch_gib"], abs=1e-4)
-    assert planned.saved_copy / GIB == pytest.approx(found["save_copy_gib"], abs=1e-4)
+    numbers = preflight(config.data, on_gpu, data.plan, *batches, saved_bytes=saved_bytes).numbers
+    assert (planned.slots + planned.eval_slots) / GIB == pytest.approx(
+        numbers["batch_gib"], abs=1e-4
+    )
+    assert planned.saved_copy / GIB == pytest.approx(numbers["save_copy_gib"], abs=1e-4)
     assert planned.of_each_gpu == replace(planned, saved_copy=0).of_each_gpu > planned.slots

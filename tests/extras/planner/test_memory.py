@@ -1,4 +1,5 @@
-"""Counted bytes of a step next to what the process really took, and to sums by hand."""
+"""The counted bytes of a step agree with the measured memory of a process, and with sums by
+hand."""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ print(status("VmHWM") - before)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
 @pytest.mark.parametrize(
-    ("precision", "which", "fields"),
+    ("precision", "checkpointing", "fields"),
     [
         pytest.param("fp32", "none", {}, marks=pytest.mark.full),
         pytest.param("bf16", "none", {}, marks=pytest.mark.full),
@@ -99,9 +100,9 @@ print(status("VmHWM") - before)
         ("fp32", "none", {"drop_path_rate": 0.5, "drop_path_form": "subset"}),
     ],
 )
-def test_counted_is_measured_within_a_tenth(precision, which, fields):
+def test_counted_bytes_agree_with_measured_bytes_within_a_tenth(precision, checkpointing, fields):
     rows = 48
-    train = {"steps": 1, "precision": precision, "activation_checkpointing": which}
+    train = {"steps": 1, "precision": precision, "activation_checkpointing": checkpointing}
     sections = {"model": {**SMALL, **fields}, "train": train, "optim": {"clip_grad_norm": 1.0}}
     config = config_of(**sections)
     counted = count(config, 1000, rows, rows, world_size=1)
@@ -111,7 +112,7 @@ def test_counted_is_measured_within_a_tenth(precision, which, fields):
         capture_output=True,
         text=True,
         cwd=ROOT,
-        # Freed memory must go back at once, or the peak of earlier steps would be measured.
+        # Freed memory must return to the system at once, or earlier peaks would be measured.
         env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -119,7 +120,7 @@ def test_counted_is_measured_within_a_tenth(precision, which, fields):
     assert counted.gradients + counted.activations == pytest.approx(measured, rel=0.1)
 
 
-def test_parts_that_follow_from_the_number_of_parameters():
+def test_weights_gradients_and_optimizer_state_follow_from_the_parameters():
     config = config_of(model=SMALL, train={"steps": 1, "ema_decay": 0.9999})
     with torch.device("meta"):
         model = create_model(config.model, num_classes=1000)
@@ -131,15 +132,16 @@ def test_parts_that_follow_from_the_number_of_parameters():
     assert memory.total == sum(memory.__dict__.values())
 
 
-def test_partial_sums_of_exact_runs_count():
-    """Two leaves a rank: what the second adds to, its own, and two halves that come."""
+def test_partial_sums_of_exact_runs_are_counted():
+    """With two leaves per rank, a rank holds the sum so far, its own gradients, and two received
+    halves."""
     fields = {**SMALL, "depth": 1, "image_size": 32, "proj_drop_rate": 0.1}
     config = config_of(model=fields, train={"steps": 1, "exact_over_ranks": True})
     memory = count(config, 10, 2, 4, world_size=2)
     assert memory.gradients == 3 * memory.weights
 
 
-def test_passes_in_turn_need_less_than_one_of_all():
+def test_micro_batches_need_less_memory_than_one_pass():
     config = config_of(model=SMALL)
     at_once = count(config, 1000, 16, 16, world_size=2)
     in_turn = count(config, 1000, 4, 16, world_size=2)
@@ -147,29 +149,30 @@ def test_passes_in_turn_need_less_than_one_of_all():
     assert in_turn.batches == at_once.batches
 
 
-def test_activations_that_are_computed_again_take_no_memory_meanwhile():
-    """A block that is all there is at the peak, and the inputs of the others."""
-    which = ("none", 2, "block")
+def test_checkpointed_activations_are_not_counted():
+    """At the peak only one block's activations and the inputs of the other blocks exist."""
+    options = ("none", 2, "block")
     config = {"model": {**SMALL, "depth": 12}}
     none, half, all_blocks = (
         count(
             config_of(**config, train={"steps": 1, "activation_checkpointing": each}), 10, 8, 8, 1
         )
-        for each in which
+        for each in options
     )
     assert all_blocks.activations < 0.25 * none.activations
     assert all_blocks.activations < 0.6 * half.activations < 0.45 * none.activations
 
 
-def test_gradients_count_only_where_they_exist_at_the_peak():
-    """On one GPU they come while activations go; DDP's buckets hold them all the time."""
+def test_gradients_count_only_if_they_exist_at_the_peak():
+    """On one GPU gradients are created as activations are freed; DDP's buckets hold them all the
+    time."""
     config = config_of(model=SMALL)
     alone = count(config, 1000, 16, 16, world_size=1)
     in_ddp = count(config, 1000, 16, 16, world_size=2)
     assert alone.gradients < in_ddp.gradients == in_ddp.weights
 
 
-def test_the_copy_for_norms_counts_where_weights_are_more_than_activations():
+def test_the_copy_for_norms_counts_if_weights_exceed_activations():
     model = {"name": "vit_s16", "depth": 2, "image_size": 16}
     sections = {"model": model, "data": {"root": "none", "global_batch_size": 1}}
     without, measured = (
@@ -179,7 +182,7 @@ def test_the_copy_for_norms_counts_where_weights_are_more_than_activations():
     assert 0.9 * without.weights < measured.total - without.total < 1.1 * without.weights
 
 
-def test_bf16_keeps_less_than_fp32():
+def test_bf16_activations_need_less_memory_than_fp32():
     fp32, bf16 = (
         count(
             config_of(model=SMALL, train={"steps": 1, "precision": name}),
@@ -193,13 +196,13 @@ def test_bf16_keeps_less_than_fp32():
     assert 0.4 * fp32.activations < bf16.activations < 0.75 * fp32.activations
 
 
-def test_live_bytes_follow_tensors_and_not_views():
+def test_live_bytes_count_storages_and_not_views():
     with LiveBytes() as live:
         first = torch.zeros(MIB, dtype=torch.uint8)
         view = first[: MIB // 2].view(-1, 2)
         assert live.now == MIB
         del first
-        assert live.now == MIB, "the view holds it"
+        assert live.now == MIB, "the view keeps the storage alive"
         second = view + 1
         assert live.now == MIB + MIB // 2 == live.peak
         del view, second
@@ -207,15 +210,16 @@ def test_live_bytes_follow_tensors_and_not_views():
     assert live.peak == MIB + MIB // 2
 
 
-def test_a_model_of_timm():
+def test_the_memory_of_a_timm_model_is_counted():
     config = config_of(model={"name": "timm/resnet18", "image_size": 64})
     memory = count(config, 10, 4, 8, world_size=1)
     assert memory.weights == pytest.approx(4 * 11.18e6, rel=0.01)
     assert memory.activations > 4 * MIB
 
 
-def test_no_memory_is_taken_for_a_model_of_gigabytes():
-    """Six blocks of ViT-H at a batch of 10 GiB; this process gets one more than it has."""
+def test_counting_a_large_model_allocates_no_memory():
+    """Six blocks of ViT-H need 10 GiB at this batch; the process is limited to 1 GiB more than it
+    uses."""
     code = f"""
 import resource, re
 from vit.extras.planner.memory import step_memory
@@ -255,7 +259,7 @@ print(status("VmHWM") - before)  # the result has no pages yet: it is written la
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak of memory from /proc")
-def test_temporaries_of_the_augmentation_are_measured_within_a_tenth():
+def test_counted_temporaries_of_the_augmentation_agree_with_measured_ones():
     rows = 256
     code = AUGMENT.replace("ROWS", str(rows))
     helpers = f"{ROOT}:{ROOT / 'tests' / 'helpers'}"
@@ -271,7 +275,7 @@ def test_temporaries_of_the_augmentation_are_measured_within_a_tenth():
     assert counted == pytest.approx(int(done.stdout), rel=0.1)
 
 
-def test_the_augmentation_is_a_part_of_the_sum_and_grows_with_what_is_drawn():
+def test_the_augmentation_is_part_of_the_sum_and_grows_with_its_operations():
     policies = ({}, {"randaugment_layers": 2}, {"three_augment": True})
     few, more, most = (count(config_of(model=SMALL, augment=it), 10, 8, 8, 1) for it in policies)
     assert few.augmentation < more.augmentation < most.augmentation

@@ -1,4 +1,4 @@
-"""Published recipes: commands as data, and configs in the folder beside."""
+"""Fixtures of published recipes, whose commands are data and whose configs are in a folder."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def _import(name: str) -> Imported:
 
 @pytest.fixture
 def imported(monkeypatch):
-    """Import a published recipe by its name, once."""
+    """Import published recipes by name, each only once."""
     monkeypatch.chdir(HERE)
     return _import

@@ -1,4 +1,4 @@
-"""`launch/recipe.py`: what it prints and writes, and the rows of docs/errors.md about it."""
+"""`launch/recipe.py` prints and writes the right files, and its rows in docs/errors.md are true."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ SMALL = [
 ]
 
 
-def import_(*words: str):
-    return lambda: run_here("launch/recipe.py", "import", *words)
+def import_(*arguments: str):
+    return lambda: run_here("launch/recipe.py", "import", *arguments)
 
 
 SCENARIOS = {
@@ -74,12 +74,12 @@ SCENARIOS = {
 @pytest.mark.parametrize(
     "row",
     [
-        # timm alone takes seconds to import
+        # Importing timm alone takes seconds.
         pytest.param(row, id=row.what, marks=[pytest.mark.full] * ("timm does not" in row.what))
         for row in ROWS
     ],
 )
-def test_the_row_is_what_happens(row: Row, tmp_path, monkeypatch):
+def test_the_command_prints_the_error_of_the_row(row: Row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "child.py").write_text("_base_ = '../base.py'\nmodel = dict()\n")
     (tmp_path / "runs.py").write_text("model = dict()\nopen('made', 'w')\n")
@@ -89,14 +89,14 @@ def test_the_row_is_what_happens(row: Row, tmp_path, monkeypatch):
         SCENARIOS[row.what]()
     assert re.fullmatch(pattern_of(row.printed), f"error: {raised.value}")
     assert row.status == 2
-    assert snapshot(tmp_path) == before, "nothing is left behind"
+    assert snapshot(tmp_path) == before, "no file may be left behind"
 
 
 def test_every_scenario_has_a_row_and_every_row_a_scenario():
     assert {row.what for row in ROWS} == set(SCENARIOS)
 
 
-def test_a_command_on_stdin_becomes_a_yaml_file_and_an_account(tmp_path, monkeypatch, capsys):
+def test_a_command_on_stdin_becomes_a_yaml_file_and_a_report(tmp_path, monkeypatch, capsys):
     out = tmp_path / "mine.yaml"
     monkeypatch.setattr(sys, "stdin", io.StringIO(PUBLISHED["deit3_b16_ft384"]["command"]))
     run_here("launch/recipe.py", "import", "-", "--out", out)
@@ -108,7 +108,7 @@ def test_a_command_on_stdin_becomes_a_yaml_file_and_an_account(tmp_path, monkeyp
     assert f"--config {out} " in header
 
 
-def test_without_out_the_yaml_is_on_stdout_and_the_account_beside(capsys):
+def test_without_out_the_yaml_goes_to_stdout_and_the_report_to_stderr(capsys):
     command = PUBLISHED["mae_b16_ft"]["command"]
     run_here("launch/recipe.py", "import", command)
     printed = capsys.readouterr()
@@ -125,7 +125,9 @@ def test_without_out_the_yaml_is_on_stdout_and_the_account_beside(capsys):
         pytest.param("vit5_s16", marks=pytest.mark.full),
     ],
 )
-def test_an_imported_recipe_does_its_first_step_small(name, imported, shards, tmp_path):
+def test_a_small_version_of_an_imported_recipe_does_its_first_step(
+    name, imported, shards, tmp_path
+):
     file = tmp_path / "theirs.yaml"
     file.write_text(yaml_text(imported(name), file))
     settings = [*SMALL, f"data.root={shards}", f"run.dir={tmp_path / 'run'}"]

@@ -1,4 +1,4 @@
-"""Recipes side by side and one by itself: what is said of a difference, and what is drawn."""
+"""`launch/recipe.py` compares two recipes, explains each difference, and shows a single recipe."""
 
 from __future__ import annotations
 
@@ -54,28 +54,28 @@ def test_every_setting_has_a_kind_and_known_effects_are_settings_with_a_source()
         ("checkpoint.every_steps=7", "harmless"),
     ],
 )
-def test_a_difference_is_of_the_kind_of_what_it_does(override, kind):
-    (found,) = compare(with_(), with_(override))
-    assert (found.key, found.kind) == (override.partition("=")[0], kind)
+def test_a_difference_has_the_kind_of_its_effect(override, kind):
+    (difference,) = compare(with_(), with_(override))
+    assert (difference.key, difference.kind) == (override.partition("=")[0], kind)
 
 
-def test_differences_are_sorted_by_weight_and_said_with_their_source():
-    found = in_words(
+def test_differences_are_sorted_by_importance_and_name_their_source():
+    text = in_words(
         with_(),
         with_("data.num_workers=2", "augment.cutmix_alpha=0", "model.qk_norm=true", "train.seed=3"),
         ("a.yaml", "b.yaml"),
     )
     order = ["augment.cutmix_alpha: 1 -> 0", "model.qk_norm", "train.seed", "data.num_workers"]
-    places = [found.index(text) for text in order]
+    places = [text.index(phrase) for phrase in order]
     assert places == sorted(places)
-    assert "80.0 without CutMix" in found
-    assert "arXiv 2012.12877" in found
-    assert "learning rates" not in found
+    assert "80.0 without CutMix" in text
+    assert "arXiv 2012.12877" in text
+    assert "learning rates" not in text
     assert in_words(with_(), with_(), ("a", "b")).endswith("no setting differs")
     stages = "[{until_epoch: 9, image_size: 160}, {until_epoch: 20, image_size: 192}]"
-    found = in_words(with_(), with_(f"schedule.image_sizes={stages}"), ("a", "b"))
+    text = in_words(with_(), with_(f"schedule.image_sizes={stages}"), ("a", "b"))
     expected = "none -> until_epoch 9, image_size 160; until_epoch 20, image_size 192"
-    assert expected in " ".join(found.split())
+    assert expected in " ".join(text.split())
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
@@ -86,30 +86,30 @@ def test_each_shipped_recipe_is_compared_with_another(path):
         assert f"{difference.key}: " in printed
 
 
-def test_a_set_that_only_one_recipe_evaluates_is_a_difference():
+def test_an_evaluation_set_of_only_one_recipe_is_a_difference():
     printed = in_words(with_(), with_("eval.sets={v2: {split: train}}"), ("a", "b"))
     assert "eval.sets.v2.split: none -> train" in printed
 
 
-def test_what_is_left_to_the_size_has_the_sizes_value():
+def test_an_unset_model_setting_is_shown_with_the_value_of_the_size():
     assert not compare(with_(), with_("model.dist_token=false", "model.depth=12"))
-    found = in_words(with_(), with_("model.depth=6", "optim.clip_grad_norm=1"), ("a", "b"))
-    assert "model.depth: 12 -> 6" in found
-    assert "optim.clip_grad_norm: none (no clipping) -> 1" in found
+    text = in_words(with_(), with_("model.depth=6", "optim.clip_grad_norm=1"), ("a", "b"))
+    assert "model.depth: 12 -> 6" in text
+    assert "optim.clip_grad_norm: none (no clipping) -> 1" in text
 
 
-def test_what_a_curve_is_of_other_than_its_recipe():
-    """Which samples are trained on is said, what is evaluated besides is not."""
+def test_deviations_of_a_run_from_its_recipe_are_listed():
+    """A different choice of training samples is listed; an additional evaluation set is not."""
     config = with_("data.samples_per_class=13", "eval.sets={v2: {split: train}}", "eval.best_by=v2")
     assert deviations(config, "vit_b16", {}) == ["data.samples_per_class none -> 13"]
 
 
-def test_an_ablation_is_told_only_of_what_it_compared():
+def test_the_source_of_an_ablation_is_quoted_only_for_its_own_comparison():
     both = compare(with_(), with_("model.drop_path_rate=0.2", "optim.name=lamb"))
-    found = {difference.key: difference for difference in both}
-    dropped = found["model.drop_path_rate"]
+    by_key = {difference.key: difference for difference in both}
+    dropped = by_key["model.drop_path_rate"]
     assert (dropped.kind, dropped.text) == ("network", "")
-    assert found["optim.name"].text == ""
+    assert by_key["optim.name"].text == ""
     (without,) = compare(with_(), with_("model.drop_path_rate=0"))
     assert without.kind == "known"
     assert not compare(with_(), with_("augment.randaugment_magnitude_std=0.5"))
@@ -117,14 +117,14 @@ def test_an_ablation_is_told_only_of_what_it_compared():
     assert "at most 100 % of the larger peak (100 % into the run)" in " ".join(ends.split())
 
 
-def test_rates_are_compared_over_the_part_of_the_run_that_is_done():
+def test_learning_rates_are_compared_over_the_finished_part_of_a_run():
     longer = in_words(with_(), with_("train.epochs=600", "schedule.warmup_epochs=40"), ("a", "b"))
-    assert "learning rates" not in longer, "the same shape"
+    assert "learning rates" not in longer, "schedules of the same shape must not be reported"
     halved = in_words(with_(), with_("optim.lr=0.8e-3"), ("a", "b"))
     assert "at most 50 % of the larger peak" in halved
 
 
-def test_a_run_folder_and_a_name_are_recipes_too(tmp_path, shards):
+def test_run_folders_and_names_are_accepted_as_recipes(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=1)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(config.read_text())

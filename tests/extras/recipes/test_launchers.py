@@ -1,4 +1,5 @@
-"""How many GPUs a command means, by what starts it: batch and rate follow."""
+"""The launcher of a command determines the number of GPUs, and so the batch and the learning
+rate."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ DEIT = "main.py --model deit_base_patch16_224 --batch-size 32"
 ASSUMED = "1 GPU is assumed: pass --gpus N"
 
 
-def test_processes_of_a_cluster_count_for_batch_rate_and_sampler():
-    """DeiT's paper has a batch of 1,024 at 1e-3, Table 9."""
+def test_processes_on_several_nodes_count_for_batch_rate_and_sampler():
+    """DeiT's paper states a batch of 1,024 at a rate of 1e-3 (Table 9)."""
     started = "srun -N 4 --gpus-per-node 8 --ntasks-per-node 8 python"
     imported = import_recipe(f"{started} {DEIT}")
     assert imported.settings["data.global_batch_size"] == 1024
@@ -21,7 +22,7 @@ def test_processes_of_a_cluster_count_for_batch_rate_and_sampler():
     assert ASSUMED not in account(imported)
 
 
-def test_a_script_by_itself_is_one_gpu_and_the_batch_says_that_this_is_assumed():
+def test_a_script_without_a_launcher_is_assumed_to_use_one_gpu_with_a_note():
     imported = import_recipe(f"python {DEIT}")
     assert imported.settings["data.global_batch_size"] == 32
     lines = account(imported).splitlines()
@@ -39,14 +40,14 @@ def test_a_script_by_itself_is_one_gpu_and_the_batch_says_that_this_is_assumed()
         "torchrun --nnodes=1:4 --nproc_per_node gpu",
     ],
 )
-def test_what_a_launcher_does_not_state_is_asked_for_and_taken_from_gpus(started):
+def test_an_unknown_number_of_gpus_is_an_error_and_is_taken_from_gpus(started):
     with pytest.raises(ValueError, match="--gpus N"):
         import_recipe(f"{started} {DEIT}")
     imported = import_recipe(f"{started} {DEIT}", num_gpus=12)
     assert imported.settings["data.global_batch_size"] == 12 * 32
 
 
-def test_a_number_of_gpus_wins_over_those_of_submitit():
+def test_the_option_gpus_wins_over_submitit():
     submitit = "python run_with_submitit.py --model deit_base_patch16_224 --nodes 2 --ngpus 4"
     assert import_recipe(submitit).settings["data.global_batch_size"] == 8 * 64
     assert import_recipe(submitit, num_gpus=3).settings["data.global_batch_size"] == 3 * 64

@@ -1,4 +1,4 @@
-"""MMPretrain's backbones beside the plain ViT: two tokens, and a norm before the blocks."""
+"""MMPretrain's variants of the plain ViT are imported: two tokens, and a norm before the blocks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CONFIGS = Path(__file__).parent / "configs" / "mmpretrain"
 
 @pytest.fixture
 def import_child(tmp_path):
-    """Import a config that changes `backbone` of one of the stored ones."""
+    """Import a config that changes the `backbone` of a stored config."""
 
     def importing(base: str, backbone: str):
         child = tmp_path / "child_16xb64.py"
@@ -28,20 +28,22 @@ def import_child(tmp_path):
 
 
 def finding(imported, name):
-    (found,) = (f for f in imported.reading.findings if name in f.theirs)
-    return found
+    (match,) = (f for f in imported.reading.findings if name in f.theirs)
+    return match
 
 
 def test_the_distilled_vit_has_the_second_token(import_child):
-    """As configs/deit/deit-base-distilled_16xb64_in1k.py: the same but for type and drop path."""
+    """The config is configs/deit/deit-base-distilled_16xb64_in1k.py without its type and drop
+    path."""
     imported = import_child("deit/deit-base_16xb64_in1k.py", "type='DistilledVisionTransformer'")
     assert imported.config().model.dist_token is True
     assert imported.config().model.name == "vit_b16"
     assert finding(imported, "model.backbone.arch").verdict == "same"
 
 
-def test_a_norm_before_the_blocks_is_clips_in_timm(import_child):
-    """As configs/clip/vit-base-p16_pt-64xb64_in1k.py. There patches have no bias, either."""
+def test_a_norm_before_the_blocks_becomes_timms_clip_model(import_child):
+    """The config follows configs/clip/vit-base-p16_pt-64xb64_in1k.py, whose patches also have no
+    bias."""
     base = "vision_transformer/vit-base-p16_32xb128-mae_in1k.py"
     imported = import_child(base, "pre_norm=True")
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Optimizers of other programs: those that are not here leave no rate behind."""
+"""Unsupported optimizers of other programs are refused, and their rates are not taken over."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ REFUSED = "is not available, and its learning rate does not suit another optimiz
         "python train.py --model vit_b_16 --lr 1 --opt rmsprop --lr-warmup-epochs 5",
     ],
 )
-def test_an_optimizer_that_is_not_here_is_refused(command):
+def test_an_unsupported_optimizer_is_refused(command):
     with pytest.raises(ValueError, match=REFUSED):
         import_recipe(command)
 
 
 def test_lars_of_a_config_is_refused(tmp_path):
-    """As configs/mae/benchmarks/vit-base-p16_8xb2048-linear-coslr-90e_in1k.py has it."""
+    """configs/mae/benchmarks/vit-base-p16_8xb2048-linear-coslr-90e_in1k.py uses LARS."""
     child = tmp_path / "linear_8xb2048.py"
     child.write_text(
         f"_base_ = {str(MMPRETRAIN)!r}\noptim_wrapper = dict(optimizer=dict(_delete_=True,"
@@ -45,10 +45,10 @@ def test_lars_of_a_config_is_refused(tmp_path):
         import_recipe(str(child))
 
 
-def test_adam_with_a_decay_is_adamw_at_its_rate_and_says_what_differs():
+def test_adam_with_a_decay_becomes_adamw_at_its_rate_with_a_note():
     imported = import_recipe("python main.py --opt adam --unscale-lr --lr 1e-3")
-    (said,) = (f for f in imported.reading.findings if "opt" in f.theirs)
-    assert said.verdict == "cannot"
-    assert "decay" in said.text
+    (finding,) = (f for f in imported.reading.findings if "opt" in f.theirs)
+    assert finding.verdict == "cannot"
+    assert "decay" in finding.text
     assert imported.config().optim.name == "adamw"
     assert imported.config().optim.lr == 1e-3

@@ -1,4 +1,4 @@
-"""Whose program a command runs: those that are read, and those that are known and are not."""
+"""The program of a command is recognised; known programs that cannot be imported are named."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vit.extras.recipes.importing import PROGRAMS, import_recipe
     ],
 )
 @pytest.mark.parametrize("program", [None, "mae", "deit", "timm"])
-def test_a_script_that_is_not_read_is_named_whatever_program_is_given(command, whose, program):
+def test_an_unsupported_script_is_named_regardless_of_the_given_program(command, whose, program):
     with pytest.raises(ValueError, match=rf"is {whose}.*cannot be imported.*nearest program, \w"):
         import_recipe(command, program)
 
@@ -50,12 +50,12 @@ def test_a_program_that_contradicts_the_name_of_the_script_is_refused(command, o
 
 
 @pytest.mark.parametrize("script", ["training/main.py", "dinov2/main.py", "main.py"])
-def test_a_folder_does_not_make_a_main_py_another_programs(script):
+def test_the_folder_of_a_main_py_does_not_determine_its_program(script):
     command = f"torchrun --nproc_per_node 8 {script} --model deit_small_patch16_224"
     assert import_recipe(command).reading.table.program == "DeiT's main.py"
 
 
-def test_a_program_is_taken_where_the_name_of_the_script_is_nobodys():
+def test_the_given_program_is_used_if_the_scripts_name_is_unknown():
     imported = import_recipe("torchrun --nproc_per_node 8 finetune.py --batch_size 32", "mae")
     assert imported.reading.table.program == "MAE's main_finetune.py"
     assert imported.settings["data.global_batch_size"] == 256

@@ -1,5 +1,5 @@
-"""Published recipes are imported whole: each of their settings has a word, the YAML loads, and the
-values are those of their papers and READMEs."""
+"""Published recipes are imported completely: each setting is explained, the YAML loads, and the
+values are those of the papers and READMEs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_EACH = (
     *("deit_b16", "deit3_h14_800ep", "vit5_b16", "rope_b16", "mae_b16_ft", "torchvision_l16"),
     *("jax_deit3_b16_400ep", "mm_mae_l16_ft", "bv_augreg_b16"),
 )
-"""One of each program; timm's is in test_timm.py."""
+"""One recipe of each program; timm's is in test_timm.py."""
 
 
 def value(imported, key):
@@ -30,11 +30,11 @@ def value(imported, key):
 
 
 def verdict_of(imported, name):
-    (found,) = (f for f in imported.reading.findings if name in f.theirs)
-    return found
+    (match,) = (f for f in imported.reading.findings if name in f.theirs)
+    return match
 
 
-def test_there_are_forty_and_each_names_its_source():
+def test_at_least_forty_recipes_each_name_a_source():
     assert len(PUBLISHED) >= 40
     for name, entry in PUBLISHED.items():
         assert re.match(r"[\w-]+/[\w.-]+(@[0-9a-f]{8})?:[\w/.-]+$", entry["source"]), name
@@ -43,30 +43,30 @@ def test_there_are_forty_and_each_names_its_source():
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n in ONE_EACH else pytest.mark.full) for n in PUBLISHED]
 )
-def test_it_is_imported_with_a_word_for_each_setting_and_loads(name, imported, tmp_path):
-    found = imported(name)
-    reading = found.reading
-    told = Counter(argument for f in reading.findings for argument in f.theirs)
+def test_each_setting_of_a_recipe_is_explained_and_the_yaml_loads(name, imported, tmp_path):
+    imported_recipe = imported(name)
+    reading = imported_recipe.reading
+    mentions = Counter(argument for f in reading.findings for argument in f.theirs)
     recipe = {a.name for a in reading.table.arguments if a.in_recipe}
-    assert recipe <= set(told), "nothing is dropped"
-    assert set(reading.stated) <= set(told), "what is stated has a word"
-    assert max(told.values()) == 1
-    text = account(found)
+    assert recipe <= set(mentions), "an argument is not explained"
+    assert set(reading.stated) <= set(mentions), "a stated argument is not explained"
+    assert max(mentions.values()) == 1
+    text = account(imported_recipe)
     for finding in reading.findings:
         if finding.verdict in ("differs", "cannot"):
-            assert finding.text.split()[0] in text, "what differs is said how"
+            assert finding.text.split()[0] in text, "the report does not explain a difference"
     file = tmp_path / "theirs.yaml"
-    file.write_text(yaml_text(found, file))
+    file.write_text(yaml_text(imported_recipe, file))
     loaded = load_config(file)
-    ours = to_dict(found.config())
+    ours = to_dict(imported_recipe.config())
     read = to_dict(loaded)
     ours["run"] = read["run"]
-    assert read == ours, "the YAML says what the reading says"
+    assert read == ours, "the YAML differs from the import"
     assert reading.table.source.partition(":")[0] in file.read_text()
     assert max(map(len, file.read_text().splitlines())) <= 100 or "command " in file.read_text()
 
 
-# Facts as papers and READMEs state them, not as the importer computes them.
+# These facts are copied from papers and READMEs, independently of the importer.
 STATED: dict[str, dict] = {
     # DeiT, Table 9: batch 1024, lr 5e-4 x 1024 / 512; README: 83.1 after 30 epochs at 5e-6
     "deit_b16": {
@@ -197,13 +197,13 @@ STATED: dict[str, dict] = {
 
 
 @pytest.mark.parametrize("name", STATED)
-def test_its_values_are_those_of_its_paper(name, imported):
-    found = imported(name)
-    got = {key: value(found, key) for key in STATED[name]}
+def test_the_values_of_a_recipe_equal_those_of_its_paper(name, imported):
+    recipe = imported(name)
+    got = {key: value(recipe, key) for key in STATED[name]}
     assert got == STATED[name]
 
 
-def test_label_smoothing_of_classyvision_is_ours_of_another_value():
+def test_label_smoothing_of_classyvision_is_converted_to_our_value():
     """(one-hot + v / K) / (1 + v), computed: open-mmlab/mmpretrain, LabelSmoothLoss."""
     theirs = [(float(n == 2) + 0.1 / 5) / 1.1 for n in range(5)]
     share = 0.1 / 1.1
@@ -211,8 +211,8 @@ def test_label_smoothing_of_classyvision_is_ours_of_another_value():
     assert ours == pytest.approx(theirs)
 
 
-def test_maes_supervised_recipe_is_the_one_of_our_config(imported):
-    """MMPretrain's reproduction of the table that configs/vit_b16.yaml is from."""
+def test_maes_supervised_recipe_equals_our_config(imported):
+    """MMPretrain reproduces the table that is the source of configs/vit_b16.yaml."""
     theirs = to_dict(imported("mm_b16_mae_sup").config())
     ours = to_dict(load_config(ROOT / "configs" / "vit_b16.yaml"))
     places = ("data.num_workers", "data.micro_batch_size", "train.compile", "eval.batch_size")
@@ -232,24 +232,24 @@ def test_maes_supervised_recipe_is_the_one_of_our_config(imported):
     }
 
 
-def test_an_argument_without_effect_there_is_no_setting_here(imported):
-    found = imported("deit_b16")
-    jitter = verdict_of(found, "color_jitter")
+def test_an_argument_without_effect_in_its_program_is_not_imported(imported):
+    recipe = imported("deit_b16")
+    jitter = verdict_of(recipe, "color_jitter")
     assert (jitter.verdict, jitter.settings) == ("inert", {})
-    assert verdict_of(found, "cooldown_epochs").verdict == "inert"
+    assert verdict_of(recipe, "cooldown_epochs").verdict == "inert"
     assert verdict_of(imported("deit3_b16_800ep"), "reprob").verdict == "inert"
 
 
-def test_what_is_decayed_elsewhere_is_said(imported):
-    found = imported("torchvision_b16")
-    assert value(found, "optim.no_weight_decay") == "nothing"
+def test_other_rules_of_weight_decay_are_reported(imported):
+    recipe = imported("torchvision_b16")
+    assert value(recipe, "optim.no_weight_decay") == "nothing"
     assert value(imported("torchvision_l16"), "optim.no_weight_decay") == "norms"
     assert value(imported("bv_s16_90ep"), "optim.no_weight_decay") == "not_kernels"
     assert value(imported("mm_mae_l16_ft"), "optim.no_weight_decay") == "timm"
     assert value(imported("mm_b16"), "optim.no_weight_decay") == "embeddings"
 
 
-def test_a_child_of_an_mmpretrain_config_is_read_with_what_it_changes(tmp_path):
+def test_a_child_of_an_mmpretrain_config_is_imported_with_its_changes(tmp_path):
     base = Path(__file__).parent / "configs" / "mmpretrain" / "deit" / "deit-small_4xb256_in1k.py"
     child = tmp_path / "deit-small_8xb64_in1k.py"
     child.write_text(
@@ -263,13 +263,15 @@ train_cfg = dict(type='EpochBasedTrainLoop')
 """,
         encoding="utf-8",
     )
-    found = import_recipe(str(child))
-    assert value(found, "init.freeze") == 4
-    assert value(found, "data.aug_repeats") == 3
-    assert value(found, "data.global_batch_size") == 2048, "8 GPUs with 256 as its base says"
-    cannot = [f.theirs[0] for f in found.reading.findings if f.verdict == "cannot"]
+    recipe = import_recipe(str(child))
+    assert value(recipe, "init.freeze") == 4
+    assert value(recipe, "data.aug_repeats") == 3
+    assert value(recipe, "data.global_batch_size") == 2048, (
+        "the base config states 8 GPUs with 256 images each"
+    )
+    cannot = [f.theirs[0] for f in recipe.reading.findings if f.verdict == "cannot"]
     assert cannot == ["model.neck.type"]
-    differs = " ".join(f.text for f in found.reading.findings if f.verdict == "differs")
+    differs = " ".join(f.text for f in recipe.reading.findings if f.verdict == "differs")
     assert "256 images in the config, 64 in the file's name" in differs
     assert "resizes by bilinear, this project by bicubic" in differs
     evaluates = tmp_path / "headless.py"
@@ -278,10 +280,10 @@ train_cfg = dict(type='EpochBasedTrainLoop')
         import_recipe(str(evaluates))
 
 
-def test_weights_at_a_url_are_a_file_to_download(imported):
-    found = imported("deit_b16_ft384")
-    assert value(found, "init.checkpoint") == "deit_base_patch16_224-b5f2ef4d.pth"
-    assert "# download https://dl.fbaipublicfiles.com/deit/" in yaml_text(found, None)
+def test_weights_at_a_url_become_a_file_with_a_download_comment(imported):
+    recipe = imported("deit_b16_ft384")
+    assert value(recipe, "init.checkpoint") == "deit_base_patch16_224-b5f2ef4d.pth"
+    assert "# download https://dl.fbaipublicfiles.com/deit/" in yaml_text(recipe, None)
     other = import_recipe("python main.py --finetune https://a.b/c.pth --data-set CIFAR")
     assert value(other, "init.reset_head") is True
 
@@ -304,19 +306,19 @@ def test_a_recipe_that_trains_nothing_is_refused(flags):
         import_recipe(f"python main.py --model deit_small_patch16_224 {flags}")
 
 
-def test_counts_of_the_account_are_those_of_the_findings(imported):
-    found = imported("deit3_b16_800ep")
-    counts = count(found.reading)
-    arguments = {a.name for a in found.reading.table.arguments if a.in_recipe}
-    no_argument = sum(not f.theirs for f in found.reading.findings)
+def test_the_counts_of_the_report_equal_those_of_the_findings(imported):
+    recipe = imported("deit3_b16_800ep")
+    counts = count(recipe.reading)
+    arguments = {a.name for a in recipe.reading.table.arguments if a.in_recipe}
+    no_argument = sum(not f.theirs for f in recipe.reading.findings)
     assert sum(counts.values()) - counts["place"] - no_argument == len(arguments)
-    assert f"no equivalent: {counts['cannot']}" in account(found)
+    assert f"no equivalent: {counts['cannot']}" in account(recipe)
 
 
 @pytest.mark.parametrize("name", ["mae_b16_ft", "torchvision_b16", "bv_s16_90ep", "jax_deit_b16"])
-def test_its_learning_rate_is_ours(name, imported):
-    """Theirs is computed as tests/extras/recipes/test_rates.py compares it with timm's and
-    torch's."""
+def test_the_learning_rate_of_a_recipe_equals_ours(name, imported):
+    """The other program's rate is computed by functions that tests/extras/recipes/test_rates.py
+    compares with timm and torch."""
     names = {f for finding in imported(name).reading.findings for f in finding.theirs}
     (schedule,) = {
         "warmup_epochs",
@@ -324,12 +326,12 @@ def test_its_learning_rate_is_ours(name, imported):
         "schedule.warmup_steps",
         "warmup_steps",
     } & names
-    found = verdict_of(imported(name), schedule)
-    assert (found.verdict, found.settings["schedule.name"]) == ("same", "cosine")
+    finding = verdict_of(imported(name), schedule)
+    assert (finding.verdict, finding.settings["schedule.name"]) == ("same", "cosine")
 
 
-def test_deits_schedule_is_an_epoch_late_and_no_more(imported):
-    found = verdict_of(imported("deit3_b16_800ep"), "warmup_epochs")
-    assert found.verdict == "differs"
-    assert "at most 20 % of its peak" in found.text, "one of five epochs of warm-up"
-    assert "an epoch late" in found.text
+def test_deits_schedule_differs_only_by_an_epoch(imported):
+    finding = verdict_of(imported("deit3_b16_800ep"), "warmup_epochs")
+    assert finding.verdict == "differs"
+    assert "at most 20 % of its peak" in finding.text, "one of five epochs of warm-up"
+    assert "an epoch late" in finding.text

@@ -1,4 +1,4 @@
-"""Learning rates of other programs equal the schedulers that they use, timm's and torch's own."""
+"""Our formulas for other programs' learning rates equal the schedulers of timm and torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def optimizer(lr):
 
 @pytest.mark.parametrize("warmup_prefix", [False, True])
 @pytest.mark.parametrize("k_decay", [1.0, 1.5])
-def test_timms_cosine_per_epoch_is_timms(warmup_prefix, k_decay):
+def test_our_formula_for_timms_cosine_per_epoch_equals_timms(warmup_prefix, k_decay):
     group = optimizer(3e-3)
     options = {"warmup_lr": 1e-6, "min_lr": 1e-5, "warmup_prefix": warmup_prefix}
     options |= {"k_decay": k_decay}
@@ -36,7 +36,7 @@ def test_timms_cosine_per_epoch_is_timms(warmup_prefix, k_decay):
     assert rate(epochs + 3) == pytest.approx(1e-5)  # cool-down
 
 
-def test_timms_cosine_per_step_is_timms():
+def test_our_formula_for_timms_cosine_per_step_equals_timms():
     group = optimizer(1e-3)
     scheduler, _ = create_scheduler_v2(
         group, "cosine", 10, warmup_epochs=2, warmup_lr=1e-5, step_on_epochs=False,
@@ -48,7 +48,7 @@ def test_timms_cosine_per_step_is_timms():
         scheduler.step_update(step + 1)
 
 
-def test_deits_main_is_an_epoch_late():
+def test_the_rate_of_deits_main_lags_by_an_epoch():
     """It calls `lr_scheduler.step(epoch)` after the epoch (facebookresearch/deit@7e160fe4)."""
     group = optimizer(1e-3)
     scheduler, _ = create_scheduler_v2(
@@ -60,7 +60,7 @@ def test_deits_main_is_an_epoch_late():
         scheduler.step(epoch)
 
 
-def test_timms_steps_are_timms():
+def test_our_formula_for_timms_step_schedule_equals_timms():
     group = optimizer(0.016)
     scheduler, _ = create_scheduler_v2(
         group, "step", 30, decay_epochs=2.4, decay_rate=0.97, warmup_epochs=3, warmup_lr=1e-6
@@ -73,8 +73,8 @@ def test_timms_steps_are_timms():
 
 @pytest.mark.parametrize("linear", [True, False])
 @pytest.mark.filterwarnings("ignore:.*epoch parameter.*:UserWarning")
-def test_torchvisions_rate_is_torchs(linear):
-    """As references/classification/train.py makes it."""
+def test_our_formula_for_torchvisions_rate_equals_torchs(linear):
+    """The scheduler is built as in references/classification/train.py."""
     group = optimizer(0.5)
     kinds = torch.optim.lr_scheduler
     first = (
@@ -93,8 +93,8 @@ def test_torchvisions_rate_is_torchs(linear):
         scheduler.step()
 
 
-def test_a_rate_after_a_warmup_is_maes_formula():
-    """facebookresearch/mae@efb2a806:util/lr_sched.py, adjust_learning_rate."""
+def test_our_formula_for_maes_rate_equals_maes():
+    """The oracle is adjust_learning_rate in facebookresearch/mae@efb2a806:util/lr_sched.py."""
     rate = after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6)
     assert rate(2.5) == pytest.approx(1e-3)
     assert rate(5) == pytest.approx(2e-3)
@@ -106,13 +106,13 @@ def test_a_rate_after_a_warmup_is_maes_formula():
     assert stairs(4.9) == stairs(4.0)
 
 
-def test_ours_is_compared_by_the_share_of_the_peak():
+def test_rates_are_compared_as_shares_of_the_peak():
     settings = {"optim.lr": 2e-3, "train.epochs": 100, "schedule.warmup_epochs": 5}
     ours = our_rate({**settings, "schedule.min_lr": 1e-6}, steps_per_epoch=1251)
     same = distance(after_warmup(2e-3, 100, warmup_epochs=5, min_lr=1e-6), ours, 2e-3, 100)
     assert same.largest < 1e-3  # one step of a warm-up of 6,255
     late = timm_cosine(2e-3, 100, warmup_epochs=5, min_lr=1e-6, late=1)
-    found = distance(late, ours, 2e-3, 100)
-    assert found.largest == pytest.approx(0.4, abs=0.02)  # two of five epochs of the warm-up
-    assert found.at_epoch < 6
-    assert 0.02 < found.mean < 0.04
+    difference = distance(late, ours, 2e-3, 100)
+    assert difference.largest == pytest.approx(0.4, abs=0.02)  # two of five epochs of the warm-up
+    assert difference.at_epoch < 6
+    assert 0.02 < difference.mean < 0.04

@@ -1,4 +1,4 @@
-"""Commands and configs as data: how they are divided, and what is not run."""
+"""Commands and configs are parsed as data, and are never executed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vit.extras.recipes.python_config import Opaque, PythonConfig, flattened
 
 
 @pytest.mark.parametrize(
-    ("text", "script", "num_gpus", "words"),
+    ("text", "script", "num_gpus", "arguments"),
     [
         ("python main.py --lr 1", "main.py", None, ["--lr", "1"]),
         ("nohup python -u main.py", "main.py", None, []),
@@ -50,13 +50,13 @@ from vit.extras.recipes.python_config import Opaque, PythonConfig, flattened
         ("python main.py\u00a0--path a\u2013b", "main.py", None, ["--path", "a\u2013b"]),
     ],
 )  # fmt: skip
-def test_a_command_is_divided_as_a_shell_and_its_launcher_do(text, script, num_gpus, words):
+def test_a_command_is_split_as_by_a_shell_and_its_launcher(text, script, num_gpus, arguments):
     command = split_command(text)
-    assert (command.script, command.num_gpus(), command.words) == (script, num_gpus, words)
+    assert (command.script, command.num_gpus(), command.words) == (script, num_gpus, arguments)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("--model x --lr 1", "has no script"),
         ("python a.py\npython b.py", "2 commands are given"),
@@ -77,12 +77,12 @@ def test_a_command_is_divided_as_a_shell_and_its_launcher_do(text, script, num_g
         ("python main.py --path \u201ca b\u201d", "left double quotation mark"),
     ],
 )
-def test_what_is_no_command_says_why(text, said):
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_command_is_an_error_with_the_reason(text, message):
+    with pytest.raises(ValueError, match=message):
         split_command(text).num_gpus()
 
 
-def test_a_python_config_is_evaluated():
+def test_the_values_of_a_python_config_are_computed():
     config = PythonConfig(
         """
 import somewhere as sw
@@ -141,9 +141,7 @@ tree.made = sw.helper(1).field
         "x = (",
     ],
 )
-def test_what_is_no_setting_is_refused_with_its_line_and_nothing_is_run(
-    text, tmp_path, monkeypatch
-):
+def test_other_code_in_a_config_is_refused_with_its_line_and_not_run(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=r"^a\.py:\d+: "):
         PythonConfig(text, "a.py")

@@ -1,4 +1,5 @@
-"""Published curves: the files of configs/reference, and a run held against one."""
+"""Published curves: the files in configs/reference are valid, and a run is compared with its
+curve."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ CURVES = recipes_folder() / "reference"
 SHIPPED = sorted(
     path.relative_to(CURVES).with_suffix("").as_posix() for path in CURVES.rglob("*.csv")
 )
-# Top-1 in the tables of DeiT III's README and of its paper, which round what the logs end with.
+# Top-1 in the tables of DeiT III's README and paper, which round the last values of the logs.
 TABLES = {
     "deit3/vit_s16_800ep": 81.4,
     "deit3/vit_b16_800ep_ft224": 83.8,
@@ -44,7 +45,7 @@ HEAD = """# title: A curve
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_a_curve_of_ours_belongs_to_a_recipe_that_names_it(name):
+def test_each_curve_belongs_to_a_recipe_that_names_it(name):
     reference = read_reference(name)
     header = reference.header
     config = load_config(recipes_folder() / f"{header.recipe}.yaml", used_here=False)
@@ -53,8 +54,8 @@ def test_a_curve_of_ours_belongs_to_a_recipe_that_names_it(name):
         Path(header.recipe), [f"{key}={value}" for key, value in header.settings.items()]
     )
     assert (theirs.train.epochs, theirs.train.steps) == (header.epochs, header.steps)
-    said = deviations(config, header.recipe, header.settings)
-    assert len(said) == len(header.settings)
+    changes = deviations(config, header.recipe, header.settings)
+    assert len(changes) == len(header.settings)
     assert re.search(r"@[0-9a-f]{7,}:|at [0-9a-f]{7,}", header.source)
     for run in reference.runs:
         assert 100 > run["top1"][-1] > run["top1"][0]
@@ -78,7 +79,7 @@ def plan(epochs: int, per_epoch: int = 10) -> Plan:
     )
 
 
-def test_values_lie_between_published_points_and_nowhere_else(tmp_path):
+def test_values_are_interpolated_only_between_published_points(tmp_path):
     text = "run,epoch,top1\na,1,10\na,3,30\na,4,50\nb,1,20\nb,3.5,45\n"
     reference = reference_of(tmp_path, text)
     own = Comparison(reference, plan(4), "")
@@ -89,15 +90,15 @@ def test_values_lie_between_published_points_and_nowhere_else(tmp_path):
 
     for step in range(41):
         epoch = Fraction(step, 10)
-        found = own.values(step, {"top1": 12.5})
+        line_values = own.values(step, {"top1": 12.5})
         if not 1 <= epoch <= Fraction(7, 2):
-            assert found == {}
+            assert line_values == {}
             continue
         values = [float(value) for value in expected(epoch)]
         value = reference.at(step / 40)["top1"]
         assert value == pytest.approx((sum(values) / 2, min(values), max(values)))
-        assert found["top1_reference"] == pytest.approx(sum(values) / 2)
-        assert found["top1_minus_reference"] == pytest.approx(12.5 - sum(values) / 2)
+        assert line_values["top1_reference"] == pytest.approx(sum(values) / 2)
+        assert line_values["top1_minus_reference"] == pytest.approx(12.5 - sum(values) / 2)
     assert own.line(5, {"top1": 1.0}) == "epoch 0.5: 1.00 % (the reference begins at epoch 1)"
     assert own.line(20, {"top1": 26.0}) == (
         "epoch 2: 26.00 % (reference 25.00 %, 2 runs 20.00 to 30.00, +1.00)"
@@ -120,7 +121,7 @@ def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (("epoch,top1", "epoch,top2"), "expected the columns epoch and top1"),
         (("3,30", "3,"), "line 11: expected a number in each column"),
@@ -135,17 +136,17 @@ def test_a_run_of_another_length_is_compared_at_the_same_share(tmp_path):
         (("# title: A curve", "# title A curve"), "its header is not '# key: value' lines"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_told_in_a_line(tmp_path, change, told):
+def test_an_invalid_file_is_reported_in_one_line(tmp_path, change, message):
     path = tmp_path / "curve.csv"
     text = HEAD.format(recipe="demo") + "epoch,top1\n1,10\n3,30\n"
     assert change[0] in text
     path.write_text(text.replace(*change))
-    with pytest.raises(ValueError, match=re.escape(told)) as caught:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
         read_reference(str(path))
     assert "\n" not in str(caught.value)
 
 
-def test_a_recipe_that_is_not_there_is_told_before_anything_is_trained(tmp_path, shards):
+def test_a_missing_recipe_is_reported_before_training(tmp_path, shards):
     path = tmp_path / "curve.csv"
     path.write_text(HEAD.format(recipe="configs/nix.yaml") + "epoch,top1\n1,10\n3,30\n")
     config = load_config(write_config(tmp_path, shards), [f"eval.reference={path}"])
@@ -153,7 +154,7 @@ def test_a_recipe_that_is_not_there_is_told_before_anything_is_trained(tmp_path,
         create_comparison(config, plan(4), open_split(config.data, "val"))
 
 
-def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, capfd):
+def test_a_run_logs_and_records_its_distance_from_the_curve(tmp_path, shards, capfd):
     curve_panels = pytest.importorskip("vit.extras.report.curves").curve_panels
     read_history = pytest.importorskip("vit.extras.report.history").read_history
     config = write_config(tmp_path, shards, steps=6)
@@ -161,33 +162,33 @@ def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, c
     rows = "epoch,top1,loss\n1,10,2\n3,30,1\n"
     path.write_text(HEAD.format(recipe=config) + "# weights: ema\n" + rows)
     run_dir = tmp_path / "run"
-    words = [*TINY, f"eval.reference={path}", "eval.every_steps=2", "optim.weight_decay=0.1"]
-    run_here("launch/train.py", "--config", config, *words, f"run.dir={run_dir}")
-    said = capfd.readouterr().err
+    arguments = [*TINY, f"eval.reference={path}", "eval.every_steps=2", "optim.weight_decay=0.1"]
+    run_here("launch/train.py", "--config", config, *arguments, f"run.dir={run_dir}")
+    log = capfd.readouterr().err
 
     lines = {line["step"]: line for line in metrics(run_dir, "eval")}
-    # A third of the run is a third of the schedule: epoch 4/3 of 4 there.
+    # A third of the run corresponds to a third of the curve's schedule: epoch 4/3 of 4.
     for step, top1, loss in ((2, 10 + 10 / 3, 2 - 1 / 6), (4, 10 + 50 / 3, 2 - 5 / 6)):
         line = lines[step]
         assert line["top1_reference"] == pytest.approx(top1)
         assert line["top1_minus_reference"] == pytest.approx(line["top1_ema"] - top1)
         assert line["loss_minus_reference"] == pytest.approx(line["loss_ema"] - loss)
-        assert f"averaged weights {line['top1_ema']:.2f} % (reference at its epoch" in said
+        assert f"averaged weights {line['top1_ema']:.2f} % (reference at its epoch" in log
     assert "top1_reference" not in lines[6]
-    assert "(the reference ends at epoch 3)" in said
+    assert "(the reference ends at epoch 3)" in log
 
-    [told] = metrics(run_dir, "reference")
-    assert "optim.weight_decay 0.2 -> 0.1" in told["unlike"]
+    [note] = metrics(run_dir, "reference")
+    assert "optim.weight_decay 0.2 -> 0.1" in note["unlike"]
     assert (
-        f"reference: differs from its recipe: {'; '.join(told['unlike'])} (for the effects: python"
-        in said
+        f"reference: differs from its recipe: {'; '.join(note['unlike'])} (for the effects: python"
+        in log
     )
     panels = curve_panels(run_dir / "metrics.jsonl")
     recorded = (run_dir / "metrics.jsonl").read_text().splitlines(True)
     bare = tmp_path / "bare.jsonl"
     bare.write_text("".join(line for line in recorded if '"kind": "reference"' not in line))
-    others = curve_panels(bare)
-    changed = {name for name in panels if panels[name] != others[name]}
+    bare_panels = curve_panels(bare)
+    changed = {name for name in panels if panels[name] != bare_panels[name]}
     assert changed == {"loss", "accuracy"}
     history = read_history(run_dir / "metrics.jsonl")
     assert np.allclose(history.of_kind("reference")[0]["curves"][0]["step"], [1.5, 4.5])
@@ -201,7 +202,7 @@ def test_a_run_says_and_records_how_far_it_is_from_its_curve(tmp_path, shards, c
     ],
     ids=["own data", "a trial"],
 )
-def test_a_run_of_other_data_or_length_is_not_compared_and_its_log_has_no_word_of_it(
+def test_a_run_on_other_data_or_of_another_length_is_not_compared(
     header, settings, reason, tmp_path, shards, capfd
 ):
     config = write_config(tmp_path, shards, steps=6)
@@ -209,8 +210,8 @@ def test_a_run_of_other_data_or_length_is_not_compared_and_its_log_has_no_word_o
     text = HEAD.format(recipe=config) + "epoch,top1\n1,10\n2,30\n"
     assert header[0] in text
     path.write_text(text.replace(*header))
-    words = [*TINY, f"eval.reference={path}", "eval.every_steps=2", *settings]
-    run_here("launch/train.py", "--config", config, *words, f"run.dir={tmp_path / 'run'}")
+    arguments = [*TINY, f"eval.reference={path}", "eval.every_steps=2", *settings]
+    run_here("launch/train.py", "--config", config, *arguments, f"run.dir={tmp_path / 'run'}")
     assert "reference" not in capfd.readouterr().err
     assert not [line for line in metrics(tmp_path / "run", "eval") if "top1_reference" in line]
     [line] = metrics(tmp_path / "run", "reference")
@@ -219,7 +220,7 @@ def test_a_run_of_other_data_or_length_is_not_compared_and_its_log_has_no_word_o
 
 
 def test_a_shipped_recipe_is_compared_with_its_curve_and_half_of_it_is_not(tmp_path):
-    """Also where the curve's own run was longer than the recipe, as AlgoPerf's."""
+    """This also holds if the curve's run was longer than the recipe, as in AlgoPerf."""
 
     class Val(NamedTuple):
         num_samples: int

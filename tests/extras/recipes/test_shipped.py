@@ -1,5 +1,5 @@
-"""The recipes of configs/ that are somebody's: each equals what its source says, imported, except
-for what its header names; starts from what it names; and does its first steps."""
+"""Each recipe in configs/ that reproduces a published one equals its imported source except for the
+differences in its header, starts from the stage that it names, and does its first steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ HERE = Path(__file__).parent
 PUBLISHED = yaml.safe_load((HERE / "published.yaml").read_text())
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
 BY_RUN = {load_config(path).run.dir: path for path in CONFIGS}
-"""Recipes by the folder of their run."""
+"""Run folder -> recipe."""
 CHEAPEST = "big_vision/vit_s16_90ep"
-"""The one that trains, small, in `make test`; the others with the mark `full`."""
-# Where things are, hardware, and how often a run looks.
+"""The recipe that `make test` trains in a small version; the mark `full` trains all others."""
+# Settings of places, hardware, and the frequency of evaluations and logs.
 PLACES = {
     "data.root",
     "data.micro_batch_size",
@@ -41,8 +41,8 @@ PLACES = {
 }
 
 
-# Dosovitskiy et al. 2021 (arXiv 2010.11929), Table 3 ("ImageNet, ViT-*"), B.1, and Table 4; what
-# google-research/vision_transformer@c6de1e53 has in vit_jax/input_pipeline.py and configs/.
+# Sources: Dosovitskiy et al. 2021 (arXiv 2010.11929), Table 3 ("ImageNet, ViT-*"), B.1, and Table
+# 4; google-research/vision_transformer@c6de1e53: vit_jax/input_pipeline.py and configs/.
 PAPER = {
     "model.name": "vit_b16",
     "model.image_size": 224,
@@ -127,12 +127,13 @@ TABLES = {
 
 
 def entry(path: Path, word: str) -> str:
-    """What a recipe's header says after `word`, in one line; empty where it says nothing."""
-    found = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
-    return " ".join(re.sub(r"^# ", "", found[1], flags=re.M).split()) if found else ""
+    """Return the text after `word` in a recipe's header in one line, "" if the word is absent."""
+    match = re.search(rf"^# {word}\s((?:.*\n)(?:#   .*\n)*)", path.read_text(), re.M)
+    return " ".join(re.sub(r"^# ", "", match[1], flags=re.M).split()) if match else ""
 
 
-# The commands of published.yaml, or the recipe, that a recipe equals but for what its header names.
+# Recipe -> the command of published.yaml, or the recipe, from which it differs only as its header
+# states.
 EQUALS = {
     "augreg/vit_b16_300ep": "bv_augreg_b16_strong2",
     "big_vision/vit_s16_300ep": "bv_s16_300ep",
@@ -177,7 +178,7 @@ def flat(config) -> dict:
 
 
 @pytest.mark.parametrize("name", EQUALS)
-def test_it_equals_its_source_except_for_what_its_header_names(name, imported):
+def test_a_recipe_equals_its_source_except_for_the_differences_in_its_header(name, imported):
     path = ROOT / "configs" / f"{name}.yaml"
     differences = entry(path, "differs")
     source = EQUALS[name]
@@ -199,22 +200,23 @@ def test_it_equals_its_source_except_for_what_its_header_names(name, imported):
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_it_has_the_values_of_its_sources_table_and_no_others(name):
+def test_a_recipe_has_exactly_the_values_of_its_sources_table(name):
     path = ROOT / "configs" / f"{name}.yaml"
     config, origins = load_with_origins(path)
     values = flat(config)
     assert {key: values[key] for key in TABLES[name]} == TABLES[name]
-    given = {key for key, where in origins.items() if where.startswith(str(path))}
-    assert given <= TABLES[name].keys() | PLACES, "a value without a source"
+    set_keys = {key for key, origin in origins.items() if origin.startswith(str(path))}
+    assert set_keys <= TABLES[name].keys() | PLACES, "a setting has no source"
 
 
-def test_every_recipe_is_held_against_something():
-    """Own ones, tables here and in tests/project/test_configs.py, or `EQUALS`."""
-    others = (ROOT / "tests" / "project" / "test_configs.py").read_text()
+def test_every_recipe_is_compared_with_a_source():
+    """A recipe states the source `none`, or has an entry in `EQUALS`, in `TABLES` or in
+    tests/project/test_configs.py."""
+    config_tests = (ROOT / "tests" / "project" / "test_configs.py").read_text()
     for path in CONFIGS:
         name = recipe_name(path)
         if name not in EQUALS and not entry(path, "source").startswith("none"):
-            assert name in TABLES or f'    "{name}": ' in others, name
+            assert name in TABLES or f'    "{name}": ' in config_tests, name
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_a_stage_starts_from_the_run_of_a_recipe_with_its_network(path):
 @pytest.mark.parametrize(
     "path", [path for path in CONFIGS if "8 H200:" in path.read_text()], ids=recipe_name
 )
-def test_hours_and_memory_of_its_header_are_the_planners(path):
+def test_hours_and_memory_in_a_header_equal_the_planners(path):
     make_forecast = pytest.importorskip("vit.extras.planner.forecast").make_forecast
     config = load_config(path, ["data.root=/none"])
     forecast = make_forecast(config, 8, find_gpu("H200"))
@@ -283,7 +285,8 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
-    """Run folder of a recipe, small, after three steps and those of what it starts from."""
+    """Train a small version of a recipe for three steps, after the stages that it starts from;
+    return its run folder."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -316,7 +319,7 @@ def trained(tmp_path_factory, shards) -> Callable[[str], Path]:
         for name in map(recipe_name, CONFIGS)
     ],
 )
-def test_a_small_one_does_three_steps_and_an_evaluation(name, trained):
+def test_a_small_version_does_three_steps_and_an_evaluation(name, trained):
     folder = trained(name)
     losses = [line["loss"] for line in metrics(folder, "train")]
     assert len(losses) == 3
@@ -324,7 +327,7 @@ def test_a_small_one_does_three_steps_and_an_evaluation(name, trained):
     starts_at_zeros = config.init.checkpoint is None or config.init.reset_head
     starts_at_zeros &= config.model.weight_init != "timm"
     if starts_at_zeros and config.model.init_head_bias is None:
-        # three classes of probability 1/3, or each of 1/2 by itself
+        # Softmax gives three classes of probability 1/3; a sigmoid gives each 1/2.
         first = 0.6931 if config.loss.name == "bce" else 1.0986
         assert losses[0] == pytest.approx(first, abs=2e-3)
     assert all(0 < loss < 30 for loss in losses)

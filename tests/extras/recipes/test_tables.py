@@ -1,7 +1,7 @@
 """Our tables of other programs' arguments have the flags, types and defaults of their parsers.
 
-`parsers.json` was taken from the sources of the programs by a program: each `add_argument` with its
-flags and its default. Nothing in it was typed.
+A program extracted `parsers.json` from the sources of the other programs: each `add_argument` with
+its flags and its default. No value was typed by hand.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ TABLES = {
     "deit3_jax": deit3_jax.TABLE,
 }
 ONLY_OURS = {
-    # published commands of DeiT III give it, main.py takes it from the data
+    # DeiT III's published commands pass it, but main.py derives the value from the data.
     "deit": {"nb_classes"},
     "deit_submitit": {"nb_classes"},
     "vit5": {"nb_classes"},
     "rope": {"nb_classes"},
-    # arguments of earlier versions, which published YAML files have
+    # Arguments of earlier versions, which occur in published YAML files.
     "timm": {
         *("amp_impl", "apex_amp", "native_amp", "force_cpu", "aot_autograd"),
         *("dynamo", "dynamo_backend"),
@@ -64,13 +64,13 @@ def test_a_table_has_the_flags_and_defaults_of_the_programs_parser(program):
             default = False
         defaults.setdefault(name_of(argument), True if absent else default)
     defaults |= PARSERS[program]["set_defaults"]
-    found = ours.defaults()
+    our_defaults = ours.defaults()
     for name, default in defaults.items():
-        assert (found[name] or None) == (default or None), name
+        assert (our_defaults[name] or None) == (default or None), name
 
 
 @pytest.mark.parametrize("day", OLDER_DEFAULTS)
-def test_earlier_defaults_of_timm_are_those_of_its_parser_of_then(day):
+def test_earlier_defaults_of_timm_equal_those_of_its_earlier_parsers(day):
     of_then = PARSERS[f"timm_until_{day}"]["defaults"]
     now = timm_train.TABLE.defaults()
     changed = {
@@ -78,11 +78,11 @@ def test_earlier_defaults_of_timm_are_those_of_its_parser_of_then(day):
         for name, default in of_then.items()
         if name in now and (default or None) != (now[name] or None)
     }
-    # Of step schedules and batch norm, which are reported as unavailable.
+    # These belong to step schedules and batch norm, which are reported as unavailable.
     for name in ("model", "decay_milestones", "dist_bn"):
         changed.pop(name, None)
-    found = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
-    assert {name: found.values[name] for name in found.stated} == changed
+    older = read_words(timm_train.TABLE, OLDER_DEFAULTS[day].split())
+    assert {name: older.values[name] for name in older.stated} == changed
 
 
 @pytest.mark.parametrize("program", TABLES)
@@ -99,17 +99,17 @@ def test_a_table_has_the_types_of_the_programs_parser(program):
         assert argument.type == KINDS[kind.rpartition(".")[2]] + many, argument.name
 
 
-def test_commands_are_read_as_argparse_reads_them():
-    given = read_words(deit.TABLE, ["--batch", "32", "--unscale", "--opt-betas", ".9", ".95"])
-    assert given.values["batch_size"] == 32  # an abbreviation
-    assert given.values["unscale_lr"] is True
-    assert given.values["opt_betas"] == [0.9, 0.95]
-    assert given.stated == {"batch_size", "unscale_lr", "opt_betas"}
-    assert given.values["model_ema"] is True, "a default that a flag switches off"
+def test_commands_are_parsed_as_by_argparse():
+    arguments = read_words(deit.TABLE, ["--batch", "32", "--unscale", "--opt-betas", ".9", ".95"])
+    assert arguments.values["batch_size"] == 32  # an abbreviation
+    assert arguments.values["unscale_lr"] is True
+    assert arguments.values["opt_betas"] == [0.9, 0.95]
+    assert arguments.stated == {"batch_size", "unscale_lr", "opt_betas"}
+    assert arguments.values["model_ema"] is True, "this default is true, and a flag switches it off"
     assert read_words(deit.TABLE, ["--no-model-ema"]).values["model_ema"] is False
 
 
-def test_unknown_flags_are_named_all_at_once_with_the_nearest():
+def test_all_unknown_flags_are_named_at_once_with_the_nearest():
     with pytest.raises(ValueError, match="has no") as raised:
         read_words(timm_train.TABLE, ["--bath-size", "3", "--wieght-decay=1", "--model", "x"])
     message = str(raised.value)
@@ -121,7 +121,7 @@ def test_unknown_flags_are_named_all_at_once_with_the_nearest():
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "message"),
     [
         (["--epochs", "many"], "--epochs many: expected a whole number"),
         (["--lr"], "expected one argument"),
@@ -130,13 +130,13 @@ def test_unknown_flags_are_named_all_at_once_with_the_nearest():
         (["--lr-warmup", "3"], "ambiguous option"),
     ],
 )
-def test_values_that_the_program_would_refuse_are_refused(words, said):
-    with pytest.raises(ValueError, match=said) as raised:
-        read_words(torchvision_references.TABLE, words)
+def test_values_that_the_program_would_refuse_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        read_words(torchvision_references.TABLE, arguments)
     assert str(raised.value).startswith("torchvision's train.py: ")
 
 
-def test_a_table_takes_numbers_as_numbers():
+def test_a_table_accepts_numbers():
     table = make_table("p", "s", "--lr  float  5e-4\n--betas  floats  [1, 2e-1]", "--out  str  -")
     assert table.defaults() == {"lr": 5e-4, "betas": [1.0, 0.2], "out": None}
     assert [a.in_recipe for a in table.arguments] == [True, True, False]

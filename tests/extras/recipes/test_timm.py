@@ -1,4 +1,5 @@
-"""Recipes of timm's train.py: its own meanings, and its files of arguments."""
+"""Recipes of timm's train.py are imported with timm's meanings, from commands and argument
+files."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ _NUMBERS = {
     *("adjust_lr_fn", "fallback_lr_scale", "min_dim_size_to_factor", "decay_rate", "beta2_cap"),
     *("momentum_dtype", "clipping_threshold"),
 }
-"""Of optimizers."""
+"""Settings of optimizers that must equal those of timm's factory."""
 VIT = "--model vit_base_patch16_224 --batch-size 128"
 
 
@@ -36,19 +37,19 @@ def settings(command, **options):
 
 
 def finding(imported, name):
-    (found,) = (f for f in imported.reading.findings if name in f.theirs)
-    return found
+    (match,) = (f for f in imported.reading.findings if name in f.theirs)
+    return match
 
 
-def test_a_vit_is_our_size_and_has_the_views_of_timms_weights():
-    found = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
-    assert found["model.name"] == "vit_b16"
-    assert found["data.global_batch_size"] == 1024
-    assert found["data.mean"] == [0.5, 0.5, 0.5]  # augreg's, which timm trains with
-    assert found["eval.crop_pct"] == 0.9
-    assert found["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
-    assert found["optim.weight_decay"] == 2e-5
-    assert found["train.seed"] == 42
+def test_a_vit_becomes_our_size_with_the_view_of_timms_weights():
+    values = settings(f"torchrun --nproc_per_node=8 train.py {VIT} --opt adamw --lr 1e-3")
+    assert values["model.name"] == "vit_b16"
+    assert values["data.global_batch_size"] == 1024
+    assert values["data.mean"] == [0.5, 0.5, 0.5]  # from the augreg weights, as timm trains
+    assert values["eval.crop_pct"] == 0.9
+    assert values["augment.color_jitter"] == [0.4, 0.4, 0.4, 0]  # without a policy
+    assert values["optim.weight_decay"] == 2e-5
+    assert values["train.seed"] == 42
     convolutional = settings("python train.py --model resnet50d --lr 0.1")
     assert convolutional["model.name"] == "timm/resnet50d"
     assert convolutional["optim.name"] == "sgd"
@@ -59,15 +60,15 @@ def test_a_vit_is_our_size_and_has_the_views_of_timms_weights():
     ("flags", "lr"),
     [
         ("--opt sgd --lr-base 0.1", 0.1 * 1024 / 256),
-        ("--opt adamw --lr-base 1e-3 --lr-base-size 256", 1e-3 * 2),  # the root of 4
+        ("--opt adamw --lr-base 1e-3 --lr-base-size 256", 1e-3 * 2),  # the square root of 4
         ("--opt adamw --lr-base 1e-3 --lr-base-scale linear", 4e-3),
         ("--opt sgd --lr-base 0.1 --lr-base-scale sqrt --grad-accum-steps 4", 0.1 * 4),
         ("--opt adamw --lr-base 1e-3 --lr 5e-4 --native-amp", 5e-4),
     ],
 )
 def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
-    found = settings(f"./distributed_train.sh 8 {VIT} {flags}")
-    assert found["optim.lr"] == pytest.approx(lr)
+    values = settings(f"./distributed_train.sh 8 {VIT} {flags}")
+    assert values["optim.lr"] == pytest.approx(lr)
 
 
 @pytest.mark.parametrize(
@@ -76,17 +77,17 @@ def test_the_rate_follows_from_the_batch_as_timm_scales_it(flags, lr):
         ("--opt adamw", True),
         ("--opt lamb", True),
         ("--opt sgd", False),
-        ("--opt adamw --lr 0.2", False),  # as somebody wants it
+        ("--opt adamw --lr 0.2", False),  # an explicit rate
         ("--opt adamw --lr-base 0.1", False),
         ("--opt adamw --lr-base-size 1048576", False),  # 0.003
     ],
 )
-def test_a_rate_for_sgd_that_adam_gets_by_default_is_noted(flags, is_noted):
+def test_timms_default_sgd_rate_with_adam_gets_a_note(flags, is_noted):
     imported = import_recipe(f"./distributed_train.sh 8 {VIT} {flags}")
     assert ("neither --lr nor --lr-base" in " ".join(account(imported).split())) == is_noted
 
 
-def test_cooldown_and_prefix_add_epochs_and_a_policy_stops_colours():
+def test_cooldown_and_prefix_add_epochs_and_a_policy_replaces_colour_jitter():
     imported = import_recipe(
         f"python train.py {VIT} --opt adamw --lr 1e-3 --epochs 20 --warmup-epochs 5 --warmup-prefix"
         " --aa rand-m9-mstd101-inc1-n3 --aug-repeats 3 --clip-grad 5 --clip-mode agc"
@@ -95,17 +96,19 @@ def test_cooldown_and_prefix_add_epochs_and_a_policy_stops_colours():
     assert imported.settings["augment.randaugment_layers"] == 3
     assert "mstd" in finding(imported, "aa").text
     assert finding(imported, "color_jitter").verdict == "inert"
-    assert finding(imported, "aug_repeats").verdict == "inert", "one process has no such sampler"
+    assert finding(imported, "aug_repeats").verdict == "inert", (
+        "timm uses this sampler only with several processes"
+    )
     assert finding(imported, "clip_grad").verdict == "cannot"
 
 
 def earlier_defaults(command):
-    """What the account warns of, in one line."""
+    """Return the report's warning about defaults of earlier versions, in one line."""
     (text,) = (f.text for f in import_recipe(command).reading.findings if "2021-09-02" in f.text)
     return text
 
 
-def test_unstated_values_that_earlier_versions_had_otherwise_are_listed_as_flags():
+def test_changed_defaults_of_unstated_arguments_are_listed_as_flags():
     """The command of huggingface/pytorch-image-models#275 is of November 2020."""
     text = earlier_defaults(
         "./distributed_train.sh 8 /data --model vit_base_patch16_224 --sched cosine --epochs 300"
@@ -116,10 +119,10 @@ def test_unstated_values_that_earlier_versions_had_otherwise_are_listed_as_flags
     assert set(re.findall(r"--[a-z-]+ \S*\d", of_2021)) == set(re.findall(r"--\S+ \S+", flags))
     assert "--min-lr 1e-6" in of_2022
     assert "--weight-decay" not in of_2022
-    assert "--remode" not in text, "nothing is erased"
+    assert "--remode" not in text, "without erasing its mode must not be listed"
 
 
-def test_a_fork_with_everything_of_its_own_is_warned_of_with_all_that_it_leaves_out():
+def test_the_warning_lists_every_unstated_argument():
     text = earlier_defaults(
         "./distributed_train.sh 8 /path --model poolformer_s12 -b 128 --lr 1e-3 --drop-path 0.1"
         " --apex-amp"
@@ -136,7 +139,7 @@ def test_a_fork_with_everything_of_its_own_is_warned_of_with_all_that_it_leaves_
         " --epochs 9 --cooldown-epochs 0",
     ],
 )
-def test_a_command_that_means_the_same_to_all_versions_is_not_warned_of(flags):
+def test_a_command_with_the_same_meaning_in_all_versions_gets_no_warning(flags):
     imported = import_recipe(f"./distributed_train.sh 8 {VIT} --opt adamw {flags}")
     assert not [f.text for f in imported.reading.findings if "2021-09-02" in f.text]
 
@@ -154,16 +157,16 @@ def test_a_command_that_means_the_same_to_all_versions_is_not_warned_of(flags):
         ("augmix-m5", "cannot", {}),
     ],
 )
-def test_a_policy_of_timm_is_ours(policy, verdict, expected):
+def test_a_policy_of_timm_becomes_our_settings(policy, verdict, expected):
     imported = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --aa {policy}")
     assert finding(imported, "aa").verdict == verdict
-    found = {key: imported.settings.get(f"augment.{key}") for key in expected}
-    assert found == expected
+    values = {key: imported.settings.get(f"augment.{key}") for key in expected}
+    assert values == expected
     imported.config()
 
 
 @pytest.mark.parametrize("policy", ["ra", "none", "rand-m9.5", "rand-m9-q1", "v0-m9", "ta_wide"])
-def test_a_policy_that_timm_stops_at_is_an_error(policy):
+def test_a_policy_that_timm_rejects_is_an_error(policy):
     with pytest.raises((AssertionError, ValueError)):
         create_transform(224, is_training=True, auto_augment=policy)
     with pytest.raises(ValueError, match="timm rejects"):
@@ -185,7 +188,7 @@ def test_an_optimizer_has_the_numbers_that_timms_factory_gives_it(flags):
     theirs = create_optimizer_v2(model, **optimizer_kwargs(args), **args.opt_kwargs)
     ours = create_optimizer(model, imported.config().optim)
     expected = {key: theirs.param_groups[-1][key] for key in _NUMBERS & theirs.defaults.keys()}
-    expected["weight_decay"] = 0.1  # of the weight; the bias has none
+    expected["weight_decay"] = 0.1  # for the weight; the bias has none
     (decayed,) = (g for g in ours.param_groups if g["weight_decay"])
     expected = {k: tuple(v) if isinstance(v, list) else v for k, v in expected.items()}
     assert {key: decayed[key] for key in expected} == expected
@@ -207,7 +210,7 @@ def test_without_augmentation_the_crop_is_the_central_square():
     assert imported.settings["data.aug_repeats"] == 3
 
 
-def test_a_head_times_zero_is_one_of_zeros_and_another_factor_is_not_available():
+def test_a_head_scaled_by_zero_starts_at_zero_and_other_factors_are_unavailable():
     zero = import_recipe(f"python train.py {VIT} --opt adamw --lr 1e-3 --head-init-scale 0")
     small = {"embed_dim": 16, "depth": 1, "num_heads": 1}
     head = create_model(zero.config().model, num_classes=3, **small).head.weight
@@ -217,7 +220,7 @@ def test_a_head_times_zero_is_one_of_zeros_and_another_factor_is_not_available()
 
 
 @pytest.mark.parametrize("flags", ["", "--mean 0.485 0.456 0.406 --std 0.2 0.3 0.4"])
-def test_grey_images_take_the_average_of_mean_and_std_as_timm_does(flags):
+def test_grey_images_use_the_average_of_mean_and_std_as_in_timm(flags):
     vit = "--model vit_small_patch16_224 --num-classes 10 -b 64 --opt adamw --lr 1e-3"
     rgb = settings(f"python train.py {vit} {flags}")
     imported = import_recipe(f"python train.py {vit} {flags} --in-chans 1")
@@ -227,21 +230,21 @@ def test_grey_images_take_the_average_of_mean_and_std_as_timm_does(flags):
         assert getattr(data, key) == pytest.approx(theirs)
 
 
-def test_a_name_of_the_hub_is_the_name_of_the_model():
+def test_prefixes_of_hub_names_are_removed():
     name = "vit_base_patch16_224.augreg_in21k"
     for prefix in ("hf_hub:timm/", "hf-hub:timm/", "timm/"):
-        found = settings(f"python train.py --model {prefix}{name} --lr 1e-3 --opt adamw")
-        assert found["model.name"] == "vit_b16"
+        values = settings(f"python train.py --model {prefix}{name} --lr 1e-3 --opt adamw")
+        assert values["model.name"] == "vit_b16"
 
 
-def test_of_two_clips_lambs_own_is_the_smaller():
-    found = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 5")
-    assert found["optim.clip_grad_norm"] == 1
-    found = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 0.5")
-    assert found["optim.clip_grad_norm"] == 0.5
+def test_the_smaller_of_lambs_clip_and_the_given_clip_is_used():
+    values = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 5")
+    assert values["optim.clip_grad_norm"] == 1
+    values = settings(f"python train.py {VIT} --lr 1e-3 --opt lamb --clip-grad 0.5")
+    assert values["optim.clip_grad_norm"] == 0.5
 
 
-def test_the_warm_up_of_an_average_is_timms():
+def test_the_warm_up_of_the_average_equals_timms():
     flags = "--opt adamw --lr 1e-3 --model-ema --model-ema-decay 0.999 --model-ema-warmup"
     imported = import_recipe(f"python train.py {VIT} {flags}")
     assert finding(imported, "model_ema_warmup").verdict == "same"

@@ -1,4 +1,4 @@
-"""A real S3 server, and what may happen on the way to it."""
+"""Fixtures of a real S3 server, and of a proxy that causes faults on the way to it."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def s3() -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def way(s3: S3Server) -> Iterator[Way]:
-    with Way(s3.port) as way:
-        yield way
+def proxy(s3: S3Server) -> Iterator[Way]:
+    with Way(s3.port) as proxy:
+        yield proxy

@@ -1,4 +1,4 @@
-"""What S3 servers other than Amazon's answer, and objects that others replace meanwhile."""
+"""Answers of S3 servers that differ from Amazon's, and objects that are replaced during a read."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def store_of(url: str) -> ObjectStore:
 
 
 @pytest.mark.parametrize("answer", ["412 PreconditionFailed", "501 NotImplemented"])
-def test_a_file_that_must_be_new_is_told_by_any_server(s3, way, answer):
-    """Amazon names the condition that does not hold; some do not, and some know no conditions."""
+def test_a_conditional_write_is_refused_or_falls_back_to_a_plain_write(s3, proxy, answer):
+    """Some servers refuse an existing file without naming the condition. Others do not support
+    conditions, so the file is overwritten."""
     store = store_of(s3.new_bucket())
     assert store.write("a", b"1", only_new=True)
     assert not store.write("a", b"2", only_new=True)
@@ -32,14 +33,14 @@ def test_a_file_that_must_be_new_is_told_by_any_server(s3, way, answer):
         puts.extend([path] if method == "PUT" else [])
         return answer if method == "PUT" and len(puts) == 1 else None
 
-    way.fault = fault
+    proxy.fault = fault
     knows = answer.startswith("412")
     assert store.write("a", b"2", only_new=True) != knows
     assert store.read_all("a") == (b"1" if knows else b"2")
 
 
-def test_a_lease_is_had_where_conditions_are_unknown(s3, way):
-    """The server refuses each conditional write, and takes each other one."""
+def test_a_lease_is_acquired_on_a_server_without_conditions(s3, proxy):
+    """The server refuses each conditional write and accepts the unconditional retry."""
     store = store_of(s3.new_bucket())
     is_refused = False
 
@@ -49,22 +50,22 @@ def test_a_lease_is_had_where_conditions_are_unknown(s3, way):
             is_refused = not is_refused
         return "501 NotImplemented" if method == "PUT" and is_refused else None
 
-    way.fault = fault
+    proxy.fault = fault
     lease = Lease(store, 8.0)
     lease.acquire("a")
-    way.is_good()
+    proxy.is_good()
     lease.confirm()
     assert json.loads(store.read_all(LEASE_FILE))["place"] == "a"
     lease.release()
 
 
 @pytest.mark.full
-def test_what_is_replaced_on_its_way_comes_whole(s3, way, tmp_path):
-    """A large object comes in several requests, and both versions have one size."""
+def test_an_object_replaced_during_a_download_arrives_whole(s3, proxy, tmp_path):
+    """A large object needs several requests, and both versions have the same size."""
     url = s3.new_bucket()
     one = os.urandom(20 << 20)
     two = os.urandom(20 << 20)
-    # not by the way: as another machine does
+    # This client bypasses the proxy, as another machine would.
     client = boto3.client("s3", endpoint_url=f"http://127.0.0.1:{s3.port}")
     client.put_object(Bucket=url[5:], Key="run/weights", Body=one)
     ranges = []
@@ -75,14 +76,14 @@ def test_what_is_replaced_on_its_way_comes_whole(s3, way, tmp_path):
             client.put_object(Bucket=url[5:], Key="run/weights", Body=two)
         return None
 
-    way.fault = fault
+    proxy.fault = fault
     path = tmp_path / "weights"
     store_of(url).download("weights", path)
     assert path.read_bytes() == two
-    assert len(ranges) == 6, "twice"
+    assert len(ranges) == 6, "the object must be requested twice"
 
 
-def test_a_reader_who_comes_while_parts_are_joined_reads_each_line_once(tmp_path: Path):
+def test_a_reader_during_the_joining_of_parts_reads_each_line_once(tmp_path: Path):
     store = ObjectStore(f"file://{tmp_path}")
     lines = [b'{"step": %d}\n' % number for number in range(100)]
     at = 0
@@ -90,7 +91,7 @@ def test_a_reader_who_comes_while_parts_are_joined_reads_each_line_once(tmp_path
         store.write(part_name(at), line)
         at += len(line)
     listing = store.list_below()
-    store.write(part_name(0), b"".join(lines))  # the first thing that `join_parts` does
+    store.write(part_name(0), b"".join(lines))  # the first action of `join_parts`
     assert read_record(store, listing) == b"".join(lines)
     join_parts(store, listing, b"".join(lines))
     assert read_record(store, store.list_below()) == b"".join(lines)

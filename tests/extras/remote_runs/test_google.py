@@ -1,5 +1,5 @@
-"""A run at a URL of Google's store, as a stand-in for its server has it (`pip install gcsfs
-gcp-storage-emulator`; skipped without). The stand-in knows no conditions on writes."""
+"""A run at a URL of Google's store, simulated by an emulator (`pip install gcsfs
+gcp-storage-emulator`; skipped without it). The emulator does not support conditional writes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.start()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{port}")
     monkeypatch.setenv("FSSPEC_GS_TOKEN", "anon")
-    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # asks by gRPC
+    monkeypatch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")  # it would use gRPC
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     yield "gs://bucket"
     server.stop()
 
 
 @pytest.mark.full
-def test_killed_and_resumed_on_an_empty_machine_with_the_same_bits(
+def test_a_killed_run_resumes_on_an_empty_machine_to_the_same_bits(
     bucket: str, tmp_path: Path, shards: Path
 ):
     config = write_config(tmp_path, shards, steps=STEPS)
@@ -59,8 +59,8 @@ def test_a_bucket_that_does_not_exist_is_refused(
     script: str, bucket: str, tmp_path: Path, shards: Path
 ):
     config = write_config(tmp_path, shards, steps=STEPS)
-    words = [f"run.dir={bucket}-of-nobody/runs/x", f"run.local_dir={tmp_path / 'local'}"]
-    done = run(f"launch/{script}.py", "--config", config, *TINY, *words, cold=True)
+    arguments = [f"run.dir={bucket}-of-nobody/runs/x", f"run.local_dir={tmp_path / 'local'}"]
+    done = run(f"launch/{script}.py", "--config", config, *TINY, *arguments, cold=True)
     assert done.returncode == 2, done.stderr
     assert f"error: {bucket}-of-nobody/runs/x: " in done.stderr
     assert "there is no such bucket" in done.stderr

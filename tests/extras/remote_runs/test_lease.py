@@ -1,5 +1,5 @@
-"""One job at a time: several take turns, wait, take over, and notice what they have lost. The store
-is a folder by its URL, which refuses to replace a file but has nothing else of a lock."""
+"""Only one job at a time holds the lease of a run: jobs wait, take over, and notice a lost lease.
+The store is a folder by its URL, which can refuse to replace a file but has no other locks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def held(store: ObjectStore, place: str = "a", lease_s: float = 1.0) -> Lease:
 
 
 def die(lease: Lease) -> None:
-    """End as a killed process does: without a word."""
+    """Stop renewing without releasing the lease, as a killed process does."""
     lease._ended.set()
     assert lease._thread is not None
     lease._thread.join()
 
 
-def test_a_second_job_is_refused_while_the_first_renews_and_gets_it_when_that_ends(store, capfd):
+def test_a_second_job_is_refused_while_the_first_renews_and_gets_the_lease_afterwards(store, capfd):
     first = held(store)
     with pytest.raises(ValueError, match=r"in use by a live run \(process \d+ on .+\): wait for"):
         held(store, "b")
@@ -50,7 +50,9 @@ def test_a_second_job_is_refused_while_the_first_renews_and_gets_it_when_that_en
     assert not (Path(store.url.removeprefix("file://")) / LEASE_FILE).exists()
 
 
-def test_a_job_that_died_is_followed_after_its_lease_and_at_once_in_its_own_folder(store, capfd):
+def test_a_dead_jobs_lease_is_taken_over_when_it_expires_or_at_once_in_the_same_folder(
+    store, capfd
+):
     die(held(store, "a", lease_s=3.0))
     began = time.monotonic()
     held(store, "a", lease_s=3.0).release()
@@ -63,7 +65,7 @@ def test_a_job_that_died_is_followed_after_its_lease_and_at_once_in_its_own_fold
     second.release()
 
 
-def test_a_lease_that_is_old_by_the_clock_of_the_store_is_not_waited_for(store, tmp_path):
+def test_a_lease_that_is_expired_by_the_stores_clock_is_taken_over_at_once(store, tmp_path):
     die(held(store, "a", lease_s=600.0))
     path = tmp_path / "run" / LEASE_FILE
     old = time.time() - 700
@@ -73,7 +75,7 @@ def test_a_lease_that_is_old_by_the_clock_of_the_store_is_not_waited_for(store, 
     assert time.monotonic() - began < 60
 
 
-def test_who_finds_the_lease_of_another_or_none_has_lost_it(store, tmp_path):
+def test_a_replaced_or_removed_lease_counts_as_lost(store, tmp_path):
     lease = held(store)
     path = tmp_path / "run" / LEASE_FILE
     path.write_text(json.dumps({**json.loads(path.read_text()), "token": "x", "holder": "job 7"}))
@@ -84,7 +86,7 @@ def test_who_finds_the_lease_of_another_or_none_has_lost_it(store, tmp_path):
     with pytest.raises(LeaseLost, match="job 7 has taken over the run, because this job did not"):
         lease.confirm()
     lease.release()
-    assert json.loads(path.read_text())["token"] == "x", "not ours to remove"
+    assert json.loads(path.read_text())["token"] == "x", "another job's lease must not be removed"
     path.unlink()
     second = held(store)
     path.unlink()
@@ -93,8 +95,9 @@ def test_who_finds_the_lease_of_another_or_none_has_lost_it(store, tmp_path):
     second.release()
 
 
-def test_a_renewal_that_comes_late_costs_the_next_job_nothing(store, tmp_path):
-    """Who was suspended between its look at the lease and its write replaces another's."""
+def test_a_late_renewal_does_not_end_the_next_job(store, tmp_path):
+    """A job that was suspended between reading and writing the lease replaces the next job's
+    lease."""
     first = held(store, "a", lease_s=1.0)
     die(first)
     late = first._content()
@@ -102,14 +105,14 @@ def test_a_renewal_that_comes_late_costs_the_next_job_nothing(store, tmp_path):
     path = tmp_path / "run" / LEASE_FILE
     path.write_bytes(late)
     second.confirm()
-    assert json.loads(path.read_text())["place"] == "b", "it has written its own again"
+    assert json.loads(path.read_text())["place"] == "b", "the next job must write its lease again"
     with pytest.raises(LeaseLost, match="has taken over the run"):
         first.confirm()
     second.release()
 
 
 class _Slow(ObjectStore):
-    """A store that writes late; then `follower` writes its lease again."""
+    """A store with slow writes, after which `follower`, the next job's lease, is written again."""
 
     def __init__(self, store: ObjectStore, path: Path, follower: str):
         super().__init__(store.url, store.retry)
@@ -123,13 +126,13 @@ class _Slow(ObjectStore):
         return is_written
 
 
-def test_who_has_written_late_looks_once_more(store, tmp_path):
+def test_a_job_checks_the_lease_again_after_a_slow_write(store, tmp_path):
     first = held(store, "a", lease_s=1.0)
     die(first)
     path = tmp_path / "run" / LEASE_FILE
-    others = {**json.loads(path.read_text()), "token": "x", "holder": "job 7"}
+    other_lease = {**json.loads(path.read_text()), "token": "x", "holder": "job 7"}
     with pytest.raises(LeaseLost, match="job 7 has taken over"):
-        first.confirm(_Slow(store, path, json.dumps(others)))
+        first.confirm(_Slow(store, path, json.dumps(other_lease)))
 
 
 def _race(url: str, barrier: Barrier, won: multiprocessing.Queue[bool]) -> None:
@@ -141,12 +144,12 @@ def _race(url: str, barrier: Barrier, won: multiprocessing.Queue[bool]) -> None:
         won.put(False)
     else:
         won.put(True)
-        time.sleep(6)  # longer than the others wait
+        time.sleep(6)  # longer than the other jobs wait
         lease.release()
 
 
 @pytest.mark.full
-def test_of_many_that_find_an_expired_lease_at_once_one_gets_it(store):
+def test_one_of_many_simultaneous_jobs_gets_an_expired_lease(store):
     for _ in range(3):
         lease = held(store, "dead", lease_s=1.0)
         die(lease)

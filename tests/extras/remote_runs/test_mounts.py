@@ -1,4 +1,4 @@
-"""What is said of mounted buckets, by what the kernel says of them."""
+"""A run folder on a mounted bucket gets a note, if the kernel's list of mounts shows one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vit.run_folder import mount_note
 @pytest.mark.parametrize(
     ("kind", "is_told"), [("fuse.gcsfuse", True), ("ext4", False), ("fuse.juicefs", False)]
 )
-def test_a_mounted_bucket_is_told(tmp_path: Path, kind, is_told):
+def test_only_a_mounted_bucket_gets_a_note(tmp_path: Path, kind, is_told):
     device = os.stat(tmp_path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     mounts = tmp_path / "proc/self/mountinfo"

@@ -1,5 +1,5 @@
-"""In which order a run at a URL is brought up to date: a kill between any two operations leaves the
-newest checkpoint there whole, with the record up to its step."""
+"""The order of writes to a run at a URL: a kill between any two operations leaves the newest
+checkpoint complete, with the record up to its step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vit.data.storage.object_store import ObjectStore
 
 
 def assert_whole(bucket: Path) -> None:
-    """Each checkpoint that counts has its tensors, and the record its steps."""
+    """Assert that each listed checkpoint has its tensors, and the record all steps before it."""
     record = b"".join(path.read_bytes() for path in sorted(bucket.glob("record/part_*")))
     lines = [json.loads(line) for line in record.splitlines()]
     trained = {line["step"] for line in lines if line["kind"] == "train"}
@@ -26,17 +26,17 @@ def assert_whole(bucket: Path) -> None:
         assert trained >= set(range(1, info["step"] + 1))
 
 
-def test_between_any_two_operations_the_run_is_whole(tmp_path, config, monkeypatch):
+def test_the_run_is_complete_between_any_two_operations(tmp_path, config, monkeypatch):
     bucket = tmp_path / "bucket"
     done = list[str]()
 
     def watched(name: str) -> None:
         real = getattr(ObjectStore, name)
 
-        def operate(store: ObjectStore, *given, **how):
+        def operate(store: ObjectStore, *arguments, **options):
             assert_whole(bucket)
-            done.append(f"{name} {given[0] if name != 'upload' else given[1]}")
-            return real(store, *given, **how)
+            done.append(f"{name} {arguments[0] if name != 'upload' else arguments[1]}")
+            return real(store, *arguments, **options)
 
         monkeypatch.setattr(ObjectStore, name, operate)
 
@@ -53,6 +53,8 @@ def test_between_any_two_operations_the_run_is_whole(tmp_path, config, monkeypat
         begins_save = now.startswith("upload") and before.startswith(
             ("remove", "write checkpoints")
         )
-        assert not begins_save, "another job may have the run by now"
+        assert not begins_save, (
+            "the lease must be confirmed first, because another job may hold the run"
+        )
         if now.startswith("upload checkpoints") and now.endswith(".json"):
-            assert before == "write lease.json", "the upload before it may have taken an hour"
+            assert before == "write lease.json", "the previous upload may have outlasted the lease"

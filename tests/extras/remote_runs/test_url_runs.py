@@ -1,5 +1,5 @@
-"""A run at a URL is the run in a folder: the same bits, on a machine that has nothing, through what
-goes wrong on the way to a real S3 server."""
+"""A run at a URL has the same bits as a run in a folder, also on an empty machine and despite
+faults on the way to a real S3 server."""
 
 from __future__ import annotations
 
@@ -33,28 +33,29 @@ def settings(url: str, local: Path, *more: str) -> list[str]:
 
 
 def train_here(config: Path, url: str, local: Path, *more: str) -> None:
-    words = [*TINY, f"run.dir={url}", *settings(url, local), *more]
-    run_here("launch/train.py", "--config", config, *words)
+    arguments = [*TINY, f"run.dir={url}", *settings(url, local), *more]
+    run_here("launch/train.py", "--config", config, *arguments)
 
 
 def train_at(config: Path, url: str, local: Path, *more: str, ranks: int = 0, ok: bool = True):
-    words = [*TINY, f"run.dir={url}", *settings(url, local), *more]
-    done = run("launch/train.py", "--config", config, *words, ranks=ranks)
+    arguments = [*TINY, f"run.dir={url}", *settings(url, local), *more]
+    done = run("launch/train.py", "--config", config, *arguments, ranks=ranks)
     assert not ok or done.returncode == 0, done.stdout + done.stderr
     return done
 
 
-def record_at(url: str, tmp: Path) -> list[dict]:
-    """The lines of the record at a URL that are valid."""
+def record_at(url: str, folder: Path) -> list[dict]:
+    """Return the valid lines of the record at a URL."""
     store = store_at(url, 60)
-    path = tmp / "record.jsonl"
+    path = folder / "record.jsonl"
     path.write_bytes(read_record(store, store.list_below()))
     return read_metrics(path)
 
 
-def assert_whole(url: str, tmp: Path, steps: int = STEPS) -> None:
-    """The record at the URL has each step once, and checkpoints there are complete."""
-    lines = record_at(url, tmp)
+def assert_whole(url: str, folder: Path, steps: int = STEPS) -> None:
+    """Assert that the record at the URL has each step once, and that its checkpoints are
+    complete."""
+    lines = record_at(url, folder)
     counts = Counter(line["step"] for line in lines if line["kind"] == "train")
     assert counts == dict.fromkeys(range(1, steps + 1), 1)
     assert lines[-1]["kind"] == "end"
@@ -77,7 +78,7 @@ def config(tmp_path: Path, shards: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, str]:
-    """The final state of an undisturbed run in a folder."""
+    """Return the final state of an undisturbed run in a folder."""
     folder = tmp_path_factory.mktemp("whole")
     run_here(
         *("launch/train.py", "--config", write_config(folder, shards, steps=STEPS), *TINY),
@@ -87,7 +88,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> dict[str, s
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
+def test_a_run_resumes_in_an_empty_folder_from_the_url_alone(
     s3, tmp_path, shards, capfd, monkeypatch
 ):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -98,42 +99,45 @@ def test_a_run_goes_on_in_an_empty_folder_and_all_that_it_needs_is_at_the_url(
     url = f"{s3.new_bucket()}/runs/some run"
     with s3.only("s3:ListBucket", "s3:GetObject", "s3:PutObject", "s3:DeleteObject"):
         train_here(config, url, tmp_path / "one", "train.steps=6")
-    shutil.rmtree(tmp_path / "one")  # that machine is gone
+    shutil.rmtree(tmp_path / "one")  # the first machine is gone
     train_here(config, url, tmp_path / "two", "--allow-change", "train.steps")
-    there = objects_of(s3, url)
-    assert "lease.json" not in there
-    assert {name.split("/")[1] for name in there if name.startswith("checkpoints/step")} == {
+    objects = objects_of(s3, url)
+    assert "lease.json" not in objects
+    assert {name.split("/")[1] for name in objects if name.startswith("checkpoints/step")} == {
         "step_00000006",
         "step_00000009",
-    }, "those that the folder keeps"
-    assert there["checkpoints/latest"] == b"step_00000009\n"
-    for name, data in there.items():
+    }, "the URL must have the checkpoints that a folder would keep"
+    assert objects["checkpoints/latest"] == b"step_00000009\n"
+    for name, data in objects.items():
         if not name.startswith(("record/", "checkpoints/latest")):
             assert (tmp_path / "two" / name).read_bytes() == data, name
-    parts = [there[name] for name in sorted(there) if name.startswith("record/")]
+    parts = [objects[name] for name in sorted(objects) if name.startswith("record/")]
     assert b"".join(parts) == (tmp_path / "two" / "metrics.jsonl").read_bytes()
     starts = [json.loads(line) for line in b"".join(parts).splitlines() if b'"start"' in line[:20]]
     assert [start["restarts"] for start in starts] == [0, 1]
     assert_whole(url, tmp_path, 9)
-    assert SECRET.encode() not in b"".join(there.values())
+    assert SECRET.encode() not in b"".join(objects.values())
     left = (path for path in (tmp_path / "two").rglob("*") if path.is_file())
     assert not any(SECRET.encode() in path.read_bytes() for path in left)
     assert SECRET not in "".join(capfd.readouterr())
 
     capfd.readouterr()
     run_here("launch/eval.py", url, "--json")
-    said = json.loads(capfd.readouterr().out)
+    printed = json.loads(capfd.readouterr().out)
     evals = [line for line in record_at(url, tmp_path) if line["kind"] == "eval"]
-    assert said["correct_top1"] == evals[-1]["correct_top1_ema"]
+    assert printed["correct_top1"] == evals[-1]["correct_top1_ema"]
     fetched = local_run(url)
-    assert newest_checkpoint(fetched) is None, "the weights are as new"
+    assert newest_checkpoint(fetched) is None, (
+        "the fetched weights are as new as the checkpoint, which is not needed"
+    )
     assert (fetched / "metrics.jsonl").read_bytes() == b"".join(parts)
     weights = f"{url}/weights/best.safetensors"
-    assert local_run(weights).read_bytes() == there["weights/best.safetensors"]
+    assert local_run(weights).read_bytes() == objects["weights/best.safetensors"]
 
 
 def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | None]:
-    """A fault that keeps the `number`-th PUT to a path with `at` in it waiting; `sent` gets all."""
+    """Return a fault that suspends the `number`-th PUT to a path containing `at`; append all these
+    paths to `sent`."""
 
     def fault(method: str, path: str) -> str | None:
         if method == "PUT" and at in path:
@@ -147,23 +151,25 @@ def holds(at: str, number: int, sent: list[str]) -> Callable[[str, str], str | N
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("at", ["state.safetensors", "checkpoint.json", "latest", "record/part"])
-def test_killed_amid_an_upload_it_goes_on_elsewhere_and_ends_with_the_same_bits(
-    s3, way, tmp_path, config, shards, at, ranks
+def test_a_run_killed_during_an_upload_resumes_on_another_machine_to_the_same_bits(
+    s3, proxy, tmp_path, config, shards, at, ranks
 ):
     train(config, tmp_path / "whole", ranks=ranks)
     expected = final_state(tmp_path / "whole", STEPS)
     url = f"{s3.new_bucket()}/runs/x"
-    way.fault = holds(at, 3, [])
-    words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
-    background = Background(config, tmp_path / "one", *words, ranks=ranks)
-    assert way.is_holding.wait(120), background.end()
+    proxy.fault = holds(at, 3, [])
+    arguments = [f"run.dir={url}", *settings(url, tmp_path / "one")]
+    background = Background(config, tmp_path / "one", *arguments, ranks=ranks)
+    assert proxy.is_holding.wait(120), background.end()
     background.kill_all()
-    way.is_good()
+    proxy.is_good()
     shutil.rmtree(tmp_path / "one")
-    there = objects_of(s3, url)
-    latest = there["checkpoints/latest"].decode().strip()
-    assert f"checkpoints/{latest}/checkpoint.json" in there
-    assert f"checkpoints/{latest}/state.safetensors" in there, "it never leads to half a one"
+    objects = objects_of(s3, url)
+    latest = objects["checkpoints/latest"].decode().strip()
+    assert f"checkpoints/{latest}/checkpoint.json" in objects
+    assert f"checkpoints/{latest}/state.safetensors" in objects, (
+        "`latest` must never name an incomplete checkpoint"
+    )
     done = train_at(config, url, tmp_path / "two", ranks=ranks)
     assert "taking over" in done.stderr or "waiting up to" in done.stderr
     assert f"resumed at step {int(latest.removeprefix('step_'))} of" in done.stderr or (
@@ -171,11 +177,11 @@ def test_killed_amid_an_upload_it_goes_on_elsewhere_and_ends_with_the_same_bits(
     )
     assert final_state(tmp_path / "two", STEPS) == expected
     assert_whole(url, tmp_path)
-    way.let_go.set()
+    proxy.let_go.set()
 
 
 @pytest.mark.full
-def test_slow_down_and_cut_uploads_cost_time_only(s3, way, tmp_path, config, whole):
+def test_throttled_and_interrupted_uploads_cost_only_time(s3, proxy, tmp_path, config, whole):
     url = f"{s3.new_bucket()}/runs/x"
     counts = Counter[str]()
 
@@ -185,27 +191,27 @@ def test_slow_down_and_cut_uploads_cost_time_only(s3, way, tmp_path, config, who
             return "503 SlowDown" if counts[method] % 2 else "cut"
         return "503 SlowDown" if method != "PUT" and counts[method] % 7 == 0 else None
 
-    way.fault = fault
+    proxy.fault = fault
     train_at(config, url, tmp_path / "one")
-    way.is_good()
-    assert counts["PUT"] > 30, "faults did happen"
+    proxy.is_good()
+    assert counts["PUT"] > 30, "no fault happened"
     assert final_state(tmp_path / "one", STEPS) == whole
     assert_whole(url, tmp_path)
 
 
 @pytest.mark.full
-def test_a_store_that_is_away_when_a_save_begins_costs_time_only(s3, way, tmp_path, config, whole):
-    """For longer than a renewal of the lease is tried, and than the lease lasts."""
+def test_an_outage_of_the_store_at_a_save_costs_only_time(s3, proxy, tmp_path, config, whole):
+    """The outage is longer than the retries of a lease renewal, and longer than the lease."""
     url = f"{s3.new_bucket()}/runs/x"
     began: list[float] = []
 
     def fault(method: str, path: str) -> str | None:
-        num_saves = sum(each[0] == "PUT" and "latest" in each[1] for each in way.requests)
+        num_saves = sum(each[0] == "PUT" and "latest" in each[1] for each in proxy.requests)
         if num_saves >= 2 and "lease.json" in path and not began:
             began.append(time.monotonic())
         return "503 SlowDown" if began and time.monotonic() < began[0] + 2 * LEASE_S else None
 
-    way.fault = fault
+    proxy.fault = fault
     train_at(config, url, tmp_path / "one")
     assert began
     assert final_state(tmp_path / "one", STEPS) == whole
@@ -214,8 +220,8 @@ def test_a_store_that_is_away_when_a_save_begins_costs_time_only(s3, way, tmp_pa
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [0, 2])
-def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
-    s3, way, tmp_path, config, ranks
+def test_expired_keys_end_a_run_with_their_name_and_it_resumes_with_new_keys(
+    s3, proxy, tmp_path, config, ranks
 ):
     train(config, tmp_path / "whole", ranks=ranks)
     expected = final_state(tmp_path / "whole", STEPS)
@@ -227,27 +233,29 @@ def test_keys_that_expire_amid_a_run_end_it_with_their_name_and_new_ones_go_on(
         is_expired |= "step_00000009" in path
         return "400 ExpiredToken" if is_expired else None
 
-    way.fault = fault
+    proxy.fault = fault
     done = train_at(config, url, tmp_path / "one", ranks=ranks, ok=False)
     assert done.returncode == (1 if ranks else 2), done.stderr
     assert "ExpiredToken it is" in done.stderr
     assert "credentials come from AWS_ACCESS_KEY_ID" in done.stderr
     assert f"the working copy {tmp_path / 'one'} is complete, and the same command" in done.stderr
-    assert done.stderr.count("error: ") <= 2, "ours, and torchrun's of it"
+    assert done.stderr.count("error: ") <= 2, (
+        "there is one error of ours, and torchrun's report of it"
+    )
     assert "AKIA" not in done.stderr
-    way.is_good()
+    proxy.is_good()
     train_at(config, url, tmp_path / "one", ranks=ranks)
     assert final_state(tmp_path / "one", STEPS) == expected
     assert_whole(url, tmp_path)
 
 
 @pytest.mark.parametrize("script", ["launch/train.py", "launch/job.py"])
-def test_a_bucket_that_does_not_exist_is_a_mistake_to_train_and_to_a_scheduler(
+def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
     s3, tmp_path, config, script
 ):
     url = "s3://my-misspelt-bucket/runs/x"
-    words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
-    done = run(script, *words)
+    arguments = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
+    done = run(script, *arguments)
     assert done.returncode == 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {url}: there is no such bucket ("), line
@@ -255,8 +263,9 @@ def test_a_bucket_that_does_not_exist_is_a_mistake_to_train_and_to_a_scheduler(
 
 
 @pytest.mark.full
-def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, tmp_path, config):
-    """The ranks end with status 2; whether there is a newer checkpoint cannot be seen then."""
+def test_expired_keys_are_not_reported_to_a_scheduler_as_a_mistake(s3, proxy, tmp_path, config):
+    """The ranks end with status 2, and the launcher cannot see whether there is a newer
+    checkpoint."""
     url = f"{s3.new_bucket()}/runs/x"
     is_expired = False
 
@@ -265,19 +274,19 @@ def test_a_scheduler_is_not_told_of_a_mistake_where_keys_have_expired(s3, way, t
         is_expired |= "step_00000006" in path
         return "400 ExpiredToken" if is_expired else None
 
-    way.fault = fault
-    words = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
-    done = run("launch/job.py", *words, cold=True)
+    proxy.fault = fault
+    arguments = ["--config", config, *TINY, f"run.dir={url}", *settings(url, tmp_path / "one")]
+    done = run("launch/job.py", *arguments, cold=True)
     assert done.returncode == 1, done.stderr
     assert "the store does not show whether a newer checkpoint exists" in done.stdout
-    way.is_good()
-    done = run("launch/job.py", *words, cold=True)
+    proxy.is_good()
+    done = run("launch/job.py", *arguments, cold=True)
     assert done.returncode == 0, done.stderr
     assert_whole(url, tmp_path)
 
 
 @pytest.mark.full
-def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
+def test_a_second_job_is_refused_and_a_third_takes_over_from_a_suspended_job(
     s3, tmp_path, config, shards
 ):
     url = f"{s3.new_bucket()}/runs/x"
@@ -290,7 +299,7 @@ def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
     second = train_at(config, url, local[1], steps, ok=False)
     assert second.returncode == 2
     assert "in use by a live run (process " in second.stderr
-    assert not (local[1] / "metrics.jsonl").exists(), "nothing was fetched for it"
+    assert not (local[1] / "metrics.jsonl").exists(), "nothing may be fetched for a refused job"
 
     os.kill(first.process.pid, signal.SIGSTOP)
     third = Background(
@@ -303,8 +312,8 @@ def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
     assert "has taken over the run, because this job did not reach the store for 2 s" in ended
     third.wait_for_checkpoint(200)
     third.process.send_signal(signal.SIGTERM)
-    said = third.end()
-    assert third.process.returncode == 0, said
+    stderr = third.end()
+    assert third.process.returncode == 0, stderr
     lines = record_at(url, tmp_path)
     assert lines[-1]["outcome"] == "stopped"
     steps_of = Counter(line["step"] for line in lines if line["kind"] == "train")
@@ -313,7 +322,7 @@ def test_a_second_job_is_refused_and_follows_a_suspended_first_that_then_ends(
 
 
 @pytest.mark.parametrize("name", ["../../../harm", "{tmp}/harm"])
-def test_a_file_whose_name_leads_out_of_the_run_is_refused(s3, tmp_path, monkeypatch, name):
+def test_a_file_name_that_leads_out_of_the_run_is_refused(s3, tmp_path, monkeypatch, name):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     bucket = s3.new_bucket()
@@ -326,32 +335,34 @@ def test_a_file_whose_name_leads_out_of_the_run_is_refused(s3, tmp_path, monkeyp
 
 @pytest.mark.full
 @pytest.mark.parametrize("at", ["weights/last.safetensors", "record/part", "state.safetensors"])
-def test_who_was_suspended_in_an_upload_writes_over_nothing_of_the_next_job(
-    s3, way, tmp_path, config, at
+def test_a_job_suspended_in_an_upload_overwrites_no_file_of_the_next_job(
+    s3, proxy, tmp_path, config, at
 ):
     url = f"{s3.new_bucket()}/runs/x"
     sent: list[str] = []
-    way.fault = holds(at, 2, sent)
-    words = [f"run.dir={url}", *settings(url, tmp_path / "one")]
-    first = Background(config, tmp_path / "one", *words, ranks=0, cold=True)
-    assert way.is_holding.wait(120), first.end()
+    proxy.fault = holds(at, 2, sent)
+    arguments = [f"run.dir={url}", *settings(url, tmp_path / "one")]
+    first = Background(config, tmp_path / "one", *arguments, ranks=0, cold=True)
+    assert proxy.is_holding.wait(120), first.end()
     os.kill(first.process.pid, signal.SIGSTOP)
-    way.is_good()
+    proxy.is_good()
     train_at(config, url, tmp_path / "two")
     before = objects_of(s3, url)
-    way.let_go.set()
+    proxy.let_go.set()
     os.kill(first.process.pid, signal.SIGCONT)
-    said = first.end()
-    assert first.process.returncode == 2, said
-    assert "another job has taken it over and has ended" in said
+    stderr = first.end()
+    assert first.process.returncode == 2, stderr
+    assert "another job has taken it over and has ended" in stderr
     after = objects_of(s3, url)
     changed = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
-    assert changed <= {sent[1].partition("/runs/x/")[2].partition("?")[0]}, "what was on its way"
+    assert changed <= {sent[1].partition("/runs/x/")[2].partition("?")[0]}, (
+        "only the suspended upload may arrive"
+    )
     assert_whole(url, tmp_path)
 
 
 @pytest.mark.full
-def test_a_damaged_checkpoint_at_the_url_is_passed_over(s3, tmp_path, config, whole):
+def test_a_damaged_checkpoint_at_the_url_is_skipped(s3, tmp_path, config, whole):
     import boto3
 
     url = f"{s3.new_bucket()}/runs/x"
@@ -369,7 +380,9 @@ def test_a_damaged_checkpoint_at_the_url_is_passed_over(s3, tmp_path, config, wh
 
 
 @pytest.mark.full
-def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, whole):
+def test_an_outdated_working_copy_is_updated_and_an_emptied_url_is_refused(
+    s3, tmp_path, config, whole
+):
     url = f"{s3.new_bucket()}/runs/x"
     stop = ["train.steps=24", "log.sample_losses=1"]
     background = Background(
@@ -377,7 +390,7 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
     )
     background.wait_for_checkpoint(6)
     background.kill_all()
-    train_at(config, url, tmp_path / "two", *stop)  # another machine ends it
+    train_at(config, url, tmp_path / "two", *stop)  # another machine finishes the run
     done = train_at(config, url, tmp_path / "one")
     assert "another job has continued the run since" in done.stderr
     assert "is finished: 24 steps" in done.stderr
@@ -388,15 +401,17 @@ def test_an_older_working_copy_and_a_url_that_was_emptied(s3, tmp_path, config, 
     done = train_at(config, url, tmp_path / "one", ok=False)
     assert done.returncode == 2
     assert "holds no run, but its working copy" in done.stderr
-    assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), "nothing is removed"
+    assert (tmp_path / "one" / "checkpoints" / "step_00000024").exists(), (
+        "the working copy must not be removed"
+    )
 
 
 @pytest.mark.full
 def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
-    """The store is a folder by its URL, so that copying takes no other tool."""
-    words = ["--config", config, *TINY]
+    """The store is a folder by its URL, so copying needs no other tool."""
+    arguments = ["--config", config, *TINY]
     home = tmp_path / "home"
-    run_here("launch/train.py", *words, f"run.dir={home}", "train.steps=6")
+    run_here("launch/train.py", *arguments, f"run.dir={home}", "train.steps=6")
     url = f"file://{tmp_path}/there"
     shutil.copytree(home, tmp_path / "there")
     more = "--allow-change", "train.steps"
@@ -408,14 +423,16 @@ def test_a_run_moves_from_a_folder_to_a_url_and_back(tmp_path, config):
     shutil.copytree(tmp_path / "there", back)
     parts = sorted((back / "record").iterdir())
     (back / "metrics.jsonl").write_bytes(b"".join(part.read_bytes() for part in parts))
-    run_here("launch/train.py", *words, f"run.dir={back}", "train.steps=12", *more)
+    run_here("launch/train.py", *arguments, f"run.dir={back}", "train.steps=12", *more)
     lines = read_metrics(back / "metrics.jsonl")
     assert [line["step"] for line in lines if line["kind"] == "train"] == list(range(1, 13))
 
 
 @pytest.mark.full
-def test_a_mounted_bucket_by_its_file_url_and_many_parts(tmp_path, config, monkeypatch):
-    """What locks and renames nothing: a folder by its URL."""
+def test_a_file_url_works_without_locks_and_its_many_parts_are_joined(
+    tmp_path, config, monkeypatch
+):
+    """A folder by its file:// URL needs no locks and no renames, as on a mounted bucket."""
     monkeypatch.setattr("vit.extras.remote_runs.record_parts.JOIN_FROM", 3)
     url = f"file://{tmp_path}/mnt/run"
     for number, steps in enumerate((6, 9, 12)):
@@ -424,6 +441,6 @@ def test_a_mounted_bucket_by_its_file_url_and_many_parts(tmp_path, config, monke
         train_here(config, url, local, f"train.steps={steps}", "eval.every_steps=100", *change)
     store = store_at(url, 60)
     listing = store.list_below()
-    assert len(parts_in(listing)) < 6, "joined at each start"
+    assert len(parts_in(listing)) < 6, "each start must join the parts"
     assert read_record(store, listing) == (tmp_path / "copy2" / "metrics.jsonl").read_bytes()
     assert_whole(url, tmp_path, 12)

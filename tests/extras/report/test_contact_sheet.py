@@ -1,5 +1,4 @@
-"""The contact sheet: its rows are the first images, its columns their draws, and the command writes
-it."""
+"""The contact sheet has a row for each of the first images and a column for each of its draws."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def sheets(monkeypatch):
-    """The columns that are about to be drawn, in place of the drawing."""
+    """Collect the cells of the sheet instead of drawing them."""
     caught = []
 
     def catch(cells, num_columns, heading, picture, titles, caption_pt):
@@ -28,9 +27,9 @@ def sheets(monkeypatch):
     return caught
 
 
-def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_path):
-    """The whole image is taken and flipped, and in half of the draws a box is erased: outside it a
-    draw is the original, mirrored."""
+def test_each_row_shows_one_image_and_its_augmented_versions(config, sheets, tmp_path):
+    """Each draw flips the whole image, and half of the draws erase a box; outside the box a draw is
+    the mirrored original."""
     chosen = [
         "augment.crop_scale=[1,1]",
         "augment.crop_ratio=[1,1]",
@@ -41,7 +40,7 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
     (columns,) = sheets
     assert [title for title, _ in columns] == ["original", "draw 1", "draw 2", "as mixed"]
     assert {len(cells) for _, cells in columns} == {4}, (
-        "three, and one more to make whole groups of two"
+        "three images and one more, because groups have two"
     )
     originals, first, second, mixed = (cells for _, cells in columns)
     for row, original in enumerate(originals):
@@ -53,7 +52,7 @@ def test_each_row_shows_one_image_and_what_was_done_to_it(config, sheets, tmp_pa
     assert len({tuple(cell.caption) for cell in (*first, *second)}) == 2
 
 
-def test_what_is_mixed_is_shown_also_where_mixing_ends_early(config, sheets, tmp_path):
+def test_mixed_images_are_shown_even_if_mixing_ends_early(config, sheets, tmp_path):
     for end in ("null", "1"):
         chosen = load_config(config, [f"augment.mixup_off_epoch={end}"])
         contact_sheet.make_contact_sheet(chosen, 3, 2, tmp_path / "sheet.png", CPU)
@@ -87,13 +86,13 @@ def test_the_command_writes_a_picture(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--images", "0"], "--images 0: expected a number from 1 to 64"),
         (["--what"], "unknown: --what"),
     ],
 )
-def test_a_wrong_argument_is_reported(config, arguments, words):
+def test_a_wrong_argument_is_reported(config, arguments, message):
     done = run("launch/visualize.py", "augment", "--config", config, *arguments)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert message in done.stderr

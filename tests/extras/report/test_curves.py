@@ -1,4 +1,4 @@
-"""Curves of a run: what is drawn follows from the record, and panels can stand in one page."""
+"""The curves of a run are drawn from its record, and several panels fit in one page."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     path = record(
         tmp_path,
         {"kind": "start", "step": 0, "restarts": 0, "plan": PLAN},
-        # 10 steps of 12 images at 60 a second are 2 s, of which half a second was spent waiting
+        # 10 steps of 12 images at 60 images/s take 2 s, of which 0.5 s were waits.
         train_line(10),
         train_line(30, data_wait_s=4.0),
         train_line(50, data_wait_s=1.0),  # replaced by the restart
@@ -79,12 +79,12 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
             "restarts": 1,
             "plan": {**PLAN, "world_size": 1, "accumulation_steps": 4},
         },
-        train_line(50, data_wait_s=0.4),  # 10 steps, not 20
+        train_line(50, data_wait_s=0.4),  # after the restart this line covers 10 steps, not 20
         train_line(60, data_wait_s=99.0),
         train_line(70, images_per_s=None),
     )
-    found = curves._read_curves(path)
-    assert [line.get("data_wait_percent") for line in found.of_kind("train")] == pytest.approx(
+    history = curves._read_curves(path)
+    assert [line.get("data_wait_percent") for line in history.of_kind("train")] == pytest.approx(
         [25.0, 100.0, 20.0, 100.0, None]
     )
     without_plan = curves._read_curves(
@@ -93,12 +93,12 @@ def test_the_share_of_waiting_follows_from_the_record(tmp_path):
     assert "data_wait_percent" not in without_plan.of_kind("train")[0]
 
 
-def test_unequal_shares_are_a_batch(tmp_path):
-    """Three ranks of 3, 3 and 2 leaves: as many images as the global batch has."""
+def test_unequal_shares_of_ranks_add_up_to_the_batch(tmp_path):
+    """Three ranks have 3, 3 and 2 leaves, together the images of the global batch."""
     plan = {"world_size": 3, "micro_batch_size": 2, "accumulation_steps": 3}
     start = {"kind": "start", "step": 0, "restarts": 0, "plan": {**plan, "global_batch_size": 16}}
-    found = curves._read_curves(record(tmp_path, start, train_line(15)))
-    (line,) = found.of_kind("train")  # 15 steps of 16 images at 60 a second: 4 s
+    history = curves._read_curves(record(tmp_path, start, train_line(15)))
+    (line,) = history.of_kind("train")  # 15 steps of 16 images at 60 images/s take 4 s
     assert line["data_wait_percent"] == pytest.approx(12.5)
 
 
@@ -110,7 +110,9 @@ def test_unequal_shares_are_a_batch(tmp_path):
         ("distill: {teacher: x}", "Loss", "training: cross-entropy + teacher"),
     ],
 )
-def test_another_loss_than_that_of_evaluation_is_named(settings, title, training, tmp_path):
+def test_a_training_loss_that_differs_from_the_evaluation_loss_is_named(
+    settings, title, training, tmp_path
+):
     (tmp_path / "config.yaml").write_text(f"data: {{root: x}}\ntrain: {{epochs: 2}}\n{settings}\n")
     evaluated = {"kind": "eval", "step": 10, "num_images": 5, "top1": 0.0, "loss": 2.0}
     axes = Figure().subplots()
@@ -120,7 +122,7 @@ def test_another_loss_than_that_of_evaluation_is_named(settings, title, training
     assert axes.get_legend().get_texts()[0].get_text() == training
 
 
-def test_many_names_stand_below_the_curves(tmp_path):
+def test_a_long_legend_is_below_the_curves(tmp_path):
     evaluated = {"kind": "eval", "step": 10, "num_images": 5, "top1": 40.0, "loss": 2.0}
     for sets, is_inside in ((("a",), True), (("a", "b", "c", "d"), False)):
         further = {f"{name}/{key}": 9.0 for name in sets for key in ("top1", "num_images")}
@@ -132,10 +134,12 @@ def test_many_names_stand_below_the_curves(tmp_path):
         legend = axes.get_legend().get_window_extent()
         assert (legend.y0 > axes.get_window_extent().y0) == is_inside
         labels = axes.xaxis.label.get_window_extent()
-        assert is_inside or 0 <= legend.y0 < legend.y1 < labels.y0, "below, and in the picture"
+        assert is_inside or 0 <= legend.y0 < legend.y1 < labels.y0, (
+            "the legend must be below the curves and inside the picture"
+        )
 
 
-def test_many_points_are_averaged_and_gaps_stay():
+def test_many_points_are_averaged_and_gaps_stay_visible():
     lines = [{"step": i, "loss": None if i == 1234 else 3.0 + i % 2} for i in range(2000)]
     steps, values = curves._points(lines, "loss")
     assert len(steps) == 500
@@ -146,7 +150,7 @@ def test_many_points_are_averaged_and_gaps_stay():
     assert curves._points(lines, "unheard of").shape == (2, 0)
 
 
-def test_curves(tmp_path):
+def test_the_curves_of_a_run_are_drawn(tmp_path):
     troubled = pixels(
         curves.plot_curves(troubled_run(tmp_path), tmp_path / "report" / "curves.png")
     )
@@ -176,7 +180,7 @@ def test_the_axis_of_accuracy_ends_at_100(tmp_path):
     assert axes.get_ylim()[1] == 100
     assert 0 < axes.get_ylim()[0] < 40
     assert not any(line.get_clip_on() for line in axes.get_lines()), (
-        "half of the marker at 100 would be cut off"
+        "the marker at 100 must not be cut off"
     )
 
 
@@ -198,11 +202,11 @@ def test_panels_can_stand_in_one_page(tmp_path):
         root = ET.fromstring(panel)
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
         assert "viewBox" in root.attrib
-        assert not {"width", "height"} & set(root.attrib), "CSS says how large"
+        assert not {"width", "height"} & set(root.attrib), "CSS determines the size"
         tags = {element.tag.split("}")[1] for element in root.iter()}
         assert "path" in tags
         assert not {"style", "text", "metadata"} & tags, (
-            "fonts and rules of the page would change them"
+            "text must be drawn as paths, because the page's fonts would change it"
         )
         own = {element.get("id") for element in root.iter()} - {None}
         references = set(re.findall(r"(?:href=\"|url\()#([^\")]+)", panel))
@@ -212,25 +216,25 @@ def test_panels_can_stand_in_one_page(tmp_path):
     assert set(ids.values()) == {1}
     assert "best 77.70 %" in panels["accuracy"].split(">")[0]
     assert panels == curves.curve_panels(tmp_path / "metrics.jsonl"), (
-        "the same record gives the same bytes"
+        "the same record must give the same bytes"
     )
 
 
-def test_a_users_settings_change_nothing(tmp_path):
+def test_a_users_matplotlib_settings_change_nothing(tmp_path):
     path = troubled_run(tmp_path)
     expected = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
     with matplotlib.rc_context({"font.size": 20, "lines.linewidth": 9, "axes.facecolor": "pink"}):
         before = dict(matplotlib.rcParams)
-        found = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
-        assert dict(matplotlib.rcParams) == before, "and ours do not stay behind"
-    np.testing.assert_array_equal(found, expected)
+        drawn = pixels(curves.plot_curves(path, tmp_path / "curves.png"))
+        assert dict(matplotlib.rcParams) == before, "our settings must not remain after drawing"
+    np.testing.assert_array_equal(drawn, expected)
 
 
 # --- accuracy in training, and several runs -------------------------------------------------------
 
 
 def run_with_margins(folder: Path, mixup: str = "mixup_alpha: 0.0") -> tuple[Path, np.ndarray]:
-    """A run of 2 epochs of 10 steps with 4 images a step; some were not read."""
+    """Write a run of 2 epochs of 10 steps with 4 images per step, some of which were unreadable."""
     folder.mkdir()
     (folder / "config.yaml").write_text(
         f"data: {{root: x, global_batch_size: 4}}\ntrain: {{epochs: 2}}\naugment: {{{mixup}}}\n"
@@ -270,12 +274,14 @@ def test_mixed_images_have_no_accuracy(tmp_path):
 def test_accuracy_begins_where_mixing_ends(tmp_path):
     folder, margins = run_with_margins(tmp_path / "run", "mixup_alpha: 0.2, mixup_off_epoch: 1")
     lines = curves._read_curves(folder / "metrics.jsonl").of_kind("train")
-    found = {line["step"]: line["top1"] for line in lines if "top1" in line}
-    assert list(found) == [12, 16, 20]
-    assert found[12] == pytest.approx(100 * np.mean(margins[10:12] > 0)), "not of steps 9 and 10"
+    accuracy_by_step = {line["step"]: line["top1"] for line in lines if "top1" in line}
+    assert list(accuracy_by_step) == [12, 16, 20]
+    assert accuracy_by_step[12] == pytest.approx(100 * np.mean(margins[10:12] > 0)), (
+        "steps 9 and 10 were mixed and must not count"
+    )
 
 
-def test_a_smoothed_curve_is_the_mean_of_a_symmetric_window():
+def test_a_smoothed_curve_is_the_mean_over_a_symmetric_window():
     rng = np.random.default_rng(0)
     x = np.cumsum(rng.uniform(0.1, 1, 40))
     y = rng.normal(size=40)
@@ -296,8 +302,10 @@ def test_several_runs_are_drawn_over_their_epochs(tmp_path, monkeypatch):
     curves.plot_learning_curves(runs, tmp_path / "a.png")
     loss, accuracy = drawn[0].axes
     labels = [text.get_text() for text in accuracy.get_legend().get_texts()]
-    assert labels == [f"{run}: {what}" for run in ("one", "two") for what in WHAT]
-    assert [line.get_xdata()[-1] for line in loss.lines] == [2.0] * 6, "epochs, not steps"
+    assert labels == [f"{run}: {panel}" for run in ("one", "two") for panel in WHAT]
+    assert [line.get_xdata()[-1] for line in loss.lines] == [2.0] * 6, (
+        "the axis must show epochs instead of steps"
+    )
     with pytest.raises(ValueError, match=r"nowhere: no metrics\.jsonl"):
         curves.plot_learning_curves([tmp_path / "nowhere"], tmp_path / "b.png")
 

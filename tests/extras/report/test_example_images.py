@@ -1,4 +1,5 @@
-"""Statistics of each image equal a count by hand; page and files can be used as they are."""
+"""The statistics of each training image equal a count by hand, and the page and files are
+usable."""
 
 from __future__ import annotations
 
@@ -31,25 +32,33 @@ HOSTILE = "a<img_src=x_onerror=alert(1)>&"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """A run of three epochs, two with mixing. Of its 60 images one has a twin of another class,
-    with a hostile name, and one a twin among those that are evaluated on."""
+    """Train for three epochs, two with mixing, on 60 images. One image has a twin of another class
+    with a hostile name, and one has a twin in the evaluation set."""
     folder = tmp_path_factory.mktemp("trained")
     images = shutil.copytree(shards.parent / "images", folder / "images")
     train = images / "train"
     (train / "class1" / "0001.jpg").unlink()
     shutil.copyfile(train / "class0" / "0000.jpg", train / "class1" / f"{HOSTILE}.jpg")
     shutil.copyfile(train / "class2" / "0002.jpg", images / "val" / "class2" / "0002.jpg")
-    words = [str(images), "--out", str(folder / "shards"), "--num-shards", "2", "--workers", "1"]
-    assert imagefolder.main(words) == 0
+    arguments = [
+        str(images),
+        "--out",
+        str(folder / "shards"),
+        "--num-shards",
+        "2",
+        "--workers",
+        "1",
+    ]
+    assert imagefolder.main(arguments) == 0
     config = write_config(folder, folder / "shards", steps=STEPS)
-    words = ["--config", str(config), f"run.dir={folder / 'run'}", *TINY]
+    arguments = ["--config", str(config), f"run.dir={folder / 'run'}", *TINY]
     mixing = ["augment.mixup_mode=elem", "augment.mix_prob=0.5", "augment.mixup_off_epoch=2"]
-    run_here("launch/train.py", *words, *mixing)
+    run_here("launch/train.py", *arguments, *mixing)
     return folder / "run"
 
 
 def by_hand(source: ReportSource) -> dict[str, dict[str, float]]:
-    """What is expected of each key, from the rows of all steps."""
+    """Return the expected statistics of each key, computed from the rows of all steps."""
     seen = defaultdict(list)
     for step in range(1, STEPS + 1):
         for piece in Replay(source, step).pieces():
@@ -57,23 +66,23 @@ def by_hand(source: ReportSource) -> dict[str, dict[str, float]]:
                 weight = 2 * row.own_share - 1
                 if weight > 0:
                     seen[row.key].append((Replay(source, step).epoch, weight, row))
-    found = {}
+    statistics = {}
     for key, rows in seen.items():
         total = sum(weight for _, weight, _ in rows)
         right = [epoch for epoch, _, row in rows if row.margin > 0]
         outcomes = [row.margin > 0 for _, _, row in rows]
         pairs = pairwise(outcomes)
-        found[key] = {
+        statistics[key] = {
             "mean_margin": sum(weight * row.margin for _, weight, row in rows) / total,
             "mean_loss": sum(weight * row.loss for _, weight, row in rows) / total,
             "epochs_seen": len(rows),
             "first_right_epoch": min(right, default=math.nan),
             "times_forgotten": sum(before and not now for before, now in pairs),
         }
-    return found
+    return statistics
 
 
-def test_the_table_is_what_one_counts_by_hand(trained, capsys):
+def test_the_table_equals_a_count_by_hand(trained, capsys):
     run_here("launch/samples.py", trained)
     printed = capsys.readouterr().out.splitlines()
     assert printed[-2:] == [
@@ -87,22 +96,22 @@ def test_the_table_is_what_one_counts_by_hand(trained, capsys):
     assert {row["key"] for row in rows} == expected.keys()
     for row in rows:
         for name, value in expected[row["key"]].items():
-            found = float(row[name] or "nan")
-            assert found == pytest.approx(value, abs=1e-4, nan_ok=True), (row["key"], name)
+            number = float(row[name] or "nan")
+            assert number == pytest.approx(value, abs=1e-4, nan_ok=True), (row["key"], name)
 
 
-def test_equal_images_are_found_with_the_differing_labels_they_have(trained):
+def test_equal_images_with_different_labels_are_found(trained):
     source = ReportSource(trained, CPU)
     split = source.train_set.split
-    found = find_duplicates(split, source.val_split)
-    assert [{split.key(i) for i in same} for same in found.groups] == [
+    duplicates = find_duplicates(split, source.val_split)
+    assert [{split.key(i) for i in same} for same in duplicates.groups] == [
         {"class0_0000", f"class1_{HOSTILE}"}
     ]
-    [(train, val)] = found.also_evaluated
+    [(train, val)] = duplicates.also_evaluated
     assert (split.key(train), source.val_split.key(val)) == ("class2_0002", "class2_0002")
 
 
-def test_the_page_needs_nothing_and_runs_nothing(trained):
+def test_the_page_is_self_contained_and_runs_no_foreign_script(trained):
     run_here("launch/samples.py", trained)
     page = (trained / "report" / "samples.html").read_text()
     assert "default-src 'none'" in page
@@ -111,12 +120,12 @@ def test_the_page_needs_nothing_and_runs_nothing(trained):
     assert escape(HOSTILE) in page
     sources = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(text.startswith(("#", "data:image/png;base64,")) for text in sources)
-    # two twins with different labels, and the one that is evaluated on
+    # Two twins with different labels, and the twin in the evaluation set.
     assert page.count('<div class="twins">') == 1
     assert "Also in the images that are evaluated on" in page
 
 
-def test_the_worst_keys_can_be_left_out_of_the_next_training(trained, tmp_path):
+def test_the_worst_keys_can_be_excluded_from_the_next_training(trained, tmp_path):
     path = tmp_path / "worst.txt"
     run_here("launch/samples.py", trained, "--worst", 7, "--exclude", path)
     source = ReportSource(trained, CPU)
@@ -128,7 +137,7 @@ def test_the_worst_keys_can_be_left_out_of_the_next_training(trained, tmp_path):
     assert left.num_draws == source.train_set.num_draws - 7
 
 
-def test_a_run_that_kept_no_losses_is_refused(trained, tmp_path):
+def test_a_run_without_sample_losses_is_refused(trained, tmp_path):
     copy = shutil.copytree(trained, tmp_path / "run")
     shutil.rmtree(copy / "samples")
     with pytest.raises(ValueError, match=r"no losses of its images were kept"):
@@ -137,9 +146,9 @@ def test_a_run_that_kept_no_losses_is_refused(trained, tmp_path):
 
 def test_margins_of_repeated_images_in_an_epoch_are_averaged(tmp_path, shards):
     config = write_config(tmp_path, shards, steps=5)
-    words = ["--config", str(config), f"run.dir={tmp_path / 'run'}", *TINY]
+    arguments = ["--config", str(config), f"run.dir={tmp_path / 'run'}", *TINY]
     off = ["augment.mixup_alpha=0", "augment.cutmix_alpha=0", "augment.mix_group_size=4"]
-    run_here("launch/train.py", *words, *off, "data.aug_repeats=3")
+    run_here("launch/train.py", *arguments, *off, "data.aug_repeats=3")
     source = ReportSource(tmp_path / "run", CPU)
     rows = [row for s in range(1, 6) for p in Replay(source, s).pieces() for row in p.rows]
     curves = read_curves(source)

@@ -1,4 +1,4 @@
-"""Numbers of the page whose record lacks some, or whose run was killed."""
+"""The numbers on the page are right for incomplete records and killed runs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ def train_line(step: int) -> dict:
     return {"kind": "train", "step": step, "time": 1e9, "images_per_s": 6.0, "data_wait_s": 1.0}
 
 
-def test_images_of_a_killed_run_are_all_seen(tmp_path):
-    """Killed after step 27 and its checkpoint at 25: no line has the images of steps 21 to 25."""
+def test_all_images_of_a_killed_run_are_counted(tmp_path):
+    """The run was killed after step 27, with a checkpoint at 25, so no line has the images of steps
+    21 to 25."""
     resumed = {**START, "step": 25, "restarts": 1}
     path = record(tmp_path, START, train_line(10), train_line(20), resumed, train_line(30))
-    found = facts.throughput(read_history(path), 12)
-    assert found["num_images"] == 30 * 12
-    assert found["data_wait_share"] == pytest.approx(3 / (25 * 12 / 6.0))
+    throughput = facts.throughput(read_history(path), 12)
+    assert throughput["num_images"] == 30 * 12
+    assert throughput["data_wait_share"] == pytest.approx(3 / (25 * 12 / 6.0))
     assert facts.throughput(read_history(path), 0)["num_images"] is None
 
 
 @pytest.mark.parametrize("plan", [None, {}, {"total_steps": 90}])
-def test_a_plan_that_lacks_something(plan, shards, tmp_path):
+def test_an_incomplete_plan_is_shown(plan, shards, tmp_path):
     path = record(tmp_path, {**START, "plan": plan}, train_line(10), EVALUATION)
     make_report(tmp_path, torch.device("cpu"))
     config = load_config(write_config(tmp_path, shards))
@@ -51,7 +52,7 @@ def test_a_plan_that_lacks_something(plan, shards, tmp_path):
     assert recipe.startswith("batches of")
 
 
-def test_the_teacher_and_the_promise_of_exact_weights_are_facts(shards, tmp_path):
+def test_the_page_states_the_teacher_and_the_promise_of_exact_weights(shards, tmp_path):
     taught = {"model": "resnet10t", "image_size": [24, 24]}
     saved = {"kind": "checkpoint", "step": 8, "time": 1e9, "sha256": "5e" * 32}
     history = read_history(record(tmp_path, {**START, "teacher": taught}, train_line(8), saved))
@@ -59,9 +60,11 @@ def test_the_teacher_and_the_promise_of_exact_weights_are_facts(shards, tmp_path
     settings += ["train.exact_over_ranks=true", "data.micro_batch_size=2"]
     config = load_config(write_config(tmp_path, shards), settings)
     source = ReportSource(tmp_path, torch.device("cpu"))
-    found = dict(facts.config_facts(source, config, history, {}))
-    assert found["teacher"] == ("resnet10t at 24 × 24 pixels, t.pth; soft targets at temperature 2")
-    assert found["weights"] == (
+    fact_by_name = dict(facts.config_facts(source, config, history, {}))
+    assert fact_by_name["teacher"] == (
+        "resnet10t at 24 × 24 pixels, t.pth; soft targets at temperature 2"
+    )
+    assert fact_by_name["weights"] == (
         "exact over ranks: the same bits on any number of them; sha256 5e5e5e5e5e5e5e5e… at step 8"
     )
     begun = read_history(record(tmp_path, START))
@@ -69,7 +72,7 @@ def test_the_teacher_and_the_promise_of_exact_weights_are_facts(shards, tmp_path
 
 
 @pytest.mark.parametrize("missing", [{"top1"}, {"correct_top1"}, {"num_images"}])
-def test_an_evaluation_that_lacks_something(missing, tmp_path):
+def test_an_incomplete_evaluation_is_shown(missing, tmp_path):
     full = EVALUATION | {"top1": 50.0, "correct_top1": 11}
     lines = [full, {key: full[key] for key in full.keys() - missing} | {"step": 8}]
     evaluations = facts.evaluation_rows(read_history(record(tmp_path, START, *lines)), {})
@@ -77,11 +80,11 @@ def test_an_evaluation_that_lacks_something(missing, tmp_path):
     make_report(tmp_path, torch.device("cpu"))
 
 
-def test_speed_of_each_gpu_and_its_share_of_the_peak_are_on_the_page(tmp_path):
+def test_the_page_states_the_speed_per_gpu_and_its_share_of_the_peak(tmp_path):
     rates = {"images_per_s": 12000.0, "images_per_s_per_gpu": 3000.0, "mfu": 0.3196}
     path = record(tmp_path, START, {**train_line(10), **rates}, EVALUATION)
-    found = facts.throughput(read_history(path), 12)
-    assert {name: found[name] for name in rates} == rates
+    throughput = facts.throughput(read_history(path), 12)
+    assert {name: throughput[name] for name in rates} == rates
     page = make_report(tmp_path, torch.device("cpu")).page.read_text()
     text = re.sub(r"<[^>]+>", "", page)
     assert "12,000 images/s; 3,000 on each GPU, 32.0 % of its peak (MFU)" in text
@@ -94,13 +97,13 @@ def test_older_records_and_cpus_have_no_share_of_a_peak(tmp_path):
 
 
 def shown(folder: Path, *lines: dict) -> str:
-    """The text of the page of a run of which only the record is left."""
+    """Return the text of the page of a run that has only a record."""
     record(folder, START, *lines)
     html = make_report(folder, torch.device("cpu")).page.read_text()
     return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", "", html))
 
 
-def test_batches_that_were_passed_over_and_limits(tmp_path):
+def test_skipped_batches_and_limits_are_listed(tmp_path):
     spike = {"reason": "loss above the limit", "loss": 7.5, "grad_norm": 1.0}
     limits = {"loss_limit": 2.5, "grad_norm_limit": None}
     back = {"at_step": 9, "first_passed_over": 7, "last_passed_over": 11, "rewinds": 1}
@@ -109,7 +112,7 @@ def test_batches_that_were_passed_over_and_limits(tmp_path):
     assert "10 steps · 4 passed over" in text
     assert "1 time the run went back to a checkpoint; 4 batches were passed over" in text
     assert "steps 7 to 11 are passed over (loss 7.5; gradient norm 1; loss limit 2.5)" in text, (
-        "no limit is not one that is not finite"
+        "a missing limit must not be shown as a limit that is not finite"
     )
 
 

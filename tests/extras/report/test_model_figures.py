@@ -1,5 +1,5 @@
-"""What a model has learnt: the numbers behind its pictures against brute force and scikit-learn,
-and that looking changes nothing."""
+"""The numbers behind the pictures of a model equal brute force and scikit-learn, and computing them
+does not change the model."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def some_maps(tokens: int) -> list[torch.Tensor]:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is computed."""
+    """Counts the operations that torch dispatches."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def operations_of(model: torch.nn.Module) -> Counter:
     return operations.counts
 
 
-def test_a_forward_pass_is_the_same_before_and_after_a_look():
+def test_recording_attention_does_not_change_later_forward_passes():
     model = small_model()
     before = operations_of(model)
     assert any("scaled_dot_product" in name for name in before)
@@ -90,11 +90,11 @@ def test_a_forward_pass_is_the_same_before_and_after_a_look():
 
 
 @pytest.mark.parametrize("num_prefix_tokens", [0, 1, 5])
-def test_distance_is_that_of_a_loop_over_all_pairs(num_prefix_tokens):
+def test_attention_distance_equals_a_loop_over_all_pairs(num_prefix_tokens):
     grid, patch_size = (3, 4), (8, 16)
     maps = some_maps(num_prefix_tokens + 12)
-    found = attention_distance(maps, grid, patch_size, num_prefix_tokens)
-    assert found.shape == (2, 3, 4)
+    distances = attention_distance(maps, grid, patch_size, num_prefix_tokens)
+    assert distances.shape == (2, 3, 4)
     for image, layer, head in np.ndindex(2, 3, 4):
         weights = maps[layer][image, head, num_prefix_tokens:, num_prefix_tokens:].double().numpy()
         total = 0.0
@@ -102,28 +102,28 @@ def test_distance_is_that_of_a_loop_over_all_pairs(num_prefix_tokens):
             down = 8 * (query // 4 - key // 4)
             across = 16 * (query % 4 - key % 4)
             total += weights[query, key] / weights[query].sum() * math.hypot(down, across)
-        np.testing.assert_allclose(found[image, layer, head], total / 12, rtol=1e-5)
+        np.testing.assert_allclose(distances[image, layer, head], total / 12, rtol=1e-5)
 
 
-def test_distances_are_a_mean_over_images():
+def test_distances_are_averaged_over_images():
     model = small_model()
     images = some_images(3)
-    found = model_figures.mean_distances(model, lambda part: part, images)
+    distances = model_figures.mean_distances(model, lambda part: part, images)
     maps = attention_maps(model, images).blocks
     expected = attention_distance(maps, (4, 3), (8, 8), 1).mean(0)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(distances, expected)
 
 
 @pytest.mark.parametrize("global_pool", ["token", "avg", "map"])
-def test_where_the_output_looks(global_pool):
+def test_the_attention_of_the_output_equals_brute_force(global_pool):
     maps = some_maps(13)
     if global_pool == "map":
         reading = some_maps(13)[0][:, :, 3]
     else:
         reading = even_reading(13, 1, global_pool)
-    found = output_attention(maps, reading, 1)
-    assert found.shape == (2, 3, 4, 12)
-    for image, layer, head, patch in np.ndindex(*found.shape):
+    attention = output_attention(maps, reading, 1)
+    assert attention.shape == (2, 3, 4, 12)
+    for image, layer, head, patch in np.ndindex(*attention.shape):
         rows = maps[layer][image, head]
         if global_pool == "map":
             of_query = [float(reading[image, :, query].mean()) for query in range(13)]
@@ -131,12 +131,12 @@ def test_where_the_output_looks(global_pool):
         else:
             queries = [0] if global_pool == "token" else range(1, 13)
             expected = np.mean([float(rows[query, patch + 1]) for query in queries])
-        np.testing.assert_allclose(found[image, layer, head, patch], expected, rtol=1e-5)
+        np.testing.assert_allclose(attention[image, layer, head, patch], expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("registers", [0, 2])
-def test_the_query_of_a_map_head_is_one_more_layer(registers):
-    """It looks at patches alone, with weights of sum 1; each block is that of the same rows."""
+def test_a_map_head_counts_as_one_more_layer(registers):
+    """Its query attends only to patches, with weights of sum 1."""
     model = VisionTransformer((32, 24), **SMALL, global_pool="map", reg_tokens=registers).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -157,27 +157,27 @@ def test_the_query_of_a_map_head_is_one_more_layer(registers):
 # ---- principal components ------------------------------------------------------------------------
 
 
-def same_up_to_sign(found: np.ndarray, expected: np.ndarray, atol: float) -> None:
-    signs = np.sign((found * expected).sum(1, keepdims=True))
-    np.testing.assert_allclose(found, signs * expected, atol=atol)
+def same_up_to_sign(components: np.ndarray, expected: np.ndarray, atol: float) -> None:
+    signs = np.sign((components * expected).sum(1, keepdims=True))
+    np.testing.assert_allclose(components, signs * expected, atol=atol)
 
 
 @pytest.mark.parametrize("make", [small_model, lambda: TimmVisionTransformer((32, 24), **SMALL)])
-def test_filters_are_scikit_learns_components(make):
+def test_filters_equal_scikit_learns_components(make):
     from sklearn.decomposition import PCA  # slow to import
 
     model = make()
-    found, shares = filter_components(model, 28)
-    assert found.shape == (28, 3, 8, 8)
+    filters, shares = filter_components(model, 28)
+    assert filters.shape == (28, 3, 8, 8)
     expected = PCA(28, svd_solver="full").fit(
         model.patch_embed.proj.weight.detach().double().flatten(1).numpy()
     )
-    same_up_to_sign(found.flatten(1).numpy(), expected.components_, atol=1e-9)
+    same_up_to_sign(filters.flatten(1).numpy(), expected.components_, atol=1e-9)
     np.testing.assert_allclose(shares.numpy(), expected.explained_variance_ratio_, rtol=1e-9)
-    assert (found.flatten(1).max(1).values == found.flatten(1).abs().max(1).values).all()
+    assert (filters.flatten(1).max(1).values == filters.flatten(1).abs().max(1).values).all()
 
 
-def test_tokens_are_scikit_learns_components_cut_at_a_hundredth():
+def test_token_colours_equal_scikit_learns_components_clipped_at_a_hundredth():
     from sklearn.decomposition import PCA  # slow to import
 
     features = token_features(small_model(), some_images(5))
@@ -189,23 +189,23 @@ def test_tokens_are_scikit_learns_components_cut_at_a_hundredth():
     values = expected.transform(rows)
     low, high = np.quantile(values, [0.01, 0.99], axis=0)
     scaled = ((values - low) / (high - low)).clip(0, 1)
-    found = colors.permute(0, 2, 3, 1).flatten(0, 2).numpy()
+    components = colors.permute(0, 2, 3, 1).flatten(0, 2).numpy()
     for channel in range(3):
-        mirrored = 1 - scaled[:, channel]  # a component of the other sign
+        mirrored = 1 - scaled[:, channel]  # a component may have the opposite sign
         assert min(
-            np.abs(found[:, channel] - scaled[:, channel]).max(),
-            np.abs(found[:, channel] - mirrored).max(),
+            np.abs(components[:, channel] - scaled[:, channel]).max(),
+            np.abs(components[:, channel] - mirrored).max(),
         ) == pytest.approx(0, abs=1e-5)
     np.testing.assert_allclose(shares, expected.explained_variance_ratio_, rtol=1e-9)
 
 
-def test_features_are_those_of_the_patches():
+def test_features_contain_only_the_patches():
     model = small_model()
     expected = model.forward_features(some_images())[:, 1:]
     torch.testing.assert_close(token_features(model, some_images()), expected)
 
 
-# ---- what layers cost ----------------------------------------------------------------------------
+# ---- costs of layers -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_layers_add_up_to_the_model(name, fields):
 
 
 @pytest.mark.full
-def test_memory_is_that_of_the_planner():
+def test_the_memory_of_layers_equals_the_planners():
     memory_needs = pytest.importorskip("vit.extras.planner.by_layer").memory_needs
     step_memory = pytest.importorskip("vit.extras.planner.memory").step_memory
     settings = ["model.name=vit_ti16", "model.depth=2", "data.root=.", "train.precision=fp32"]
@@ -237,7 +237,7 @@ def test_memory_is_that_of_the_planner():
     model = create_model(config.model, num_classes=10)
     tensors = [*model.parameters(), *model.buffers()]
     assert needs.weights == sum(tensor.nbytes for tensor in tensors)
-    # The hidden layer of an MLP and what it is made of are alive at once.
+    # The hidden layer of an MLP and its input exist at the same time.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
     plan = SimpleNamespace(world_size=1, global_batch_size=200, micro_batch_size=200)
@@ -249,7 +249,7 @@ def test_memory_is_that_of_the_planner():
 # ---- pictures ------------------------------------------------------------------------------------
 
 
-def test_patches_are_those_of_the_image(tmp_path):
+def test_pictures_of_patches_show_the_image(tmp_path):
     image = torch.zeros(3, 4, 6, dtype=torch.uint8)
     image[0] = torch.arange(24).view(4, 6) * 10
     image[2] = 200
@@ -261,7 +261,7 @@ def test_patches_are_those_of_the_image(tmp_path):
         assert places(right, (value, 0, 200)).sum() > 1000
 
 
-def test_pictures_are_what_their_suffix_says(tmp_path):
+def test_the_suffix_determines_the_format_of_a_picture(tmp_path):
     model = small_model()
     images = (some_images(3).clamp(-1, 1) * 127 + 128).to(torch.uint8)
     for suffix, magic in {"png": b"\x89PNG", "pdf": b"%PDF", "svg": b"<?xml"}.items():
@@ -272,7 +272,7 @@ def test_pictures_are_what_their_suffix_says(tmp_path):
         pass
 
 
-def test_each_head_in_a_picture_of_its_own(tmp_path):
+def test_each_head_can_have_its_own_picture(tmp_path):
     image = torch.full((3, 32, 24), 100, dtype=torch.uint8)
     heads = torch.rand(2, 3, 4, 3)
     written = inside_plots.save_heads(image, heads, tmp_path / "new")
@@ -286,16 +286,16 @@ def test_each_head_in_a_picture_of_its_own(tmp_path):
 # ---- two models ----------------------------------------------------------------------------------
 
 
-def test_images_that_one_has_right_come_by_the_others_confidence():
+def test_images_that_only_one_model_classifies_right_are_sorted_by_the_others_confidence():
     labels = torch.tensor([0, 0, 0, 1, 1, 1])
     first = torch.tensor([0, 0, 0, 0, 1, 0])
     second = torch.tensor([0, 1, 1, 1, 1, 0])
     sure = torch.tensor([0.9, 0.5, 0.8, 0.7, 0.6, 0.5])
-    found = Compared(labels, (first, second), (sure, sure), None)
-    assert _differing(found) == [2, 1, 3]
+    comparison = Compared(labels, (first, second), (sure, sure), None)
+    assert _differing(comparison) == [2, 1, 3]
 
 
-def test_models_of_other_classes_and_files_are_not_compared():
+def test_models_with_different_classes_are_not_compared():
     one = SimpleNamespace(class_names=("a", "b"), weights=SimpleNamespace(path="one"))
     other = SimpleNamespace(class_names=("a", "c"), weights=SimpleNamespace(path="other"))
     with pytest.raises(ValueError, match="one and other have different classes"):
@@ -304,8 +304,9 @@ def test_models_of_other_classes_and_files_are_not_compared():
         compare((one, one), Samples([], []))
 
 
-def test_letters_without_a_font_are_named_once(tmp_path, capsys, recwarn, monkeypatch):
-    """matplotlib warns twice at each place; a class may be called so on a hundred pictures."""
+def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn, monkeypatch):
+    """matplotlib warns twice at each place, and the name of a class may be on a hundred
+    pictures."""
     monkeypatch.setattr(style, "_missing_letters", set())
     for name in ("a.png", "b.png"):
         with style.drawing(tmp_path / name, 1.0) as figure:
@@ -315,7 +316,7 @@ def test_letters_without_a_font_are_named_once(tmp_path, capsys, recwarn, monkey
 
 
 def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
-    """Patches of 8x16 pixels: a grid of 4x3 is as wide as an image of 32x48."""
+    """With patches of 8x16 pixels, a grid of 4x3 has the shape of an image of 32x48."""
     image = torch.zeros(3, 32, 48, dtype=torch.uint8)
     heads = torch.rand(1, 1, 4, 3)
     inside_plots.plot_heads(image, heads, heads[0, 0], "x", tmp_path / "x.png")
@@ -329,8 +330,8 @@ def test_maps_of_heads_have_the_shape_of_the_image(tmp_path):
     assert abs(width / height - 2) < 0.1
 
 
-def test_weights_from_elsewhere_have_no_images_of_their_own():
-    """Their config names no data, and the folder that one works in is not meant."""
+def test_weights_of_other_programs_have_no_images():
+    """Their config names no data, and the current folder must not be used instead."""
     foreign = SimpleNamespace(weights=LoadedWeights(Path("w.pth"), {}), config=None)
     with pytest.raises(ValueError, match=r"w.pth was trained elsewhere, on images .*--data"):
         samples_of_split(foreign, 4)

@@ -1,5 +1,4 @@
-"""Pictures of a run: the numbers behind them against independent oracles, and that the pictures
-show them."""
+"""The numbers behind a run's pictures equal independent oracles, and the pictures show them."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ def images(batch: int = 2, channels: int = 3, size: tuple[int, int] = (32, 24)) 
     return torch.randn(batch, channels, *size, generator=torch.Generator().manual_seed(1))
 
 
-# --- where it looks -------------------------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -62,17 +61,17 @@ def images(batch: int = 2, channels: int = 3, size: tuple[int, int] = (32, 24)) 
     ],
     ids=str,
 )
-def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fields):
+def test_attention_of_our_model_equals_timms_explicit_softmax(fields):
     ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
     theirs = TimmVisionTransformer((32, 24), **SMALL, **fields)
     theirs.load_state_dict(ours.state_dict())
     for block in theirs.blocks:
         block.attn.fused_attn = False
     expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
-    found, _, logits = attention_maps(ours, images())
+    maps, _, logits = attention_maps(ours, images())
     torch.testing.assert_close(logits, theirs.eval()(images()))
-    assert len(found) == len(expected) == 3
-    for one, other in zip(found, expected.values(), strict=True):
+    assert len(maps) == len(expected) == 3
+    for one, other in zip(maps, expected.values(), strict=True):
         torch.testing.assert_close(one, other)
 
 
@@ -81,13 +80,13 @@ def test_attention_of_our_model_is_that_of_timm_with_its_softmax_spelled_out(fie
     [{}, {"qk_norm": True, "reg_tokens": 4}, {"global_pool": "avg", "class_token": False}],
     ids=str,
 )
-def test_attention_of_timm_models(fields):
+def test_attention_of_timm_models_equals_their_explicit_softmax(fields):
     theirs = randomised(TimmVisionTransformer((32, 24), **SMALL, **fields)).eval()
-    found, _, logits = attention_maps(theirs, images())
+    maps, _, logits = attention_maps(theirs, images())
     for block in theirs.blocks:
         block.attn.fused_attn = False
     expected = AttentionExtract(theirs, names=["blocks.*.attn.attn_drop"], method="hook")(images())
-    for one, other in zip(found, expected.values(), strict=True):
+    for one, other in zip(maps, expected.values(), strict=True):
         torch.testing.assert_close(one, other)
     torch.testing.assert_close(logits, theirs(images()))
 
@@ -96,7 +95,7 @@ def test_attention_of_timm_models(fields):
     "make",
     [
         lambda: timm.create_model("test_resnet"),
-        lambda: timm.create_model("test_efficientnet"),  # it has blocks, of another kind
+        lambda: timm.create_model("test_efficientnet"),  # its blocks are not transformer blocks
         lambda: Beit((32, 24), use_rel_pos_bias=True, **SMALL),
         lambda: Eva(
             (32, 24),
@@ -111,7 +110,7 @@ def test_attention_of_timm_models(fields):
         lambda: nn.Linear(2, 2),
     ],
 )
-def test_models_whose_attention_is_something_else_are_refused(make):
+def test_models_with_other_kinds_of_attention_are_refused(make):
     model = make()
     with pytest.raises(ValueError, match="no plain self-attention in each of its blocks"):
         attention_maps(model, images())
@@ -121,7 +120,7 @@ def test_models_whose_attention_is_something_else_are_refused(make):
 @pytest.mark.parametrize(
     "fields", [{}, {"qk_norm": True, "rope_type": "axial", "norm_layer": "rmsnorm"}], ids=str
 )
-def test_attention_applied_to_the_values_is_what_the_module_gives(fields):
+def test_attention_times_values_equals_the_output_of_the_module(fields):
     model = randomised(
         VisionTransformer((32, 24), attn_drop_rate=0.5, drop_path_rate=0.5, **SMALL, **fields)
     ).eval()
@@ -153,9 +152,9 @@ def random_maps(num_layers: int, batch: int, heads: int, tokens: int) -> list[to
     ("num_prefix_tokens", "global_pool"),
     [(1, "token"), (5, "token"), (0, "avg"), (1, "avg"), (0, "map"), (2, "map")],
 )
-def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
-    """Brute force: every path from what the head reads through one token of each layer to an input
-    token."""
+def test_rollout_equals_a_sum_over_all_paths(num_prefix_tokens, global_pool):
+    """The brute-force sum is over every path from the head's tokens through one token of each layer
+    to an input token."""
     tokens = num_prefix_tokens + 3
     maps = random_maps(3, 2, 2, num_prefix_tokens + 3)
     query = random_maps(4, 2, 2, tokens)[3][:, :, 0]
@@ -164,7 +163,7 @@ def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
     reading = (
         query if global_pool == "map" else even_reading(tokens, num_prefix_tokens, global_pool)
     )
-    found = attention_rollout(maps, reading, num_prefix_tokens)
+    rollout = attention_rollout(maps, reading, num_prefix_tokens)
     for image in range(2):
         first, second, third = (
             0.5 * map[image].double().numpy().mean(0) + 0.5 * np.eye(tokens) for map in maps
@@ -179,7 +178,7 @@ def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
         else:
             read = reach[0] if global_pool == "token" else reach[num_prefix_tokens:].mean(0)
         expected = read[num_prefix_tokens:] / read[num_prefix_tokens:].max()
-        np.testing.assert_allclose(found[image].numpy(), expected, rtol=1e-5)
+        np.testing.assert_allclose(rollout[image].numpy(), expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -192,8 +191,8 @@ def test_rollout_is_a_sum_over_all_paths(num_prefix_tokens, global_pool):
     ],
     ids=str,
 )
-def test_rollout_of_our_model_is_that_of_timm(fields):
-    """The reading of a MAP head against timm's softmax of it, spelled out."""
+def test_rollout_of_our_model_equals_timms(fields):
+    """The attention of a MAP head is compared with timm's explicit softmax."""
     ours = randomised(VisionTransformer((32, 24), **SMALL, **fields)).eval()
     theirs = TimmVisionTransformer((32, 24), **SMALL, **fields).eval()
     theirs.load_state_dict(ours.state_dict())
@@ -221,7 +220,7 @@ def one_hot_rows(*targets: int) -> torch.Tensor:
     return torch.eye(len(targets))[list(targets)][None, None]
 
 
-def test_rollout_of_handmade_attention():
+def test_rollout_of_handmade_attention_has_the_known_values():
     identity = one_hot_rows(0, 1, 2, 3)
 
     def rollout(maps: list[torch.Tensor], num_prefix_tokens: int, global_pool: str) -> torch.Tensor:
@@ -229,14 +228,14 @@ def test_rollout_of_handmade_attention():
         return attention_rollout(maps, reading, num_prefix_tokens)
 
     assert rollout([identity] * 3, 0, "avg").tolist() == [[1, 1, 1, 1]], (
-        "everybody looks at himself: all count the same"
+        "if every token attends only to itself, all count equally"
     )
     assert rollout([identity] * 3, 1, "token").tolist() == [[0, 0, 0]], (
-        "nothing reaches the class token"
+        "no patch must reach the class token"
     )
     assert rollout([one_hot_rows(2, 2, 2, 2)], 1, "token").tolist() == [[0, 1, 0]]
-    # Layers in order: patch 1 goes into patch 2, then patch 2 into the class token; the other way
-    # round patch 1 stays outside.
+    # With the layers in order, patch 1 flows into patch 2, and then patch 2 into the class token.
+    # In the reverse order patch 1 does not reach the class token.
     into_patch = one_hot_rows(0, 1, 1, 3)
     into_class = one_hot_rows(2, 1, 2, 3)
     assert rollout([into_patch, into_class], 1, "token").tolist() == [[1, 1, 0]]
@@ -244,7 +243,7 @@ def test_rollout_of_handmade_attention():
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_attention_picture(tmp_path, channels):
+def test_the_attention_picture_shows_the_attended_region(tmp_path, channels):
     black = torch.zeros(2, channels, 64, 32, dtype=torch.uint8)
     relevance = torch.tensor([[[1.0, 0.0]], [[1.0, 1.0]]]).repeat(1, 4, 1)
 
@@ -260,8 +259,12 @@ def test_attention_picture(tmp_path, channels):
     )
     assert yellow.sum() > 5000 < violet.sum()
     middle = violet[:, :700].nonzero()[1].min()
-    assert 300 < yellow.nonzero()[1].min() < middle - 100, "in the overlay"
-    assert yellow.nonzero()[1].max() < middle, "the left half of the first image counts"
+    assert 300 < yellow.nonzero()[1].min() < middle - 100, (
+        "the region must be marked in the overlay"
+    )
+    assert yellow.nonzero()[1].max() < middle, (
+        "only the left half of the first image is attended to"
+    )
     assert places(right, BLUE).sum() > 50
     assert not places(right, ORANGE).any()
     for wrong in (draw([3, 8], NAMES), draw([-1, 7], []), draw([3, 999], NAMES[:5])):
@@ -271,7 +274,7 @@ def test_attention_picture(tmp_path, channels):
 @pytest.mark.parametrize(
     ("grid", "tiles"), [((4, 4), 16), ((14, 14), 196), ((27, 27), 196), ((16, 3), 42), ((2, 3), 6)]
 )
-def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
+def test_the_position_picture_marks_each_position_in_its_tile(tmp_path, grid, tiles):
     shown = pixels(
         model_plots.plot_position_similarity(torch.eye(grid[0] * grid[1]), grid, tmp_path / "p.png")
     )
@@ -282,24 +285,24 @@ def test_positions_that_resemble_themselves_only(tmp_path, grid, tiles):
         (y.stop - y.start, x.stop - x.start)
         for y, x in ndimage.find_objects(ndimage.label(yellow)[0])
     ]
-    # the end of the colour bar is flat
+    # The end of the colour bar is flat.
     patches = [size for size in sizes if size[1] <= 2 * size[0]]
-    assert len(patches) == tiles, "one bright patch in each tile"
+    assert len(patches) == tiles, "each tile must have one bright patch"
     all_y, all_x = (violet | yellow).nonzero()
     y, x = yellow.nonzero()
     corners = (y.min(), x.min(), y.max())
     assert corners == (all_y.min(), all_x.min(), all_y.max()), (
-        "the corner's patch is in the corner of its tile"
+        "the corner's patch must be in the corner of its tile"
     )
 
 
-# --- what it mistakes -----------------------------------------------------------------------------
+# --- mistakes -------------------------------------------------------------------------------------
 
 
 @pytest.mark.filterwarnings("ignore:A single label was found")
 @given(st.integers(1, 12), st.data())
 @settings(max_examples=50)
-def test_confusion_against_scikit_learn(num_classes, data):
+def test_the_confusion_matrix_equals_scikit_learns(num_classes, data):
     labels, predictions = (
         data.draw(
             st_numpy.arrays(np.int64, 40, elements=st.integers(low, num_classes - 1)), label=name
@@ -309,8 +312,8 @@ def test_confusion_against_scikit_learn(num_classes, data):
     matrix = confusion_matrix(labels, predictions, num_classes)
     seen = predictions >= 0
     assert matrix.dtype == np.int64
-    assert matrix.sum() == seen.sum(), "what has no prediction is in no cell"
-    if seen.any():  # scikit-learn refuses nothing at all
+    assert matrix.sum() == seen.sum(), "an image without a prediction must not count"
+    if seen.any():  # scikit-learn refuses empty input
         from sklearn import metrics as sklearn_metrics  # slow to import
 
         expected = sklearn_metrics.confusion_matrix(
@@ -324,8 +327,8 @@ def test_confusion_against_scikit_learn(num_classes, data):
     st.integers(0, 12),
 )
 @settings(max_examples=100)
-def test_most_confused_against_brute_force(matrix, num):
-    found = most_confused(matrix, num)
+def test_the_most_confused_pairs_equal_brute_force(matrix, num):
+    pairs = most_confused(matrix, num)
     left = {}
     for true in range(len(matrix)):
         for predicted in range(len(matrix)):
@@ -334,19 +337,21 @@ def test_most_confused_against_brute_force(matrix, num):
                     matrix[true][predicted],
                     matrix[true][predicted] / sum(matrix[true]),
                 )
-    assert len(found) == min(num, len(left))
-    for true, predicted, count, total in found:
+    assert len(pairs) == min(num, len(left))
+    for true, predicted, count, total in pairs:
         best = max(left.values())
         assert left[true, predicted] == best == (count, count / total)
         assert (true, predicted) == min(pair for pair, value in left.items() if value == best)
         del left[true, predicted]
-    assert all(type(number) is int for pair in found for number in pair), "JSON takes no numpy"
+    assert all(type(number) is int for pair in pairs for number in pair), (
+        "JSON cannot contain numpy numbers"
+    )
 
 
 @pytest.mark.parametrize("num_classes", [3, 20, 21, 1000])
-def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
-    """A mistake that is moved from the diagonal's side to the left leaves a mark there, in the row
-    of its true class."""
+def test_confusion_pictures_show_the_places_of_mistakes(tmp_path, num_classes):
+    """A mistake that moves from beside the diagonal to the left edge marks that cell in the row of
+    its true class."""
     true = int(0.9 * num_classes)
     far = int(0.1 * num_classes)
     near = int(0.9 * num_classes) - 1
@@ -357,12 +362,12 @@ def test_confusion_pictures_show_where_the_mistakes_are(tmp_path, num_classes):
         return pixels(plot_confusion(matrix, NAMES[:num_classes], tmp_path / "c.png"))
 
     rows = (draw(far) != draw(near)).any(2)[:, :450].nonzero()[0]
-    assert len(rows) > 4, "more than a speck"
-    assert rows.min() > 700, "true classes go down, predicted ones to the right"
+    assert len(rows) > 4, "the mark must be visible"
+    assert rows.min() > 700, "true classes are rows, predicted classes are columns"
 
 
 @pytest.mark.parametrize("num_classes", [1, 3, 30])
-def test_confusion_pictures_of_perfect_and_of_no_results(tmp_path, num_classes):
+def test_confusion_pictures_of_perfect_and_empty_results_are_drawn(tmp_path, num_classes):
     perfect = 5 * np.eye(num_classes, dtype=np.int64)
     shown = [
         pixels(plot_confusion(matrix, [], tmp_path / "c.png")) for matrix in (perfect, 0 * perfect)
@@ -370,13 +375,13 @@ def test_confusion_pictures_of_perfect_and_of_no_results(tmp_path, num_classes):
     assert (shown[0] != shown[1]).any()
 
 
-def test_most_confused_picture(tmp_path):
+def test_the_picture_of_confused_pairs_shows_examples(tmp_path):
     red = torch.zeros(3, 40, 20, dtype=torch.uint8)
     grey = torch.full((1, 20, 40), 77, dtype=torch.uint8)
     red[0] = 201
     pairs = [(10, 999, 4, 50), (1, 0, 2, 50)]
     shown = pixels(plot_most_confused(pairs, [[red] * 9, [grey]], NAMES, tmp_path / "m.png"))
-    assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "six examples at most"
+    assert ndimage.label(places(shown, (201, 0, 0)))[1] == 6, "there must be at most six examples"
     assert ndimage.label(places(shown, (77, 77, 77), 0))[1] >= 1
     bars, num_bars = ndimage.label(ndimage.binary_opening(places(shown, ORANGE), np.ones((9, 9))))
     widths = [place[1].stop - place[1].start for place in ndimage.find_objects(bars)]
@@ -384,7 +389,7 @@ def test_most_confused_picture(tmp_path):
     assert widths[0] == pytest.approx(2 * widths[1], abs=3)
 
 
-# --- what the model sees --------------------------------------------------------------------------
+# --- augmented inputs -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -394,7 +399,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
     inputs = ((colors - torch.tensor(mean)) / torch.tensor(std))[..., None, None].expand(
         -1, -1, 24, 48
     )
-    # brighter than white is white
+    # Values brighter than white are drawn as white.
     inputs = torch.cat((inputs, 100 * torch.ones(1, channels, 24, 48)))
     targets = torch.eye(1000)[[0, 1, 2]]
     shown = pixels(
@@ -407,7 +412,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
             inputs, targets.roll(1, 0).lerp(targets, 0.72), mean, std, NAMES, tmp_path / "m.png"
         )
     )
-    assert mixed.shape[0] > shown.shape[0], "a second line tells the other class"
+    assert mixed.shape[0] > shown.shape[0], "a second line must name the other class"
 
 
 @pytest.mark.parametrize(
@@ -421,7 +426,7 @@ def test_augmented_inputs_are_shown_in_their_own_colors(tmp_path, channels):
         ([1.0], ["cat"]),
     ],
 )
-def test_shares(target, expected):
+def test_shares_of_mixed_targets_are_printed(target, expected):
     assert share_lines(torch.tensor(target, dtype=torch.float32), ["cat", "dog"], 2.0) == expected
 
 
@@ -430,7 +435,7 @@ def test_shares(target, expected):
     st.floats(0.5, 3.0),
 )
 @settings(max_examples=100)
-def test_names_fit_their_room(text, width_in):
+def test_long_names_are_shortened_to_their_room(text, width_in):
     def width(text: str) -> float:
         return (
             text_to_path.get_text_width_height_descent(

@@ -1,4 +1,4 @@
-"""Images that were encoded again or made brighter are found, and what is compared is exact."""
+"""Near-duplicate images, re-encoded or brightened, are found, and similarities are exact."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def ignore(done: int, total: int) -> None:
 
 
 def draw(rng: np.random.Generator) -> Image.Image:
-    """A picture of some coloured patches, like no other."""
+    """Return a picture of random coloured patches that resembles no other."""
     patches = rng.integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(patches).resize((48, 48), Image.Resampling.BICUBIC)
 
@@ -52,8 +52,8 @@ COPIES = {
 
 @pytest.fixture(scope="module")
 def planted(tmp_path_factory) -> Path:
-    """A run of two epochs on images of which 0 to 8 have a copy of another class among them, 9 to
-    17 one among those that are evaluated on, and 18 has an equal file."""
+    """Train for two epochs on images of which 0 to 8 have a copy with another class in the training
+    set, 9 to 17 have a copy in the evaluation set, and 18 has an identical file."""
     folder = tmp_path_factory.mktemp("planted")
     rng = np.random.default_rng(0)
 
@@ -73,14 +73,14 @@ def planted(tmp_path_factory) -> Path:
             write("train", number % 3, f"same{number:02}", encode(image))
     for number in range(12):
         write("val", number % 3, f"other{number:02}", encode(draw(rng)))
-    words = [str(folder / "images"), "--out", str(folder / "shards"), "--num-shards", "1"]
-    assert imagefolder.main([*words, "--workers", "1"]) == 0
+    arguments = [str(folder / "images"), "--out", str(folder / "shards"), "--num-shards", "1"]
+    assert imagefolder.main([*arguments, "--workers", "1"]) == 0
     config = write_config(folder, folder / "shards", steps=16)
     run_here("launch/train.py", "--config", config, f"run.dir={folder / 'run'}", *TINY)
     return folder / "run"
 
 
-def test_planted_copies_are_found_and_nothing_else(planted, monkeypatch):
+def test_exactly_the_planted_copies_are_found(planted, monkeypatch):
     monkeypatch.setattr(near_doubles, "BLOCK", 32)  # several blocks, the last one of both splits
     source = ReportSource(planted, CPU)
     train = source.train_set.split
@@ -90,28 +90,30 @@ def test_planted_copies_are_found_and_nothing_else(planted, monkeypatch):
         {"image18", "same18"}
     ]
     features = pooled_features(source, ignore)
-    found = find_near_doubles(source, features, duplicates, 0.75, ignore)
-    pairs = {frozenset(train.key(n)[7:] for n in pair[:2]) for pair in found.pairs}
+    doubles = find_near_doubles(source, features, duplicates, 0.75, ignore)
+    pairs = {frozenset(train.key(n)[7:] for n in pair[:2]) for pair in doubles.pairs}
     expected = {frozenset({f"image{n:02}", f"{list(COPIES)[n % 3]}{n:02}"}) for n in range(9)}
-    assert pairs == expected, "recall and precision 1; the equal file is told of elsewhere"
-    assert {(train.key(a)[7:], val.key(b)[7:]) for a, b, _ in found.also_evaluated} == {
+    assert pairs == expected, (
+        "recall and precision must be 1; the identical file is reported elsewhere"
+    )
+    assert {(train.key(a)[7:], val.key(b)[7:]) for a, b, _ in doubles.also_evaluated} == {
         (f"image{n:02}", f"{list(COPIES)[n % 3]}{n:02}") for n in range(9, 18)
     }
 
 
-def test_similarities_are_those_of_all_pairs(monkeypatch):
+def test_similarities_equal_those_over_all_pairs(monkeypatch):
     monkeypatch.setattr(near_doubles, "BLOCK", 7)
     torch.manual_seed(0)
     features = torch.nn.functional.normalize(torch.randn(31, 5), dim=1)
-    similarity, found = nearest(features, 23, CPU, ignore)
+    similarity, neighbours = nearest(features, 23, CPU, ignore)
     for own in range(31):
-        others = {n: float(features[own] @ features[n]) for n in range(23) if n != own}
-        best = max(others, key=lambda n: others[n])
-        assert int(found[own]) == best
-        assert float(similarity[own]) == pytest.approx(others[best], abs=1e-6)
+        similarities = {n: float(features[own] @ features[n]) for n in range(23) if n != own}
+        best = max(similarities, key=lambda n: similarities[n])
+        assert int(neighbours[own]) == best
+        assert float(similarity[own]) == pytest.approx(similarities[best], abs=1e-6)
 
 
-def test_whitened_features_spread_equally_where_there_is_content(monkeypatch):
+def test_whitened_features_have_equal_variance(monkeypatch):
     monkeypatch.setattr(near_doubles, "RIDGE", 0.0)
     monkeypatch.setattr(torch.nn.functional, "normalize", lambda rows, dim: rows)
     torch.manual_seed(0)
@@ -130,7 +132,9 @@ def test_the_page_and_the_table_show_both_images(planted, capsys):
     with (planted / "report" / "samples.csv").open(newline="") as file:
         rows = {row["key"][7:]: row for row in csv.DictReader(file)}
     trained_on = [n for n in range(NUM_IMAGES) if f"image{n:02}" in rows]
-    assert len(trained_on) > NUM_IMAGES // 2, "those that were not seen have no line"
+    assert len(trained_on) > NUM_IMAGES // 2, (
+        "most images must have a line; images that were not seen have none"
+    )
     for number in trained_on:
         row = rows[f"image{number:02}"]
         if number < 18:

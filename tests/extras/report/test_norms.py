@@ -1,4 +1,4 @@
-"""What is drawn of norms follows from the record's lines."""
+"""The picture of norms follows from the lines of the record."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def line(step: int, **changes) -> dict:
     return {"step": step, "update_norm": dict.fromkeys(layers, 1e-3), **values, **changes}
 
 
-def test_each_column_reaches_to_its_step_and_gaps_are_grey(tmp_path, monkeypatch):
+def test_each_column_ends_at_its_step_and_gaps_are_grey(tmp_path, monkeypatch):
     drawn = {}
     plain = Figure.colorbar
 
@@ -40,7 +40,7 @@ def test_each_column_reaches_to_its_step_and_gaps_are_grey(tmp_path, monkeypatch
         assert image.width == 1400
 
 
-def test_other_attention_and_no_measurement_are_said(tmp_path):
+def test_other_attention_and_missing_measurements_are_stated(tmp_path):
     lines = [{k: v for k, v in line(10).items() if k != "max_attn_logit"}]
     assert norms.plot_norms(lines, tmp_path / "norms.png").is_file()
     with pytest.raises(ValueError, match=r"log\.norms_every_steps"):

@@ -1,5 +1,5 @@
-"""The report: one page that needs nothing, says what the record says, and is there for every kind
-of run."""
+"""The report is one self-contained page that agrees with the record and exists for every kind of
+run."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ CHROMIUM = (
 
 
 class Page(HTMLParser):
-    """A page taken apart: its tags with their attributes, its text, and the attributes of each
-    <data> by its text."""
+    """A parsed page: its tags with their attributes, its text, and the attributes of each <data> by
+    its text."""
 
     def __init__(self, path: Path):
         super().__init__()
@@ -70,12 +70,12 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
     def values(self) -> list[str]:
-        """Numbers as the record has them."""
+        """Return the numbers as the record has them, which are more precise than the text."""
         return [attributes["value"] for attributes in self.attributes("data")]
 
 
 def check_self_contained(page: Page) -> list[Image.Image]:
-    """Fail if anything points outside, or is run that is not the page's own; returns the
+    """Assert that the page references nothing outside and runs only its own script; return the
     pictures."""
     pictures = []
     for tag, attributes in page.tags:
@@ -84,7 +84,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
         )
         for name, value in attributes.items():
             assert not name.startswith("on"), f"<{tag} {name}>"
-            where = f"<{tag} {name}={value[:80]}>"
+            place = f"<{tag} {name}={value[:80]}>"
             if name in (
                 "src",
                 "href",
@@ -97,10 +97,10 @@ def check_self_contained(page: Page) -> list[Image.Image]:
             ):
                 assert value.startswith("#") or (
                     tag == "img" and value.startswith("data:image/png;base64,")
-                ), where
-            # namespaces are names; the others are only shown
+                ), place
+            # Namespaces are only names, and the other URLs are only shown.
             if name not in ("xmlns", "xmlns:xlink", "alt", "aria-label", "title"):
-                assert not re.search("https?:|javascript:", value), where
+                assert not re.search("https?:|javascript:", value), place
     for attributes in page.attributes("img"):
         with Image.open(
             io.BytesIO(base64.b64decode(attributes["src"].partition(",")[2], validate=True))
@@ -115,7 +115,7 @@ def check_self_contained(page: Page) -> list[Image.Image]:
 
 
 def report_of(run_dir: Path) -> Page:
-    """The page, by the real command."""
+    """Write the page with the real command, and parse it."""
     done = run("launch/report.py", run_dir)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == str(run_dir / "report" / "index.html")
@@ -124,7 +124,7 @@ def report_of(run_dir: Path) -> Page:
 
 @pytest.fixture(scope="module")
 def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The shards with other class names."""
+    """Return the shards with hostile class names."""
     root = tmp_path_factory.mktemp("hostile") / "shards"
     shutil.copytree(shards, root)
     info = json.loads((root / "_info.json").read_text())
@@ -134,19 +134,19 @@ def hostile(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def finished(hostile: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page]:
-    """A run that was started again after its end, and its page."""
+    """Return a run that was started again after its end, and its page."""
     folder = tmp_path_factory.mktemp("finished")
     config = write_config(folder, hostile, batch=48, steps=12)
     run_dir = folder / "a run <i>&amp; more"
     for _ in range(2):
-        # far too high: there must be mistakes to show
+        # The rate is far too high, so that there are mistakes to show.
         more = ("log.norms_every_steps=5", "schedule.final_weight_decay=0.4")
         train(config, run_dir, "optim.lr=0.5", *more, ranks=0)
     return run_dir, report_of(run_dir)
 
 
 def remade(run_dir: Path) -> Page:
-    """The page, made in this process."""
+    """Write the page in this process, and parse it."""
     return Page(make_report(run_dir, CPU).page)
 
 
@@ -178,7 +178,7 @@ def test_one_file_holds_everything(finished):
     assert len(page.html) < 3e6
 
 
-def test_the_numbers_are_those_of_the_record(finished):
+def test_the_numbers_equal_those_of_the_record(finished):
     run_dir, page = finished
     evaluations = metrics(run_dir, "eval")
     assert len(evaluations) == 2
@@ -213,7 +213,7 @@ def test_every_restart_is_reported(finished):
             assert line[key] in page.text, key
 
 
-def test_every_setting_is_there_and_what_differs_comes_first(finished):
+def test_every_setting_is_listed_and_changed_settings_come_first(finished):
     run_dir, page = finished
     config = load_config(run_dir / "config.yaml")
     keys = [
@@ -236,27 +236,27 @@ def test_every_setting_is_there_and_what_differs_comes_first(finished):
         assert f"<code>{key}</code>" not in first, key
 
 
-def test_names_are_text_and_nothing_else(finished):
+def test_hostile_names_are_escaped(finished):
     _, page = finished
     for name in HOSTILE:
         assert re.sub(r"\s+", " ", name) in page.text
     assert "1337" not in page.text
     assert "a run <i>&amp; more" in page.text
-    # bars, not the folder's name
+    # These <i> elements are bars; the folder's name must not become one.
     assert not page.attributes("i") or all(
         "style" in attributes for attributes in page.attributes("i")
     )
     assert not page.attributes("b") or HOSTILE[2] not in page.html
 
 
-def test_the_augmented_images_are_those_of_training(finished, monkeypatch, tmp_path):
-    """Against the whole batch of one rank: the report decodes only a part of it."""
+def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatch, tmp_path):
+    """The report decodes only a part of the batch; the oracle is the whole batch of one rank."""
     run_dir, _ = finished
     seen = {}
     monkeypatch.setattr(
         model_plots,
         "plot_augmented",
-        lambda inputs, targets, *others: seen.update(inputs=inputs, targets=targets),
+        lambda inputs, targets, *rest: seen.update(inputs=inputs, targets=targets),
     )
     draw_pictures(copied(run_dir, tmp_path), CPU)
     config = load_config(run_dir / "config.yaml")
@@ -273,11 +273,13 @@ def test_the_augmented_images_are_those_of_training(finished, monkeypatch, tmp_p
     assert seen["inputs"].shape == (24, 3, 16, 16)
     assert torch.equal(seen["inputs"], inputs[:24])
     assert torch.equal(seen["targets"], targets[:24])
-    assert (targets[:24].max(1).values < 0.99).any(), "the config should mix"
+    assert (targets[:24].max(1).values < 0.99).any(), (
+        "the config must mix images, or the test proves less"
+    )
 
 
-def test_tables_for_others(finished, tmp_path):
-    """What training hands to W&B; and its random numbers go on as if nothing had been drawn."""
+def test_tables_for_loggers_are_right_and_drawing_keeps_the_random_state(finished, tmp_path):
+    """Training hands these tables to W&B; drawing must not change its random numbers."""
     run_dir, _ = finished
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -292,16 +294,16 @@ def test_tables_for_others(finished, tmp_path):
     assert sum(pair.num_mistaken for pair in drawn.confused_pairs) == 23 - last["correct_top1_ema"]
 
 
-def test_without_the_data_the_rest_is_there(finished, tmp_path):
+def test_without_the_data_the_rest_of_the_page_is_drawn(finished, tmp_path):
     run_dir = copied(finished[0], tmp_path)
     set_key(run_dir, "root", "/nowhere/at/all")
     page = remade(run_dir)
     assert len(check_self_contained(page)) == 4  # norms, confusion, positions, filters
     assert page.text.count("Not drawn. /nowhere/at/all: no such directory") == 5
-    assert HOSTILE[0] in page.text  # the weights know the names
+    assert HOSTILE[0] in page.text  # the names are stored with the weights
 
 
-def test_a_damaged_prediction_file_and_other_data(finished, tmp_path):
+def test_a_damaged_prediction_file_and_other_data_are_reported(finished, tmp_path):
     run_dir = copied(finished[0], tmp_path)
     predictions = run_dir / "predictions.npz"
     predictions.write_bytes(predictions.read_bytes()[:100])
@@ -314,10 +316,10 @@ def test_a_damaged_prediction_file_and_other_data(finished, tmp_path):
     assert "no longer what was evaluated" in reasons["confused"]
 
 
-def test_a_run_without_evaluation(config, tmp_path):
+def test_a_run_without_evaluation_has_a_page(config, tmp_path):
     train(config, tmp_path / "run", "train.steps=2")
     page = remade(tmp_path / "run")
-    assert len(check_self_contained(page)) == 6  # those of mistakes and curves are missing
+    assert len(check_self_contained(page)) == 6  # the pictures of mistakes and curves are missing
     assert page.text.count("The run has not been evaluated yet.") == 4
     shutil.rmtree(tmp_path / "run" / "weights")
     shutil.rmtree(tmp_path / "run" / "checkpoints")
@@ -325,20 +327,20 @@ def test_a_run_without_evaluation(config, tmp_path):
     assert {reasons[name] for name in ("attention", "positions")} == {
         "The run has not saved any weights yet."
     }
-    assert "augmented" not in reasons, "its pictures need no weights"
+    assert "augmented" not in reasons, "augmented images need no weights"
 
 
-def test_a_guest_without_attention(shards, tmp_path):
+def test_a_timm_model_without_attention_has_a_page(shards, tmp_path):
     pytest.importorskip("timm")
     config = tmp_path / "guest.yaml"
     config.write_text(
         f"model: {{name: timm/resnet10t, image_size: 32}}\ndata: {{root: {shards},"
         " global_batch_size: 12}\ntrain: {steps: 2}\neval: {every_steps: 2}\n"
     )
-    others = [setting for setting in TINY if not setting.startswith("model.")]
+    overrides = [setting for setting in TINY if not setting.startswith("model.")]
     assert (
         run(
-            "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *others
+            "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *overrides
         ).returncode
         == 0
     )
@@ -351,7 +353,7 @@ def test_a_guest_without_attention(shards, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
+def test_running_and_killed_runs_have_pages(config, tmp_path):
     run_dir = tmp_path / "run"
     training = Background(
         config, tmp_path / "run", "train.steps=100000", "eval.every_steps=2", ranks=0
@@ -359,9 +361,9 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
     try:
         training.wait_for_step(31)
         assert is_in_use(run_dir) is True
-        training.process.send_signal(signal.SIGSTOP)  # it would train for as long as that takes
+        training.process.send_signal(signal.SIGSTOP)  # training would continue during the report
         page = report_of(run_dir)
-        assert training.process.poll() is None, "the report must not disturb the run"
+        assert training.process.poll() is None, "the report must not end the run"
     finally:
         training.kill_all()
     check_self_contained(page)
@@ -371,7 +373,7 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
         page.text,
     )
     assert "All" in page.text.partition("Where it looks")[0].partition("averaged weights")[2], (
-        "many evaluations are folded away"
+        "many evaluations must be collapsed"
     )
     assert is_in_use(run_dir) is False
     page = report_of(run_dir)
@@ -383,8 +385,8 @@ def test_a_run_that_is_going_on_and_one_that_was_killed(config, tmp_path):
     )
 
 
-def told(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
-    """The text of the page of a run of which only the record is left."""
+def page_text(folder: Path, *lines: dict | str, in_use: bool | None = None) -> str:
+    """Return the text of the page of a run that has only a record."""
     folder.mkdir(exist_ok=True)
     texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
     (folder / "metrics.jsonl").write_text("".join(texts))
@@ -416,7 +418,7 @@ TRAIN = {
 }
 
 
-def test_how_attempts_end(tmp_path):
+def test_the_end_of_each_attempt_is_described(tmp_path):
     again = {**START, "step": 6, "time": 1e9 + 20, "restarts": 1, "git": "two", "world_size": 3}
     failed = {
         "kind": "end",
@@ -425,7 +427,7 @@ def test_how_attempts_end(tmp_path):
         "outcome": "error",
         "reason": "OSError: disk <full>",
     }
-    text = told(tmp_path / "run", START, TRAIN, again, failed)
+    text = page_text(tmp_path / "run", START, TRAIN, again, failed)
     assert "failed Failed at step 8 of 90: OSError: disk <full>" in text
     attempts = text.partition("Attempts")[2].partition("Faults")[0]
     assert (
@@ -435,15 +437,21 @@ def test_how_attempts_end(tmp_path):
     assert "failed 6 – 8 3 on cpu 0:00:10 – OSError: disk <full>" in attempts
     assert "one attempt 1 two attempt 2" in text
     stopped = {"kind": "end", "step": 10, "time": 1e9 + 10, "outcome": "stopped", "elapsed_s": 10.0}
-    assert "Stopped at step 10 of 90 and saved" in told(tmp_path / "run", START, TRAIN, stopped)
+    assert "Stopped at step 10 of 90 and saved" in page_text(
+        tmp_path / "run", START, TRAIN, stopped
+    )
     mark_stopped(tmp_path / "run", 10, "SIGTERM")
-    assert "Stopped by SIGTERM at step 10 of 90" in told(tmp_path / "run", START, TRAIN, stopped)
+    assert "Stopped by SIGTERM at step 10 of 90" in page_text(
+        tmp_path / "run", START, TRAIN, stopped
+    )
     for in_use, expected in (
         (True, "Running, at"),
         (False, "Killed after"),
         (None, "Running or killed, at"),
     ):
-        assert f"{expected} step 10 of 90" in told(tmp_path / "run", START, TRAIN, in_use=in_use)
+        assert f"{expected} step 10 of 90" in page_text(
+            tmp_path / "run", START, TRAIN, in_use=in_use
+        )
 
 
 def test_faults_are_reported(tmp_path):
@@ -455,37 +463,39 @@ def test_faults_are_reported(tmp_path):
         "loss": None,
     }
     (tmp_path / "run" / "checkpoints" / "damaged_step_00000003_17").mkdir(parents=True)
-    text = told(tmp_path / "run", START, fault, {**TRAIN, "updates_skipped": 1, "bad_images": 2})
+    text = page_text(
+        tmp_path / "run", START, fault, {**TRAIN, "updates_skipped": 1, "bad_images": 2}
+    )
     assert "1 update skipped" in text
     assert "2 training images could not be decoded" in text
     assert "damaged_step_00000003_17" in text
     assert "gradient not finite, update skipped (loss not finite)" in text
     assert "None: no update was skipped" not in text
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert "None: no update was skipped" in told(tmp_path / "run", START, TRAIN)
+    assert "None: no update was skipped" in page_text(tmp_path / "run", START, TRAIN)
 
 
-def test_a_record_that_is_cut_short_damaged_or_empty(tmp_path):
-    cut = told(tmp_path / "run", START, TRAIN, '{"kind": "train", "step": 2')
+def test_a_truncated_damaged_or_empty_record_has_a_page(tmp_path):
+    cut = page_text(tmp_path / "run", START, TRAIN, '{"kind": "train", "step": 2')
     assert "step 10 of 90" in cut
     assert "cannot be read" not in cut
-    damaged = told(tmp_path / "run", START, "\x00\x00\n", '{"kind": "tr\n', "[1]\n", TRAIN)
+    damaged = page_text(tmp_path / "run", START, "\x00\x00\n", '{"kind": "tr\n', "[1]\n", TRAIN)
     assert "3 lines of the record cannot be read and are skipped" in damaged
     assert "step 10 of 90" in damaged
     assert (tmp_path / "run" / "report" / "curves.png").is_file()
-    assert "Nothing is in the record yet." in told(tmp_path / "run")
-    assert "Running or killed, at step 0 of 90" in told(tmp_path / "run", START)
+    assert "Nothing is in the record yet." in page_text(tmp_path / "run")
+    assert "Running or killed, at step 0 of 90" in page_text(tmp_path / "run", START)
 
 
-def test_a_config_that_cannot_be_read_is_shown_as_it_is(tmp_path):
+def test_an_invalid_config_is_shown_as_text(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("model: {nam: <vit>}\n")
-    text = told(tmp_path / "run", START, TRAIN)
+    text = page_text(tmp_path / "run", START, TRAIN)
     assert "unknown key 'model.nam'; did you mean model.name?" in text
     assert "model: {nam: <vit>}" in text
 
 
-def test_mistakes_of_people(tmp_path):
+def test_a_wrong_or_missing_run_folder_is_an_error_of_one_line(tmp_path):
     for folder in (tmp_path / "no", tmp_path):
         done = run("launch/report.py", folder)
         assert (done.returncode, done.stdout) == (2, "")
@@ -497,16 +507,16 @@ def test_mistakes_of_people(tmp_path):
 
 
 def test_a_page_is_written_whole_or_not_at_all(tmp_path):
-    told(tmp_path / "run", START, TRAIN)
+    page_text(tmp_path / "run", START, TRAIN)
     page = tmp_path / "run" / "report" / "index.html"
     page.unlink()
-    page.mkdir()  # a folder in its place cannot be replaced by a file, not even by root
+    page.mkdir()  # not even root can replace a folder by a file
     with pytest.raises(ValueError, match=r"index\.html: cannot be written"):
         write_page(tmp_path / "run", Pictures())
     assert {path.name for path in page.parent.iterdir()} == {"index.html", "curves.png"}
 
 
-def test_images_are_picked_over_all_classes_always_the_same():
+def test_images_are_picked_from_all_classes_deterministically():
     labels = np.repeat(np.arange(10), 20)
     predictions = labels.copy()
     predictions[[3, 25, 26, 27, 28, 29, 190]] += 1
@@ -522,8 +532,8 @@ def test_images_are_picked_over_all_classes_always_the_same():
 
 
 def chromium(page: Path, width: int, folder: Path) -> list[str]:
-    """What the browser's console says of a page in a window `width` pixels wide; looking at it
-    leaves a picture in `folder`."""
+    """Open a page in a browser window of `width` pixels; return the lines of its console. The
+    picture of the window is written to `folder`."""
     quiet = [
         "--no-first-run",
         "--disable-background-networking",
@@ -562,11 +572,11 @@ def chromium(page: Path, width: int, folder: Path) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
-def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tmp_path, width):
+def test_a_browser_shows_the_page_without_overflow_or_warnings(finished, tmp_path, width):
     run_dir, page = finished
     assert chromium(run_dir / "report" / "index.html", width, tmp_path) == []
 
-    # What is not ours must not run: the policy refuses it, and the browser says so.
+    # The page's policy must refuse a foreign script, and the browser logs that.
     foreign = tmp_path / "foreign.html"
     foreign.write_text(
         page.html.replace("</body>", "<script>console.log('taken over')</script></body>")
@@ -575,8 +585,8 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
     assert len(refused) == 1
     assert "Content Security Policy" in refused[0]
 
-    # Measured by a script that a copy without the policy lets run; everything that can be unfolded
-    # is. A frame can be narrower than the narrowest window.
+    # A script in a copy without the policy measures the page with all details expanded. The page is
+    # in a frame, because a frame can be narrower than the narrowest window.
     measure = """<script>
     for (const details of document.querySelectorAll("details")) details.open = true;
     const wide = [...document.querySelectorAll("body *")]
@@ -600,14 +610,16 @@ def test_a_browser_shows_it_without_overflow_and_without_complaints(finished, tm
     (tmp_path / "frame.html").write_text(
         f'<iframe src="copy.html" style="width: {width}px; height: 900px; border: 0"></iframe>'
     )
-    said = "".join(chromium(tmp_path / "frame.html", 1400, tmp_path))
-    inner_width, scroll_width, wide, found = json.loads(re.search(r"MEASURED(.*)END", said)[1])
+    console = "".join(chromium(tmp_path / "frame.html", 1400, tmp_path))
+    inner_width, scroll_width, wide, num_matches = json.loads(
+        re.search(r"MEASURED(.*)END", console)[1]
+    )
     assert (inner_width, scroll_width) == (width, width), wide
     assert wide == []
-    assert found == 1, "the search finds one setting"
+    assert num_matches == 1, "the search must find exactly one setting"
 
 
-def test_of_equal_accuracies_the_smaller_loss_is_the_best():
+def test_the_smaller_loss_decides_between_equal_accuracies():
     row = {"epoch": 1.0, "num_images": 20, "correct_top1": 20, "top5": 100.0, "ece": None}
     names = ("num_images", "top1", "top5", "correct_top1", "loss", "ece", "by_top1", "by_loss")
     row |= {f"{name}_ema": None for name in names}

@@ -1,4 +1,4 @@
-"""A replayed batch is the batch: its tensors are those that a training was given, bit by bit."""
+"""A replayed batch equals the tensors of the original training step to the bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ALL = [
 
 
 def train_here(config: Path, run_dir: Path, *overrides: str) -> Path:
-    """Train in this process; returns the folder of what its steps were given."""
+    """Train in this process; return the folder with the dumped inputs of its steps."""
     folder = run_dir.parent / f"{run_dir.name}_given"
     folder.mkdir(exist_ok=True)
     with dumping(folder):
@@ -42,12 +42,12 @@ def train_here(config: Path, run_dir: Path, *overrides: str) -> Path:
     return folder
 
 
-def check_step(run_dir: Path, given: Path, step: int, rank: int | None = None) -> Replay:
-    """Fail unless a replay of `step` gives what training was given, losses included."""
+def check_step(run_dir: Path, dumps: Path, step: int, rank: int | None = None) -> Replay:
+    """Assert that a replay of `step` equals the dumped step, losses included."""
     replay = Replay(ReportSource(run_dir, CPU), step, rank)
-    expected = dumped(given, step)
+    expected = dumped(dumps, step)
     if rank is not None:
-        expected = torch.load(given / f"step_{step:05d}_rank_{rank}.pt")
+        expected = torch.load(dumps / f"step_{step:05d}_rank_{rank}.pt")
     pieces = list(replay.pieces())
     rows = [row for piece in pieces for row in piece.rows]
     assert torch.equal(torch.cat([piece.inputs for piece in pieces]), expected["inputs"])
@@ -63,26 +63,32 @@ def check_step(run_dir: Path, given: Path, step: int, rank: int | None = None) -
     return replay
 
 
-def test_a_step_of_two_ranks_and_one_after_a_resume_on_another_number(tmp_path, shards):
-    """In micro-steps, mixed; the second attempt runs here."""
+def test_steps_before_and_after_a_resume_on_fewer_ranks_are_replayed(tmp_path, shards):
+    """The run uses micro-batches and mixing; the second attempt runs in this process."""
     config = write_config(tmp_path, shards, steps=7)
-    given = tmp_path / "given"
-    given.mkdir()
-    words = ["--config", config, f"run.dir={tmp_path / 'run'}", *TINY, "data.micro_batch_size=2"]
-    env = {**environment(), "DUMPED_STEPS": str(given)}
+    dumps = tmp_path / "given"
+    dumps.mkdir()
+    arguments = [
+        "--config",
+        config,
+        f"run.dir={tmp_path / 'run'}",
+        *TINY,
+        "data.micro_batch_size=2",
+    ]
+    env = {**environment(), "DUMPED_STEPS": str(dumps)}
     env["PYTHON_EXEC"] = python = warm_python.python(env)
-    done = call(command(str(SCRIPT), *words, "train.steps=4", ranks=2, python=python), env)
+    done = call(command(str(SCRIPT), *arguments, "train.steps=4", ranks=2, python=python), env)
     assert done.returncode == 0, done.stderr
-    with dumping(given):
-        run_here("launch/train.py", *words, "--allow-change", "train.steps")
-    assert sorted(path.name for path in given.glob("step_00004*")) == [
+    with dumping(dumps):
+        run_here("launch/train.py", *arguments, "--allow-change", "train.steps")
+    assert sorted(path.name for path in dumps.glob("step_00004*")) == [
         "step_00004_rank_0.pt",
         "step_00004_rank_1.pt",
     ]
-    assert check_step(tmp_path / "run", given, 4).world_size == 2
-    check_step(tmp_path / "run", given, 4, rank=1)
-    assert check_step(tmp_path / "run", given, 5).world_size == 1
-    check_step(tmp_path / "run", given, 7)
+    assert check_step(tmp_path / "run", dumps, 4).world_size == 2
+    check_step(tmp_path / "run", dumps, 4, rank=1)
+    assert check_step(tmp_path / "run", dumps, 5).world_size == 1
+    check_step(tmp_path / "run", dumps, 7)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +103,14 @@ def test_a_step_of_two_ranks_and_one_after_a_resume_on_another_number(tmp_path, 
     ],
     ids=["chosen, repeated, of two sizes", "policy", "simple", "sampler"],
 )
-def test_steps_of_chosen_and_of_repeated_samples(choice, tmp_path, shards):
-    given = train_here(write_config(tmp_path, shards, steps=6), tmp_path / "run", *choice)
-    pieces = [check_step(tmp_path / "run", given, step).pieces() for step in (1, 6)]
+def test_steps_with_chosen_and_repeated_samples_are_replayed(choice, tmp_path, shards):
+    dumps = train_here(write_config(tmp_path, shards, steps=6), tmp_path / "run", *choice)
+    pieces = [check_step(tmp_path / "run", dumps, step).pieces() for step in (1, 6)]
     mixed = [any(row.mixed_by for piece in step for row in piece.rows) for step in pieces]
     assert mixed == [True, "augment.mixup_off_epoch=1" not in choice]
 
 
-def test_steps_of_several_sources_with_an_image_that_cannot_be_decoded(tmp_path, shards):
+def test_steps_of_several_sources_with_an_undecodable_image_are_replayed(tmp_path, shards):
     other = make_shards(tmp_path / "other", num_train=24, num_val=3, seed=1)
     index = np.load(other / "train.index.npy")
     tar = bytearray((other / "train-00000.tar").read_bytes())
@@ -113,7 +119,7 @@ def test_steps_of_several_sources_with_an_image_that_cannot_be_decoded(tmp_path,
     (other / "train-00000.tar").write_bytes(tar)
     indexed_as_it_is(open_split(other, "train"), 0)
     sources = json.dumps([{"root": str(shards), "weight": 1}, {"root": str(other), "weight": 3}])
-    given = train_here(
+    dumps = train_here(
         write_config(tmp_path, shards, steps=7),
         tmp_path / "run",
         f"data.sources={sources}",
@@ -122,7 +128,7 @@ def test_steps_of_several_sources_with_an_image_that_cannot_be_decoded(tmp_path,
     ignored = [
         row.key
         for step in range(1, 8)
-        for piece in check_step(tmp_path / "run", given, step).pieces()
+        for piece in check_step(tmp_path / "run", dumps, step).pieces()
         for row in piece.rows
         if not row.weight
     ]
@@ -131,7 +137,7 @@ def test_steps_of_several_sources_with_an_image_that_cannot_be_decoded(tmp_path,
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, shards) -> Path:
-    """A run of 12 steps on a copy of the shards, beside it."""
+    """Train for 12 steps on a copy of the shards beside the run."""
     folder = tmp_path_factory.mktemp("trained")
     root = shutil.copytree(shards, folder / "shards")
     train_here(write_config(folder, root), folder / "run")

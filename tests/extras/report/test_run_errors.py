@@ -1,6 +1,7 @@
-"""The table "Asking a run" of docs/errors.md is true: each row is provoked.
+"""The table "Asking a run" of docs/errors.md is true: a test provokes each row.
 
-One by the real command, which shows what becomes of a ValueError; the others in this process.
+One row uses the real command, which shows how a ValueError is printed; the others run in this
+process.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TO_WANDB = ("launch/report.py", "--to-wandb")
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, shards) -> Path:
-    """A run of 12 steps, and its shards beside it."""
+    """Train for 12 steps on a copy of the shards beside the run."""
     folder = tmp_path_factory.mktemp("finished")
     root = shutil.copytree(shards, folder / "shards")
     config = write_config(folder, root)
@@ -68,7 +69,7 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def no_holder_is_left():
+def end_holders():
     yield
     while HOLDERS:
         HOLDERS.pop().communicate()
@@ -126,19 +127,19 @@ SCENARIOS: dict[str, Callable[[Path], list[object]]] = {
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.what)
-def test_the_row_is_what_happens(row: Row, finished, tmp_path, monkeypatch):
+def test_the_command_prints_the_error_of_the_row(row: Row, finished, tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     folder = shutil.copytree(finished, tmp_path / "copy")
-    script, *words = SCENARIOS[row.what](folder)
+    script, *arguments = SCENARIOS[row.what](folder)
     before = snapshot(folder)
     if row == ROWS[0]:
-        done = run(script, *words)
+        done = run(script, *arguments)
         assert done.returncode == row.status, done.stderr
         printed = done.stderr
     else:
         with pytest.raises(ValueError) as caught:  # noqa: PT011
-            run_here(script, *words)
+            run_here(script, *arguments)
         printed = f"error: {caught.value}"
     assert re.search(f"^{pattern_of(row.printed)}\\s*\\Z", printed, re.MULTILINE), printed
     assert snapshot(folder) == before, "files were written or changed"
@@ -148,25 +149,25 @@ def test_every_scenario_has_a_row():
     assert {row.what for row in ROWS} == SCENARIOS.keys()
 
 
-def test_places_that_cannot_be_written_are_one_line(finished, tmp_path):
-    """A file where a folder was meant, which root cannot write to either."""
+def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
+    """The output's folder is a file, so not even root can write to it."""
     taken = tmp_path / "taken"
     taken.touch()
-    asked = [REPLAY, finished / "run", "--step", 3]
-    for words, message in (
-        ([*asked, "--csv", taken / "a.csv"], "a.csv: cannot be written"),
-        ([*asked, "--sheet", taken / "a.png"], "a.png: cannot be written"),
+    replay = [REPLAY, finished / "run", "--step", 3]
+    for arguments, message in (
+        ([*replay, "--csv", taken / "a.csv"], "a.csv: cannot be written"),
+        ([*replay, "--sheet", taken / "a.png"], "a.png: cannot be written"),
         ([SAMPLES, finished / "run", "--worst", 1, "--exclude", taken / "a"], "cannot be written"),
     ):
         with pytest.raises(ValueError, match=message):
-            run_here(*words)
+            run_here(*arguments)
     with pytest.raises(ValueError, match="the suffix says in which format"):
-        run_here(*asked, "--csv", tmp_path / "a.csv", "--sheet", "a.bmp")
+        run_here(*replay, "--csv", tmp_path / "a.csv", "--sheet", "a.bmp")
     assert list(tmp_path.iterdir()) == [taken]
 
 
-def test_a_run_without_weights_is_replayed_and_says_what_it_lacks(finished, tmp_path):
-    """A batch needs the config and the data alone; predictions.npz are no weights."""
+def test_a_run_without_weights_is_replayed_with_a_note(finished, tmp_path):
+    """A batch needs only the config and the data; predictions.npz does not contain weights."""
     folder = shutil.copytree(finished, tmp_path / "copy")
     ask = ["--step", 3, "--csv", tmp_path / "with.csv"]
     run_here(REPLAY, folder / "run", *ask)

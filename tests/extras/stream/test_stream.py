@@ -1,4 +1,4 @@
-"""Streams give whole samples with their own labels, without end, and say that they are not
+"""Streams yield complete samples with their own labels endlessly, and report that they are not
 exact."""
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def tars(shards: Path) -> str:
 
 
 @pytest.mark.parametrize(("workers", "ranks"), [(0, 1), (3, 1), (2, 2)])
-def test_all_samples_come_with_their_own_labels(workers, ranks, shards):
-    """3 shards for 1 and 3 readers, and for 4, which take each fourth sample of all."""
+def test_all_samples_are_read_with_their_own_labels(workers, ranks, shards):
+    """3 shards are divided among 1 or 3 readers; of 4 readers each takes every fourth sample."""
     seen = Counter()
     for rank in range(ranks):
         for batch in read(
@@ -77,11 +77,11 @@ def test_all_samples_come_with_their_own_labels(workers, ranks, shards):
     if not workers:
         assert len(seen) == 60
         assert max(seen.values()) <= 4, (
-            "three epochs of one reader: only what waits in the buffer comes too late"
+            "in three epochs of one reader only samples in the buffer may be delayed"
         )
 
 
-def test_images_are_those_of_the_samples_with_that_key(shards):
+def test_images_belong_to_the_samples_of_their_keys(shards):
     split = open_split(shards, "train")
     keys = {}
     made = batches(tars(shards))
@@ -94,10 +94,10 @@ def test_images_are_those_of_the_samples_with_that_key(shards):
                 for i in keys[label]
             ]
             near = min((view.float() - image.float()).abs().mean() for view in views)
-            assert near < 12, "the image is none of its class"
+            assert near < 12, "the image does not belong to its class"
 
 
-def test_passes_differ_and_a_later_start_is_another_pass(shards):
+def test_passes_differ_and_a_later_start_gives_another_pass(shards):
     ids = [
         torch.cat([b.ids for b in read(batches(tars(shards)), steps=5, start=start)]).tolist()
         for start in (0, 0, 5)
@@ -109,7 +109,7 @@ def test_passes_differ_and_a_later_start_is_another_pass(shards):
 
 
 @pytest.mark.parametrize("kind", ["http", "pipe", "several"])
-def test_streams_over_the_web_without_ranges_and_from_commands(kind, shards):
+def test_streams_from_the_web_without_ranges_and_from_commands_are_read(kind, shards):
     with WebServer({f"/{path.name}": path.read_bytes() for path in shards.glob("*.tar")}) as server:
         server.ranges = False
         streams = {
@@ -134,7 +134,7 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("stream", "told"),
+    ("stream", "message"),
     [
         ("pipe:exit 3", "pipe:exit 3: the stream broke"),
         (
@@ -167,21 +167,21 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
         ),
     ],
 )
-def test_what_is_wrong_with_a_stream_is_reported(stream, told, workers, shards, tmp_path):
+def test_an_invalid_stream_is_reported(stream, message, workers, shards, tmp_path):
     image = open_split(shards, "train").read(0)
     write_tar(tmp_path / "empty.tar", {"README": b""})
     write_tar(tmp_path / "unlabelled.tar", {"a.jpg": image})
     write_tar(tmp_path / "labels.tar", {"a.jpg": image, "a.cls": b"7"})
     write_tar(tmp_path / "broken.tar", {"a.jpg": b"no image", "a.cls": b"1"})
     made = batches(stream.format(shards=shards, folder=tmp_path), workers=workers)
-    with pytest.raises(ShardError, match=told):
+    with pytest.raises(ShardError, match=message):
         read(made, steps=1, workers=workers)
 
 
 @pytest.fixture
 def twenty(shards, tmp_path) -> Path:
-    """A tar of 20 samples; `<folder>/first.tar` ends, and in `damaged.tar` and `hole.tar` a header
-    lies damaged, where the 11th begins."""
+    """Write a tar of 20 samples. `<folder>/first.tar` ends before the 11th sample; `damaged.tar`
+    and `hole.tar` have a damaged header there."""
     image = open_split(shards, "train").read(0)
     path = write_tar(
         tmp_path / "twenty.tar",
@@ -229,17 +229,17 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(("stream", "told"), BROKEN, ids=[stream for stream, _ in BROKEN])
-def test_a_tar_that_does_not_come_to_its_end_is_reported(stream, told, twenty):
-    """Were it taken as finished, samples would be missed in each pass."""
-    with pytest.raises(ShardError, match=told):
+@pytest.mark.parametrize(("stream", "message"), BROKEN, ids=[stream for stream, _ in BROKEN])
+def test_an_incomplete_tar_is_reported(stream, message, twenty):
+    """If it counted as finished, each pass would miss samples."""
+    with pytest.raises(ShardError, match=message):
         read(batches(stream.format(folder=twenty.parent)))
 
 
 @pytest.mark.parametrize(
     "kind", ["gz", "bz2", "xz", "gnu tar", "webdataset", "long names", "a mark behind"]
 )
-def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path):
+def test_complete_tars_of_all_writers_are_read_to_the_end(kind, twenty, tmp_path):
     stream = str(tmp_path / "other.tar")
     folder = tmp_path / "files"
     count = 20
@@ -266,9 +266,9 @@ def test_whole_tars_of_all_writers_are_read_to_their_end(kind, twenty, tmp_path)
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty, monkeypatch):
-    """Refusals, cuts, and a server that falls silent in the middle of a tar; one without ranges
-    gives all of it again."""
+def test_each_sample_is_read_once_despite_interrupted_transfers(ranges, twenty, monkeypatch):
+    """The server refuses, cuts transfers, and becomes silent within a tar; without ranges it sends
+    the whole tar again."""
     monkeypatch.setattr(http, "SILENCE_S", 0.2)
     data = twenty.read_bytes()
     with WebServer({"/a.tar": data}) as server:
@@ -277,13 +277,13 @@ def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty,
         server.cuts = [100, 5000, 0, len(data) // 2]
         made = batches(f"{server.url}/a.tar", num_samples=20)
         samples = list(itertools.islice(made._passes(0, 0), 20))
-        asked = list(server.requests)
+        requests = list(server.requests)
     assert sorted(sample.key for sample in samples) == [f"{i:02}" for i in range(20)]
     assert all(sample.data == samples[0].data for sample in samples)
     starts = (
         [100, 5100, 5100, 5100 + len(data) // 2] if ranges else [100, 5000, 5000, len(data) // 2]
     )
-    assert [wanted for _, _, wanted in asked] == [
+    assert [byte_range for _, _, byte_range in requests] == [
         None,
         None,
         None,
@@ -291,7 +291,7 @@ def test_each_sample_comes_once_however_often_the_web_breaks_off(ranges, twenty,
     ]
 
 
-def test_what_fails_over_the_web_each_time_is_reported(twenty):
+def test_a_permanent_web_fault_is_reported(twenty):
     with WebServer({"/a.tar": b"no tar"}) as server:
         with pytest.raises(
             ShardError, match=r"b.tar: the stream broke \(no such file on the server\)"
@@ -310,10 +310,10 @@ def test_what_fails_over_the_web_each_time_is_reported(twenty):
         server.requests[:] = []
         with pytest.raises(ShardError, match=r"a.tar: the stream broke \("):
             read(batches(f"{server.url}/a.tar"))
-        assert len(server.requests) == 1, "what came whole comes no better the next time"
+        assert len(server.requests) == 1, "a complete but damaged transfer must not be repeated"
 
 
-def test_bad_images_are_skipped_where_that_is_asked_for(shards, tmp_path):
+def test_bad_images_are_skipped_if_the_settings_say_so(shards, tmp_path):
     image = open_split(shards, "train").read(0)
     path = write_tar(
         tmp_path / "some.tar",
@@ -331,7 +331,7 @@ def test_bad_images_are_skipped_where_that_is_asked_for(shards, tmp_path):
     assert ((batch.weights == 1) == (batch.labels == 2)).all()
 
 
-def test_fewer_samples_than_readers(shards, tmp_path):
+def test_fewer_samples_than_readers_are_an_error(shards, tmp_path):
     path = write_tar(
         tmp_path / "one.tar", {"a.jpg": open_split(shards, "train").read(0), "a.cls": b"1"}
     )
@@ -339,11 +339,11 @@ def test_fewer_samples_than_readers(shards, tmp_path):
         ShardError,
         match=r"1 samples found, .*; each of the 2 readers \(ranks times data.num_workers\) needs",
     ):
-        # so many that both workers get to make one
+        # Enough batches that both workers make one.
         read(batches(str(path), workers=2), steps=1000, workers=2)
 
 
-def test_braces_and_the_package(shards, monkeypatch):
+def test_braces_are_expanded_and_a_missing_package_is_reported(shards, monkeypatch):
     assert open_stream("a-{0..2}.tar::pipe:x {1,2}", 1, 1, []).filenames == [
         "a-0.tar",
         "a-1.tar",
@@ -357,7 +357,7 @@ def test_braces_and_the_package(shards, monkeypatch):
 
 
 @pytest.mark.slow
-def test_training_on_a_stream_says_that_it_is_not_exact_and_evaluates_exactly(
+def test_training_on_a_stream_reports_that_it_is_not_exact_and_evaluates_exactly(
     config, shards, tmp_path
 ):
     streamed = [

@@ -1,4 +1,4 @@
-"""Files of results: what is written is what the planner reads."""
+"""The planner can read the files of results that the benchmark writes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def result(
     }
 
 
-def test_the_planner_reads_what_the_bench_has_written(tmp_path):
+def test_the_planner_reads_the_results_of_the_benchmark(tmp_path):
     assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path).low == MFU_RANGE[0]
     eager = row(compiled=False, mfu=0.22)
     path = write_results(tmp_path, result(eager, row(), loading=LOADING))
@@ -85,11 +85,13 @@ def test_the_planner_reads_what_the_bench_has_written(tmp_path):
     again = row(activation_checkpointing="block", mfu=0.9)
     write_results(tmp_path, result(again))
     assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
-        "it is not the same work"
+        "a different workload must not count as measured"
     )
     shallow = row(flops_per_image=B16_FLOPS // 6, mfu=0.9)
     write_results(tmp_path, result(shallow))
-    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, "other depth"
+    assert expected_speed("vit_b16", "bf16", B16_FLOPS, H200, tmp_path) == speed, (
+        "a measurement of another depth must not count"
+    )
     for model, precision, gpu in [
         ("vit_l16", "bf16", "H200"),
         ("vit_b16", "fp32", "H200"),
@@ -100,26 +102,28 @@ def test_the_planner_reads_what_the_bench_has_written(tmp_path):
         )
 
 
-def test_a_file_gathers_models_and_replaces_what_was_measured_again(tmp_path):
+def test_a_file_collects_models_and_replaces_repeated_measurements(tmp_path):
     path = write_results(tmp_path, result(row(), loading=LOADING))
     large = row(model="vit_l16", mfu=0.4)
     eight = row(num_devices=8, mfu=0.3)
     assert write_results(tmp_path, result(large)) == path
     write_results(tmp_path, result(eight))
     write_results(tmp_path, result(row(mfu=0.34)))
-    found = json.loads(path.read_text())
-    assert [(each["model"], each["num_devices"], each["mfu"]) for each in found["training"]] == [
+    content = json.loads(path.read_text())
+    assert [(each["model"], each["num_devices"], each["mfu"]) for each in content["training"]] == [
         ("vit_l16", 1, 0.4),
         ("vit_b16", 8, 0.3),
         ("vit_b16", 1, 0.34),
     ]
-    assert found["loading"] == [LOADING], "a measurement without data says nothing about loading"
+    assert content["loading"] == [LOADING], (
+        "a measurement without data must keep the loading results"
+    )
     page = path.with_suffix(".md").read_text()
-    for words in ("vit_l16 at 224x224", "on 8 x NVIDIA H200", "34.0 %", "| 2,940 | 2.0 % less"):
-        assert words in page, page
+    for cells in ("vit_l16 at 224x224", "on 8 x NVIDIA H200", "34.0 %", "| 2,940 | 2.0 % less"):
+        assert cells in page, page
 
 
-def test_a_gpu_that_the_table_lacks_and_a_cpu_have_files_of_their_own(tmp_path):
+def test_an_unknown_gpu_and_a_cpu_have_separate_files(tmp_path):
     other = write_results(tmp_path, result(row(), device="NVIDIA GeForce RTX 3060"))
     assert other.name.endswith("-gpu-nvidia-geforce-rtx-3060.json")
     processor = "AMD EPYC 9B14 (2 thread(s))"
@@ -131,9 +135,9 @@ def test_a_gpu_that_the_table_lacks_and_a_cpu_have_files_of_their_own(tmp_path):
 
 def test_tables_have_a_column_for_each_measurement():
     reduced = {"alone_s": 0.004, "exposed_s": 0.136, "num_bytes": 346_000_000}
-    found = step_table(result(*(row(num_devices=2, all_reduce=reduced) for _ in range(3))))
-    assert {len(each) for each in found} == {4}
-    cells = {each[0].strip(): each[1] for each in found}
+    rows = step_table(result(*(row(num_devices=2, all_reduce=reduced) for _ in range(3))))
+    assert {len(each) for each in rows} == {4}
+    cells = {each[0].strip(): each[1] for each in rows}
     assert cells["backward"] == "20.0 %"
     assert cells["all-reduce not hidden"] == "10.0 %"
     assert cells["of each device"] == "3,000"
@@ -145,7 +149,7 @@ def test_tables_have_a_column_for_each_measurement():
 
 
 @pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_folder_that_cannot_be_written(place, tmp_path):
+def test_an_unwritable_folder_is_reported(place, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match=r"--out .*file.*: cannot be written \(\w"):
         check_writable("--out", tmp_path / place)

@@ -1,4 +1,4 @@
-"""Each promise can be broken: the same functions on a CPU, with planted faults."""
+"""Each promise of `make gpu-check` can fail: its functions detect planted faults on a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def verdicts(lines: Iterator[Line]) -> list[bool | None]:
     return [line.passed for line in lines]
 
 
-def test_slots_bring_what_was_made_and_another_content_is_found(monkeypatch):
+def test_a_changed_batch_breaks_the_promise_of_slots(monkeypatch):
     assert verdicts(guarantees.page_locked_slots(CPU)) == [True]
     unchanged = Loader.__next__
 
@@ -45,8 +45,8 @@ def test_slots_bring_what_was_made_and_another_content_is_found(monkeypatch):
 
 
 @pytest.mark.slow
-def test_another_arithmetic_is_no_longer_the_cpus(monkeypatch):
-    """A thousandth more in one of the two models, in augmentation and in training."""
+def test_a_change_of_the_arithmetic_breaks_the_promise_of_equal_steps(monkeypatch):
+    """The fault adds a small fraction to the values of one of the two models."""
     monkeypatch.setattr(guarantees, "STEPS", 3)
     assert set(verdicts(guarantees.equals_the_cpu(CPU))) == {True}
     steps: list[TrainStep] = []
@@ -55,7 +55,7 @@ def test_another_arithmetic_is_no_longer_the_cpus(monkeypatch):
     def make_step(*arguments):
         step, batches = unchanged(*arguments)
         steps.append(step)
-        if len(steps) == 2:  # the one that is tried
+        if len(steps) == 2:  # the step that is compared with the CPU's
             plain = step.augment.normalize
             step.augment.normalize = lambda images: plain(images) * 1.01
             block = step.model.blocks[0]
@@ -63,13 +63,13 @@ def test_another_arithmetic_is_no_longer_the_cpus(monkeypatch):
         return step, batches
 
     monkeypatch.setattr(guarantees, "make_step", make_step)
-    found = {line.what: line.passed for line in guarantees.equals_the_cpu(CPU)}
-    assert found["3 fp32 steps equal the CPU's"] is False
-    assert found["an evaluation's logits in fp32 are close to the CPU's in fp32"] is False
+    passed = {line.what: line.passed for line in guarantees.equals_the_cpu(CPU)}
+    assert passed["3 fp32 steps equal the CPU's"] is False
+    assert passed["an evaluation's logits in fp32 are close to the CPU's in fp32"] is False
 
 
-def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
-    """Graphs are counted when they are captured, so what runs them makes no difference."""
+def test_a_compiled_graph_per_block_breaks_the_promise(monkeypatch):
+    """Graphs are counted when they are captured, so the backend that runs them does not matter."""
     captured = partial(compiling.compile_blocks, backend="eager")
     monkeypatch.setattr(compiling, "compile_blocks", captured)
     [line] = guarantees.graphs_as_planned(CPU)
@@ -77,7 +77,7 @@ def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
     assert line.passed
 
     def forward(path: DropPath, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 - path.rate)  # a number of Python: another one for each block
+        return x * (1 - path.rate)  # a Python number that differs between blocks
 
     monkeypatch.setattr(DropPath, "forward", forward)
     monkeypatch.setattr(guarantees, "SMALL", (*guarantees.SMALL, "model.drop_path_form=mask"))
@@ -85,11 +85,11 @@ def test_a_graph_for_each_block_is_more_than_planned(monkeypatch):
     assert line.passed is False, line.said
 
 
-def test_what_only_a_gpu_can_break_is_not_called_kept():
+def test_promises_about_gpus_are_not_reported_as_kept_on_a_cpu():
     assert verdicts(guarantees.no_waits(CPU)) == [None]
 
 
-def test_weights_that_differ_in_one_number_are_apart():
+def test_weights_that_differ_in_one_number_are_detected():
     first, second = (nn.Linear(3, 2) for _ in range(2))
     second.load_state_dict(first.state_dict())
     assert guarantees.distance(first, second) == 0
@@ -101,33 +101,33 @@ def test_weights_that_differ_in_one_number_are_apart():
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def test_an_error_an_overrun_and_a_crash_are_lines_and_what_came_before_stays():
-    kept = Line("first", True, "kept")
+def test_errors_overruns_and_crashes_become_lines_and_keep_earlier_lines():
+    first = Line("first", True, "kept")
 
     def fails() -> Iterator[Line]:
-        yield kept
+        yield first
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
     def hangs() -> Iterator[Line]:
-        yield kept
+        yield first
         time.sleep(3600)
 
     def crashes() -> Iterator[Line]:
-        yield kept
+        yield first
         os.kill(os.getpid(), signal.SIGKILL)
 
     assert run_part("part", fails, 60) == [
-        kept,
+        first,
         Line("part", False, "RuntimeError: CUDA error: an illegal memory access"),
     ]
     assert run_part("part", crashes, 60) == [
-        kept,
+        first,
         Line("part", False, f"its process ended with status -{signal.SIGKILL.value}"),
     ]
-    assert run_part("part", hangs, 2) == [kept, Line("part", False, "not done within its 2 s")]
+    assert run_part("part", hangs, 2) == [first, Line("part", False, "not done within its 2 s")]
 
 
-def test_what_a_part_has_started_ends_with_it(tmp_path: Path):
+def test_processes_that_a_part_started_end_with_it(tmp_path: Path):
     pid_file = tmp_path / "pid"
 
     def starts() -> Iterator[Line]:
@@ -152,7 +152,7 @@ TINY = ("train.device=cpu", "train.precision=fp32", "model.depth=2", "model.imag
 
 
 @pytest.mark.full
-def test_a_killed_run_is_compared_bit_for_bit(tmp_path: Path, monkeypatch):
+def test_a_killed_run_is_compared_to_the_bit(tmp_path: Path, monkeypatch):
     place = kills.make_place(tmp_path, *TINY, "data.num_workers=0")
     [line] = kills.killed_and_resumed(place, deterministic=True, promised=True)
     assert line.passed, str(line)

@@ -1,4 +1,4 @@
-"""What is measured of a step: structure and counts; never how long."""
+"""The measurement of a step: structure and counts; no test depends on durations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def step(config):
     return create_step(config, make_plan(config, 64, 1)[0], 5, WORLD)
 
 
-def test_synthetic_batches_are_as_the_recipe_draws_them(config):
+def test_synthetic_batches_are_drawn_as_the_recipe_draws_them(config):
     batches = synthetic_batches(config, 8, 5, WORLD.device)
     assert len(batches) == 4
     for batch in batches:
@@ -57,35 +57,38 @@ def test_synthetic_batches_are_as_the_recipe_draws_them(config):
         assert int(batch.labels.max()) < 5
         assert batch.weights.tolist() == [1.0] * 8
         mixed = batch.table[:, LAMBDA]
-        assert torch.equal(mixed, mixed[partners(config.augment, 8)]), "one lambda for a pair"
+        assert torch.equal(mixed, mixed[partners(config.augment, 8)]), "a pair must share a lambda"
     tables = {batch.table.numpy().tobytes() for batch in batches}
-    assert len(tables) == 4, "different operations in each step"
+    assert len(tables) == 4, "each step must draw different operations"
 
 
-def test_steps_are_counted_and_times_are_those_of_images(step, config):
+def test_steps_are_counted_and_the_rate_follows_from_the_time(step, config):
     batches = synthetic_batches(config, 8, 5, WORLD.device)
     seen = []
-    found = time_step(step, batches, num_steps=4, on_step=lambda *done: seen.append(done))
+    times = time_step(step, batches, num_steps=4, on_step=lambda *done: seen.append(done))
     assert seen == [(0, 4), (1, 4), (2, 4), (3, 4), (4, 4)]
-    assert found.num_steps == 4
-    assert 0 < found.fastest_s <= found.step_s <= found.slowest_s
-    assert found.images_per_s == pytest.approx(8 / found.step_s)
-    assert time_step(step, batches, seconds=0.0).num_steps == 3, "at least"
+    assert times.num_steps == 4
+    assert 0 < times.fastest_s <= times.step_s <= times.slowest_s
+    assert times.images_per_s == pytest.approx(8 / times.step_s)
+    assert time_step(step, batches, seconds=0.0).num_steps == 3, (
+        "at least three steps must be timed"
+    )
 
 
-def test_every_part_of_a_step_has_its_time_and_the_step_is_left_as_it_was(step, config):
+def test_every_part_of_a_step_is_timed_without_changing_the_step(step, config):
     batches = synthetic_batches(config, 8, 5, WORLD.device)
     before = step.mark
-    found = time_step(step, batches, num_steps=3).parts_s
-    assert set(found) == set(StepPhase)
-    assert found.pop(StepPhase.TEACHER) == 0, "it has none"
-    assert all(seconds > 0 for seconds in found.values()), found
+    parts = time_step(step, batches, num_steps=3).parts_s
+    assert set(parts) == set(StepPhase)
+    assert parts.pop(StepPhase.TEACHER) == 0, "the step has no teacher"
+    assert all(seconds > 0 for seconds in parts.values()), parts
     assert step.mark is before
-    assert all_reduce_times(step, batches) is None, "one rank has nobody to share with"
+    assert all_reduce_times(step, batches) is None, "a single rank has no all-reduce"
 
 
-def test_an_iterator_is_taken_from_and_nothing_else(step, config):
-    """Two steps to warm up, and those that are timed: a loader has no more than that to make."""
+def test_timing_takes_only_the_needed_batches_from_an_iterator(step, config):
+    """Timing needs two warm-up steps and the timed ones; a loader makes exactly that many
+    batches."""
     batches = synthetic_batches(config, 8, 5, WORLD.device, count=6)
     stream = iter([step.augment.change_batch(batch) for batch in batches])
     assert time_step(step, stream, num_steps=4).num_steps == 4
@@ -94,8 +97,8 @@ def test_an_iterator_is_taken_from_and_nothing_else(step, config):
 
 @pytest.mark.parametrize("limit", [0, 1, 2, 5, 8, 64])
 @pytest.mark.parametrize("first", [1, 4, 100])
-def test_the_largest_size_is_found_from_wherever_it_begins(limit, first, step, config):
-    """Memory that is full above `limit` rows, as the CUDA allocator says it."""
+def test_the_largest_size_is_found_from_any_first_size(limit, first, step, config):
+    """Memory is full above `limit` rows, with the error of the CUDA allocator."""
     tried = []
 
     def make_batch(rows):
@@ -107,13 +110,13 @@ def test_the_largest_size_is_found_from_wherever_it_begins(limit, first, step, c
     sizes = [2, 4, 8, 16, 32]
     expected = max((size for size in sizes if size <= limit), default=0)
     assert largest_micro_batch(step, sizes, make_batch, first) == expected
-    assert len(tried) == len(set(tried)), "each size once"
+    assert len(tried) == len(set(tried)), "no size may be tried twice"
     assert step.micro_batch_size == 4
     assert step.world is WORLD
     assert all(parameter.grad is None for parameter in step.parameters)
 
 
-def test_what_is_not_about_memory_is_an_error(step):
+def test_errors_that_are_not_about_memory_are_raised(step):
     def make_batch(rows):
         raise RuntimeError("CUDA error: device-side assert triggered")
 
@@ -122,7 +125,7 @@ def test_what_is_not_about_memory_is_an_error(step):
     assert step.micro_batch_size == 4
 
 
-def test_what_is_needed_beside_a_step_must_fit_too(step, config):
+def test_memory_needed_beside_a_step_counts(step, config):
     def make_batch(rows):
         return synthetic_batches(config, rows, 5, WORLD.device, count=1)[0]
 
@@ -130,8 +133,9 @@ def test_what_is_needed_beside_a_step_must_fit_too(step, config):
     assert not fits_in_memory(step, 2, make_batch, beside_bytes=2**50)
 
 
-def test_the_peak_has_what_is_gone_again():
-    """A quarter of a GiB, which the allocator takes from the system and gives back."""
+def test_the_peak_includes_freed_memory():
+    """The test allocates and frees a quarter of a GiB, which the allocator returns to the
+    system."""
     device = WORLD.device
     before = bytes_in_use(device)
     reset_peak(device)

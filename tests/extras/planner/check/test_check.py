@@ -1,5 +1,5 @@
-"""`launch/train.py --check` as it is typed: green, red with everything that is wrong, and nothing
-left behind."""
+"""`launch/train.py --check` as a user types it: it succeeds or reports all problems at once, and
+leaves no files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def words(config: Path, run_dir: Path, *more: str) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, tuple[int, int]]:
-    """Each file and folder with its size and when it was changed, the lock as well."""
+    """Return each file and folder, the lock included, with its size and modification time."""
     return {
         str(path.relative_to(folder)): (path.stat().st_size, path.stat().st_mtime_ns)
         for path in folder.rglob("*")
@@ -41,7 +41,7 @@ def everything(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def verdicts(text: str) -> dict[str, str]:
-    """Of each row of the table."""
+    """Return the verdict of each row of the table."""
     return {
         name.strip(): verdict
         for verdict, name in re.findall(r"^  (ok|note|FAIL|-) +(\S+(?: \S+)?)  ", text, re.M)
@@ -49,34 +49,34 @@ def verdicts(text: str) -> dict[str, str]:
 
 
 def row(text: str, name: str) -> str:
-    """What was found, in one line."""
-    found = re.search(
+    """Return the text of a row of the table in one line."""
+    match = re.search(
         rf"^  (?:ok|note|FAIL|-) +{re.escape(name)}  +(.*(?:\n {{8}}.*)*)", text, re.M
     )
-    assert found is not None, text
-    return re.sub(r"\s+", " ", found[1]).strip()
+    assert match is not None, text
+    return re.sub(r"\s+", " ", match[1]).strip()
 
 
 @pytest.fixture(autouse=True)
 def wide(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "400")  # paths in messages are long, and broken anywhere
+    monkeypatch.setenv("COLUMNS", "400")  # long paths would be broken at any letter
 
 
-def test_a_new_run_is_green_and_leaves_nothing(config, tmp_path, capsys):
+def test_the_check_of_a_new_run_succeeds_and_leaves_no_files(config, tmp_path, capsys):
     before = everything(tmp_path)
     run_here("launch/train.py", *words(config, tmp_path / "runs" / "new"))
     table = capsys.readouterr().out
-    found = verdicts(table)
-    assert list(found) == PARTS
-    found.pop("hosts")  # this machine may have little of something
-    assert set(found.values()) == {"ok"}, table
+    verdict_by_part = verdicts(table)
+    assert list(verdict_by_part) == PARTS
+    verdict_by_part.pop("hosts")  # its verdict depends on this machine
+    assert set(verdict_by_part.values()) == {"ok"}, table
     assert "31,939 parameters: 12 steps of 12 images" in row(table, "config")
     assert "a new run" in row(table, "start")
     assert re.search(r"steps of 12 images of 16x16 px: .* loss 1\.\d+", row(table, "step"))
     assert everything(tmp_path) == before
 
 
-def test_a_run_that_is_there_is_left_as_it_is(config, tmp_path, capsys):
+def test_the_check_of_an_existing_run_changes_nothing(config, tmp_path, capsys):
     run_dir = tmp_path / "run"
     run_here("launch/train.py", *words(config, run_dir, "train.steps=3")[:-2], "train.steps=3")
     before = everything(run_dir)
@@ -92,7 +92,7 @@ def test_a_run_that_is_there_is_left_as_it_is(config, tmp_path, capsys):
     assert everything(run_dir) == before
 
 
-def test_all_that_is_wrong_is_told_at_once(config, shards, tmp_path, capsys):
+def test_all_problems_are_reported_at_once(config, shards, tmp_path, capsys):
     root = shutil.copytree(shards, tmp_path / "shards")
     config.write_text(config.read_text().replace(str(shards), str(root)))
     for shard in (root / "train-00001.tar", root / "val-00000.tar"):
@@ -100,7 +100,7 @@ def test_all_that_is_wrong_is_told_at_once(config, shards, tmp_path, capsys):
     (root / "train-00002.tar").unlink()
     (tmp_path / "file").touch()
     before = everything(tmp_path)
-    # This machine may have little of something: then a row has a note.
+    # A row may have a note, depending on this machine.
     with pytest.raises(ValueError, match=r"[34] of 12 ok, 2 FAILED \(shards, run folder\)"):
         run_here("launch/train.py", *words(config, tmp_path / "file" / "run"))
     table = capsys.readouterr().out
@@ -113,7 +113,7 @@ def test_all_that_is_wrong_is_told_at_once(config, shards, tmp_path, capsys):
     assert everything(tmp_path) == before
 
 
-def test_an_index_that_is_not_there_is_not_made(config, shards, tmp_path, capsys):
+def test_the_check_does_not_create_a_missing_index(config, shards, tmp_path, capsys):
     root = shutil.copytree(shards, tmp_path / "shards")
     config.write_text(config.read_text().replace(str(shards), str(root)))
     (root / "train.index.npy").unlink()
@@ -125,7 +125,7 @@ def test_an_index_that_is_not_there_is_not_made(config, shards, tmp_path, capsys
 
 
 @pytest.mark.full
-def test_three_ranks_under_torchrun(config, tmp_path):
+def test_the_check_succeeds_on_three_ranks_under_torchrun(config, tmp_path):
     exact = ("train.exact_over_ranks=true", "data.micro_batch_size=2", "data.num_workers=1")
     before = everything(tmp_path)
     done = run("launch/train.py", *words(config, tmp_path / "run", *exact), ranks=3)
@@ -142,7 +142,7 @@ def test_three_ranks_under_torchrun(config, tmp_path):
 
 
 @pytest.mark.full
-def test_what_is_wrong_under_torchrun_ends_it_with_the_summary(config, shards, tmp_path):
+def test_a_failed_check_under_torchrun_ends_with_the_summary(config, shards, tmp_path):
     root = shutil.copytree(shards, tmp_path / "shards")
     config.write_text(config.read_text().replace(str(shards), str(root)))
     os.truncate(root / "val-00000.tar", 1024)
@@ -155,11 +155,12 @@ def test_what_is_wrong_under_torchrun_ends_it_with_the_summary(config, shards, t
 
 
 SECONDS = ("model.image_size=224", "model.depth=12", "data.num_workers=1")
-"""Settings with which a step takes so long."""
+"""Settings with which a step takes seconds."""
 
 
 def has_workers(pid: int) -> bool:
-    """Whether a rank has begun its steps. What it starts while it imports ends at once."""
+    """Return whether a rank has begun its steps. Processes that it starts during imports end at
+    once."""
     before = children(pid)
     time.sleep(0.5)
     return any(child in before for child in children(pid))
@@ -167,7 +168,7 @@ def has_workers(pid: int) -> bool:
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("victim", "number", "when", "expected"),
+    ("victim", "number", "stage", "expected"),
     [
         (1, signal.SIGSTOP, "at once", r"rank 1 did not come within 0:00:45"),
         (
@@ -180,12 +181,12 @@ def has_workers(pid: int) -> bool:
         (1, signal.SIGKILL, "step", r"\(rank 1\) ended without a word, as if killed"),
     ],
 )
-def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, when, expected):
-    """By another one, after the limit; those that wait for it in a collective end, too."""
+def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, stage, expected):
+    """Another rank names it after the limit; ranks that wait for it in a collective also end."""
     more = ("--check", "--check-limit-s=15", *SECONDS)
     checking = Background(config, tmp_path / "run", *more, ranks=3, cold=True)
     while len(pids := checking.trainers()) < 3 or (
-        when == "step" and not has_workers(pids[victim])
+        stage == "step" and not has_workers(pids[victim])
     ):
         assert checking.process.poll() is None, checking.end()
         time.sleep(0.02)
@@ -196,15 +197,15 @@ def test_a_stopped_or_killed_rank_is_named(config, tmp_path, victim, number, whe
         if number == signal.SIGSTOP:
             os.kill(pids[victim], signal.SIGKILL)
         seen_later = checking.end()
-    told = re.sub(r"\s+", " ", seen + seen_later)
-    assert re.search(expected.format(pid=pids[victim]), told), seen + seen_later
+    output = re.sub(r"\s+", " ", seen + seen_later)
+    assert re.search(expected.format(pid=pids[victim]), output), seen + seen_later
     assert checking.process.returncode != 0
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_the_middle_of_a_checkpoint_leaves_none(config, tmp_path, number):
+def test_a_signal_during_the_test_checkpoint_leaves_no_files(config, tmp_path, number):
     large = ("model.embed_dim=768", "model.num_heads=12", "model.depth=4", "model.image_size=16")
     line = command("launch/train.py", *words(config, tmp_path / "run", *large), ranks=0)
     before = everything(tmp_path)
@@ -222,8 +223,9 @@ def test_a_signal_in_the_middle_of_a_checkpoint_leaves_none(config, tmp_path, nu
 
 
 @pytest.mark.full
-def test_a_run_at_a_url_is_looked_at_there(config, tmp_path, capsys, monkeypatch):
-    """Who has it, and what it would go on from: on a machine that has nothing of it."""
+def test_a_run_at_a_url_is_checked_at_the_url(config, tmp_path, capsys, monkeypatch):
+    """The check reports the holder of the run and the checkpoint to resume from, on a machine
+    without a copy of the run."""
     Lease = pytest.importorskip("vit.extras.remote_runs.lease").Lease
     store_at = pytest.importorskip("vit.extras.remote_runs.place").store_at
     monkeypatch.setenv("TMPDIR", str(tmp_path))
@@ -238,8 +240,8 @@ def test_a_run_at_a_url_is_looked_at_there(config, tmp_path, capsys, monkeypatch
     capsys.readouterr()
     before = everything(tmp_path / "bucket")
     run_here("launch/train.py", *line("here"))
-    said = row(capsys.readouterr().out, "start")
-    assert "goes on at step 3 from step_00000003, at its URL" in said
+    start = row(capsys.readouterr().out, "start")
+    assert "goes on at step 3 from step_00000003, at its URL" in start
     with pytest.raises(ValueError, match=r"FAILED \(start\)"):
         run_here("launch/train.py", *line("here", "optim.lr=1"))
     assert "belongs to a run with other settings" in row(capsys.readouterr().out, "start")
@@ -252,14 +254,14 @@ def test_a_run_at_a_url_is_looked_at_there(config, tmp_path, capsys, monkeypatch
     assert everything(tmp_path / "bucket") == before
 
 
-def test_a_rate_below_one_is_no_zero():
+def test_a_rate_below_one_is_not_printed_as_zero():
     assert [digits(value) for value in (2711.6, 27.12, 0.271, 0.00271)] == [
         *("2,712", "27.1", "0.27", "0.0027")
     ]
 
 
 @pytest.mark.full
-def test_a_disk_without_room_for_the_checkpoint(config, tmp_path):
+def test_a_disk_without_room_for_the_checkpoint_is_reported(config, tmp_path):
     with small_disk(tmp_path / "disk") as disk:
         leave_free(disk, 1200)
         before = everything(disk)

@@ -1,4 +1,4 @@
-"""The table as a user sees it."""
+"""The table of findings as a user sees it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FINDINGS = [
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_the_table_fits_and_has_colours_on_a_terminal_only(width, is_terminal, monkeypatch):
+def test_the_table_fits_and_is_coloured_only_on_a_terminal(width, is_terminal, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     out = io.StringIO()
@@ -30,16 +30,16 @@ def test_the_table_fits_and_has_colours_on_a_terminal_only(width, is_terminal, m
     assert ("\x1b[" in text) == is_terminal
     if not is_terminal:
         assert max(map(len, text.splitlines())) <= width
-        assert "train[:50%] of" in text, "brackets are no markup"
+        assert "train[:50%] of" in text, "brackets must not be read as markup"
         together = "".join(line[12:].strip() for line in text.splitlines())
-        assert f"/data/{'x' * 90}.tar" in together, "nothing of a path is left out"
+        assert f"/data/{'x' * 90}.tar" in together, "a path must not be shortened"
 
 
-def test_the_summary_names_what_has_failed():
+def test_the_summary_names_the_failed_parts():
     assert summary(FINDINGS) == "1 of 4 ok, 1 with a note, 1 FAILED (shards), 1 not tried"
 
 
-def test_equal_problems_are_one_and_long_lists_are_counted():
+def test_equal_problems_are_merged_and_long_lists_are_counted():
     many = "\n".join(f"train-{number}.tar: truncated" for number in range(5))
     lines = by_message({0: "no such disk", 1: "no such disk", 2: many}, ("a", "a", "b"))
     assert lines == [

@@ -1,4 +1,4 @@
-"""Clocks through a store, and whether W&B would get anything."""
+"""The clocks of hosts are compared through a store, and W&B is checked before a run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOSTS = ("a", "b", "b", "c")
 
 
 def clocks(monkeypatch: pytest.MonkeyPatch, ahead_s: dict[int, float]) -> list:
-    """What ranks with clocks that are so far ahead find."""
+    """Compare clocks on four ranks, whose clocks are ahead by `ahead_s` seconds."""
     own = threading.local()
     shifted = SimpleNamespace(
         time=lambda: time.time() + getattr(own, "ahead_s", 0.0), perf_counter=time.perf_counter
@@ -41,20 +41,20 @@ def clocks(monkeypatch: pytest.MonkeyPatch, ahead_s: dict[int, float]) -> list:
 
 
 def test_one_rank_of_each_host_compares_its_clock_with_rank_0s(monkeypatch):
-    found = clocks(monkeypatch, {0: 100.0, 1: 100.25, 3: 40.0})
-    main, second, beside, third = found
+    measured = clocks(monkeypatch, {0: 100.0, 1: 100.25, 3: 40.0})
+    main, second, beside, third = measured
     assert (main.ahead_s, beside) == (0.0, None)
     assert second.ahead_s == pytest.approx(0.25, abs=second.within_s)
     assert third.ahead_s == pytest.approx(-60.0, abs=third.within_s)
-    [wrong] = judge_clocks(dict(enumerate(found)), HOSTS)
+    [wrong] = judge_clocks(dict(enumerate(measured)), HOSTS)
     assert wrong.verdict == "FAIL"
     assert wrong.said == "c is 60.00 s behind a: keep time by NTP (timedatectl set-ntp true)"
-    [right] = judge_clocks(dict(enumerate(found[:3])), HOSTS)
+    [right] = judge_clocks(dict(enumerate(measured[:3])), HOSTS)
     assert right.verdict == "ok"
     assert right.said.startswith("2 hosts within 2")
 
 
-def test_a_host_that_does_not_ask_for_the_time_is_named(monkeypatch):
+def test_a_host_that_does_not_take_part_is_named(monkeypatch):
     monkeypatch.setattr(machine, "ANSWER_S", 0.5)
 
     def rank(world: World) -> machine.Clock | None:
@@ -73,27 +73,28 @@ def no_key(monkeypatch, tmp_path):
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
 
 
-def told(setting: str) -> tuple[str, str]:
+def checked_wandb(setting: str) -> tuple[str, str]:
+    """Return the verdict and the message about `log.wandb=setting`."""
     [finding] = judge_views({0: look_at_views(LogConfig.model_validate({"wandb": setting}))})
     return finding.verdict, finding.said
 
 
-def test_wandb_that_answers_and_wandb_that_does_not(no_key, monkeypatch, tmp_path):
-    assert told("off") == ("ok", "off, as asked")
-    assert told("offline")[0] == "ok"
-    verdict, said = told("auto")
-    assert (verdict, said.split(":")[0]) == ("note", "no key for https")
-    assert told("online")[0] == "FAIL"
+def test_wandb_is_checked_with_and_without_a_reachable_server(no_key, monkeypatch, tmp_path):
+    assert checked_wandb("off") == ("ok", "off, as asked")
+    assert checked_wandb("offline")[0] == "ok"
+    verdict, message = checked_wandb("auto")
+    assert (verdict, message.split(":")[0]) == ("note", "no key for https")
+    assert checked_wandb("online")[0] == "FAIL"
     with WebServer({}) as server:
         (tmp_path / "settings").write_text(f"[default]\nbase_url = {server.url}\n")
         (tmp_path / "netrc").write_text("machine 127.0.0.1 login user password secret\n")
-        verdict, said = told("auto")
-        assert verdict == "ok", said
-        assert said.startswith(f"{server.url} answers in ")
-        assert "secret" not in said
+        verdict, message = checked_wandb("auto")
+        assert verdict == "ok", message
+        assert message.startswith(f"{server.url} answers in ")
+        assert "secret" not in message
         use_server(monkeypatch, server.url)
-        assert told("online")[0] == "ok"
-    verdict, said = told("auto")
+        assert checked_wandb("online")[0] == "ok"
+    verdict, message = checked_wandb("auto")
     assert verdict == "note"
-    assert "does not answer (" in said
-    assert "wandb sync" in said
+    assert "does not answer (" in message
+    assert "wandb sync" in message

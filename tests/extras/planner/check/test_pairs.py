@@ -1,4 +1,4 @@
-"""Which ranks are tried with which, and what is made of it."""
+"""The pairs of ranks whose connections are measured, and the verdict on slow pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vit.extras.planner.check.collectives import (
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 7, 8])
-def test_each_meets_each_other_once_and_one_at_a_time(number):
+def test_each_pair_of_ranks_is_measured_once_and_no_rank_twice_at_a_time(number):
     ranks = range(number)
     rounds = [round_of(ranks, each) for each in range(num_rounds(ranks))]
     for pairs in rounds:
@@ -30,7 +30,7 @@ def test_each_meets_each_other_once_and_one_at_a_time(number):
     assert met == Counter(map(frozenset, combinations(range(number), 2)))
 
 
-def test_pairs_within_hosts_and_between_ranks_of_the_same_place():
+def test_pairs_are_within_hosts_and_between_ranks_of_the_same_place():
     hosts = ("a", "b", "a", "b", "a", "c")
     met = {
         (kind, frozenset(pair)) for kind, pairs in all_rounds(hosts) for pair in map(tuple, pairs)
@@ -48,15 +48,15 @@ def test_rounds_do_not_grow_with_the_hosts():
         assert kinds[BETWEEN] <= min(num_hosts - 1, MAX_ROUNDS)
 
 
-def test_a_pair_that_is_much_slower_than_the_others_is_a_note():
+def test_a_pair_that_is_much_slower_than_other_pairs_gets_a_note():
     hosts = ("a", "b", "c")
     rates = {(0, 1): 9e9, (0, 2): 8e9, (1, 2): 1e9}
-    found = {
+    speeds = {
         rank: [[BETWEEN, sum(pair) - rank, rate] for pair, rate in rates.items() if rank in pair]
         for rank in range(3)
     }
     world = World(0, 3, torch.device("cpu"), hosts=hosts)
-    [slow] = judge_pairs(found, world)
+    [slow] = judge_pairs(speeds, world)
     assert slow.verdict == "note"
     assert slow.said.splitlines() == [
         "between hosts, the slowest of 3: b (rank 1), c (rank 2) with 1 GB/s each way (median"
@@ -64,6 +64,6 @@ def test_a_pair_that_is_much_slower_than_the_others_is_a_note():
         "this pair holds all others up: try without one of its hosts",
     ]
     rates[1, 2] = 7e9
-    found[1][1][2] = found[2][1][2] = 7e9
-    [alike] = judge_pairs(found, world)
+    speeds[1][1][2] = speeds[2][1][2] = 7e9
+    [alike] = judge_pairs(speeds, world)
     assert alike.verdict == "ok"

@@ -1,4 +1,5 @@
-"""Parts of a check, rank by rank: who does not answer is named, and nobody waits for ever."""
+"""The parts of a check on several ranks: a rank that does not answer is named, and no rank waits
+forever."""
 
 from __future__ import annotations
 
@@ -25,10 +26,10 @@ def short_waits(monkeypatch):
 
 
 def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
-    """Its finding lists the values of the ranks that have answered."""
+    """Return a part whose finding lists the values of the ranks that answered."""
 
-    def judge(found: dict[int, Any]) -> Iterator[Finding]:
-        yield Finding(name, Verdict.OK, str(found))
+    def judge(values: dict[int, Any]) -> Iterator[Finding]:
+        yield Finding(name, Verdict.OK, str(values))
 
     return CheckStage(name, run, judge, **options)
 
@@ -36,7 +37,8 @@ def part(name: str, run: Callable[[], Any], **options: Any) -> CheckStage:
 def check(
     parts_of: Callable[[World], list[CheckStage]], limit_s: float = 30.0, leave: int | None = None
 ) -> list[Any]:
-    """Findings on rank 0, [] on the others, or what a rank raises; `leave` never comes."""
+    """Run the parts on three ranks; return rank 0's findings, [] of each other rank, or a rank's
+    error. The rank `leave` does not take part."""
 
     def rank(world: World) -> list[tuple[str, str, str]]:
         world = replace(world, hosts=HOSTS)
@@ -53,11 +55,11 @@ def check(
 
 
 def test_values_of_all_ranks_are_judged_on_rank_0():
-    found = check(lambda world: [part("ten", lambda: 10 * world.rank, is_joint=True)])
-    assert found == [[("ten", "ok", "{0: 0, 1: 10, 2: 20}")], [], []]
+    findings = check(lambda world: [part("ten", lambda: 10 * world.rank, is_joint=True)])
+    assert findings == [[("ten", "ok", "{0: 0, 1: 10, 2: 20}")], [], []]
 
 
-def test_equal_problems_are_told_once_with_their_places_and_all_other_parts_are_done():
+def test_equal_problems_are_reported_once_with_their_ranks_and_other_parts_still_run():
     def parts_of(world: World) -> list[CheckStage]:
         def fail() -> None:
             if world.rank:
@@ -69,16 +71,16 @@ def test_equal_problems_are_told_once_with_their_places_and_all_other_parts_are_
             part("does not", lambda: 1, is_joint=True),
         ]
 
-    found, *_ = check(parts_of)
-    assert found == [
+    findings, *_ = check(parts_of)
+    assert findings == [
         ("disk", "FAIL", "a (rank 1), b (rank 2): OSError: no such disk"),
         ("needs it", "-", "not tried: it needs disk"),
         ("does not", "ok", "{0: 1, 1: 1, 2: 1}"),
     ]
 
 
-def test_ranks_that_wait_for_one_that_has_failed_go_on():
-    ever = threading.Event()  # as a collective that it does not join
+def test_ranks_that_wait_for_a_failed_rank_continue():
+    ever = threading.Event()  # stands for a collective that the failed rank does not join
 
     def parts_of(world: World) -> list[CheckStage]:
         def fail() -> None:
@@ -92,9 +94,9 @@ def test_ranks_that_wait_for_one_that_has_failed_go_on():
             part("alone", lambda: 1),
         ]
 
-    found, *_ = check(parts_of)
+    findings, *_ = check(parts_of)
     ever.set()
-    assert found == [
+    assert findings == [
         ("step", "FAIL", "b (rank 2): AssertionError: out of something"),
         ("together", "-", "not tried: it needs all ranks (see step)"),
         ("alone", "ok", "{0: 1, 1: 1, 2: 1}"),
@@ -102,7 +104,7 @@ def test_ranks_that_wait_for_one_that_has_failed_go_on():
 
 
 @pytest.mark.parametrize("is_joint", [True, False])
-def test_a_rank_that_does_not_answer_is_named_and_not_waited_for_again(is_joint):
+def test_a_rank_that_does_not_answer_is_named_and_waited_for_only_once(is_joint):
     ever = threading.Event()
 
     def parts_of(world: World) -> list[CheckStage]:
@@ -112,9 +114,9 @@ def test_a_rank_that_does_not_answer_is_named_and_not_waited_for_again(is_joint)
 
         return [part("pairs", wait, is_joint=is_joint), part("alone", lambda: 1)]
 
-    found, *others = check(parts_of, limit_s=1.0, leave=1)
+    findings, *other_findings = check(parts_of, limit_s=1.0, leave=1)
     ever.set()
-    assert found == [
+    assert findings == [
         (
             "pairs",
             "FAIL",
@@ -123,17 +125,17 @@ def test_a_rank_that_does_not_answer_is_named_and_not_waited_for_again(is_joint)
         ),
         ("alone", "ok", "{0: 1, 2: 1}"),
     ]
-    assert others == [[], []]
+    assert other_findings == [[], []]
 
 
-def test_one_of_the_others_tells_that_rank_0_does_not_answer():
+def test_another_rank_reports_that_rank_0_does_not_answer():
     _, first, second = check(lambda world: [part("pairs", lambda: 1)], limit_s=1.0, leave=0)
     assert isinstance(first, ValueError)
     assert str(first).startswith("pairs: a (rank 0) did not answer within 1 s")
     assert isinstance(second, AlreadyReported)
 
 
-def test_a_rank_whose_part_stands_still_is_told_from_one_that_is_gone():
+def test_a_hanging_part_is_distinguished_from_a_missing_rank():
     ever = threading.Event()
 
     def parts_of(world: World) -> list[CheckStage]:
@@ -144,9 +146,9 @@ def test_a_rank_whose_part_stands_still_is_told_from_one_that_is_gone():
 
         return [part("reading", read), part("step", lambda: 2, is_joint=True)]
 
-    found, *others = check(parts_of, limit_s=1.0)
+    findings, *other_findings = check(parts_of, limit_s=1.0)
     ever.set()
-    assert found[0][:2] == ("reading", "FAIL")
-    assert found[0][2].startswith("not done within 1 s on b (rank 2): a disk, a network")
-    assert found[1] == ("step", "ok", "{0: 2, 1: 2, 2: 2}")
-    assert others == [[], []]
+    assert findings[0][:2] == ("reading", "FAIL")
+    assert findings[0][2].startswith("not done within 1 s on b (rank 2): a disk, a network")
+    assert findings[1] == ("step", "ok", "{0: 2, 1: 2, 2: 2}")
+    assert other_findings == [[], []]
