@@ -23,9 +23,8 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from data_prep.command import Parser, add_arguments, positive, run, write_or_plan
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.command import positive, source_command
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range, stable_hash
 
 VAL_FRACTION = 0.2
@@ -207,34 +206,31 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.digits", __doc__)
-    parser.add_argument(
-        "--image-size",
-        type=positive,
-        default=48,
-        metavar="N",
-        help="side in pixels (default: %(default)s)",
-    )
-    for name, what, default in (
-        ("--renderings", "training", 6),
-        ("--val-renderings", "validation", 5),
-    ):
-        parser.add_argument(
-            name,
-            type=positive,
-            default=default,
-            metavar="N",
-            help=f"{what} images of each original (default: %(default)s)",
-        )
-    add_arguments(parser)
-    return run(
-        lambda args: write_or_plan(
-            source(args.image_size, args.renderings, args.val_renderings, args.seed), args
-        ),
-        parser.parse_args(argv),
-    )
+main = source_command(
+    "digits",
+    __doc__,
+    {
+        "--image-size": {
+            "type": positive,
+            "default": 48,
+            "metavar": "N",
+            "help": "side in pixels (default: %(default)s)",
+        },
+        "--renderings": {
+            "type": positive,
+            "default": 6,
+            "metavar": "N",
+            "help": "training images of each original (default: %(default)s)",
+        },
+        "--val-renderings": {
+            "type": positive,
+            "default": 5,
+            "metavar": "N",
+            "help": "validation images of each original (default: %(default)s)",
+        },
+    },
+    lambda args: source(args.image_size, args.renderings, args.val_renderings, args.seed),
+)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
+from data_prep.command import MAX_UNREADABLE_FLAG, WORKERS_FLAG, command_line
 from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.write.card_page import write_readme
@@ -245,56 +245,57 @@ def _settings(output: Output, splits: list[str]) -> str:
     return settings if val == "val" else f"{settings} data.val_split={val}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.index", __doc__)
-    parser.add_argument(
-        "root",
-        nargs="+",
-        metavar="ROOT",
-        help="folder of tar shards, its URL, or URLs of shards (quote the braces)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="for shards at a URL: where the index goes if not next to them",
-    )
-    parser.add_argument(
-        "--split", metavar="NAME", help="split of all shards, if their names have none (00000.tar)"
-    )
-    members = parser.add_argument_group("members of a sample")
-    members.add_argument(
-        "--image",
-        metavar="SUFFIX",
-        help="the image's member, as image.jpg; several, one a sample, as 'jpg;png'",
-    )
-    members.add_argument(
-        "--label",
-        metavar="SUFFIX",
-        help=(
-            "the label's: a text member, as label.cls, or a JSON field, as json:label; none: there"
-            " are no labels"
-        ),
-    )
-    members.add_argument(
-        "--keys-with-dots",
-        action="store_true",
-        help="a key ends at the last dot of a name, not at the first",
-    )
-    members.add_argument(
-        "--classes",
-        type=Path,
-        metavar="FILE",
-        help="class names in the order of labels, one a line",
-    )
-    add_max_unreadable_argument(parser)
-    add_workers_argument(parser)
+def _run(args: argparse.Namespace) -> None:
+    flags = Asked(args.image, args.label, args.keys_with_dots, args.classes)
+    index(args.root, args.workers, args.out, args.split, flags, args.max_unreadable)
 
-    def command(args: argparse.Namespace) -> None:
-        asked = Asked(args.image, args.label, args.keys_with_dots, args.classes)
-        index(args.root, args.workers, args.out, args.split, asked, args.max_unreadable)
 
-    return run(command, parser.parse_args(argv))
+main = command_line(
+    "index",
+    __doc__,
+    {
+        "": {
+            "root": {
+                "nargs": "+",
+                "metavar": "ROOT",
+                "help": "folder of tar shards, its URL, or URLs of shards (quote the braces)",
+            },
+            "--out": {
+                "metavar": "FOLDER",
+                "help": "for shards at a URL: where the index goes if not next to them",
+            },
+            "--split": {
+                "metavar": "NAME",
+                "help": "split of all shards, if their names have none (00000.tar)",
+            },
+            **MAX_UNREADABLE_FLAG,
+            **WORKERS_FLAG,
+        },
+        "members of a sample": {
+            "--image": {
+                "metavar": "SUFFIX",
+                "help": "the image's member, as image.jpg; several, one a sample, as 'jpg;png'",
+            },
+            "--label": {
+                "metavar": "SUFFIX",
+                "help": (
+                    "the label's: a text member, as label.cls, or a JSON field, as json:label;"
+                    " none: there are no labels"
+                ),
+            },
+            "--keys-with-dots": {
+                "action": "store_true",
+                "help": "a key ends at the last dot of a name, not at the first",
+            },
+            "--classes": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "class names in the order of labels, one a line",
+            },
+        },
+    },
+    _run,
+)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Images are copied once to ROOT/_spool: parquet has no random access.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections import Counter, defaultdict
@@ -25,14 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from data_prep.command import (
-    VAL_FRACTION,
-    Parser,
-    add_arguments,
-    add_val_fraction_argument,
-    run,
-    write_or_plan,
-)
+from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, source_command
 from data_prep.errors import NEXT_LINE, PrepError, some
 from data_prep.read.hub_features import choose_column, recorded_features
 from data_prep.read.image_tree import Ignored, images_below
@@ -44,8 +36,7 @@ from data_prep.read.parquet import (
     open_parquet,
     spool,
 )
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import read_range
 
 SPLIT_WORDS = {
@@ -248,27 +239,27 @@ def _fill(
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.parquet", __doc__)
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder of parquet files, or one of them"
-    )
-    parser.add_argument("--image-column", metavar="NAME", help="where images are, if it is unclear")
-    parser.add_argument("--label-column", metavar="NAME", help="where labels are, if it is unclear")
-    add_val_fraction_argument(parser)
-    parser.add_argument(
-        "--partial",
-        action="store_true",
-        help="accept missing files, and classes without images; reports what is missing",
-    )
-    add_arguments(parser)
-
-    def command(args: argparse.Namespace) -> None:
-        flags = (args.image_column, args.label_column, args.val_fraction, args.partial)
-        write_or_plan(source(args.source, *flags), args)
-
-    return run(command, parser.parse_args(argv))
+main = source_command(
+    "parquet",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "metavar": "SOURCE",
+            "help": "folder of parquet files, or one of them",
+        },
+        "--image-column": {"metavar": "NAME", "help": "where images are, if it is unclear"},
+        "--label-column": {"metavar": "NAME", "help": "where labels are, if it is unclear"},
+        **VAL_FRACTION_FLAG,
+        "--partial": {
+            "action": "store_true",
+            "help": "accept missing files, and classes without images; reports what is missing",
+        },
+    },
+    lambda args: source(
+        args.source, args.image_column, args.label_column, args.val_fraction, args.partial
+    ),
+)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ from data_prep.check.shard_checks import (
     check_shard_quickly,
     counted,
 )
-from data_prep.command import Parser, add_workers_argument, positive, run
+from data_prep.command import WORKERS_FLAG, Flags, make_parser, positive, run
 from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
@@ -238,25 +238,26 @@ def table(report: Report) -> Table:
     return result
 
 
+FLAGS: Flags = {
+    "root": {"metavar": "ROOT", "help": "folder of a finished data set, or its URL"},
+    "--quick": {
+        "action": "store_true",
+        "help": "seconds instead of minutes: structure, and a sample of the images",
+    },
+    "--sample": {
+        "type": positive,
+        "default": SAMPLE,
+        "metavar": "N",
+        "help": "with --quick: images to decode, one of each shard at least (default: %(default)s)",
+    },
+    "--strict": {"action": "store_true", "help": "exit status 1 for notes, too"},
+    **WORKERS_FLAG,
+}
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.verify", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="folder of a finished data set, or its URL")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="seconds instead of minutes: structure, and a sample of the images",
-    )
-    parser.add_argument(
-        "--sample",
-        type=positive,
-        default=SAMPLE,
-        metavar="N",
-        help="with --quick: images to decode, one of each shard at least (default: %(default)s)",
-    )
-    parser.add_argument("--strict", action="store_true", help="exit status 1 for notes, too")
-    add_workers_argument(parser)
-    args = parser.parse_args(argv)
+    args = make_parser("verify", __doc__, {"": FLAGS}).parse_args(argv)
     reports: list[Report] = []
     status = run(
         lambda args: reports.append(

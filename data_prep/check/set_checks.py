@@ -20,7 +20,7 @@ from data_prep.check.data_set import DataSet, SplitFiles, tars_of
 from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
 from data_prep.errors import some
 from data_prep.write.card_page import is_as_written
-from data_prep.write.catalogue_builder import catalogue_sha256
+from data_prep.write.catalogue import catalogue_sha256
 from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
 from vit.data.shards.index_file import has_checksums, open_index

@@ -18,9 +18,10 @@ import os
 import re
 import stat
 import struct
+import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -33,8 +34,8 @@ from vit.system.files import replacing
 from vit.system.meter import Meter
 from vit.system.tar_walk import FILE, FOLDER, TarDamaged, TarMember, describe_content, pread, walk
 
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-"""What reading damaged compressed data raises."""
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
+"""Exceptions that damaged compressed data raise when they are read."""
 OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
@@ -166,6 +167,30 @@ def _is_file(path: Path, member: TarMember) -> bool:
         raise _refused(path, name, f"is {kind}")
     _check_name(path, name)
     return kind == FILE
+
+
+def small_members(
+    path: Path, needed: Container[str], most_members: int, most_bytes: int, expected: str
+) -> Iterator[tuple[str, bytes]]:
+    """Yield (bare name, content) of the files of a tar or tar.gz; b"" for those not `needed`.
+
+    Raises PrepError for a damaged archive, and for one with more or larger members than
+    `expected`, such as "a CIFAR archive", has.
+    """
+    kind = describe_content(_head(path))
+    problem = "not a tar or tar.gz, damaged or cut off"
+    if kind and not kind.startswith("compressed"):
+        problem = f"not a tar or tar.gz but {kind}"
+    with readable(path, DAMAGE, problem), tarfile.open(path) as archive:
+        for number, member in enumerate(archive):
+            if member.size > most_bytes or number == most_members:
+                raise PrepError(
+                    f"{path}: has {member.name!r} of {member.size:,} bytes and {number} more; that"
+                    f" is not {expected}"
+                )
+            name = Path(member.name).name
+            if member.isreg() and (file := archive.extractfile(member)) is not None:
+                yield name, file.read() if name in needed else b""
 
 
 # ---- zip -----------------------------------------------------------------------------------------

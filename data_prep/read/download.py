@@ -113,26 +113,30 @@ def _read_table(path: Path) -> None:
         pass
 
 
-def add_archive_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--download` and `--sha256`."""
-    parser.add_argument(
-        "--download",
-        metavar="URL",
-        help=(
+def _sha256(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sha256 of 64 hexadecimal digits")
+    return text.lower()
+
+
+ARCHIVE_FLAGS: dict[str, dict[str, Any]] = {
+    "--download": {
+        "metavar": "URL",
+        "help": (
             "fetch this zip or tar into SOURCE, which is then a folder, and read it there; a part"
             " that is there already is continued"
         ),
-    )
-    parser.add_argument(
-        "--sha256",
-        type=_sha256,
-        metavar="HEX",
-        help="of what --download fetches: anything else is refused, and not kept",
-    )
+    },
+    "--sha256": {
+        "type": _sha256,
+        "metavar": "HEX",
+        "help": "of what --download fetches: anything else is refused, and not kept",
+    },
+}
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the source by the flags of `add_archive_arguments`, after downloading it if asked to.
+    """Return the source by ARCHIVE_FLAGS, after downloading it with --download.
 
     Raises as `download` does.
     """
@@ -142,12 +146,6 @@ def fetched(args: argparse.Namespace) -> Path:
     if args.sha256:
         raise PrepError("--sha256 compares what --download fetches; give both, or neither")
     return place
-
-
-def _sha256(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sha256 of 64 hexadecimal digits")
-    return text.lower()
 
 
 def _fetch(url: str, file: BinaryIO) -> None:

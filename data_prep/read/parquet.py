@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder
 from data_prep.write.jobs import count_one, run_jobs
 from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json

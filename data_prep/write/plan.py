@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import PrepError, some
-from data_prep.write.catalogue import Catalogue, Source, open_catalogue
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Catalogue, Source, open_catalogue
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
 from data_prep.write.shard import Shard, Work

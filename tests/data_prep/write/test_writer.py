@@ -20,7 +20,7 @@ from checksums import digests
 from small_shards import FOUR, image_bytes, small_splits, source_of
 
 from data_prep.errors import PrepError
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder
 from data_prep.write.images import ImagePolicy
 from data_prep.write.plan import Settings, choose_num_shards, choose_part
 from data_prep.write.shard import TarStream
