@@ -257,6 +257,14 @@ def source_command(
     return command_line(name, doc, groups, lambda args: _write_or_plan(make(args), args))
 
 
+def refuse_val_fraction(value: float | None, *val: object) -> None:
+    """Raise PrepError if --val-fraction was given although the source has `val`."""
+    if val and value is not None:
+        raise PrepError(
+            f"--val-fraction {value} was given, but {val[0]} is there; leave one of them out"
+        )
+
+
 def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
     """Write the shards of a source, or print the plan of a dry run."""
     settings = Settings(

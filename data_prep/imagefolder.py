@@ -30,7 +30,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, source_command
+from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import PrepError, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
 from data_prep.read.class_tree import (
@@ -94,11 +94,8 @@ def source(path: Path, asked: Asked | None = None, out: Path | None = None) -> S
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: is among the images of {path}; give --out another folder")
-    if val is not None and asked.val_fraction is not None:
-        raise PrepError(
-            f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of"
-            " them out"
-        )
+    if val is not None:
+        refuse_val_fraction(asked.val_fraction, val)
     options: dict[str, Any] = {}
     val_fraction = 0.0
     if val is None:

@@ -174,7 +174,9 @@ def escaped(text: str) -> str:
 
 
 def number_range(counts: np.ndarray) -> str:
-    """The smallest and the largest count."""
+    """Return the smallest and the largest count; "-" if there are none."""
+    if not len(counts):
+        return "-"
     low, high = counts.min(), counts.max()
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
