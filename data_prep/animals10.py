@@ -4,11 +4,11 @@
     python -m data_prep.animals10 FOLDER --out ROOT --download
 
 SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders
-(`cane`, `cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as unpacking and moving
+(`cane`, `cavallo`, ... or `dog`, `horse`, ...) may be at any depth, because unpacking and moving
 often adds a folder or drops raw-img; other files, such as translate.py, are ignored. Labels are
-positions among the sorted English names, keys `dog_<file>`. There is no official split: each class
-gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to `test`
-if three fractions are given.
+positions among the sorted English names, keys `dog_<file>`. An official split does not exist: each
+class gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to
+`test` if three fractions are given.
 
 --download fetches the zip from Kaggle into FOLDER first, continued if it was interrupted. Kaggle
 gives public data sets without a login; if it wants one, KAGGLE_USERNAME and KAGGLE_KEY are sent to
@@ -45,7 +45,7 @@ ENGLISH = {
     "ragno": "spider",
     "scoiattolo": "squirrel",
 }
-"""English name of each class folder."""
+"""The English name of each class folder."""
 CLASS_OF = {**ENGLISH, **{english: english for english in ENGLISH.values()}}
 CLASS_NAMES = sorted(ENGLISH.values())
 OFFICIAL = {
@@ -62,7 +62,7 @@ OFFICIAL = {
 }
 """Images of each class in Kaggle's zip."""
 URL = "https://www.kaggle.com/api/v1/datasets/download/alessiocorrado99/animals10"
-"""What Kaggle's own client asks for; answered by a redirect to the zip."""
+"""The address that Kaggle's own client uses; it redirects to the zip."""
 FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
 
@@ -71,14 +71,14 @@ SPLITS = ("train", "val", "test")
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
-    """The outermost folder on an image's path that has the name of a class."""
+    """Return the outermost folder on an image's path that has the name of a class."""
     parts = PurePosixPath(path).parts
     depth = next((depth for depth, part in enumerate(parts[:-1]) if part.lower() in CLASS_OF), None)
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
 
 
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """(numbers of the images of each class, paths outside the class folders).
+    """Return (numbers of the images of each class, paths outside the class folders).
 
     Raises PrepError for missing or repeated classes, and for other folders next to the classes.
     """
@@ -94,9 +94,9 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
     for folder in by_folder:
         folders[CLASS_OF[folder.name.lower()]].append(folder)
     problems = [
-        f"{name} is there {len(there)} times ({', '.join(map(str, there))})"
-        for name, there in folders.items()
-        if len(there) > 1
+        f"{name} is there {len(copies)} times ({', '.join(map(str, copies))})"
+        for name, copies in folders.items()
+        if len(copies) > 1
     ]
     if missing := [f"{name} ({italian})" for italian, name in ENGLISH.items() if not folders[name]]:
         problems.append(f"no images of {', '.join(missing)}")
@@ -113,11 +113,11 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
             f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such"
             f" as raw-img/{next(iter(ENGLISH))}, once"
         )
-    return {name: by_folder[there[0]] for name, there in folders.items()}, outside
+    return {name: by_folder[of_class[0]] for name, of_class in folders.items()}, outside
 
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
-    """Parts of a path below `root`; empty if it is elsewhere."""
+    """Return the parts of a path below `root`; () for a path elsewhere."""
     parts = PurePosixPath(path).parts
     above = root.parts
     return parts[len(above) :] if parts[: len(above)] == above else ()
@@ -127,11 +127,11 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
 
 
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
-    """The images of Kaggle's zip or of a folder.
+    """Return the images of Kaggle's zip or of a folder.
 
     fractions: train and val, or train, val and test, of each class; they sum to 1. split_seed:
-    draws the split. Raises PrepError for a missing path and wrong fractions; when it is listed,
-    unless the ten classes are there.
+    draws the split. Raises PrepError for a missing path and wrong fractions. Listing raises it
+    unless the ten classes exist.
     """
     if not path.exists():
         raise PrepError(
@@ -143,10 +143,9 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
         or any(not 0 < fraction < 1 for fraction in fractions)
         or abs(sum(fractions) - 1) > 1e-6
     ):
-        given = " ".join(map(str, fractions))
         raise PrepError(
-            f"--fractions {given}: expected two (train, val) or three (train, val, test) between 0"
-            " and 1 that sum to 1"
+            f"--fractions {' '.join(map(str, fractions))}: expected two (train, val) or three"
+            " (train, val, test) between 0 and 1 that sum to 1"
         )
     options = {"fractions": list(fractions), "split_seed": split_seed}
     tree = open_tree(path)

@@ -1,8 +1,8 @@
 """Checks of a finished data set as a whole: its records, and the samples of all shards together.
 
-Folder, sidecars, index files and quarantine are compared with `_info.json`, which lists the shards.
-After the shards were read (data_prep/check/shard_checks.py), the samples of all shards are compared:
-class names, labels, keys, equal images.
+Folder, sidecars, index files and quarantine are compared with `_info.json`, the list of the shards.
+After the shards were read (data_prep/check/shard_checks.py), the samples of all shards are checked
+together: class names, labels, keys, equal images.
 """
 
 from __future__ import annotations
@@ -247,8 +247,8 @@ def check_catalogue(data: DataSet) -> Iterator[Finding]:
             "labels",
             "_info.json",
             "class names, keys or labels are not those that the data set was made of: their hash is"
-            f" {sha256[:12]}..., recorded is {str(data.info['catalogue'])[:12]}...; restore what was"
-            " altered, or write the data set again",
+            f" {sha256[:12]}..., recorded is {str(data.info['catalogue'])[:12]}...; restore what"
+            " was altered, or write the data set again",
         )
 
 

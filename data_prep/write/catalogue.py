@@ -1,4 +1,4 @@
-"""The catalogue: what a source holds, as a table on disk, so that memory does not grow with it.
+"""The catalogue: the samples of a source in a table on disk, so memory does not grow with them.
 
 A source names its classes and files and adds its samples, some thousands at a time: key, label, and
 where the encoded bytes are. Then the rows are put in the order of a hash of (seed, key), in which
@@ -49,22 +49,22 @@ ROWS_IN_MEMORY = 1 << 21
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from."""
+    """The origin of samples."""
 
     name: str
-    """Recorded in `_info.json`; must be the same when a command continues."""
+    """The name in `_info.json`; it must be the same when a command continues."""
     options: dict[str, Any]
-    """The source's own settings that decide what is written (JSON values)."""
+    """The source's own settings that decide the written bytes (JSON values)."""
     fill: Callable[[Builder], None]
-    """Adds classes, files and samples to the catalogue. Raises PrepError for a bad source."""
+    """Adds classes, files and samples to a catalogue. Raises PrepError for a bad source."""
     read: Callable[[Sample], bytes]
-    """Encoded image of a sample; runs in worker processes. Raises OSError or ValueError."""
+    """Returns the encoded image of a sample, in a worker process. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """Archives whose path, size and time of change show that a complete data set is still theirs.
-    None: the source is listed to see that."""
+    """Archives whose path, size and modification time show that a complete data set is up to date.
+    None if the source must be listed for that."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
-        """A sha256 of everything that decides the catalogue, in hex; None without `inputs`."""
+        """Return a sha256 of everything that decides the catalogue; None without `inputs`."""
         if self.inputs is None:
             return None
         inputs = [
@@ -77,8 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue; its tables are mapped where they are used. The end of its block removes
-    it from the disk."""
+    """A finished catalogue; processes map its tables. The end of its block deletes its folder."""
 
     folder: Path
     class_names: list[str]
@@ -87,12 +86,12 @@ class Catalogue:
     splits: Mapping[str, int]
     """Samples of each split; the first is the training split."""
     sha256: str
-    """Of classes, splits, keys and labels: equal for the same images."""
+    """The hash of classes, splits, keys and labels: equal for the same images."""
     lock: int
-    """A descriptor of this process that keeps others from removing the folder."""
+    """A descriptor that keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
-        """The samples of a split."""
+        """Return the samples of a split."""
         return _open_table(self.folder, split, self.files)
 
     def __enter__(self) -> Self:
@@ -113,7 +112,7 @@ def open_catalogue(
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
 ) -> Catalogue:
-    """A new catalogue of `source` in `root`, under a temporary name.
+    """Make a catalogue of `source` in `root`, under a temporary name.
 
     `finish` is called after `source.fill`. A catalogue that a killed process left is removed.
     """
@@ -146,14 +145,14 @@ class Builder:
         self.seed = seed
         self.workers = workers
         self.dry = dry
-        """Nothing will be written: skip what is only needed to read images."""
+        """True if nothing is written, so steps that only reading images needs are skipped."""
         self._spool = spool
         self.class_names: list[str] = []
         self.files: list[str] = []
         self.notes: list[str] = []
         self._counts: dict[str, np.ndarray] = {}
         self._written: dict[str, tuple[BinaryIO, ...]] = {}
-        """Of each split: files of texts, rows and hashes, open until they are read."""
+        """The files of texts, rows and hashes of each split, open until they are read."""
         self._text_bytes: dict[str, int] = {}
 
     def __enter__(self) -> Builder:
@@ -177,7 +176,7 @@ class Builder:
         self.class_names = list(names)
 
     def file(self, path: Path | str) -> int:
-        """Register a file or folder that holds samples; returns its number."""
+        """Register a file or folder that holds samples; return its number."""
         self.files.append(os.path.abspath(path))
         return len(self.files) - 1
 
@@ -202,8 +201,8 @@ class Builder:
     ) -> None:
         """Add samples of one file to a split; the first split is the training split.
 
-        names: original names. keys: by default the names without their extension; made safe here
-        (see `safe_key`). sizes: below 4 GiB.
+        names: original names. keys: by default the names without their extension; `safe_key`
+        replaces their unsafe characters. sizes: below 4 GiB.
         """
         if len(sizes) and (largest := int(np.max(sizes))) >> 32:
             raise PrepError(
@@ -238,7 +237,7 @@ class Builder:
         self._count(split, rows["label"])
 
     def _close_files(self) -> None:
-        """Make what was added readable; more can still be added."""
+        """Close the files, so that they can be read; more samples can be added later."""
         while self._written:
             for file in self._written.popitem()[1]:
                 file.close()
@@ -257,7 +256,7 @@ class Builder:
         return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
 
     def count(self, split: str) -> np.ndarray:
-        """(num_classes,) int64: samples of each class so far; (1,) without classes."""
+        """Count the samples of each class until now, (num_classes,) int64; (1,) without classes."""
         return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
 
     def hold_out(self, split: str, into: str, fraction: float) -> None:
@@ -284,23 +283,23 @@ class Builder:
         if not held.any():
             return
         for kind, dtype in (("rows", ROW), ("hashes", HASH)):
-            there = self.folder / f"{split}.{kind}.bin"
+            path = self.folder / f"{split}.{kind}.bin"
             with (
-                open(self.folder / "kept", "wb") as kept,
+                open(self.folder / "remaining", "wb") as remaining,
                 open(self.folder / f"{into}.{kind}.bin", "wb") as moved,
             ):
-                for start, chunk in _chunks(there, dtype):
+                for start, chunk in _chunks(path, dtype):
                     chosen = held[start : start + len(chunk)]
-                    kept.write(chunk[~chosen].tobytes())
+                    remaining.write(chunk[~chosen].tobytes())
                     moved.write(chunk[chosen].tobytes())
-            os.replace(self.folder / "kept", there)
+            os.replace(self.folder / "remaining", path)
         shutil.copyfile(self.folder / f"{split}.text.bin", self.folder / f"{into}.text.bin")
         counted = self._per_class(table.rows["label"][held])
         self._counts[split] = self._counts[split] - counted
         self._counts[into] = counted
 
     def finish(self) -> dict[str, Any]:
-        """Order the rows; returns the fields of a `Catalogue`.
+        """Order the rows; return the fields of a `Catalogue`.
 
         Raises PrepError for empty splits and repeated keys.
         """
@@ -324,7 +323,7 @@ class Builder:
 
 
 def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
-    """The hash of `Builder.finish`, from the HASH rows of each split, sorted by hash."""
+    """Return the hash of `Builder.finish`, from the HASH rows of each split, sorted by hash."""
     digest = hashlib.sha256(json.dumps(class_names).encode())
     for split, hashes in splits.items():
         digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
@@ -332,7 +331,7 @@ def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray
 
 
 def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
-    """(number of the first, records) of a file of records, in parts.
+    """Yield (number of the first, records) of the parts of a file of records.
 
     A memory map would count as this process's memory.
     """
