@@ -12,7 +12,7 @@ NEXT_LINE = "\n  "
 
 
 class PrepError(ValueError):
-    """The source or the output folder is wrong; the message says how, and what to do."""
+    """The source or the output folder is wrong; the message has the problem and a remedy."""
 
 
 @contextmanager

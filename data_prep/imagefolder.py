@@ -82,40 +82,40 @@ class Layout(NamedTuple):
     """None if val is cut from train."""
 
 
-def source(path: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
+def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> Source:
     """Return the images of class folders, or of a folder without classes, or of an archive.
 
     Raises PrepError if `path` is missing, is not an archive, or has a val folder without train.
     Listing raises it for no images, a single class, a class without images, classes of val that
     train lacks, an unclear order of classes, and too many images that are not read.
     """
-    asked = asked or Asked()
-    layout = _layout(_open(path, asked))
+    flags = flags or Asked()
+    layout = _layout(_open(path, flags))
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: is among the images of {path}; give --out another folder")
     if val is not None:
-        refuse_val_fraction(asked.val_fraction, val)
+        refuse_val_fraction(flags.val_fraction, val)
     options: dict[str, Any] = {}
     val_fraction = 0.0
     if val is None:
-        default = 0.0 if asked.no_classes else VAL_FRACTION
-        val_fraction = default if asked.val_fraction is None else asked.val_fraction
+        default = 0.0 if flags.no_classes else VAL_FRACTION
+        val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
-    if asked.class_order == "number":  # not recorded for text, the order of earlier data sets
+    if flags.class_order == "number":  # not recorded for text, the order of earlier data sets
         options["class_order"] = "number"
-    if asked.no_classes:
+    if flags.no_classes:
         options["label"] = NO_LABEL
-    fill = partial(_fill_unlabelled if asked.no_classes else _fill, layout, val_fraction, asked)
+    fill = partial(_fill_unlabelled if flags.no_classes else _fill, layout, val_fraction, flags)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _open(path: Path, asked: Asked) -> Tree:
+def _open(path: Path, flags: Asked) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
             print(f"{path}: inflated, as nothing can be read in the middle of a compressed tar")
-        tree = open_tree(path) if asked.no_classes else open_archive(path)
+        tree = open_tree(path) if flags.no_classes else open_archive(path)
         print(f"{path}: read in place, without unpacking; images of {tree}", flush=True)
         return tree
     if not path.is_dir():
@@ -123,7 +123,7 @@ def _open(path: Path, asked: Asked) -> Tree:
             f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
             " with one subfolder of images for each class, or a zip or tar of one"
         )
-    return FolderTree(path) if asked.no_classes else open_tree(path, asked.label_column)
+    return FolderTree(path) if flags.no_classes else open_tree(path, flags.label_column)
 
 
 def _layout(root: Tree) -> Layout:
@@ -138,9 +138,9 @@ def _layout(root: Tree) -> Layout:
     return Layout(root, root, None)  # `test` is a class like any other then
 
 
-def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -> None:
+def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
     root, train, val = layout
-    names = _in_order(train, train.folders(), asked.class_order)
+    names = _in_order(train, train.folders(), flags.class_order)
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
         # recorded in _info.json: other words are other bytes
@@ -173,14 +173,14 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
         )
     if val is not None:
         _fill_val(val, labels, ignored, builder)
-    _check_ignored(ignored, asked, builder)
+    _check_ignored(ignored, flags, builder)
 
 
 def _fractions(val_fraction: float) -> dict[str, float]:
     return {"train": 1 - val_fraction, "val": val_fraction}
 
 
-def _fill_unlabelled(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -> None:
+def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
     """Add all images below the folders, without labels."""
     ignored = Ignored()
     for tree, fractions in ((layout.train, _fractions(val_fraction)), (layout.val, {"val": 1.0})):
@@ -191,7 +191,7 @@ def _fill_unlabelled(layout: Layout, val_fraction: float, asked: Asked, builder:
                     f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
                     f"{ignored.images_in_brackets()}"
                 )
-    _check_ignored(ignored, asked, builder)
+    _check_ignored(ignored, flags, builder)
 
 
 def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
@@ -213,14 +213,14 @@ def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Buil
         )
 
 
-def _check_ignored(ignored: Ignored, asked: Asked, builder: Builder) -> None:
+def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
     """Report the files that were not taken. Raises PrepError if too many are images."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
-    if ignored.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
+    if ignored.num_images > (allowed := allowed_unreadable(flags.max_unreadable, total)):
         raise PrepError(
             f"{ignored.num_images:,} of {total:,} images would be left out, more than the"
-            f" {allowed:,} that --max-unreadable {asked.max_unreadable} allows:"
+            f" {allowed:,} that --max-unreadable {flags.max_unreadable} allows:"
             f" {'; '.join(ignored.summary())}. To leave them out:"
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )

@@ -101,8 +101,8 @@ class _Faults:
             ),
         )
         return [
-            f"{split}: {len(names):,} images {what}: {some(names)}; {expected}"
-            for names, what, expected in kinds
+            f"{split}: {len(names):,} images {problem}: {some(names)}; {expected}"
+            for names, problem, expected in kinds
             if names
         ]
 

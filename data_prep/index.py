@@ -73,7 +73,7 @@ def index(
     workers: int = 1,
     out: str | None = None,
     split: str | None = None,
-    asked: Asked = NOTHING_ASKED,
+    flags: Asked = NOTHING_ASKED,
     max_unreadable: float = Settings().max_unreadable,
 ) -> None:
     """Write missing files next to the tars of a folder, or to `out`; never alter a tar.
@@ -104,7 +104,7 @@ def index(
     check_present(source, tars)
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
     layout, class_names = choose_layout(
-        asked, own_info or given_info, str(output if own_info else source), first_tar
+        flags, own_info or given_info, str(output if own_info else source), first_tar
     )
 
     earlier_rows = {} if output is source and output.local else known_rows(output, own_info)

@@ -143,14 +143,14 @@ def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
     }
 
 
-def read_idx(path: Path, what: str, count: int) -> bytes:
+def read_idx(path: Path, kind: str, count: int) -> bytes:
     """Return the uncompressed content of an idx file of `count` "images" or "labels".
 
     Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: dimensions), a size of four bytes for
     each dimension, the data; as in http://yann.lecun.com/exdb/mnist. Raises PrepError for a file of
     another kind, size or shape.
     """
-    shape = (count, SIDE, SIDE) if what == "images" else (count,)
+    shape = (count, SIDE, SIDE) if kind == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
     opened = gzip.open if path.suffix == ".gz" else open
@@ -176,7 +176,7 @@ def source(folder: Path, variant: str = "mnist") -> Source:
     """
     files = find_files(folder, variant)
     for name, path in files.items():
-        # only the md5 of the official compressed files tells the variants apart
+        # the variants differ only in the md5 of their official compressed files
         variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
         if (owner := variants.get(md5, variant)) != variant:

@@ -57,13 +57,13 @@ def find_files(source: Path) -> dict[str, list[Path]]:
     """Return the parquet files of each split, train first. Raises PrepError."""
     if not source.exists():
         raise PrepError(f"{source}: no such file or folder; expected parquet files")
-    others = Ignored()
+    ignored = Ignored()
     paths = [source]
     if source.is_dir():
-        names = images_below(source, others, lambda path: path.lower().endswith(".parquet"))
+        names = images_below(source, ignored, lambda path: path.lower().endswith(".parquet"))
         paths = sorted(source / name for name in names)
     if not paths:
-        kinds = f" ({'; '.join(others.summary())})" if others.others or others.images else ""
+        kinds = f" ({'; '.join(ignored.summary())})" if ignored.others or ignored.images else ""
         raise PrepError(
             f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, which `datasets`"
             " writes by Dataset.to_parquet"

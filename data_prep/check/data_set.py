@@ -1,7 +1,7 @@
 """A finished data set as `verify` sees it: its records, and the results of the checks.
 
-A data set in a folder is read in place. Of a data set at a URL everything but the shards is copied
-to a temporary folder. (`vit.data.shards.data_set` is the format, and opens a split of it.)
+A data set in a folder is read in place. For a data set at a URL everything but the shards is
+copied to a temporary folder. (`vit.data.shards.data_set` is the format, and opens a split of it.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import PrepError
+from data_prep.write.card_text import Classes
 from data_prep.write.index_records import renamed_errors
 from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
@@ -93,7 +94,7 @@ class SplitFiles:
 
 
 @dataclass
-class DataSet:
+class DataSet(Classes):
     """A folder of shards and its `_info.json`; for a URL a copy of all but the shards."""
 
     root: Path
@@ -122,14 +123,6 @@ class DataSet:
         """The remedy for missing files that accompany the tars."""
         return f"run `python -m data_prep.index {quote(self.shown)}`, which writes it"
 
-    @property
-    def class_names(self) -> list[str]:
-        return list(self.info.get("class_names") or [])
-
-    @property
-    def num_classes(self) -> int | None:
-        return len(self.class_names) or self.info.get("num_classes")
-
     def class_name(self, label: int) -> str:
         """Return a class for a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
@@ -145,7 +138,7 @@ class DataSet:
                 part.filenames,
                 part.lengths,
                 part.index,
-                self.num_classes or 0,
+                self.recorded_classes or 0,
                 [],
                 layout=layout,
             )

@@ -20,6 +20,7 @@ from data_prep.check.data_set import DataSet, SplitFiles, tars_of
 from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Finding
 from data_prep.errors import counted, some
 from data_prep.write.card_page import is_as_written
+from data_prep.write.card_text import count_classes
 from data_prep.write.catalogue import catalogue_sha256
 from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
@@ -261,16 +262,16 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
             "_info.json",
             f"num_classes is {info['num_classes']}, class_names are {len(data.class_names)}",
         )
-    if not data.num_classes:  # unknown, or there are no labels
+    if not data.recorded_classes:  # unknown, or without labels
         return
     for part in data.parts:
         labels = part.labels()
-        outside = labels[(labels < 0) | (labels >= data.num_classes)]
+        outside = labels[(labels < 0) | (labels >= data.recorded_classes)]
         if len(outside):
             yield Finding(
                 "labels",
                 part.name,
-                f"{counted(len(outside), 'label')} outside 0 to {data.num_classes - 1}:"
+                f"{counted(len(outside), 'label')} outside 0 to {data.recorded_classes - 1}:"
                 f" {some([str(label) for label in np.unique(outside)])}; correct the shards, or the"
                 " classes in _info.json",
             )
@@ -290,13 +291,8 @@ def check_labels(data: DataSet) -> Iterator[Finding]:
 
 
 def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
-    """Count the samples of each class that were read, (num_classes,); other labels are ignored.
-
-    Empty if the number of classes is not recorded.
-    """
-    labels = part.labels()
-    num_classes = data.num_classes or 0
-    return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
+    """Count the samples of each class that were read; () if the number of classes is unknown."""
+    return count_classes(part.labels(), data.recorded_classes or 0)
 
 
 def _incomplete(data: DataSet, part: SplitFiles) -> bool:

@@ -127,9 +127,9 @@ def _check_name(path: Path, name: str) -> None:
         raise _refused(path, name, "leads out of the archive")
 
 
-def _refused(path: Path, name: str, what: str) -> PrepError:
+def _refused(path: Path, name: str, problem: str) -> PrepError:
     return PrepError(
-        f"{path}: member {name!r} {what}; such an archive is not accepted: get it from its"
+        f"{path}: member {name!r} {problem}; such an archive is not accepted: get it from its"
         " official source"
     )
 

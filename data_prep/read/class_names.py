@@ -30,7 +30,7 @@ NOTHING_ASKED = Asked()
 
 
 def choose_layout(
-    asked: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
+    flags: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
 ) -> tuple[SampleLayout, list[str]]:
     """Return the layout, and the name of each class ([] if unknown). Raises PrepError.
 
@@ -39,19 +39,19 @@ def choose_layout(
     """
     recorded_names = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
-    if asked == NOTHING_ASKED:
+    if flags == NOTHING_ASKED:
         return recorded, recorded_names
-    names = recorded_names if asked.classes is None else read_class_names(asked.classes)
-    listed = tuple(names) if asked.classes is not None else recorded.class_names
+    names = recorded_names if flags.classes is None else read_class_names(flags.classes)
+    listed = tuple(names) if flags.classes is not None else recorded.class_names
     layout = SampleLayout(
-        _suffix(asked.image), _suffix(asked.label) or "cls", asked.keys_with_dots, listed
+        _suffix(flags.image), _suffix(flags.label) or "cls", flags.keys_with_dots, listed
     )
     if problems := layout.problems(FLAGS):
         raise PrepError("; ".join(problems))
     if info is not None and names != recorded_names:
         had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"
         raise PrepError(
-            f"{place}: its _info.json has {had}, and others than {asked.classes}; to index with"
+            f"{place}: its _info.json has {had}, and others than {flags.classes}; to index with"
             " these, move it away"
         )
     if info is not None and "source" in info and layout.options() != recorded.options():

@@ -276,16 +276,16 @@ def split_by_hash(
 ) -> dict[str, list[str]]:
     """Return the keys of each split: a fraction of a class's keys, by the smallest hash.
 
-    The first split gets what the others leave, at least one key; their numbers are rounded. The
-    hash is of seed and key, so other images do not move an image, and a third split does not
-    change the second.
+    The first split gets the remaining keys, at least one; the other numbers are rounded. The hash
+    is of seed and key, so other images do not move an image, and a third split does not change the
+    second.
     """
     order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
     sums = accumulate(list(fractions.values())[1:], initial=0.0)
     ends = [max(0, min(round(total * len(keys)), len(keys) - 1)) for total in sums]
-    first, *others = fractions
+    first, *held_out = fractions
     shares = {first: order[ends[-1] :]}
-    for split, (start, end) in zip(others, pairwise(ends), strict=True):
+    for split, (start, end) in zip(held_out, pairwise(ends), strict=True):
         shares[split] = order[start:end]
     return shares
 

@@ -39,8 +39,28 @@ COLOUR_IMAGES = 1000
 """Images decoded for mean and standard deviation: seconds, and an error of the mean below 0.01."""
 
 
+class Classes:
+    """The classes that the `_info.json` of a data set records."""
+
+    info: Mapping[str, Any]
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.info.get("class_names") or [])
+
+    @property
+    def recorded_classes(self) -> int | None:
+        """Number of classes; 0 without labels, None if it is not recorded."""
+        return len(self.class_names) or self.info.get("num_classes")
+
+
+def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Count the labels of each class, (num_classes,); other labels are ignored."""
+    return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
+
+
 @dataclass(frozen=True)
-class Card:
+class Card(Classes):
     """The data set that a card describes."""
 
     info: Mapping[str, Any]
@@ -57,8 +77,8 @@ class Card:
 
     @property
     def num_classes(self) -> int:
-        recorded = len(self.info.get("class_names") or []) or self.info.get("num_classes")
-        return recorded or 1 + max(int(self.labels(split).max()) for split in self.indexes)
+        largest = max(int(self.labels(split).max()) for split in self.indexes)
+        return self.recorded_classes or 1 + largest
 
     def labels(self, split: str) -> np.ndarray:
         """Return the label of each image; 0 for all images without labels."""
@@ -69,14 +89,14 @@ class Card:
         return sum(map(len, self.indexes.values()))
 
     def class_name(self, label: int) -> str:
-        names = self.info.get("class_names") or []
         if self.info.get("num_classes") == 0:
             return "no label"
+        names = self.class_names
         return str(names[label]) if label < len(names) else f"class {label}"
 
     def images_per_class(self, split: str) -> np.ndarray:
         """Count the images of each class, (num_classes,)."""
-        return np.bincount(self.labels(split), minlength=self.num_classes)
+        return count_classes(self.labels(split), self.num_classes)
 
     def image(self, split: str, row: int) -> Image.Image:
         """Decode sample `row` of a split in RGB; safe to call from several threads."""

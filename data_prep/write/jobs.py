@@ -49,7 +49,7 @@ def run_jobs(
     waiting = iter(jobs)
     finished_jobs = 0
     workers = max(1, min(workers, num_jobs))
-    others = set(multiprocessing.active_children())
+    children_before = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
         workers, context, _start_worker, (images_done, bytes_done, stopping)
     ) as pool:
@@ -81,7 +81,7 @@ def run_jobs(
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
             # the dead worker may have held a lock that the others wait for
-            for worker in set(multiprocessing.active_children()) - others:
+            for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
             unguarded = ""
             if sys.modules["__main__"].__spec__ is None:  # a script, which each worker imports

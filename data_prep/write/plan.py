@@ -183,7 +183,7 @@ def make_plan(
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
         if record and settings.num_shards is None and settings.shard_bytes is None:
-            # repaired images may have other sizes than those measured before
+            # repaired images may have changed the measured sizes
             counts = record["options"].get("num_shards", counts)
         plan = WritePlan(source, settings, output, catalogue, counts, mean_bytes, seconds)
         compare(output, record, plan.recorded)
