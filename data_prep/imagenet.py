@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -63,48 +62,18 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 # ---- filling the catalogue -----------------------------------------------------------------------
 
 
-@dataclass
-class _Faults:
-    """Problems with the images of a split, found while they are listed."""
-
-    foreign: list[str] = field(default_factory=list)
-    unlabelled: list[str] = field(default_factory=list)
-    contradicted: list[str] = field(default_factory=list)
-    too_large: list[str] = field(default_factory=list)
-    unknown: Counter[str] = field(default_factory=Counter)
-    """Number of images of each WNID that is not a class."""
-    ignored: list[str] = field(default_factory=list)
-    """Files that are not images; they are not a fault."""
-
-    def lines(self, split: str) -> list[str]:
-        """Problems that --partial does not allow."""
-        kinds = (
-            (
-                self.foreign,
-                "are not named as ImageNet's of their class",
-                "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
-            ),
-            (
-                self.unlabelled,
-                "have no class in the file of labels",
-                f"take another one: {LABEL_FILES}",
-            ),
-            (
-                self.contradicted,
-                "have another class in the file of labels",
-                "one of the two is wrong",
-            ),
-            (
-                self.too_large,
-                f"have more than {MAX_IMAGE_BYTES:,} bytes",
-                "no image of ImageNet has",
-            ),
-        )
-        return [
-            f"{split}: {len(names):,} images {problem}: {some(names)}; {expected}"
-            for names, problem, expected in kinds
-            if names
-        ]
+FAULTS = {
+    "foreign": (
+        "are not named as ImageNet's of their class",
+        "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
+    ),
+    "unlabelled": ("have no class in the file of labels", f"take another one: {LABEL_FILES}"),
+    "contradicted": ("have another class in the file of labels", "one of the two is wrong"),
+    "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet has"),
+}
+"""Kinds of faults that --partial does not allow: the problem, and a hint."""
+Faults = defaultdict[str, list[str]]
+"""Names of images by kind of fault; also unknown WNIDs ("unknown") and other files ("ignored")."""
 
 
 def _take(
@@ -112,7 +81,7 @@ def _take(
     split: str,
     label_of: Mapping[str, int],
     labels: Mapping[str, str],
-    faults: _Faults,
+    faults: Faults,
 ) -> list[tuple[int, str, int]]:
     """Return (row, key, label) of the valid images of a batch; the others go to `faults`."""
     valid = []
@@ -122,20 +91,20 @@ def _take(
         if match is None or (match[2] is None) == training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
             if not name.startswith("."):  # macOS puts `._x` next to x
-                (faults.foreign if is_image else faults.ignored).append(name)
+                faults["foreign" if is_image else "ignored"].append(name)
             continue
         key, in_name, appended = match.groups()
         expected = in_name if training else labels.get(key, "")
         in_row = images.wnids[row] if images.wnids is not None else appended
         wnid = images.wnid or in_row or expected
         if not wnid:
-            faults.unlabelled.append(name)
+            faults["unlabelled"].append(name)
         elif expected and wnid != expected:
-            (faults.foreign if training else faults.contradicted).append(f"{name} (in {wnid})")
+            faults["foreign" if training else "contradicted"].append(f"{name} (in {wnid})")
         elif size > MAX_IMAGE_BYTES:
-            faults.too_large.append(name)
+            faults["too large"].append(name)
         elif wnid not in label_of:
-            faults.unknown[wnid] += 1
+            faults["unknown"].append(wnid)
         else:
             valid.append((row, key, label_of[wnid]))
     return valid
@@ -143,9 +112,9 @@ def _take(
 
 def _add_split(
     builder: Builder, layout: Layout, label_of: Mapping[str, int], labels: Mapping[str, str]
-) -> _Faults:
+) -> Faults:
     """Add the images of a split to the catalogue."""
-    faults = _Faults()
+    faults = Faults(list)
     files = dict[Path, int]()
     done = 0
     with Meter(f"listing {layout.split}", NUM_IMAGES[layout.split], "images") as meter:
@@ -207,17 +176,21 @@ def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     for layout in search.layouts:
         builder.note(f"{layout.split}: {layout.title} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
-        errors += faults.lines(layout.split)
-        if faults.unknown:
-            classes = [f"{wnid} ({count})" for wnid, count in sorted(faults.unknown.items())]
+        errors += [
+            f"{layout.split}: {len(names):,} images {problem}: {some(names)}; {hint}"
+            for kind, (problem, hint) in FAULTS.items()
+            if (names := faults[kind])
+        ]
+        if unknown := Counter(faults["unknown"]):
+            classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
             partial_only.append(
-                f"{layout.split}: {faults.unknown.total():,} images of unknown classes:"
+                f"{layout.split}: {unknown.total():,} images of unknown classes:"
                 f" {some(classes)}; train has none of them"
             )
-        if faults.ignored:
+        if ignored := faults["ignored"]:
             builder.note(
-                f"{layout.split}: {len(faults.ignored):,} files that are no images are left out:"
-                f" {some(faults.ignored)}"
+                f"{layout.split}: {len(ignored):,} files that are no images are left out:"
+                f" {some(ignored)}"
             )
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: {layout.path} holds no images")
