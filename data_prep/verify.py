@@ -255,7 +255,7 @@ FLAGS: Flags = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     args = make_parser("verify", __doc__, {"": FLAGS}).parse_args(argv)
     has_failed = False
 

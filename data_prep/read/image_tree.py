@@ -43,7 +43,7 @@ class Ignored:
         kind[suffix or "without a suffix"] += 1
 
     def count_stray(self, folder: Path) -> None:
-        """Note the images in `folder` itself, next to its class folders."""
+        """Count the files in `folder` itself, next to its class folders."""
         for name in listed(folder)[1]:
             path = os.path.join(folder, name)
             if is_image(path):

@@ -128,7 +128,7 @@ def _layout_of(
 
 
 def nested_tar(path: Path) -> Layout:
-    """The official tar of train: a tar for each class."""
+    """Return the layout of the official tar of train, which holds a tar for each class."""
     return _layout_of("train", "a tar of tars, read in place", path, partial(_inner_tars, path))
 
 
@@ -149,21 +149,21 @@ def _inner_tars(path: Path) -> list[Place]:
 
 
 def folder_of_tars(paths: Sequence[Path]) -> Layout:
-    """The tars of all classes, side by side."""
+    """Return the layout of a folder with a tar for each class."""
     title = f"{len(paths):,} tars, one a class, read in place"
     tars = [Place(path.stem, path) for path in paths]
     return _layout_of("train", title, paths[0].parent, lambda: tars, paths)
 
 
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> Layout:
-    """A folder for each class."""
+    """Return the layout of a folder with a folder for each class."""
     classes = [Place(wnid, folder / wnid) for wnid in wnids]
     inputs = (folder, *(place.path for place in classes))
     return _layout_of(split, f"{len(wnids):,} class folders", folder, lambda: classes, inputs)
 
 
 def flat(path: Path) -> Layout:
-    """Validation images of all classes, in a tar or a folder."""
+    """Return the layout of validation images of all classes, in a tar or a folder."""
     title = "a flat folder" if path.is_dir() else "a flat tar, read in place"
     return replace(_layout_of("val", title, path, lambda: [Place("", path)]), flat=True)
 
@@ -198,7 +198,7 @@ def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
 
 
 def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
-    """A split in a zip. wnids: its class folders; "" for a flat folder."""
+    """Return the layout of a split in a zip. wnids: its class folders; "" for a flat folder."""
     flat = "" in wnids
     title = (
         f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
@@ -236,7 +236,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
 
 
 def parquet_layout(split: str, files: Sequence[Path]) -> Layout:
-    """A split in Hugging Face's parquet files."""
+    """Return the layout of a split in Hugging Face's parquet files."""
     images = partial(_parquet_images, files)
     return Layout(
         split,

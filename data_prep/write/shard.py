@@ -141,7 +141,7 @@ class TarStream:
         return Member(name.partition(".")[2], offset, len(data), name)
 
     def close(self) -> str:
-        """Append the end-of-archive mark; returns the sha256 of everything, in hex."""
+        """Append the end-of-archive mark; return the sha256 of everything, in hex."""
         self._append(bytes(2 * TAR_BLOCK))
         self._flush()
         self._hashed.result()
