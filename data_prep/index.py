@@ -106,11 +106,9 @@ def index(
     layout, class_names = choose_layout(
         flags, own_info or given_info, str(output if own_info else source), first_tar
     )
-
-    earlier_rows = {} if output is source and output.local else known_rows(output, own_info)
+    rows_of = {} if output is source and output.local else known_rows(output, own_info)
     shards = [
-        Shard(source, output, name, split_of_tar[name], layout, earlier_rows.get(name))
-        for name in tars
+        Shard(source, output, name, split_of_tar[name], layout, rows_of.get(name)) for name in tars
     ]
     jobs = [(index_shard, shard, shard.name) for shard in shards]
     indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
@@ -122,7 +120,6 @@ def index(
         if info is not None:
             compare_shards(output, info, indexed)
     classes = choose_classes(own_info or given_info, class_names, indexed)
-
     with output.staging() as folder:
         for name, filenames in splits.items():
             rows = [indexed[filename].rows for filename in filenames]
@@ -142,15 +139,15 @@ def index(
     _clean(output, tars, is_ours=output is not source)
     write_readme(output, info)
     num_classes = classes["num_classes"]
-    fits = "" if own_info is None else ", _info.json was there and fits"
+    fits = ", _info.json was there and fits" if own_info else ""
     print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{fits}")
     _print_notes(output, splits, invalid, indexed, num_classes)
-    is_local = output is source and output.local
-    check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
     use = f"train on it with {_settings(output, list(splits))}"
     if not num_classes:
         use = f"classify its images with: python launch/predict.py {quote(str(output))}"
-    print(f"{use}{check if is_local else ''}")
+    if output is source and output.local:
+        use += f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    print(use)
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
