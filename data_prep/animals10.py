@@ -6,7 +6,7 @@
 SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders
 (`cane`, `cavallo`, ... or `dog`, `horse`, ...) may be at any depth, because unpacking and moving
 often adds a folder or drops raw-img; other files, such as translate.py, are ignored. Labels are
-positions among the sorted English names, keys `dog_<file>`. An official split does not exist: each
+positions among the sorted English names, keys `dog_<file>`. Animals-10 has no official split: each
 class gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to
 `test` if three fractions are given.
 
