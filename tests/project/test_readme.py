@@ -105,7 +105,7 @@ def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
     """Has the real command read its words; fails with its own message. Nothing is run."""
 
     def parse_only(parser: data_prep.command.Parser, words: Sequence[str]) -> None:
-        data_prep.command.command_line.Parser.parse_args(parser, words)
+        data_prep.command.OneLineParser.parse_args(parser, words)
         raise Understood
 
     def read(script: str, words: Sequence[str]) -> None:
