@@ -36,8 +36,7 @@ from measure import CORES, Result, create_parser, keep, machine, rows_of, shown,
 from PIL import Image
 
 from data_prep import imagenet
-from data_prep.write.catalogue import Source, open_catalogue
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Source, open_catalogue
 from data_prep.write.images import ImagePolicy
 from data_prep.write.jobs import run_jobs
 from data_prep.write.plan import Settings, WritePlan, make_plan

@@ -4,11 +4,11 @@
     python -m data_prep.animals10 FOLDER --out ROOT --download
 
 SOURCE is Kaggle's zip, read in place, or a folder into which it was unpacked. The ten class folders
-(`cane`, `cavallo`, ... or `dog`, `horse`, ...) are found at any depth, as unpacking and moving
+(`cane`, `cavallo`, ... or `dog`, `horse`, ...) may be at any depth, because unpacking and moving
 often adds a folder or drops raw-img; other files, such as translate.py, are ignored. Labels are
-positions among the sorted English names, keys `dog_<file>`. There is no official split: each class
-gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to `test`
-if three fractions are given.
+positions among the sorted English names, keys `dog_<file>`. Animals-10 has no official split: each
+class gives the fraction of its keys with the smallest hash of (split seed, key) to `val`, and to
+`test` if three fractions are given.
 
 --download fetches the zip from Kaggle into FOLDER first, continued if it was interrupted. Kaggle
 gives public data sets without a login; if it wants one, KAGGLE_USERNAME and KAGGLE_KEY are sent to
@@ -22,19 +22,16 @@ from __future__ import annotations
 import argparse
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
-from data_prep.command import Parser, add_arguments, run, write_or_plan
+from data_prep.command import source_command
 from data_prep.errors import PrepError, some
-from data_prep.read.class_tree import Tree, open_tree
+from data_prep.read.class_tree import Tree, add_images, open_tree, split_by_hash
 from data_prep.read.download import download_archive
 from data_prep.read.image_tree import unique_keys
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
-from data_prep.write.samples import stable_hash
+from data_prep.write.catalogue import Builder, Source
 
 ENGLISH = {
     "cane": "dog",
@@ -48,7 +45,7 @@ ENGLISH = {
     "ragno": "spider",
     "scoiattolo": "squirrel",
 }
-"""English name of each class folder."""
+"""The English name of each class folder."""
 CLASS_OF = {**ENGLISH, **{english: english for english in ENGLISH.values()}}
 CLASS_NAMES = sorted(ENGLISH.values())
 OFFICIAL = {
@@ -65,7 +62,7 @@ OFFICIAL = {
 }
 """Images of each class in Kaggle's zip."""
 URL = "https://www.kaggle.com/api/v1/datasets/download/alessiocorrado99/animals10"
-"""What Kaggle's own client asks for; answered by a redirect to the zip."""
+"""The address that Kaggle's own client uses; it redirects to the zip."""
 FRACTIONS = (0.85, 0.15)
 SPLITS = ("train", "val", "test")
 
@@ -74,14 +71,14 @@ SPLITS = ("train", "val", "test")
 
 
 def _class_folder(path: str) -> PurePosixPath | None:
-    """The outermost folder on an image's path that has the name of a class."""
+    """Return the outermost folder on an image's path that has the name of a class."""
     parts = PurePosixPath(path).parts
     depth = next((depth for depth, part in enumerate(parts[:-1]) if part.lower() in CLASS_OF), None)
     return None if depth is None else PurePosixPath(*parts[: depth + 1])
 
 
 def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]], list[str]]:
-    """(numbers of the images of each class, paths outside the class folders).
+    """Return (numbers of the images of each class, paths outside the class folders).
 
     Raises PrepError for missing or repeated classes, and for other folders next to the classes.
     """
@@ -97,9 +94,9 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
     for folder in by_folder:
         folders[CLASS_OF[folder.name.lower()]].append(folder)
     problems = [
-        f"{name} is there {len(there)} times ({', '.join(map(str, there))})"
-        for name, there in folders.items()
-        if len(there) > 1
+        f"{name} is there {len(copies)} times ({', '.join(map(str, copies))})"
+        for name, copies in folders.items()
+        if len(copies) > 1
     ]
     if missing := [f"{name} ({italian})" for italian, name in ENGLISH.items() if not folders[name]]:
         problems.append(f"no images of {', '.join(missing)}")
@@ -116,11 +113,11 @@ def _by_class(source: Path, paths: Sequence[str]) -> tuple[dict[str, list[int]],
             f"{source}: {'; '.join(problems)}. Expected the ten class folders of Animals-10, such"
             f" as raw-img/{next(iter(ENGLISH))}, once"
         )
-    return {name: by_folder[there[0]] for name, there in folders.items()}, outside
+    return {name: by_folder[of_class[0]] for name, of_class in folders.items()}, outside
 
 
 def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
-    """Parts of a path below `root`; empty if it is elsewhere."""
+    """Return the parts of a path below `root`; () for a path elsewhere."""
     parts = PurePosixPath(path).parts
     above = root.parts
     return parts[len(above) :] if parts[: len(above)] == above else ()
@@ -130,11 +127,11 @@ def _below(path: str, root: PurePosixPath) -> tuple[str, ...]:
 
 
 def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int = 0) -> Source:
-    """The images of Kaggle's zip or of a folder.
+    """Return the images of Kaggle's zip or of a folder.
 
     fractions: train and val, or train, val and test, of each class; they sum to 1. split_seed:
-    draws the split. Raises PrepError for a missing path and wrong fractions; when it is listed,
-    unless the ten classes are there.
+    draws the split. Raises PrepError for a missing path and wrong fractions. Listing raises it
+    unless the ten classes exist.
     """
     if not path.exists():
         raise PrepError(
@@ -146,10 +143,9 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
         or any(not 0 < fraction < 1 for fraction in fractions)
         or abs(sum(fractions) - 1) > 1e-6
     ):
-        given = " ".join(map(str, fractions))
         raise PrepError(
-            f"--fractions {given}: expected two (train, val) or three (train, val, test) between 0"
-            " and 1 that sum to 1"
+            f"--fractions {' '.join(map(str, fractions))}: expected two (train, val) or three"
+            " (train, val, test) between 0 and 1 that sum to 1"
         )
     options = {"fractions": list(fractions), "split_seed": split_seed}
     tree = open_tree(path)
@@ -158,75 +154,48 @@ def source(path: Path, fractions: Sequence[float] = FRACTIONS, split_seed: int =
 
 
 def _fill(tree: Tree, fractions: Sequence[float], split_seed: int, builder: Builder) -> None:
-    source = tree.file
     images = sorted(tree.images(""))
-    by_class, outside = _by_class(source, images)
+    by_class, outside = _by_class(tree.file, images)
     builder.classes(CLASS_NAMES)
-    file = builder.file(source)
+    file = builder.file(tree.file)
     for label, name in enumerate(CLASS_NAMES):
-        numbers = by_class[name]
-        folder = _class_folder(images[numbers[0]])
+        paths = [images[number] for number in by_class[name]]
+        folder = _class_folder(paths[0])
         assert folder is not None
-        keys = unique_keys(
-            [f"{name}/{'/'.join(_below(images[number], folder))}" for number in numbers]
-        )
-        for split, chosen in zip(SPLITS, _split(keys, fractions, split_seed), strict=False):
-            rows = [numbers[place] for place in chosen]
-            if rows:
-                names, offsets, sizes = tree.places([images[row] for row in rows])
-                chosen_keys = [keys[place] for place in chosen]
-                builder.add(split, file, names, label, offsets, sizes, chosen_keys)
-    _note_differences(source, {name: len(by_class[name]) for name in CLASS_NAMES}, outside, builder)
-
-
-def _split(keys: Sequence[str], fractions: Sequence[float], split_seed: int) -> Iterator[list[int]]:
-    """Places in `keys` of train, val and test, one list for each fraction.
-
-    By a hash of (seed, key), val first, then test, so val does not depend on test. At least one key
-    stays in train.
-    """
-    order = sorted(
-        range(len(keys)), key=lambda place: (stable_hash(split_seed, keys[place]), keys[place])
-    )
-    ends = [
-        min(round(sum(fractions[1:count]) * len(keys)), len(keys) - 1)
-        for count in range(1, len(fractions) + 1)
-    ]
-    yield order[ends[-1] :]
-    for start, end in pairwise(ends):
-        yield order[start:end]
+        keys = unique_keys([f"{name}/{'/'.join(_below(path, folder))}" for path in paths])
+        shares = split_by_hash(keys, dict(zip(SPLITS, fractions, strict=False)), split_seed)
+        add_images(builder, file, label, tree, dict(zip(keys, paths, strict=True)), shares)
+    counts = {name: len(by_class[name]) for name in CLASS_NAMES}
+    _note_differences(tree.file.resolve().name, counts, outside, builder)
 
 
 def _note_differences(
-    source: Path, counts: dict[str, int], outside: Sequence[str], builder: Builder
+    name: str, counts: dict[str, int], outside: Sequence[str], builder: Builder
 ) -> None:
-    """Print and record how the source differs from Kaggle's zip; a difference is not an error."""
-    notes = []
+    """Print and record how the source `name` differs from Kaggle's zip, which is not an error."""
     if counts != OFFICIAL:
         total = f"{sum(counts.values()):,} images, Kaggle's zip has {sum(OFFICIAL.values()):,}"
-        differ = [
-            f"{name} {count:,} of {OFFICIAL[name]:,}"
-            for name, count in counts.items()
-            if count != OFFICIAL[name]
+        differences = [
+            f"{animal} {count:,} of {OFFICIAL[animal]:,}"
+            for animal, count in counts.items()
+            if count != OFFICIAL[animal]
         ]
-        notes.append(f"{source.resolve().name}: {total}: {', '.join(differ)}")
+        builder.report(f"{name}: {total}: {', '.join(differences)}")
     if outside:
-        notes.append(
-            f"{source.resolve().name}: {len(outside):,} images outside the class folders are left"
-            f" out: {some(sorted(outside))}"
+        builder.report(  # recorded in _info.json: other words are other bytes
+            f"{name}: {len(outside):,} images outside the class folders are left out:"
+            f" {some(sorted(outside))}"
         )
-    for note in notes:
-        builder.report(note)
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _run(args: argparse.Namespace) -> None:
+def _source(args: argparse.Namespace) -> Source:
     path = args.source
     if args.download or args.url:
         path = download_archive(args.url or _kaggle_url(), path, name="animals10.zip")
-    write_or_plan(source(path, args.fractions, args.split_seed), args)
+    return source(path, args.fractions, args.split_seed)
 
 
 def _kaggle_url() -> str:
@@ -235,40 +204,39 @@ def _kaggle_url() -> str:
     return URL
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.animals10", __doc__)
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="Kaggle's zip, or a folder into which it was unpacked",
-    )
-    parser.add_argument(
-        "--fractions",
-        type=float,
-        nargs="+",
-        default=FRACTIONS,
-        metavar="F",
-        help=(
-            "fractions of each class for train and val, or train, val and test (default: 0.85 0.15)"
-        ),
-    )
-    parser.add_argument(
-        "--split-seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="draws the split (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--download",
-        action="store_true",
-        help="fetch Kaggle's zip into the folder SOURCE first (about 600 MB)",
-    )
-    parser.add_argument("--url", metavar="URL", help="of the zip elsewhere; implies --download")
-    add_arguments(parser)
-    return run(_run, parser.parse_args(argv))
+main = source_command(
+    "animals10",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "metavar": "SOURCE",
+            "help": "Kaggle's zip, or a folder into which it was unpacked",
+        },
+        "--fractions": {
+            "type": float,
+            "nargs": "+",
+            "default": FRACTIONS,
+            "metavar": "F",
+            "help": (
+                "fractions of each class for train and val, or train, val and test (default: 0.85"
+                " 0.15)"
+            ),
+        },
+        "--split-seed": {
+            "type": int,
+            "default": 0,
+            "metavar": "N",
+            "help": "draws the split (default: %(default)s)",
+        },
+        "--download": {
+            "action": "store_true",
+            "help": "fetch Kaggle's zip into the folder SOURCE first (about 600 MB)",
+        },
+        "--url": {"metavar": "URL", "help": "of the zip elsewhere; implies --download"},
+    },
+    _source,
+)
 
 
 if __name__ == "__main__":

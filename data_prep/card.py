@@ -14,20 +14,22 @@ from __future__ import annotations
 
 import argparse
 
-from data_prep.command import Parser, run
+from data_prep.command import command_line
 from data_prep.write.card_page import write_card
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.card", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="finished data set, a folder or a URL")
+def _run(args: argparse.Namespace) -> None:
+    write_card(args.root)
+    print(f"look at {args.root}/contact_sheet.png and dataset.md")
 
-    def command(args: argparse.Namespace) -> None:
-        write_card(args.root)
-        print(f"look at {args.root}/contact_sheet.png and dataset.md")
 
-    return run(command, parser.parse_args(argv), "start it again")
+main = command_line(
+    "card",
+    __doc__,
+    {"": {"root": {"metavar": "ROOT", "help": "finished data set, a folder or a URL"}}},
+    _run,
+    "start it again",
+)
 
 
 if __name__ == "__main__":

@@ -19,33 +19,25 @@ runs the code in it.
 from __future__ import annotations
 
 import argparse
-import tarfile
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.command import Parser, add_arguments, run, write_or_plan
-from data_prep.errors import PrepError, readable
-from data_prep.read.raw_images import (
-    DAMAGE,
-    add_download_arguments,
-    add_records,
-    download_all,
-    read_jpeg,
-)
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.command import source_command
+from data_prep.errors import PrepError
+from data_prep.read.archives import small_members
+from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
+from data_prep.write.catalogue import Builder, Source
 
 SIDE = 32
 PIXEL_BYTES = 3 * SIDE * SIDE
 URL = "https://www.cs.toronto.edu/~kriz/"
 MAX_MEMBERS = 100
 MAX_MEMBER_BYTES = 200_000_000
-"""A CIFAR archive has about ten members; the largest is CIFAR-100's train.bin with 153,700,000
-bytes."""
+"""Limits for an archive; CIFAR-100's train.bin, the largest member, has 153,700,000 bytes."""
 
 
 class Kind(NamedTuple):
@@ -55,7 +47,7 @@ class Kind(NamedTuple):
     folder: str
     archive: str
     md5: str
-    """Of the archive; CIFAR-10's is on the page above, CIFAR-100's in torchvision's source."""
+    """The archive's md5; CIFAR-10's is on the page above, CIFAR-100's in torchvision's source."""
     num_classes: int
     class_names: str
     label_bytes: int
@@ -93,10 +85,10 @@ KINDS = {
 
 
 def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
-    """Which data set is there, and the folder or archive with its files.
+    """Return which data set `source` holds, and the folder or archive of its files.
 
-    What is extracted comes first. classes: 10 or 100, where both may be. Raises PrepError if there
-    is nothing, or more than one.
+    Extracted files come before an archive. classes: 10 or 100, if `source` may hold both. Raises
+    PrepError if it holds none, or more than one.
     """
     kinds = [KINDS[classes]] if classes else list(KINDS.values())
     expected = " or ".join(f"{kind.archive} or its {', '.join(kind.files)}" for kind in kinds)
@@ -111,62 +103,46 @@ def find_place(source: Path, classes: int | None = None) -> tuple[Kind, Path]:
     ]
     for places in candidates if source.is_dir() else [[source]]:
         names = {place: _names(place) for place in places if place.exists()}
-        found = [
+        matches = [
             (kind, place) for kind in kinds for place in names if names[place] & set(kind.files)
         ]
-        if len(found) > 1:
-            several = " and ".join(f"{kind.name} in {place}" for kind, place in found)
+        if len(matches) > 1:
+            several = " and ".join(f"{kind.name} in {place}" for kind, place in matches)
             raise PrepError(
                 f"{source}: there are {several}; give the one that is meant as SOURCE, or use"
                 " --classes"
             )
-        if found:
-            return found[0]
+        if matches:
+            return matches[0]
     raise PrepError(f"{source}: no CIFAR files; expected {expected}, or use --download")
 
 
 def _names(place: Path) -> set[str]:
-    """Names of the files in a folder or, in any of its folders, an archive."""
+    """Return the names of the files in a folder, or in any folder of an archive."""
     if place.is_dir():
         return {path.name for path in place.iterdir() if path.is_file()}
     return {name for name, _ in _members(place)}
 
 
-def _members(path: Path, wanted: Container[str] = ()) -> Iterator[tuple[str, bytes]]:
-    """(bare name, content if it is `wanted`) of the regular files of an archive.
-
-    Raises PrepError for a damaged one, and for one with more or larger members than CIFAR's.
-    """
-    with (
-        readable(path, DAMAGE, "not a tar or tar.gz, damaged or cut off"),
-        tarfile.open(path) as archive,
-    ):
-        for number, member in enumerate(archive):
-            if member.size > MAX_MEMBER_BYTES or number == MAX_MEMBERS:
-                raise PrepError(
-                    f"{path}: has {member.name!r} of {member.size:,} bytes and {number} more;"
-                    " that is no CIFAR archive"
-                )
-            name = Path(member.name).name
-            file = archive.extractfile(member) if member.isreg() else None
-            if file is not None:
-                yield name, file.read() if name in wanted else b""
+def _members(path: Path, needed: tuple[str, ...] = ()) -> Iterator[tuple[str, bytes]]:
+    return small_members(path, needed, MAX_MEMBERS, MAX_MEMBER_BYTES, "a CIFAR archive")
 
 
 # ---- the source ----------------------------------------------------------------------------------
 
 
 def source(path: Path, classes: int | None = None) -> Source:
-    """The images of an archive or a folder. classes: 10 or 100, where both may be.
+    """Return the images of an archive or a folder. classes: 10 or 100, if `path` may hold both.
 
     Raises PrepError as `find_place` does.
     """
     kind, place = find_place(path, classes)
-    read = partial(read_jpeg, shape=(3, SIDE, SIDE))
-    return Source("cifar", {"classes": kind.num_classes}, partial(_fill, kind, place), read)
+    records = partial(_records, kind, place)
+    return array_source("cifar", {"classes": kind.num_classes}, (3, SIDE, SIDE), records)
 
 
-def _fill(kind: Kind, place: Path, builder: Builder) -> None:
+def _records(kind: Kind, place: Path, builder: Builder) -> Iterator[Records]:
+    """Yield the records of each file: label bytes, then 1,024 each of red, green and blue."""
     needed = (*kind.files, kind.class_names)
     folder = place
     if not place.is_dir():
@@ -187,65 +163,58 @@ def _fill(kind: Kind, place: Path, builder: Builder) -> None:
             f" different; expected those of {kind.num_classes} classes, one a line"
         )
     builder.classes(class_names)
-    for name in kind.files:
-        _add_batch(builder, kind, folder / name, place / name)
-
-
-def _add_batch(builder: Builder, kind: Kind, path: Path, shown: Path) -> None:
-    """Add the records of one file: label bytes, then 1,024 bytes each of red, green and blue.
-
-    shown: the file's path in errors.
-    """
-    split, count = kind.files[path.name]
-    record = kind.label_bytes + PIXEL_BYTES
-    size = path.stat().st_size
-    if size != count * record:
-        raise PrepError(
-            f"{shown}: {size:,} bytes; expected {count:,} records of {record:,}, that is"
-            f" {count * record:,}; fetch it again"
+    record_bytes = kind.label_bytes + PIXEL_BYTES
+    for name, (split, count) in kind.files.items():
+        path = folder / name
+        size = path.stat().st_size
+        if size != count * record_bytes:
+            raise PrepError(
+                f"{place / name}: {size:,} bytes; expected {count:,} records of {record_bytes:,},"
+                f" that is {count * record_bytes:,}; fetch it again"
+            )
+        records = np.memmap(path, np.uint8, "r").reshape(count, record_bytes)
+        yield Records(
+            split=split,
+            file=builder.file(path),
+            labels=records[:, kind.label_bytes - 1].astype(np.int32),
+            labels_from=place / name,
+            first=kind.label_bytes,
+            step=record_bytes,
+            name_stem=name,
+            key_stem=path.stem,
         )
-    records = np.memmap(path, np.uint8, "r").reshape(count, record)
-    labels = records[:, kind.label_bytes - 1].astype(np.int32)
-    if labels.max() >= kind.num_classes:
-        number = int(np.argmax(labels >= kind.num_classes))
-        raise PrepError(
-            f"{shown}: record {number} has label {labels[number]}; expected 0 to"
-            f" {kind.num_classes - 1}; fetch it again"
-        )
-    offsets = kind.label_bytes + record * np.arange(count)
-    add_records(builder, split, path, labels, offsets, PIXEL_BYTES, (path.name, path.stem))
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _run(args: argparse.Namespace) -> None:
-    if args.download or args.url:
-        if args.classes is None:
-            raise PrepError("--download needs --classes 10 or --classes 100")
+def _source(args: argparse.Namespace) -> Source:
+    if args.classes is not None:
         kind = KINDS[args.classes]
-        download_all({kind.archive: kind.md5}, args.url or URL, args.source)
-    write_or_plan(source(args.source, args.classes), args)
+        download_if_asked(args, {kind.archive: kind.md5}, URL)
+    elif args.download or args.url:
+        raise PrepError("--download needs --classes 10 or --classes 100")
+    return source(args.source, args.classes)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.cifar", __doc__)
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="the archive, or a folder with it or with its .bin files",
-    )
-    parser.add_argument(
-        "--classes",
-        type=int,
-        choices=tuple(KINDS),
-        help="which data set (default: the one that is there)",
-    )
-    add_download_arguments(parser, "the archive", "170 MB")
-    add_arguments(parser)
-    return run(_run, parser.parse_args(argv))
+main = source_command(
+    "cifar",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "metavar": "SOURCE",
+            "help": "the archive, or a folder with it or with its .bin files",
+        },
+        "--classes": {
+            "type": int,
+            "choices": tuple(KINDS),
+            "help": "which data set (default: the one that is there)",
+        },
+        **download_flags("the archive", "170 MB"),
+    },
+    _source,
+)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What all commands of `data_prep` share: flags, the plan of a dry run, and how they end."""
+"""The part that all commands of `data_prep` share: flags, the plan of a dry run, exit statuses."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import argparse
 import math
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data_prep.errors import PrepError
 from data_prep.write.catalogue import Source
@@ -23,16 +23,21 @@ from data_prep.write.plan import (
     make_plan,
 )
 from data_prep.write.writer import write
-from vit.system import command_line, redact
+from vit.system import redact
+from vit.system.command_line import Parser as OneLineParser
 from vit.system.files import ShardError
 from vit.system.host import num_cores
 from vit.system.meter import duration
 
+Flags = Mapping[str, Mapping[str, Any]]
+"""Name of a flag -> the keyword arguments of its `add_argument`."""
+Main = Callable[..., int]
+"""Runs a command line, by default that of the process, and returns the exit status."""
 VAL_FRACTION = 0.1
-"""Of each class, where a source has no validation split."""
+"""Fraction of each class that becomes val if a source has no validation split."""
 
 
-class Parser(command_line.Parser):
+class Parser(OneLineParser):
     """The project's parser; a mistake ends the process."""
 
     def error(self, message: str) -> NoReturn:
@@ -44,188 +49,224 @@ class Parser(command_line.Parser):
 
 
 def positive(text: str) -> int:
-    """An argparse type: an integer of at least 1."""
+    """Parse an integer of at least 1, as an argparse type."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
 def fraction(text: str) -> float:
-    """An argparse type: a number in [0, 1)."""
+    """Parse a number in [0, 1), as an argparse type."""
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number in [0, 1)")
     return value
 
 
-def add_val_fraction_argument(parser: argparse.ArgumentParser) -> None:
-    """Add `--val-fraction`."""
-    parser.add_argument(
-        "--val-fraction",
-        type=fraction,
-        metavar="F",
-        help=(
+# ---- flags ---------------------------------------------------------------------------------------
+
+VAL_FRACTION_FLAG: Flags = {
+    "--val-fraction": {
+        "type": fraction,
+        "metavar": "F",
+        "help": (
             "fraction of each class that becomes val, if SOURCE has no val of its own (default:"
             f" {VAL_FRACTION})"
         ),
-    )
-
-
-def add_workers_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--workers`."""
-    parser.add_argument(
-        "--workers",
-        type=positive,
-        default=num_cores(),
-        metavar="N",
-        help=(
+    }
+}
+WORKERS_FLAG: Flags = {
+    "--workers": {
+        "type": positive,
+        "default": num_cores(),
+        "metavar": "N",
+        "help": (
             "processes; the result does not depend on it (default: the cores that this process may"
             " use, %(default)s)"
         ),
-    )
-
-
-def add_max_unreadable_argument(parser: argparse._ActionsContainer) -> None:
-    """Add `--max-unreadable`."""
-    parser.add_argument(
-        "--max-unreadable",
-        type=fraction,
-        default=Settings().max_unreadable,
-        metavar="F",
-        help=(
+    }
+}
+MAX_UNREADABLE_FLAG: Flags = {
+    "--max-unreadable": {
+        "type": fraction,
+        "default": Settings().max_unreadable,
+        "metavar": "F",
+        "help": (
             "stop with an error if more than this fraction of the images, and more than 5, cannot"
             " be read; fewer are left out and listed in quarantine.jsonl; 0: none may (default:"
             " %(default)s)"
         ),
-    )
-
-
-def add_arguments(parser: argparse.ArgumentParser, *, apply_exif: bool = False) -> None:
-    """Add the flags every source has; apply_exif: the default of that flag."""
-    _add_shards_arguments(parser.add_argument_group("shards"))
-    images = parser.add_argument_group("images")
-    _add_images_arguments(images, apply_exif)
-    add_max_unreadable_argument(images)
-
-    running = parser.add_argument_group("running")
-    add_workers_argument(running)
-    running.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="list the source, print the plan with disk space and time, and write nothing",
-    )
-
-
-def _add_shards_arguments(shards: argparse._ArgumentGroup) -> None:
-    shards.add_argument(
-        "--out",
-        required=True,
-        metavar="ROOT",
-        help=(
+    }
+}
+SHARDS_FLAGS: Flags = {
+    "--out": {
+        "required": True,
+        "metavar": "ROOT",
+        "help": (
             "folder of the shards, or an s3:// or gs:// URL; existing shards are kept, missing ones"
             " are written"
         ),
-    )
-    number = shards.add_mutually_exclusive_group()
-    number.add_argument(
-        "--num-shards",
-        type=positive,
-        metavar="N",
-        help=(
+    },
+    "--num-shards": {
+        "type": positive,
+        "metavar": "N",
+        "help": (
             "shards of the training split, the other splits get as many in proportion (default: by"
             " size)"
         ),
-    )
-    number.add_argument(
-        "--shard-mib",
-        type=positive,
-        metavar="MIB",
-        help=(
+    },
+    "--shard-mib": {
+        "type": positive,
+        "metavar": "MIB",
+        "help": (
             f"target size of a shard, as long as there are {MIN_SHARDS} (default:"
             f" {SHARD_BYTES >> 20})"
         ),
-    )
-    shards.add_argument(
-        "--shards",
-        metavar="A-B|I/N",
-        help=(
+    },
+    "--shards": {
+        "metavar": "A-B|I/N",
+        "help": (
             "write only these shards, numbered from 0 over all splits, train first: from A to B, or"
             " part I (from 0) of N; so several machines can share the work, in any order; the one"
             " that finds all shards complete finishes the data set (default: all)"
         ),
-    )
-    shards.add_argument(
-        "--seed",
-        type=int,
-        default=0,
-        metavar="N",
-        help="deals samples to shards (default: %(default)s)",
-    )
-    shards.add_argument(
-        "--minival",
-        type=fraction,
-        metavar="F",
-        help=(
+    },
+    "--seed": {
+        "type": int,
+        "default": 0,
+        "metavar": "N",
+        "help": "deals samples to shards (default: %(default)s)",
+    },
+    "--minival": {
+        "type": fraction,
+        "metavar": "F",
+        "help": (
             "hold out this fraction of each training class as the split `minival`, by a hash of the"
             " key"
         ),
-    )
-    shards.add_argument(
-        "--with-json",
-        action="store_true",
-        help="a third member for each image: its original name, label and class",
-    )
-
-
-def _add_images_arguments(images: argparse._ArgumentGroup, apply_exif: bool) -> None:
-    images.add_argument(
-        "--check",
-        choices=("decode", "headers"),
-        default="decode",
-        help=(
+    },
+    "--with-json": {
+        "action": "store_true",
+        "help": "a third member for each image: its original name, label and class",
+    },
+}
+IMAGES_FLAGS: Flags = {
+    "--check": {
+        "choices": ("decode", "headers"),
+        "default": "decode",
+        "help": (
             "decode every image once, or only read its headers, at the speed of the disk (default:"
             " %(default)s)"
         ),
-    )
-    images.add_argument(
-        "--apply-exif",
-        action=argparse.BooleanOptionalAction,
-        default=apply_exif,
-        help=(
+    },
+    "--apply-exif": {
+        "action": argparse.BooleanOptionalAction,
+        "default": False,
+        "help": (
             "turn images upright as their EXIF orientation says; published benchmarks do not"
             " (default: %(default)s)"
         ),
-    )
-    images.add_argument(
-        "--resize-short-side",
-        type=positive,
-        metavar="PX",
-        help="shrink larger images until their short side has PX pixels",
-    )
-    images.add_argument(
-        "--jpeg-quality",
-        type=int,
-        default=ImagePolicy().jpeg_quality,
-        metavar="Q",
-        help=(
+    },
+    "--resize-short-side": {
+        "type": positive,
+        "metavar": "PX",
+        "help": "shrink larger images until their short side has PX pixels",
+    },
+    "--jpeg-quality": {
+        "type": int,
+        "default": ImagePolicy().jpeg_quality,
+        "metavar": "Q",
+        "help": (
             "1 to 100, for images that are changed: resized, turned, or no RGB or grey JPEG"
             " (default: %(default)s); all others keep their bytes"
         ),
-    )
-    images.add_argument(
-        "--restart-markers",
-        choices=("off", "auto"),
-        default=ImagePolicy().restart_markers,
-        help=(
+    },
+    "--restart-markers": {
+        "choices": ("off", "auto"),
+        "default": ImagePolicy().restart_markers,
+        "help": (
             "auto: give each JPEG restart markers and better Huffman tables, losslessly: files get"
             " smaller, and a part of an image can be decoded alone (default: %(default)s, bytes"
             " stay as they are)"
         ),
-    )
+    },
+    **MAX_UNREADABLE_FLAG,
+}
+RUNNING_FLAGS: Flags = {
+    **WORKERS_FLAG,
+    "--dry-run": {
+        "action": "store_true",
+        "help": "list the source, print the plan with disk space and time, and write nothing",
+    },
+}
 
 
-def write_or_plan(source: Source, args: argparse.Namespace) -> None:
-    """Write the shards of a source by the flags of `add_arguments`, or print the plan."""
+EXCLUSIVE = {"--num-shards", "--shard-mib"}
+"""Two ways to choose the number of shards."""
+
+
+def command_line(
+    name: str,
+    doc: str | None,
+    groups: Mapping[str, Flags],
+    command: Callable[[argparse.Namespace], None],
+    remedy: str = "the same command continues",
+) -> Main:
+    """Return `main` of `data_prep.<name>`.
+
+    groups: the flags under each heading of --help; "" for those without one. remedy: see `run`.
+    """
+
+    def main(argv: list[str] | None = None) -> int:
+        return run(command, make_parser(name, doc, groups).parse_args(argv), remedy)
+
+    return main
+
+
+def make_parser(name: str, doc: str | None, groups: Mapping[str, Flags]) -> Parser:
+    """Return the parser of `data_prep.<name>`; see `command_line`."""
+    parser = Parser(f"python -m data_prep.{name}", doc)
+    for heading, flags in groups.items():
+        group = parser.add_argument_group(heading) if heading else parser
+        number = group.add_mutually_exclusive_group() if EXCLUSIVE & flags.keys() else group
+        for flag, options in flags.items():
+            (number if flag in EXCLUSIVE else group).add_argument(flag, **options)
+    return parser
+
+
+def source_command(
+    name: str,
+    doc: str | None,
+    flags: Flags,
+    make: Callable[[argparse.Namespace], Source],
+    *,
+    apply_exif: bool = False,
+) -> Main:
+    """Return `main` of `data_prep.<name>`, which writes the shards of the source that `make` gives.
+
+    flags: those of this source; the flags of all sources follow. apply_exif: the default of that
+    flag.
+    """
+    exif = {**IMAGES_FLAGS["--apply-exif"], "default": apply_exif}
+    groups = {
+        "": flags,
+        "shards": SHARDS_FLAGS,
+        "images": {**IMAGES_FLAGS, "--apply-exif": exif},
+        "running": RUNNING_FLAGS,
+    }
+    return command_line(name, doc, groups, lambda args: _write_or_plan(make(args), args))
+
+
+def refuse_val_fraction(value: float | None, *val: object) -> None:
+    """Raise PrepError if --val-fraction was given although the source has `val`."""
+    if val and value is not None:
+        raise PrepError(
+            f"--val-fraction {value} was given, but {val[0]} is there; leave one of them out"
+        )
+
+
+def _write_or_plan(source: Source, args: argparse.Namespace) -> None:
+    """Write the shards of a source, or print the plan of a dry run."""
     settings = Settings(
         num_shards=args.num_shards,
         shard_bytes=args.shard_mib and args.shard_mib << 20,
@@ -251,19 +292,20 @@ def write_or_plan(source: Source, args: argparse.Namespace) -> None:
 
 
 def _summary(plan: WritePlan) -> str:
-    """The plan for people: splits, shards, bytes, time."""
+    """Return the plan for people: splits, shards, bytes, time."""
     catalogue = plan.catalogue
     lines = [f"{plan.source.name}: {len(catalogue.class_names):,} classes"]
     for split, samples in catalogue.splits.items():
         count = plan.counts[split]
-        each = f"{samples // count:,}{f' to {samples // count + 1:,}' if samples % count else ''}"
-        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {each}")
+        longest = f" to {samples // count + 1:,}" if samples % count else ""
+        lengths = f"{samples // count:,}{longest}"
+        lines.append(f"  {split}: {samples:,} images in {count:,} shards of {lengths}")
     work = plan.work()
     sizes = plan.output.sizes()
     part = [work[k].shard.name for k in choose_part(plan.settings.part, plan.counts)]
-    todo = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
-    lines.append(f"  to write: {len(todo):,} of {len(part):,} shards of {len(work):,}")
-    share = len(todo) / len(work)
+    missing = [name for name in part if not {f"{name}.tar", f"{name}.json"} <= sizes.keys()]
+    lines.append(f"  to write: {len(missing):,} of {len(part):,} shards of {len(work):,}")
+    share = len(missing) / len(work)
     needed = plan.num_bytes * share
     disk = f"  disk: about {format_bytes(needed)}"
     if (free := plan.output.free_bytes()) is not None:
@@ -283,38 +325,37 @@ def _summary(plan: WritePlan) -> str:
 def run(
     command: Callable[[argparse.Namespace], None],
     args: argparse.Namespace,
-    then: str = "the same command continues",
+    remedy: str = "the same command continues",
 ) -> int:
     """Run a command and return its exit status: 0, or 2 after one line for what a user can correct.
 
-    then: what continues the work, printed after an interruption. SIGTERM ends it as Ctrl-C does:
-    incomplete files are removed, complete shards stay.
+    remedy: how to continue the work, printed after an interruption. SIGTERM ends the command as
+    Ctrl-C does: incomplete files are removed, complete shards stay.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
-        signal.signal(number, signal.SIG_IGN)  # one is enough
+        signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the clean-up
         raise _Terminated
 
     redact.guard_console()
-    before = signal.signal(signal.SIGTERM, stop)
+    handler_before = signal.signal(signal.SIGTERM, stop)
     try:
         command(args)
+        return 0
     except (PrepError, ShardError) as error:
         print(redact.printed(f"error: {error}"), file=sys.stderr)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
-        reason = f"error: {place}{error.strerror or error}; when that is solved, {then}"
+        reason = f"error: {place}{error.strerror or error}; when that is solved, {remedy}"
         print(redact.printed(reason), file=sys.stderr)
     except _Terminated:
-        print(f"terminated; {then}", file=sys.stderr)
+        print(f"terminated; {remedy}", file=sys.stderr)
         return 128 + signal.SIGTERM
     except KeyboardInterrupt:
-        print(f"interrupted; {then}", file=sys.stderr)
+        print(f"interrupted; {remedy}", file=sys.stderr)
         return 128 + signal.SIGINT
-    else:
-        return 0
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler_before)
     return 2
 
 

@@ -3,11 +3,11 @@
     python -m data_prep.digits --out data/digits [--image-size 48] [--renderings 6]
                                [--val-renderings 5]
 
-scikit-learn contains 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of each
-class becomes val, by original, so no original is in both splits (the writers are not recorded, so a
-writer may be). Each original is rendered several times: enlarged smoothly, rotated, scaled and
-shifted a little, in a random colour, on a calm and clearly darker texture. A ViT of 128 dimensions
-learns it in minutes on a CPU.
+scikit-learn contains 1,797 digits that people wrote (8x8 grey; UCI optdigits). A fifth of the
+originals of each class becomes val, so no original is in both splits. (A writer may be in both,
+because writers are not recorded.) Each original is rendered several times: enlarged smoothly,
+rotated, scaled and shifted a little, in a random colour, on a calm and clearly darker texture. A
+ViT of 128 dimensions learns it in minutes on a CPU.
 
 Every random number comes from a hash of (seed, original, rendering), so images are independent of
 each other. Equal bytes need equal versions of Pillow.
@@ -23,9 +23,8 @@ from functools import partial
 import numpy as np
 from PIL import Image
 
-from data_prep.command import Parser, add_arguments, positive, run, write_or_plan
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.command import positive, source_command
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range, stable_hash
 
 VAL_FRACTION = 0.2
@@ -34,11 +33,11 @@ JPEG_QUALITY = 90
 LUMINANCE = np.array((0.2126, 0.7152, 0.0722))
 """Weights of red, green and blue (Rec. 709)."""
 SIDE = 8
-"""Pixels of an original's side."""
+"""Pixels on a side of an original."""
 WHITE = 16
 """Largest value of an original."""
 DIGIT_HEIGHT = 8
-"""Pixels that a digit usually takes."""
+"""The usual height of a digit in an original, in pixels."""
 
 
 # ---- drawing -------------------------------------------------------------------------------------
@@ -47,7 +46,7 @@ DIGIT_HEIGHT = 8
 class Uniform:
     """Uniform numbers by SplitMix64 (Steele, Lea & Flood 2014) in counter mode.
 
-    Generators of libraries promise no stable streams.
+    Libraries do not promise stable streams of random numbers.
     """
 
     def __init__(self, key: bytes):
@@ -55,28 +54,28 @@ class Uniform:
         self.count = 0
 
     def array(self, *shape: int) -> np.ndarray:
-        """float64 in [0, 1)."""
+        """Draw float64 numbers in [0, 1)."""
         counter = np.arange(self.count + 1, self.count + 1 + int(np.prod(shape)), dtype=np.uint64)
         self.count += len(counter)
-        z = self.key + counter * np.uint64(0x9E3779B97F4A7C15)  # modulo 2**64, as meant
+        z = self.key + counter * np.uint64(0x9E3779B97F4A7C15)  # wraps at 2**64, as it should
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).reshape(shape) * 2.0**-53
 
     def between(self, low: float, high: float) -> float:
-        """One number in [low, high)."""
+        """Draw a number in [low, high)."""
         return low + (high - low) * float(self.array(1)[0])
 
 
 def _resize(image: np.ndarray, size: int) -> np.ndarray:
-    """(h, w) float -> (size, size) float32, bicubic."""
+    """Resize (h, w) float to (size, size) float32, bicubic."""
     return np.asarray(
         Image.fromarray(image.astype(np.float32)).resize((size, size), Image.Resampling.BICUBIC)
     )
 
 
 def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
-    """A calm pattern, (size, size) float in [0, 1]; details are at least a tenth of the image."""
+    """Draw a calm pattern, (size, size) float in [0, 1]; its details take a tenth of the image."""
     angle = uniform.between(0, 2 * np.pi)
     y, x = np.mgrid[0:size, 0:size] / size - 0.5
     u, v = x * np.cos(angle) + y * np.sin(angle), y * np.cos(angle) - x * np.sin(angle)
@@ -97,7 +96,7 @@ def texture(kind: str, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
-    """(3,) RGB in [0, 1] of a hue, with a Rec. 709 weighted mean of exactly `luminance`."""
+    """Return (3,) RGB in [0, 1] of a hue, whose Rec. 709 weighted mean is `luminance`."""
     rgb = np.array(colorsys.hsv_to_rgb(hue, saturation, 1.0))
     bright = float(rgb @ LUMINANCE)
     if luminance < bright:
@@ -106,9 +105,9 @@ def colour(hue: float, saturation: float, luminance: float) -> np.ndarray:
 
 
 def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(n, n) float in [0, 1] -> (size, size) opacity in [0, 1].
+    """Turn (n, n) float in [0, 1] into (size, size) opacity in [0, 1].
 
-    Rotated by up to 8 degrees, scaled and shifted a little.
+    The digit is rotated by up to 8 degrees, scaled and shifted a little.
     """
     side = len(image)
     padded = np.pad(image, side // 2)  # so that nothing leaves the image
@@ -129,10 +128,10 @@ def digit_mask(image: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
-    """(8, 8) digit in [0, 1] -> (size, size, 3) uint8; at least 0.45 lighter than its ground."""
+    """Draw an (8, 8) digit in [0, 1] as (size, size, 3) uint8, 0.45 lighter than its ground."""
     kind = TEXTURES[int(uniform.between(0, len(TEXTURES)))]
-    # Always light on dark: with both, a small ViT needs twice the epochs, and this data set is for
-    # first steps.
+    # Always light on dark: with dark on light as well, a small ViT needs twice the epochs, which is
+    # too long for first steps.
     ground = uniform.between(0.06, 0.34)
     ink = ground + uniform.between(0.5, 0.62)
     hue = uniform.between(0, 1)
@@ -148,7 +147,7 @@ def render(digit: np.ndarray, size: int, uniform: Uniform) -> np.ndarray:
 
 
 def read(sample: Sample, image_size: int, seed: int) -> bytes:
-    """The JPEG of one rendering. Its name is its original's; its key ends in its number."""
+    """Return the JPEG of one rendering: `name` is its original, and its key ends in its number."""
     digit = np.frombuffer(read_range(sample), np.uint8).reshape(SIDE, SIDE)
     uniform = Uniform(stable_hash(seed, sample.name, int(sample.key.rpartition("_")[2])))
     encoded = io.BytesIO()
@@ -164,14 +163,14 @@ def read(sample: Sample, image_size: int, seed: int) -> bytes:
 def source(
     image_size: int = 48, renderings: int = 6, val_renderings: int = 5, seed: int = 0
 ) -> Source:
-    """All renderings. image_size: side in pixels. (val_)renderings: images of each original."""
+    """Return all renderings. image_size: side in pixels. (val_)renderings: of each original."""
     options = {"image_size": image_size, "renderings": renderings, "val_renderings": val_renderings}
     fill = partial(_fill, {"train": renderings, "val": val_renderings}, seed)
     return Source("digits", options, fill, partial(read, image_size=image_size, seed=seed))
 
 
 def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
-    from sklearn.datasets import load_digits  # here, as it is slow to import and no worker needs it
+    from sklearn.datasets import load_digits  # slow to import, and workers do not need it
 
     builder.classes([str(label) for label in range(10)])
     loaded = load_digits()
@@ -180,13 +179,13 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
     file = builder.file(pixels)
     chosen: dict[str, list[int]] = {"train": [], "val": []}
     for label in range(10):
-        of_class = sorted(
+        originals = sorted(
             np.flatnonzero(loaded.target == label).tolist(),
             key=lambda original: stable_hash(seed, original),
         )
-        num_val = round(VAL_FRACTION * len(of_class))
-        chosen["val"] += of_class[:num_val]
-        chosen["train"] += of_class[num_val:]
+        num_val = round(VAL_FRACTION * len(originals))
+        chosen["val"] += originals[:num_val]
+        chosen["train"] += originals[num_val:]
     num_bytes = SIDE * SIDE
     for split, numbers in chosen.items():
         offsets = num_bytes * np.array(numbers)
@@ -207,34 +206,31 @@ def _fill(copies: Mapping[str, int], seed: int, builder: Builder) -> None:
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.digits", __doc__)
-    parser.add_argument(
-        "--image-size",
-        type=positive,
-        default=48,
-        metavar="N",
-        help="side in pixels (default: %(default)s)",
-    )
-    for name, what, default in (
-        ("--renderings", "training", 6),
-        ("--val-renderings", "validation", 5),
-    ):
-        parser.add_argument(
-            name,
-            type=positive,
-            default=default,
-            metavar="N",
-            help=f"{what} images of each original (default: %(default)s)",
-        )
-    add_arguments(parser)
-    return run(
-        lambda args: write_or_plan(
-            source(args.image_size, args.renderings, args.val_renderings, args.seed), args
-        ),
-        parser.parse_args(argv),
-    )
+main = source_command(
+    "digits",
+    __doc__,
+    {
+        "--image-size": {
+            "type": positive,
+            "default": 48,
+            "metavar": "N",
+            "help": "side in pixels (default: %(default)s)",
+        },
+        "--renderings": {
+            "type": positive,
+            "default": 6,
+            "metavar": "N",
+            "help": "training images of each original (default: %(default)s)",
+        },
+        "--val-renderings": {
+            "type": positive,
+            "default": 5,
+            "metavar": "N",
+            "help": "validation images of each original (default: %(default)s)",
+        },
+    },
+    lambda args: source(args.image_size, args.renderings, args.val_renderings, args.seed),
+)
 
 
 if __name__ == "__main__":

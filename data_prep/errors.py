@@ -1,4 +1,4 @@
-"""The error of every command here: a mistake that the user can correct."""
+"""The error of every command: a mistake that the user can correct, and parts of its message."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -8,11 +8,11 @@ from pathlib import Path
 from vit.system.files import unreadable
 
 NEXT_LINE = "\n  "
-"""In front of each of several lines of a message."""
+"""The separator of several lines of a message."""
 
 
 class PrepError(ValueError):
-    """The source or the output folder is wrong; the message says how, and what to do."""
+    """The source or the output folder is wrong; the message has the problem and a remedy."""
 
 
 @contextmanager
@@ -28,12 +28,17 @@ def readable(
         raise PrepError(str(unreadable(path, error))) from error
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """Return a number and its noun: 1 image, 2 images."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
 def some(items: Sequence[str], most: int = 5, between: str = ", ") -> str:
-    """The first of many items, for a message."""
+    """Return the first of many items, for a message."""
     more = f" and {len(items) - most:,} more" if len(items) > most else ""
     return between.join(items[:most]) + more
 
 
 def share_to_allow(part: int, total: int) -> float:
-    """The value of --max-unreadable that lets `part` of `total` images be left out."""
+    """Return the --max-unreadable with which `part` of `total` images may be skipped."""
     return min(0.999, math.ceil(1000 * part / total) / 1000)

@@ -4,19 +4,18 @@
     python -m data_prep.imagefolder FOLDER --out ROOT --download URL [--sha256 HEX]
 
 SOURCE is `train/<class>/...` with `val/<class>/...` (or `validation`, or `test`), or `<class>/...`
-alone, of which each class gives a tenth to `val`. Images may be in subfolders of their class. A
+alone, and then each class gives a tenth to `val`. Images may be in subfolders of their class. A
 label is the position of the class among the sorted names of train's classes; a key is the path
 below the split, without extension, in safe characters. A metadata.csv or metadata.jsonl in
 Hugging Face's form (file_name and a label in each row) takes the place of class folders, and
---no-classes takes all images, without labels. What is not taken is counted and reported
-(data_prep/read/image_tree.py); images of kinds that are not read are an error if they are many, by
---max-unreadable.
+--no-classes takes all images, without labels. All other files are counted and reported
+(data_prep/read/image_tree.py); images of kinds that are not read are an error if they are more
+than --max-unreadable allows.
 
-Folders are listed one class at a time, so the memory needed is that of the largest class. Links are
-followed; one back to a folder above it is an error. A zip or tar is read in place, and gives the
-shards that its unpacked folder does; a folder that wraps everything in it is passed through. A
-.tar.gz is inflated beside itself first. --download fetches the archive into FOLDER; what a lost
-connection left is continued.
+Folders are listed one class at a time, so memory is that of the largest class. Links are followed;
+a link back to a folder above it is an error. A zip or tar is read in place, and gives the same
+shards as its unpacked folder, even if one folder wraps everything in it. A .tar.gz is inflated next
+to itself first. --download fetches the archive into FOLDER, and resumes after a lost connection.
 """
 
 from __future__ import annotations
@@ -24,30 +23,29 @@ from __future__ import annotations
 import argparse
 import os
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.command import (
-    VAL_FRACTION,
-    Parser,
-    add_arguments,
-    add_val_fraction_argument,
-    run,
-    write_or_plan,
-)
+from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import PrepError, share_to_allow, some
 from data_prep.read.archives import inflate_tar, is_compressed_tar
-from data_prep.read.class_tree import FolderTree, Tree, open_archive, open_tree
-from data_prep.read.download import add_archive_arguments, fetched
+from data_prep.read.class_tree import (
+    FolderTree,
+    Tree,
+    add_images,
+    open_archive,
+    open_tree,
+    split_by_hash,
+)
+from data_prep.read.download import ARCHIVE_FLAGS, fetched
 from data_prep.read.image_tree import Ignored, unique_keys
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.plan import Settings, allowed_unreadable
-from data_prep.write.samples import safe_key, stable_hash
+from data_prep.write.samples import safe_key
 from vit.data.decode.image_files import EXTENSIONS
 from vit.data.shards.members import NO_LABEL
 
@@ -60,14 +58,14 @@ CLASS_ORDERS = ("text", "number")
 
 @dataclass(frozen=True)
 class Asked:
-    """The flags about the source."""
+    """The flags of this source."""
 
     val_fraction: float | None = None
-    """In [0, 1), of each class; only without a val folder, by default 0.1."""
+    """Fraction of each class, in [0, 1); only without a val folder, by default 0.1."""
     class_order: str | None = None
-    """One of CLASS_ORDERS; only needed for classes whose names are numbers."""
+    """One of CLASS_ORDERS; only needed if the names of all classes are numbers."""
     label_column: str | None = None
-    """Of metadata.csv, where it is unclear."""
+    """The column of classes in metadata.csv, if it is unclear."""
     no_classes: bool = False
     """Take all images, without labels."""
     max_unreadable: float = Settings().max_unreadable
@@ -75,52 +73,49 @@ class Asked:
 
 
 class Layout(NamedTuple):
-    """Where the splits are."""
+    """The trees of the splits."""
 
     root: Tree
     train: Tree
     """`root` itself if it has the classes."""
     val: Tree | None
-    """None if it is to be cut from train."""
+    """None if val is cut from train."""
 
 
-def source(path: Path, asked: Asked | None = None, out: Path | None = None) -> Source:
-    """The images of class folders, in a folder or an archive, or of a folder without classes.
+def source(path: Path, flags: Asked | None = None, out: Path | None = None) -> Source:
+    """Return the images of class folders, or of a folder without classes, or of an archive.
 
-    Raises PrepError if it is missing, no archive, or has a val folder without train; when it is
-    listed, for no images, a single class, a class without images, classes of val that train lacks,
-    an unclear order of classes, and too many images that are not read.
+    Raises PrepError if `path` is missing, is not an archive, or has a val folder without train.
+    Listing raises it for no images, a single class, a class without images, classes of val that
+    train lacks, an unclear order of classes, and too many images that are not read.
     """
-    asked = asked or Asked()
-    layout = _layout(_open(path, asked))
+    flags = flags or Asked()
+    layout = _layout(_open(path, flags))
     train, val = layout.train, layout.val
     if out is not None and (out == path.resolve() or out.is_relative_to(train.file.resolve())):
         raise PrepError(f"{out}: is among the images of {path}; give --out another folder")
-    if val is not None and asked.val_fraction is not None:
-        raise PrepError(
-            f"--val-fraction {asked.val_fraction} was given, but {val} is there; leave one of"
-            " them out"
-        )
+    if val is not None:
+        refuse_val_fraction(flags.val_fraction, val)
     options: dict[str, Any] = {}
     val_fraction = 0.0
     if val is None:
-        default = 0.0 if asked.no_classes else VAL_FRACTION
-        val_fraction = default if asked.val_fraction is None else asked.val_fraction
+        default = 0.0 if flags.no_classes else VAL_FRACTION
+        val_fraction = default if flags.val_fraction is None else flags.val_fraction
         options["val_fraction"] = val_fraction
-    if asked.class_order == "number":  # not recorded for text, the order of earlier data sets
+    if flags.class_order == "number":  # not recorded for text, the order of earlier data sets
         options["class_order"] = "number"
-    if asked.no_classes:
+    if flags.no_classes:
         options["label"] = NO_LABEL
-    fill = partial(_fill_unlabelled if asked.no_classes else _fill, layout, val_fraction, asked)
+    fill = partial(_fill_unlabelled if flags.no_classes else _fill, layout, val_fraction, flags)
     return Source("imagefolder", options, fill, train.read, train.inputs)
 
 
-def _open(path: Path, asked: Asked) -> Tree:
+def _open(path: Path, flags: Asked) -> Tree:
     if path.is_file() and not path.name.lower().endswith(EXTENSIONS):
         if is_compressed_tar(path):
             path = inflate_tar(path)
             print(f"{path}: inflated, as nothing can be read in the middle of a compressed tar")
-        tree = open_tree(path) if asked.no_classes else open_archive(path)
+        tree = open_tree(path) if flags.no_classes else open_archive(path)
         print(f"{path}: read in place, without unpacking; images of {tree}", flush=True)
         return tree
     if not path.is_dir():
@@ -128,12 +123,12 @@ def _open(path: Path, asked: Asked) -> Tree:
             f"{path}: {'not a folder' if path.exists() else 'no such folder'}; expected a folder"
             " with one subfolder of images for each class, or a zip or tar of one"
         )
-    return FolderTree(path) if asked.no_classes else open_tree(path, asked.label_column)
+    return FolderTree(path) if flags.no_classes else open_tree(path, flags.label_column)
 
 
 def _layout(root: Tree) -> Layout:
-    val = next((root.below(name) for name in VAL_FOLDERS if root.below(name).is_there()), None)
-    if root.below("train").is_there():
+    val = next((root.below(name) for name in VAL_FOLDERS if root.below(name).exists()), None)
+    if root.below("train").exists():
         return Layout(root, root.below("train"), val)
     if val is not None and not (set(root.folders()) - set(VAL_FOLDERS)):
         raise PrepError(
@@ -143,9 +138,9 @@ def _layout(root: Tree) -> Layout:
     return Layout(root, root, None)  # `test` is a class like any other then
 
 
-def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -> None:
+def _fill(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
     root, train, val = layout
-    names = _in_order(train, train.folders(), asked.class_order)
+    names = _in_order(train, train.folders(), flags.class_order)
     used = {"train"} if val is None else {"train", val.name}
     if train is not root and (unused := [name for name in root.folders() if name not in used]):
         # recorded in _info.json: other words are other bytes
@@ -153,16 +148,10 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
     labels = _labels(train, names)
     builder.classes(names)
     ignored = Ignored()
-    _add_split(
-        builder,
-        "train",
-        train,
-        {name: labels[_normalized(name)] for name in names},
-        val_fraction,
-        ignored,
-    )
+    of_train = {name: labels[_normalized(name)] for name in names}
+    _add_split(builder, train, of_train, _fractions(val_fraction), ignored)
     per_class = builder.count("train")
-    also = f" ({ignored.images_summary()})" if ignored.images else ""
+    also = ignored.images_in_brackets()
     if not per_class.sum():
         if ignored.stray and train is root:
             raise PrepError(
@@ -184,48 +173,54 @@ def _fill(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -
         )
     if val is not None:
         _fill_val(val, labels, ignored, builder)
-    _check_ignored(ignored, asked, builder)
+    _check_ignored(ignored, flags, builder)
 
 
-def _fill_unlabelled(layout: Layout, val_fraction: float, asked: Asked, builder: Builder) -> None:
-    """Add all images below the folders, as those of a class without a name and a number."""
+def _fractions(val_fraction: float) -> dict[str, float]:
+    return {"train": 1 - val_fraction, "val": val_fraction}
+
+
+def _fill_unlabelled(layout: Layout, val_fraction: float, flags: Asked, builder: Builder) -> None:
+    """Add all images below the folders, without labels."""
     ignored = Ignored()
-    for split, tree in (("train", layout.train), ("val", layout.val)):
+    for tree, fractions in ((layout.train, _fractions(val_fraction)), (layout.val, {"val": 1.0})):
         if tree is not None:
-            _add_split(builder, split, tree, {"": -1}, val_fraction, ignored)
-            if not builder.count(split).any():
-                also = f" ({ignored.images_summary()})" if ignored.images else ""
-                raise PrepError(f"{tree}: no images ({', '.join(EXTENSIONS)}) below it{also}")
-    _check_ignored(ignored, asked, builder)
+            _add_split(builder, tree, {"": -1}, fractions, ignored)
+            if not builder.count(next(iter(fractions))).any():
+                raise PrepError(
+                    f"{tree}: no images ({', '.join(EXTENSIONS)}) below it"
+                    f"{ignored.images_in_brackets()}"
+                )
+    _check_ignored(ignored, flags, builder)
 
 
 def _fill_val(val: Tree, labels: dict[str, int], ignored: Ignored, builder: Builder) -> None:
-    """Add the images of the folder val. `labels`: of train's classes, by normalized name."""
-    there = val.folders()
-    _labels(val, there)
+    """Add the images of the folder val. labels: label of each of train's classes, normalized."""
+    names = val.folders()
+    _labels(val, names)
     if unknown := [
-        name for name in there if _normalized(name) not in labels and any(val.images(name))
+        name for name in names if _normalized(name) not in labels and any(val.images(name))
     ]:
         raise PrepError(
             f"{val}: classes that train lacks: {', '.join(unknown)}; remove these folders, or"
             " add these classes to train"
         )
-    of_val = {n: labels[_normalized(n)] for n in there if _normalized(n) in labels}
-    _add_split(builder, "val", val, of_val, 0.0, ignored)
+    of_val = {name: labels[_normalized(name)] for name in names if _normalized(name) in labels}
+    _add_split(builder, val, of_val, {"val": 1.0}, ignored)
     if not builder.count("val").sum():
         raise PrepError(
             f"{val}: no images; expected <class>/<image>, or no such folder and --val-fraction"
         )
 
 
-def _check_ignored(ignored: Ignored, asked: Asked, builder: Builder) -> None:
-    """Note what was not taken. Raises PrepError if that is too much."""
+def _check_ignored(ignored: Ignored, flags: Asked, builder: Builder) -> None:
+    """Report the files that were not taken. Raises PrepError if too many are images."""
     taken = int(builder.count("train").sum() + builder.count("val").sum())
     total = taken + ignored.num_images
-    if ignored.num_images > (allowed := allowed_unreadable(asked.max_unreadable, total)):
+    if ignored.num_images > (allowed := allowed_unreadable(flags.max_unreadable, total)):
         raise PrepError(
             f"{ignored.num_images:,} of {total:,} images would be left out, more than the"
-            f" {allowed:,} that --max-unreadable {asked.max_unreadable} allows:"
+            f" {allowed:,} that --max-unreadable {flags.max_unreadable} allows:"
             f" {'; '.join(ignored.summary())}. To leave them out:"
             f" --max-unreadable {share_to_allow(ignored.num_images, total)}"
         )
@@ -234,12 +229,12 @@ def _check_ignored(ignored: Ignored, asked: Asked, builder: Builder) -> None:
 
 
 def _normalized(name: str) -> str:
-    """A class's name in one Unicode spelling: macOS separates letters and accents."""
+    """Return a name in one Unicode spelling: macOS separates letters and accents."""
     return unicodedata.normalize("NFC", name)
 
 
 def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
-    """The label of each class by its normalized name.
+    """Return the label of each class by its normalized name.
 
     Raises PrepError for two folders that are one class.
     """
@@ -259,7 +254,7 @@ def _labels(folder: Tree, names: Sequence[str]) -> dict[str, int]:
 
 
 def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> list[str]:
-    """The classes in the order of their labels.
+    """Return the classes in the order of their labels.
 
     Raises PrepError for numbers whose order as text differs, unless `class_order` is given.
     """
@@ -267,12 +262,10 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
     are_numbers = bool(names) and all(name.isascii() and name.isdecimal() for name in names)
     by_number = sorted(names, key=lambda name: (int(name), name)) if are_numbers else by_text
     if class_order == "number" and not are_numbers:
-        other = next(
-            (name for name in by_text if not (name.isascii() and name.isdecimal())), "none"
-        )
+        texts = [name for name in by_text if not (name.isascii() and name.isdecimal())]
         raise PrepError(
             f"{folder}: --class-order number, but the names of the classes are not all numbers"
-            f" ({other})"
+            f" ({(*texts, 'none')[0]})"
         )
     if by_number == by_text or class_order is not None:
         return by_number if class_order == "number" else by_text
@@ -290,35 +283,30 @@ def _in_order(folder: Tree, names: Sequence[str], class_order: str | None) -> li
 
 def _add_split(
     builder: Builder,
-    split: str,
     tree: Tree,
     labels: dict[str, int],
-    val_fraction: float,
+    fractions: Mapping[str, float],
     ignored: Ignored,
 ) -> None:
-    """Add the images of these classes to `split`, a fraction of each class to val."""
+    """Add the images of these classes, and divide each class by `fractions`: of each split."""
     file = builder.file(tree.file)
     if "" not in labels:
         tree.count_stray(ignored)
     for classes in _classes_with_common_keys(labels):
-        of_class = {
+        paths_of = {
             name: [f"{name}/{path}".lstrip("/") for path in tree.images(name, ignored)]
             for name in classes
         }
-        paths = list(chain(*of_class.values()))
+        paths = list(chain(*paths_of.values()))
         keys = dict(zip(paths, unique_keys(paths), strict=True))
-        for name, inside in of_class.items():
-            held = held_out([keys[path] for path in inside], val_fraction)
-            for into, held_there in ((split, False), ("val", True)):
-                chosen = [path for path in inside if (keys[path] in held) == held_there]
-                if chosen:
-                    names, offsets, sizes = tree.places(chosen)
-                    chosen_keys = [keys[path] for path in chosen]
-                    builder.add(into, file, names, labels[name], offsets, sizes, chosen_keys)
+        path_of = {key: path for path, key in keys.items()}
+        for name, of_class in paths_of.items():
+            shares = split_by_hash([keys[path] for path in of_class], fractions)
+            add_images(builder, file, labels[name], tree, path_of, shares)
 
 
 def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
-    """Groups of classes whose keys might be equal, such as a/b_c.jpg and a_b/c.jpg."""
+    """Yield groups of classes whose keys may be equal, such as a/b_c.jpg and a_b/c.jpg."""
     group: list[str] = []
     first = ""
     for start, name in sorted((f"{safe_key(name)}_", name) for name in names):
@@ -332,60 +320,50 @@ def _classes_with_common_keys(names: Iterable[str]) -> Iterator[list[str]]:
         yield group
 
 
-def held_out(keys: Sequence[str], fraction: float, *seed: int) -> set[str]:
-    """The fraction of a class's keys with the smallest hash, rounded; at least one key stays.
-
-    The hash is by default of the key alone, so neither the seed nor other images move an image.
-    """
-    num_held = min(round(fraction * len(keys)), len(keys) - 1)
-    return set(sorted(keys, key=lambda key: (stable_hash(*seed, key), key))[: max(0, num_held)])
-
-
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.imagefolder", __doc__)
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="folder, zip or tar with train/ and val/, or with the classes",
+def _source(args: argparse.Namespace) -> Source:
+    settings = Asked(
+        val_fraction=args.val_fraction,
+        class_order=args.class_order,
+        label_column=args.label_column,
+        no_classes=args.no_classes,
+        max_unreadable=args.max_unreadable,
     )
-    add_val_fraction_argument(parser)
-    parser.add_argument(
-        "--class-order",
-        choices=CLASS_ORDERS,
-        help=(
-            "order of the labels if all class names are numbers: 1, 10, 2 (text) or 1, 2, 10"
-            " (number)"
-        ),
-    )
-    parser.add_argument(
-        "--label-column",
-        metavar="NAME",
-        help="of metadata.csv: where classes are, if it is unclear",
-    )
-    parser.add_argument(
-        "--no-classes",
-        action="store_true",
-        help="take all images in SOURCE, without labels: for prediction, not for training",
-    )
-    add_archive_arguments(parser)
-    add_arguments(parser, apply_exif=True)
+    return source(fetched(args), settings, Path(args.out).resolve())
 
-    def command(args: argparse.Namespace) -> None:
-        asked = Asked(
-            val_fraction=args.val_fraction,
-            class_order=args.class_order,
-            label_column=args.label_column,
-            no_classes=args.no_classes,
-            max_unreadable=args.max_unreadable,
-        )
-        write_or_plan(source(fetched(args), asked, Path(args.out).resolve()), args)
 
-    return run(command, parser.parse_args(argv))
+main = source_command(
+    "imagefolder",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "metavar": "SOURCE",
+            "help": "folder, zip or tar with train/ and val/, or with the classes",
+        },
+        **VAL_FRACTION_FLAG,
+        "--class-order": {
+            "choices": CLASS_ORDERS,
+            "help": (
+                "order of the labels if all class names are numbers: 1, 10, 2 (text) or 1, 2, 10"
+                " (number)"
+            ),
+        },
+        "--label-column": {
+            "metavar": "NAME",
+            "help": "of metadata.csv: where classes are, if it is unclear",
+        },
+        "--no-classes": {
+            "action": "store_true",
+            "help": "take all images in SOURCE, without labels: for prediction, not for training",
+        },
+        **ARCHIVE_FLAGS,
+    },
+    _source,
+    apply_exif=True,
+)
 
 
 if __name__ == "__main__":

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from data_prep import command
-from data_prep.errors import PrepError, some
+from data_prep.command import source_command
+from data_prep.errors import NEXT_LINE, PrepError, some
 from data_prep.read.archives import read_zip_member
 from data_prep.read.download import checksum_of
 from data_prep.read.image_tree import read as read_file
@@ -42,9 +42,8 @@ from data_prep.read.imagenet_layouts import (
     Images,
     Layout,
 )
-from data_prep.read.imagenet_search import Found, find_layouts
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.read.imagenet_search import Search, find_layouts
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range
 from vit.data.decode.image_files import MAX_IMAGE_BYTES
 from vit.system.meter import Meter
@@ -63,104 +62,72 @@ MD5 = {  # torchvision/datasets/imagenet.py, ARCHIVE_META
 # ---- filling the catalogue -----------------------------------------------------------------------
 
 
-@dataclass
-class _Faults:
-    """Problems with the images of a split, found while they are listed."""
-
-    foreign: list[str] = field(default_factory=list)
-    unlabelled: list[str] = field(default_factory=list)
-    contradicted: list[str] = field(default_factory=list)
-    too_large: list[str] = field(default_factory=list)
-    unknown: Counter[str] = field(default_factory=Counter)
-    """Number of images of each WNID that is not a class."""
-    ignored: list[str] = field(default_factory=list)
-    """Files that are not images; they are not a fault."""
-
-    def lines(self, split: str) -> list[str]:
-        """Problems that --partial does not allow."""
-        kinds = (
-            (
-                self.foreign,
-                "are not named as ImageNet's of their class",
-                "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
-            ),
-            (
-                self.unlabelled,
-                "have no class in the file of labels",
-                f"take another one: {LABEL_FILES}",
-            ),
-            (
-                self.contradicted,
-                "have another class in the file of labels",
-                "one of the two is wrong",
-            ),
-            (
-                self.too_large,
-                f"have more than {MAX_IMAGE_BYTES:,} bytes",
-                "no image of ImageNet has",
-            ),
-        )
-        return [
-            f"{split}: {len(names):,} images {what}: {some(names)}; {expected}"
-            for names, what, expected in kinds
-            if names
-        ]
+FAULTS = {
+    "foreign": (
+        "are not named as ImageNet's of their class",
+        "expected n01440764_10026.JPEG, ILSVRC2012_val_00000001.JPEG",
+    ),
+    "unlabelled": ("have no class in the file of labels", f"take another one: {LABEL_FILES}"),
+    "contradicted": ("have another class in the file of labels", "one of the two is wrong"),
+    "too large": (f"have more than {MAX_IMAGE_BYTES:,} bytes", "no image of ImageNet has"),
+}
+"""Kinds of faults that --partial does not allow: the problem, and a hint."""
+Faults = defaultdict[str, list[str]]
+"""Names of images by kind of fault; also unknown WNIDs ("unknown") and other files ("ignored")."""
 
 
 def _take(
-    images: Images, split: str, label_of: dict[str, int], labels: dict[str, str], faults: _Faults
-) -> tuple[list[int], list[str], list[int]]:
-    """(rows, keys, labels) of the valid images of a batch; the others go to `faults`."""
-    rows = []
-    keys = []
-    found = []
+    images: Images,
+    split: str,
+    label_of: Mapping[str, int],
+    labels: Mapping[str, str],
+    faults: Faults,
+) -> list[tuple[int, str, int]]:
+    """Return (row, key, label) of the valid images of a batch; the others go to `faults`."""
+    valid = []
     training = split == "train"
     for row, (name, size) in enumerate(zip(images.names, images.sizes.tolist(), strict=True)):
         match = IMAGE.fullmatch(name)
         if match is None or (match[2] is None) == training:
             is_image = name.lower().endswith(IMAGE_EXTENSIONS)
             if not name.startswith("."):  # macOS puts `._x` next to x
-                (faults.foreign if is_image else faults.ignored).append(name)
+                faults["foreign" if is_image else "ignored"].append(name)
             continue
         key, in_name, appended = match.groups()
         expected = in_name if training else labels.get(key, "")
-        wnid = (
-            images.wnid or (images.wnids[row] if images.wnids is not None else appended) or expected
-        )
+        in_row = images.wnids[row] if images.wnids is not None else appended
+        wnid = images.wnid or in_row or expected
         if not wnid:
-            faults.unlabelled.append(name)
+            faults["unlabelled"].append(name)
         elif expected and wnid != expected:
-            (faults.foreign if training else faults.contradicted).append(f"{name} (in {wnid})")
+            faults["foreign" if training else "contradicted"].append(f"{name} (in {wnid})")
         elif size > MAX_IMAGE_BYTES:
-            faults.too_large.append(name)
+            faults["too large"].append(name)
         elif wnid not in label_of:
-            faults.unknown[wnid] += 1
+            faults["unknown"].append(wnid)
         else:
-            rows.append(row)
-            keys.append(key)
-            found.append(label_of[wnid])
-    return rows, keys, found
+            valid.append((row, key, label_of[wnid]))
+    return valid
 
 
 def _add_split(
-    builder: Builder, layout: Layout, label_of: dict[str, int], labels: dict[str, str]
-) -> _Faults:
+    builder: Builder, layout: Layout, label_of: Mapping[str, int], labels: Mapping[str, str]
+) -> Faults:
     """Add the images of a split to the catalogue."""
-    faults = _Faults()
+    faults = Faults(list)
     files = dict[Path, int]()
     done = 0
     with Meter(f"listing {layout.split}", NUM_IMAGES[layout.split], "images") as meter:
         for images in layout.images(builder):
             if images.file not in files:
                 files[images.file] = builder.file(images.file)
-            rows, keys, found = _take(images, layout.split, label_of, labels, faults)
-            names = [images.names[row] for row in rows]
-            if rows:
+            if valid := _take(images, layout.split, label_of, labels, faults):
+                rows, keys, numbers = (list(column) for column in zip(*valid, strict=True))
                 builder.add(
                     layout.split,
                     files[images.file],
-                    names,
-                    found,
+                    [images.names[row] for row in rows],
+                    numbers,
                     images.offsets[rows],
                     images.sizes[rows],
                     keys,
@@ -171,71 +138,65 @@ def _add_split(
 
 
 def differences(split: str, class_names: Sequence[str], counts: np.ndarray) -> list[str]:
-    """How a split differs from ImageNet's, a line each.
+    """Return how a split differs from ImageNet's, a line each.
 
     counts: (len(class_names),) images of each class.
     """
-    found = []
+    lines = []
     if counts.sum() != NUM_IMAGES[split]:
-        found.append(f"{split}: {counts.sum():,} images instead of {NUM_IMAGES[split]:,}")
+        lines.append(f"{split}: {counts.sum():,} images instead of {NUM_IMAGES[split]:,}")
     low, high = PER_CLASS[split]
-    for wrong, what in (
+    for wrong, problem in (
         (counts == 0, "have no images"),
         ((counts > 0) & (counts < low), f"have fewer than {low}"),
         (counts > high, f"have more than {high}"),
     ):
-        if wrong.any():
-            classes = [
-                f"{class_names[label]} ({counts[label]})"
-                for label in np.flatnonzero(wrong).tolist()
-            ]
-            found.append(f"{split}: {len(classes):,} classes {what}: {some(classes)}")
-    return found
+        classes = [f"{class_names[k]} ({counts[k]})" for k in np.flatnonzero(wrong).tolist()]
+        if classes:
+            lines.append(f"{split}: {len(classes):,} classes {problem}: {some(classes)}")
+    return lines
 
 
-def _missing_classes(class_names: Sequence[str], known: set[str]) -> list[str]:
-    """A line if there are not 1,000 classes. known: WNIDs in labels or val."""
-    if len(class_names) == NUM_CLASSES:
-        return []
-    missing = sorted(known - set(class_names))
-    return [
-        f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
-        + (f"; missing: {some(missing)}" if missing else "")
-    ]
-
-
-def fill(found: Found, allow_partial: bool, builder: Builder) -> None:
+def fill(search: Search, allow_partial: bool, builder: Builder) -> None:
     """Add all images to the catalogue. Raises PrepError with all problems at once."""
-    labels = read_all(found.labels)
-    wnids = {layout.split: layout.wnids(builder) for layout in found.layouts}
-    known = set(labels.values()).union(*wnids.values())
-    class_names = sorted(wnids.get("train", known))
+    labels = read_all(search.labels)
+    wnids = {layout.split: layout.wnids(builder) for layout in search.layouts}
+    all_wnids = set(labels.values()).union(*wnids.values())
+    class_names = sorted(wnids.get("train", all_wnids))
     builder.classes(class_names)
     label_of = {wnid: label for label, wnid in enumerate(class_names)}
     errors = []
-    partial_only = [
-        layout.lacking for layout in found.layouts if layout.lacking
-    ] + _missing_classes(class_names, known)
-    for layout in found.layouts:
-        builder.note(f"{layout.split}: {layout.what} ({layout.path})")
+    partial_only = [layout.lacking for layout in search.layouts if layout.lacking]
+    if len(class_names) != NUM_CLASSES:
+        missing = sorted(all_wnids - set(class_names))
+        partial_only.append(
+            f"{len(class_names):,} classes instead of {NUM_CLASSES:,}"
+            + (f"; missing: {some(missing)}" if missing else "")
+        )
+    for layout in search.layouts:
+        builder.note(f"{layout.split}: {layout.title} ({layout.path})")
         faults = _add_split(builder, layout, label_of, labels)
-        errors += faults.lines(layout.split)
-        if faults.unknown:
-            classes = [f"{wnid} ({count})" for wnid, count in sorted(faults.unknown.items())]
+        errors += [
+            f"{layout.split}: {len(names):,} images {problem}: {some(names)}; {hint}"
+            for kind, (problem, hint) in FAULTS.items()
+            if (names := faults[kind])
+        ]
+        if unknown := Counter(faults["unknown"]):
+            classes = [f"{wnid} ({count})" for wnid, count in sorted(unknown.items())]
             partial_only.append(
-                f"{layout.split}: {faults.unknown.total():,} images of unknown classes:"
+                f"{layout.split}: {unknown.total():,} images of unknown classes:"
                 f" {some(classes)}; train has none of them"
             )
-        if faults.ignored:
+        if ignored := faults["ignored"]:
             builder.note(
-                f"{layout.split}: {len(faults.ignored):,} files that are no images are left out:"
-                f" {some(faults.ignored)}"
+                f"{layout.split}: {len(ignored):,} files that are no images are left out:"
+                f" {some(ignored)}"
             )
         if not builder.count(layout.split).sum() and not errors:
             errors.append(f"{layout.split}: {layout.path} holds no images")
         partial_only += differences(layout.split, class_names, builder.count(layout.split))
     if errors or (partial_only and not allow_partial):
-        lines = "\n  ".join(errors if allow_partial else errors + partial_only)
+        lines = NEXT_LINE.join(errors if allow_partial else errors + partial_only)
         hint = (
             "\nget what is missing (--md5 checks the archives), or take what there is with"
             " --partial"
@@ -257,7 +218,7 @@ READERS = {".tar": read_range, ".images": read_range, ".zip": read_zip_member}
 
 
 def read(sample: Sample) -> bytes:
-    """Encoded image from a tar, a spooled parquet file, a zip or a folder.
+    """Return the encoded image from a tar, a copied parquet file, a zip or a folder.
 
     Raises OSError or ValueError.
     """
@@ -274,89 +235,87 @@ def check_md5(paths: Sequence[Path]) -> None:
         print(f"md5: none of the files has an official one; these have: {', '.join(MD5)}")
     wrong = []
     for path, expected in official.items():
-        if (md5 := checksum_of(path, "md5")) != expected:
+        if (md5 := checksum_of(path, "md5")) == expected:
+            print(f"md5 of {path.name}: as published", flush=True)
+        else:
             wrong.append(
                 f"{path} ({path.stat().st_size:,} bytes) has md5 {md5}; expected {expected};"
                 " download it again"
             )
-        else:
-            print(f"md5 of {path.name}: as published", flush=True)
     if wrong:
-        raise PrepError("\n  ".join(wrong))
+        raise PrepError(NEXT_LINE.join(wrong))
 
 
-def _check_splits(found: Found, allow_partial: bool) -> None:
+def _check_splits(search: Search, allow_partial: bool) -> None:
     """Raise PrepError if a split is missing, or flat without a file of labels."""
-    problems = []
-    there = {layout.split for layout in found.layouts}
+    splits = {layout.split for layout in search.layouts}
     expected = {"train": f"{TRAIN_TAR}, <wnid>.tar, train/<wnid>/", "val": f"{VAL_TAR}, val/"}
-    for split in ("train", "val"):
-        if split not in there and not (allow_partial and there):
-            problems.append(
-                f"no images of {split} found; expected one of {expected[split]}, Kaggle's .zip or"
-                f" {split}*-*.parquet"
-            )
-    if any(layout.split == "val" and layout.flat for layout in found.layouts) and not found.labels:
+    problems = [
+        f"no images of {split} found; expected one of {files}, Kaggle's .zip or {split}*-*.parquet"
+        for split, files in expected.items()
+        if split not in splits and not (allow_partial and splits)
+    ]
+    if any(layout.flat for layout in search.layouts) and not search.labels:
         problems.append(
             "val is a flat folder or archive, and no file gives the classes of its images; any one"
             f" of these does: {LABEL_FILES}"
         )
     if problems:
-        raise PrepError("\n  ".join(problems + found.remarks))
+        raise PrepError(NEXT_LINE.join(problems + search.remarks))
 
 
 def source(paths: Sequence[Path], allow_partial: bool = False, md5: bool = False) -> Source:
-    """ImageNet-1k in these files and folders; prints the layout.
+    """Return ImageNet-1k in these files and folders, and print its layout.
 
     allow_partial: accept fewer images and classes, or one split alone, and report what is missing.
-    md5: compare that of the archives first. Raises PrepError for what can be seen at once; `fill`
-    lists the images.
+    md5: compare that of the archives first. Raises PrepError for problems that can be seen at once;
+    `fill` lists the images.
     """
-    found = find_layouts(paths)
-    _check_splits(found, allow_partial)
-    for layout in found.layouts:
-        print(f"{layout.split}: {layout.what} ({layout.path})", flush=True)
-    for labels in found.labels:
-        print(f"labels of val: {labels.what} ({labels.path})", flush=True)
-    inputs = [path for layout in found.layouts for path in layout.inputs]
-    inputs += [path for labels in found.labels for path in labels.inputs]
-    inputs = list(dict.fromkeys(inputs))
+    search = find_layouts(paths)
+    _check_splits(search, allow_partial)
+    for layout in search.layouts:
+        print(f"{layout.split}: {layout.title} ({layout.path})", flush=True)
+    for labels in search.labels:
+        print(f"labels of val: {labels.title} ({labels.path})", flush=True)
+    parts = [
+        *(layout.inputs for layout in search.layouts),
+        *(file.inputs for file in search.labels),
+    ]
+    inputs = list(dict.fromkeys(chain(*parts)))
     if md5:
         check_md5(inputs)
-    return Source(
-        "imagenet", {"partial": allow_partial}, partial(fill, found, allow_partial), read, inputs
-    )
+    fill_it = partial(fill, search, allow_partial)
+    return Source("imagenet", {"partial": allow_partial}, fill_it, read, inputs)
 
 
-def _run(args: argparse.Namespace) -> None:
+def _source(args: argparse.Namespace) -> Source:
     for path in args.source:
         if os.path.realpath(path) == os.path.realpath(args.out):
             raise PrepError(f"{path}: is SOURCE and --out; give another folder for the shards")
-    command.write_or_plan(source(args.source, args.partial, args.md5), args)
+    return source(args.source, args.partial, args.md5)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = command.Parser("python -m data_prep.imagenet", __doc__)
-    parser.add_argument(
-        "source",
-        type=Path,
-        nargs="+",
-        metavar="SOURCE",
-        help="folder that holds the files, or the files and folders themselves",
-    )
-    parser.add_argument(
-        "--partial",
-        action="store_true",
-        help="accept fewer images and classes, or one split; reports what is missing",
-    )
-    parser.add_argument(
-        "--md5",
-        action="store_true",
-        help="compare the archives' md5 with the published ones first (147 GB: minutes)",
-    )
-    command.add_arguments(parser)
-    return command.run(_run, parser.parse_args(argv))
+main = source_command(
+    "imagenet",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "nargs": "+",
+            "metavar": "SOURCE",
+            "help": "folder that holds the files, or the files and folders themselves",
+        },
+        "--partial": {
+            "action": "store_true",
+            "help": "accept fewer images and classes, or one split; reports what is missing",
+        },
+        "--md5": {
+            "action": "store_true",
+            "help": "compare the archives' md5 with the published ones first (147 GB: minutes)",
+        },
+    },
+    _source,
+)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Index shards that others wrote: add what is missing, change no tar.
+"""Index shards of other programs: write the missing files, change no tar.
 
     python -m data_prep.index ROOT [--split NAME] [--max-unreadable F] [--workers N]
     python -m data_prep.index ROOT --image image.jpg --label json:label --classes names.txt
@@ -7,23 +7,23 @@
 
 Every `<split>-*.tar` or `<anything>-<split>-*.tar` in ROOT (imagenet1k-train-0000.tar) is scanned
 and hashed once; its `.idx` and its sidecar are written next to it, then `<split>.index.npy` for
-each split and last `_info.json`. An existing `_info.json` says which shards belong to which split;
-it is compared with the tars and never changed. Tars hold no class names: --classes gives them, else
-the number of classes is the largest label of any split plus one. Invalid samples (an image of 0
-bytes, no image or two, no label) are left out, listed in the sidecars and in `quarantine.jsonl`,
-and an error if they are many, by --max-unreadable.
+each split and last `_info.json`. An existing `_info.json`, which lists the shards of each split, is
+compared with the tars and never changed. Tars hold no class names: --classes gives them, else the
+number of classes is the largest label of any split plus one. Invalid samples (an image of 0 bytes,
+no image or two, no label) are omitted, and listed in the sidecars and in `quarantine.jsonl`; they
+are an error if they are more than --max-unreadable allows.
 
 A sample is a run of members with the same name up to the first dot, as in webdataset; its image is
 the member jpg, jpeg, png or webp, its label the integer in the member cls. --image and --label name
 other members, or a field of a JSON member; `--label none` takes samples without labels.
 --keys-with-dots takes names up to their last dot. These flags are recorded in `_info.json` and the
-sidecars, and an index that is made again uses them.
+sidecars, and a later index uses them.
 
-Shards at a URL are fetched one at a time into the folder for temporary files (TMPDIR) and removed
-again. ROOT is any folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds),
-or a web address: there the shards are named as in webdataset, with braces, unless that folder has
-an `_info.json`. Files are written next to the shards if possible, else to FOLDER, whose
-`_info.json` then records in "shards_at" where the shards are. An interrupted command continues
+Shards at a URL are fetched one at a time into the folder for temporary files (TMPDIR), and then
+removed. ROOT is any folder that fsspec can list (s3://, gs://, hf://datasets/timm/imagenet-1k-wds),
+or a web address; then the shards are named as in webdataset, with braces, unless that folder has an
+`_info.json`. Files are written next to the shards if possible, else to FOLDER, whose
+`_info.json` then records the place of the shards in "shards_at". An interrupted command continues
 after the shards it has read; until all are, their index rows are kept in `<shard>.rows.npy`.
 """
 
@@ -37,8 +37,8 @@ from typing import Any
 
 import numpy as np
 
-from data_prep.command import Parser, add_max_unreadable_argument, add_workers_argument, run
-from data_prep.errors import NEXT_LINE, PrepError, share_to_allow, some
+from data_prep.command import MAX_UNREADABLE_FLAG, WORKERS_FLAG, command_line
+from data_prep.errors import NEXT_LINE, PrepError, counted, share_to_allow, some
 from data_prep.read.class_names import NOTHING_ASKED, Asked, choose_layout
 from data_prep.write.card_page import write_readme
 from data_prep.write.index_records import (
@@ -73,20 +73,20 @@ def index(
     workers: int = 1,
     out: str | None = None,
     split: str | None = None,
-    asked: Asked = NOTHING_ASKED,
+    flags: Asked = NOTHING_ASKED,
     max_unreadable: float = Settings().max_unreadable,
 ) -> None:
-    """Write what is missing next to the tars of a folder, or to `out`; never alter a tar.
+    """Write missing files next to the tars of a folder, or to `out`; never alter a tar.
 
     roots: one folder, one URL of a folder, or URLs of tars, braces allowed. split: of all shards,
-    if their names do not say. max_unreadable: fraction of the samples that may be invalid. Raises
+    if it is not in their names. max_unreadable: fraction of the samples that may be invalid. Raises
     PrepError or ShardError.
     """
     source, names = locate(roots)
     output = choose_output(source, out)
-    theirs, ours = read_infos(source, output, names is not None)
-    if theirs is not None and names is None:
-        splits = tars_by_split(theirs)
+    given_info, own_info = read_infos(source, output, names is not None)
+    if given_info is not None and names is None:
+        splits = tars_by_split(given_info)
         if split and set(splits) != {split}:
             raise PrepError(
                 f"{source}: --split {split}, but its _info.json has {', '.join(splits)}"
@@ -94,7 +94,7 @@ def index(
     else:
         files = names or (sorted(source.sizes()) if isinstance(source, Output) else [])
         splits = group_by_split(files, str(source), split)
-    if ours is not None and tars_by_split(ours) != splits:
+    if own_info is not None and tars_by_split(own_info) != splits:
         raise PrepError(
             f"{output}: its _info.json lists other shards than those named here; move it away, or"
             " choose another --out"
@@ -104,32 +104,30 @@ def index(
     check_present(source, tars)
     first_tar = source.local / tars[0] if isinstance(source, Output) and source.local else None
     layout, class_names = choose_layout(
-        asked, ours or theirs, str(output if ours else source), first_tar
+        flags, own_info or given_info, str(output if own_info else source), first_tar
     )
-
-    known = {} if output is source and output.local else known_rows(output, ours)
+    rows_of = {} if output is source and output.local else known_rows(output, own_info)
     shards = [
-        Shard(source, output, name, split_of_tar[name], layout, known.get(name)) for name in tars
+        Shard(source, output, name, split_of_tar[name], layout, rows_of.get(name)) for name in tars
     ]
     jobs = [(index_shard, shard, shard.name) for shard in shards]
-    found = run_jobs(jobs, workers, what="reading shards", num_jobs=len(jobs))
-    sidecars = {name: found[name].sidecar for name in tars}
+    indexed = run_jobs(jobs, workers, "reading shards", num_jobs=len(jobs))
+    sidecars = {name: indexed[name].sidecar for name in tars}
     entries = [entry for sidecar in sidecars.values() for entry in sidecar.get("quarantined", [])]
-    invalid = [entry for entry in entries if "tar_offset" in entry]  # others: of our writer
+    invalid = [entry for entry in entries if "tar_offset" in entry]  # our writer's have none
     _refuse_invalid(sidecars, invalid, max_unreadable)
-    for info in (theirs, ours):
+    for info in (given_info, own_info):
         if info is not None:
-            compare_shards(output, info, found)
-    classes = choose_classes(theirs if ours is None else ours, class_names, found)
-
+            compare_shards(output, info, indexed)
+    classes = choose_classes(own_info or given_info, class_names, indexed)
     with output.staging() as folder:
         for name, filenames in splits.items():
-            rows = [found[filename].rows for filename in filenames]
+            rows = [indexed[filename].rows for filename in filenames]
             save_index(folder / f"{name}.index.npy", rows)
             output.publish(folder / f"{name}.index.npy")
             print(f"{name}: {sum(map(len, rows)):,} samples in {len(rows)} shards")
     write_quarantine(output, entries)
-    info = ours
+    info = own_info
     if info is None:
         extra: dict[str, Any] = {} if output is source else {"shards_at": bare(str(source))}
         if entries:
@@ -141,23 +139,22 @@ def index(
     _clean(output, tars, is_ours=output is not source)
     write_readme(output, info)
     num_classes = classes["num_classes"]
-    unit = "class" if num_classes == 1 else "classes"
-    fits = "" if ours is None else ", _info.json was there and fits"
-    print(f"{output}: indexed, {num_classes:,} {unit}{fits}")
-    _print_notes(output, splits, invalid, found, num_classes)
-    is_local = output is source and output.local
-    check = f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    fits = ", _info.json was there and fits" if own_info else ""
+    print(f"{output}: indexed, {counted(num_classes, 'class', 'classes')}{fits}")
+    _print_notes(output, splits, invalid, indexed, num_classes)
     use = f"train on it with {_settings(output, list(splits))}"
     if not num_classes:
         use = f"classify its images with: python launch/predict.py {quote(str(output))}"
-    print(f"{use}{check if is_local else ''}")
+    if output is source and output.local:
+        use += f"; check it with: python -m data_prep.verify {quote(str(output))}"
+    print(use)
 
 
 def _clean(output: Output, tars: list[str], is_ours: bool) -> None:
-    """Remove the rows of each shard, which the index has, and what a killed process left."""
+    """Remove the files of rows, which the index has, and leftovers of a killed process."""
     for name in output.sizes().keys() & {f"{stem(tar)}.rows.npy" for tar in tars}:
         output.remove(name)
-    if output.local and is_ours:  # in a folder of somebody's tars other programs may write, too
+    if output.local and is_ours:  # other programs may write to a folder of foreign tars
         remove_leftovers(output.local)
 
 
@@ -165,36 +162,35 @@ def _print_notes(
     output: Output,
     splits: dict[str, list[str]],
     invalid: list[dict[str, Any]],
-    found: dict[str, Indexed],
+    indexed: dict[str, Indexed],
     num_classes: int,
 ) -> None:
-    """What was left out, what is there twice, and classes without images, as when labels begin with
-    1."""
+    """Print omitted and repeated samples, and classes without images, as if labels begin with 1."""
     if invalid:
         count = "1 sample that does" if len(invalid) == 1 else f"{len(invalid):,} samples that do"
         print(
             f"left out: {count} not fit, listed in {output}/quarantine.jsonl; the first:"
             f" {_describe(invalid[0])}"
         )
-    ignored = (Counter(each.sidecar.get("passed_over", {})) for each in found.values())
+    ignored = (Counter(each.sidecar.get("passed_over", {})) for each in indexed.values())
     if total := sum(ignored, Counter[str]()):
         print(f"note: {describe_ignored(total)}")
-    labels = np.unique(np.concatenate([each.rows["label"] for each in found.values()]))
+    labels = np.unique(np.concatenate([each.rows["label"] for each in indexed.values()]))
     empty = [str(label) for label in np.setdiff1d(np.arange(num_classes), labels)]
     if empty:
         print(
             f"note: labels are {labels[0]} to {labels[-1]}; models get an output for classes"
             f" without images, too: {some(empty)}"
         )
-    _print_repeated(output, splits, found)
+    _print_repeated(output, splits, indexed)
 
 
 def _print_repeated(
-    output: Output, splits: dict[str, list[str]], found: dict[str, Indexed]
+    output: Output, splits: dict[str, list[str]], indexed: dict[str, Indexed]
 ) -> None:
-    """Shards with the same bytes, and keys that several samples of a split have."""
+    """Print shards with the same bytes, and keys that several samples of a split have."""
     by_sha256 = defaultdict[str, list[str]](list)
-    for name, each in found.items():
+    for name, each in indexed.items():
         by_sha256[each.sidecar["sha256"] or name].append(name)
     for names in (names for names in by_sha256.values() if len(names) > 1):
         print(
@@ -203,7 +199,7 @@ def _print_repeated(
         )
     for split, names in splits.items():
         _, counts = np.unique(
-            np.concatenate([found[name].keys for name in names]), return_counts=True
+            np.concatenate([indexed[name].keys for name in names]), return_counts=True
         )
         if repeated := np.count_nonzero(counts > 1):
             print(
@@ -234,7 +230,7 @@ def _refuse_invalid(
 
 
 def _settings(output: Output, splits: list[str]) -> str:
-    """The settings that a training run needs for a data set."""
+    """Return the settings that a training run needs for a data set."""
     train = next((name for name in splits if name.lower().startswith("train")), splits[0])
     val = next((name for name in splits if name != train), None)
     settings = quote(f"data.root={output}")
@@ -245,56 +241,57 @@ def _settings(output: Output, splits: list[str]) -> str:
     return settings if val == "val" else f"{settings} data.val_split={val}"
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.index", __doc__)
-    parser.add_argument(
-        "root",
-        nargs="+",
-        metavar="ROOT",
-        help="folder of tar shards, its URL, or URLs of shards (quote the braces)",
-    )
-    parser.add_argument(
-        "--out",
-        metavar="FOLDER",
-        help="for shards at a URL: where the index goes if not next to them",
-    )
-    parser.add_argument(
-        "--split", metavar="NAME", help="split of all shards, if their names have none (00000.tar)"
-    )
-    members = parser.add_argument_group("members of a sample")
-    members.add_argument(
-        "--image",
-        metavar="SUFFIX",
-        help="the image's member, as image.jpg; several, one a sample, as 'jpg;png'",
-    )
-    members.add_argument(
-        "--label",
-        metavar="SUFFIX",
-        help=(
-            "the label's: a text member, as label.cls, or a JSON field, as json:label; none: there"
-            " are no labels"
-        ),
-    )
-    members.add_argument(
-        "--keys-with-dots",
-        action="store_true",
-        help="a key ends at the last dot of a name, not at the first",
-    )
-    members.add_argument(
-        "--classes",
-        type=Path,
-        metavar="FILE",
-        help="class names in the order of labels, one a line",
-    )
-    add_max_unreadable_argument(parser)
-    add_workers_argument(parser)
+def _run(args: argparse.Namespace) -> None:
+    flags = Asked(args.image, args.label, args.keys_with_dots, args.classes)
+    index(args.root, args.workers, args.out, args.split, flags, args.max_unreadable)
 
-    def command(args: argparse.Namespace) -> None:
-        asked = Asked(args.image, args.label, args.keys_with_dots, args.classes)
-        index(args.root, args.workers, args.out, args.split, asked, args.max_unreadable)
 
-    return run(command, parser.parse_args(argv))
+main = command_line(
+    "index",
+    __doc__,
+    {
+        "": {
+            "root": {
+                "nargs": "+",
+                "metavar": "ROOT",
+                "help": "folder of tar shards, its URL, or URLs of shards (quote the braces)",
+            },
+            "--out": {
+                "metavar": "FOLDER",
+                "help": "for shards at a URL: where the index goes if not next to them",
+            },
+            "--split": {
+                "metavar": "NAME",
+                "help": "split of all shards, if their names have none (00000.tar)",
+            },
+            **MAX_UNREADABLE_FLAG,
+            **WORKERS_FLAG,
+        },
+        "members of a sample": {
+            "--image": {
+                "metavar": "SUFFIX",
+                "help": "the image's member, as image.jpg; several, one a sample, as 'jpg;png'",
+            },
+            "--label": {
+                "metavar": "SUFFIX",
+                "help": (
+                    "the label's: a text member, as label.cls, or a JSON field, as json:label;"
+                    " none: there are no labels"
+                ),
+            },
+            "--keys-with-dots": {
+                "action": "store_true",
+                "help": "a key ends at the last dot of a name, not at the first",
+            },
+            "--classes": {
+                "type": Path,
+                "metavar": "FILE",
+                "help": "class names in the order of labels, one a line",
+            },
+        },
+    },
+    _run,
+)
 
 
 if __name__ == "__main__":

@@ -17,28 +17,21 @@ from __future__ import annotations
 import argparse
 import gzip
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from data_prep.command import Parser, add_arguments, run, write_or_plan
+from data_prep.command import source_command
 from data_prep.errors import PrepError, readable
+from data_prep.read.archives import DAMAGE
 from data_prep.read.download import checksum_of
-from data_prep.read.raw_images import (
-    DAMAGE,
-    add_download_arguments,
-    add_records,
-    download_all,
-    read_jpeg,
-)
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.read.raw_images import Records, array_source, download_flags, download_if_asked
+from data_prep.write.catalogue import Builder, Source
 
 SIDE = 28
-NUM_CLASSES = 10
 PARTS = {"train": ("train", 60_000), "val": ("t10k", 10_000)}
 """Part of the file names, and number of images, of each split."""
 HEADER_BYTES = {"images": 16, "labels": 8}
@@ -50,7 +43,7 @@ class Variant(NamedTuple):
     torchvision_folder: str
     url: str
     md5: Mapping[str, str]
-    """Of the compressed files, as in torchvision and on the data sets' own pages."""
+    """The md5 of each compressed file, as in torchvision and on the data sets' own pages."""
     class_names: tuple[str, ...]
 
 
@@ -106,7 +99,7 @@ VARIANTS = {
 
 
 def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
-    """The four files, by their official names without .gz, in `folder` or torchvision's folders.
+    """Return the four files, by their official names without .gz; torchvision's folders count too.
 
     An uncompressed file comes before a compressed one. Raises PrepError naming all that are
     missing, or two folders that have some.
@@ -116,42 +109,48 @@ def find_files(folder: Path, variant: str = "mnist") -> dict[str, Path]:
             f"{folder}: {'not a folder' if folder.exists() else 'no such folder'}; expected the"
             " folder of the four idx files"
         )
-    described = VARIANTS[variant]
-    places = [folder, folder / "raw", folder / described.torchvision_folder / "raw"]
-    found = {place: files for place in places if (files := _files_in(place, described))}
-    if len(found) > 1:
+    expected = VARIANTS[variant]
+    places = [folder, folder / "raw", folder / expected.torchvision_folder / "raw"]
+    candidates = {place: files for place in places if (files := _files_in(place, expected))}
+    if len(candidates) > 1:
         raise PrepError(
-            f"idx files in {' and in '.join(map(str, found))}; give the one that is meant as SOURCE"
+            f"idx files in {' and in '.join(map(str, candidates))}; give the one that is meant as"
+            " SOURCE"
         )
-    place, files = next(iter(found.items()), (folder, {}))
-    if missing := [name for name in described.md5 if name not in files]:
+    place, files = next(iter(candidates.items()), (folder, {}))
+    if missing := [name for name in expected.md5 if name not in files]:
         raise PrepError(
             f"{place}: missing: {', '.join(missing)} (with .gz or without); fetch them from"
-            f" {described.url}, or use --download, or another --variant"
+            f" {expected.url}, or use --download, or another --variant"
         )
     return files
 
 
 def _files_in(folder: Path, variant: Variant) -> dict[str, Path]:
-    found = {}
-    for name in variant.md5:
-        spellings = (name, name.replace("-idx", ".idx"))  # some mirrors have a dot
-        paths = [
-            folder / f"{spelling}{extension}" for extension in ("", ".gz") for spelling in spellings
+    """Return the files of `variant` in one folder; some mirrors write a dot for the first dash."""
+    spellings = {
+        name: [
+            folder / f"{stem}{extension}"
+            for extension in ("", ".gz")
+            for stem in (name, name.replace("-idx", ".idx"))
         ]
-        if path := next((path for path in paths if path.is_file()), None):
-            found[name] = path
-    return found
+        for name in variant.md5
+    }
+    return {
+        name: path
+        for name, paths in spellings.items()
+        if (path := next(filter(Path.is_file, paths), None))
+    }
 
 
-def read_idx(path: Path, what: str, count: int) -> bytes:
-    """The uncompressed content of an idx file of `count` "images" or "labels".
+def read_idx(path: Path, kind: str, count: int) -> bytes:
+    """Return the uncompressed content of an idx file of `count` "images" or "labels".
 
     Format: big-endian 0x0000TTDD (TT 08: unsigned bytes; DD: dimensions), a size of four bytes for
     each dimension, the data; as in http://yann.lecun.com/exdb/mnist. Raises PrepError for a file of
     another kind, size or shape.
     """
-    shape = (count, SIDE, SIDE) if what == "images" else (count,)
+    shape = (count, SIDE, SIDE) if kind == "images" else (count,)
     expected = struct.pack(f">{1 + len(shape)}I", 0x0800 + len(shape), *shape)
     num_bytes = len(expected) + int(np.prod(shape))
     opened = gzip.open if path.suffix == ".gz" else open
@@ -171,77 +170,75 @@ def read_idx(path: Path, what: str, count: int) -> bytes:
 
 
 def source(folder: Path, variant: str = "mnist") -> Source:
-    """The images of the four idx files in `folder`.
+    """Return the images of the four idx files in `folder`.
 
     Raises PrepError if some are missing, or belong to a different variant.
     """
     files = find_files(folder, variant)
-    _refuse_another_variant(files, variant)
-    read = partial(read_jpeg, shape=(SIDE, SIDE))
-    return Source("mnist", {"variant": variant}, partial(_fill, files, variant), read)
-
-
-def _refuse_another_variant(files: Mapping[str, Path], variant: str) -> None:
-    """The variants differ only in the md5 of their official compressed files."""
     for name, path in files.items():
+        # the variants differ only in the md5 of their official compressed files
+        variants = {other.md5[name]: key for key, other in VARIANTS.items()}
         md5 = checksum_of(path, "md5") if path.suffix == ".gz" else ""
-        for other, described in VARIANTS.items():
-            if described.md5[name] == md5 and other != variant:
-                raise PrepError(
-                    f"{path}: this is {described.torchvision_folder}'s; use --variant {other}"
-                )
+        if (owner := variants.get(md5, variant)) != variant:
+            raise PrepError(
+                f"{path}: this is {VARIANTS[owner].torchvision_folder}'s; use --variant {owner}"
+            )
+    records = partial(_records, files, variant)
+    return array_source("mnist", {"variant": variant}, (SIDE, SIDE), records)
 
 
-def _fill(files: Mapping[str, Path], variant: str, builder: Builder) -> None:
+def _records(files: Mapping[str, Path], variant: str, builder: Builder) -> Iterator[Records]:
     builder.classes(VARIANTS[variant].class_names)
     for split, (part, count) in PARTS.items():
         labels_file = files[f"{part}-labels-idx1-ubyte"]
         content = read_idx(labels_file, "labels", count)
         labels = np.frombuffer(content, np.uint8, offset=HEADER_BYTES["labels"])
-        if labels.max() >= NUM_CLASSES:
-            raise PrepError(
-                f"{labels_file}: a label of {labels.max()}; expected 0 to {NUM_CLASSES - 1}"
-            )
         name = f"{part}-images-idx3-ubyte"
         content = read_idx(files[name], "images", count)
         images_file = files[name]
         if images_file.suffix == ".gz":
             images_file = builder.folder / name
             images_file.write_bytes(content)
-        offsets = HEADER_BYTES["images"] + SIDE * SIDE * np.arange(count)
-        stems = (f"{part}-images", part)
-        add_records(builder, split, images_file, labels, offsets, SIDE * SIDE, stems)
+        yield Records(
+            split=split,
+            file=builder.file(images_file),
+            labels=labels,
+            labels_from=labels_file,
+            first=HEADER_BYTES["images"],
+            step=SIDE * SIDE,
+            name_stem=f"{part}-images",
+            key_stem=part,
+        )
 
 
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def _run(args: argparse.Namespace) -> None:
-    if args.download or args.url:
-        variant = VARIANTS[args.variant]
-        md5 = {f"{name}.gz": md5 for name, md5 in variant.md5.items()}
-        download_all(md5, args.url or variant.url, args.source)
-    write_or_plan(source(args.source, args.variant), args)
+def _source(args: argparse.Namespace) -> Source:
+    variant = VARIANTS[args.variant]
+    md5 = {f"{name}.gz": md5 for name, md5 in variant.md5.items()}
+    download_if_asked(args, md5, variant.url)
+    return source(args.source, args.variant)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.mnist", __doc__)
-    parser.add_argument(
-        "source",
-        type=Path,
-        metavar="SOURCE",
-        help="folder of the four idx files, or torchvision's root folder",
-    )
-    parser.add_argument(
-        "--variant",
-        choices=tuple(VARIANTS),
-        default="mnist",
-        help="which data set (default: %(default)s)",
-    )
-    add_download_arguments(parser, "the four .gz files", "11, 30 or 21 MB")
-    add_arguments(parser)
-    return run(_run, parser.parse_args(argv))
+main = source_command(
+    "mnist",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "metavar": "SOURCE",
+            "help": "folder of the four idx files, or torchvision's root folder",
+        },
+        "--variant": {
+            "choices": tuple(VARIANTS),
+            "default": "mnist",
+            "help": "which data set (default: %(default)s)",
+        },
+        **download_flags("the four .gz files", "11, 30 or 21 MB"),
+    },
+    _source,
+)
 
 
 if __name__ == "__main__":

@@ -5,34 +5,27 @@
 
 SOURCE is a folder with `train-00000-of-00003.parquet` and the like, or such a file; splits are read
 from the names of files, or of their folders (`train/0000.parquet`). `validation`, `val` or `dev`
-becomes val. Without it `test` does, and without both each class gives a tenth of train. A split
-other than train whose images all lack their label (null, or -1) is left out.
+becomes val. Without it `test` becomes val, and without both each class gives a tenth of train. A
+split is skipped, unless it is train, if no image has a label (all are null, or -1).
 
-The columns of image and label, and the names of classes, are those that the schema of the files or
-`dataset_info` in README.md describes; else the image is the column of bytes, and labels are
-numbers, or texts, in their order. Keys are the number of a row in its split and the image's name.
-Images are copied once to ROOT/_spool: parquet has no random access.
+The schema of the files, or `dataset_info` in README.md, names the columns of image and label and
+the classes; otherwise the image is the column of bytes, and labels are numbers, or texts, in their
+order. Keys are the number of a row in its split and the image's name. Images are copied once to
+ROOT/_spool, because parquet has no random access.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from data_prep.command import (
-    VAL_FRACTION,
-    Parser,
-    add_arguments,
-    add_val_fraction_argument,
-    run,
-    write_or_plan,
-)
+from data_prep.command import VAL_FRACTION, VAL_FRACTION_FLAG, refuse_val_fraction, source_command
 from data_prep.errors import NEXT_LINE, PrepError, some
 from data_prep.read.hub_features import choose_column, recorded_features
 from data_prep.read.image_tree import Ignored, images_below
@@ -44,8 +37,7 @@ from data_prep.read.parquet import (
     open_parquet,
     spool,
 )
-from data_prep.write.catalogue import Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import read_range
 
 SPLIT_WORDS = {
@@ -53,25 +45,25 @@ SPLIT_WORDS = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "val"),
     **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-"""Words in the names of files and folders -> the split."""
+"""The split, by words in the names of files and folders."""
 NO_LABEL = (None, -1)
-"""Hugging Face's data sets have -1 where labels are kept secret."""
+"""Values for a missing label; Hugging Face's data sets have -1 for secret labels."""
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
 def find_files(source: Path) -> dict[str, list[Path]]:
-    """The parquet files of each split, train first. Raises PrepError."""
+    """Return the parquet files of each split, train first. Raises PrepError."""
     if not source.exists():
         raise PrepError(f"{source}: no such file or folder; expected parquet files")
-    others = Ignored()
+    ignored = Ignored()
     paths = [source]
     if source.is_dir():
-        found = images_below(source, others, lambda path: path.lower().endswith(".parquet"))
-        paths = sorted(source / name for name in found)
+        names = images_below(source, ignored, lambda path: path.lower().endswith(".parquet"))
+        paths = sorted(source / name for name in names)
     if not paths:
-        kinds = f" ({'; '.join(others.summary())})" if others.others or others.images else ""
+        kinds = f" ({'; '.join(ignored.summary())})" if ignored.others or ignored.images else ""
         raise PrepError(
             f"{source}: no .parquet files{kinds}; expected <split>-*.parquet, which `datasets`"
             " writes by Dataset.to_parquet"
@@ -130,7 +122,7 @@ def describe(path: Path, readmes: Sequence[Path], image: str | None, label: str 
 
 
 def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, str]:
-    """The name of each value of the column of labels, in the order of labels."""
+    """Return the class name of each value in the column of labels, in the order of labels."""
     values = set[Any]().union(*counts.values()).difference(NO_LABEL)
     if names := columns.class_names:
         are_names = all(isinstance(value, str) for value in values)
@@ -140,7 +132,7 @@ def _classes(columns: Columns, counts: Mapping[str, Counter[Any]]) -> dict[Any, 
 
 
 def _problems(counts: Mapping[str, Counter[Any]], classes: Mapping[Any, str]) -> list[str]:
-    """What is wrong with the labels, a line each."""
+    """Return the problems with the labels, a line each."""
     problems = []
     for split, values in counts.items():
         if lacking := sum(values[value] for value in NO_LABEL):
@@ -172,30 +164,30 @@ def source(
     val_fraction: float | None = None,
     allow_partial: bool = False,
 ) -> Source:
-    """The images of parquet files.
+    """Return the images of parquet files.
 
-    image, label: columns, where they are unclear. val_fraction: of each class, only without a val.
+    image, label: columns, if they are unclear. val_fraction: of each class, only without a val.
     allow_partial: accept missing files, and classes without images. Raises PrepError for missing
-    files and unclear columns; when it is listed, for labels that are missing or unknown.
+    files and unclear columns. Listing raises it for labels that are missing or unknown.
     """
     files = find_files(path)
-    if "val" in files and val_fraction is not None:
-        raise PrepError(
-            f"--val-fraction {val_fraction} was given, but {files['val'][0]} is there; leave one of"
-            " them out"
-        )
+    refuse_val_fraction(val_fraction, *files.get("val", ()))
     first = files["train"][0]
     readmes = [folder / "README.md" for folder in (first.parent, first.parent.parent)]
     readmes = [readme for readme in readmes if readme.is_file()]
     columns = describe(first, readmes, image, label)
-    counted = ", ".join(f"{split} {len(listed)}" for split, listed in files.items())
+    numbers = ", ".join(f"{split} {len(of_split)}" for split, of_split in files.items())
     print(
-        f"parquet files: {counted}; images: column {columns.image}; labels: {columns.label}",
+        f"parquet files: {numbers}; images: column {columns.image}; labels: {columns.label}",
         flush=True,
     )
-    options: dict[str, Any] = {"image_column": columns.image, "label_column": columns.label}
-    options |= {"val_fraction": val_fraction, "partial": allow_partial}
-    inputs = [*(each for listed in files.values() for each in listed), *readmes]
+    options = {
+        "image_column": columns.image,
+        "label_column": columns.label,
+        "val_fraction": val_fraction,
+        "partial": allow_partial,
+    }
+    inputs = [*chain(*files.values()), *readmes]
     fill = partial(_fill, files, columns, val_fraction, allow_partial)
     return Source("parquet", options, fill, read_range, inputs)
 
@@ -208,8 +200,8 @@ def _fill(
     builder: Builder,
 ) -> None:
     counts = {}
-    for split, listed in files.items():
-        counts[split] = sum((count_labels(path, columns) for path in listed), Counter[Any]())
+    for split, paths in files.items():
+        counts[split] = sum((count_labels(path, columns) for path in paths), Counter[Any]())
         if split != "train" and set(counts[split]) <= set(NO_LABEL):
             builder.report(f"{split}: its images have no labels, and are left out")
             del counts[split]
@@ -248,27 +240,27 @@ def _fill(
 # ---- the command ---------------------------------------------------------------------------------
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.parquet", __doc__)
-    parser.add_argument(
-        "source", type=Path, metavar="SOURCE", help="folder of parquet files, or one of them"
-    )
-    parser.add_argument("--image-column", metavar="NAME", help="where images are, if it is unclear")
-    parser.add_argument("--label-column", metavar="NAME", help="where labels are, if it is unclear")
-    add_val_fraction_argument(parser)
-    parser.add_argument(
-        "--partial",
-        action="store_true",
-        help="accept missing files, and classes without images; reports what is missing",
-    )
-    add_arguments(parser)
-
-    def command(args: argparse.Namespace) -> None:
-        flags = (args.image_column, args.label_column, args.val_fraction, args.partial)
-        write_or_plan(source(args.source, *flags), args)
-
-    return run(command, parser.parse_args(argv))
+main = source_command(
+    "parquet",
+    __doc__,
+    {
+        "source": {
+            "type": Path,
+            "metavar": "SOURCE",
+            "help": "folder of parquet files, or one of them",
+        },
+        "--image-column": {"metavar": "NAME", "help": "where images are, if it is unclear"},
+        "--label-column": {"metavar": "NAME", "help": "where labels are, if it is unclear"},
+        **VAL_FRACTION_FLAG,
+        "--partial": {
+            "action": "store_true",
+            "help": "accept missing files, and classes without images; reports what is missing",
+        },
+    },
+    lambda args: source(
+        args.source, args.image_column, args.label_column, args.val_fraction, args.partial
+    ),
+)
 
 
 if __name__ == "__main__":

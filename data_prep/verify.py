@@ -3,20 +3,19 @@
     python -m data_prep.verify ROOT [--workers N] [--strict]
     python -m data_prep.verify ROOT --quick [--sample N]
 
-ROOT is a folder or its URL (https://, s3://, gs://). `_info.json` says which shards there are; the
-folder is compared with it (data_prep/check/set_checks.py); worker processes read every shard
-completely (data_prep/check/shard_checks.py) and decode every image; what they saw is put together
-to find labels without images, repeated keys and equal images;
-class names, keys and labels are compared with the hash taken of them before anything was written.
-Shards at a URL are fetched one at a time into the folder for temporary files. Nothing is written or
-repaired.
+ROOT is a folder or its URL (https://, s3://, gs://). It is compared with `_info.json`, which lists
+the shards (data_prep/check/set_checks.py). Worker processes read every shard completely and
+decode every image (data_prep/check/shard_checks.py). Their results together show labels without
+images, repeated keys and equal images. Class names, keys and labels are compared with their hash,
+which was taken before anything was written. Shards at a URL are fetched one at a time into the
+folder for temporary files. Nothing is written or repaired.
 
-A problem is what differs from what was recorded, or cannot be trained on: exit status 1. A note is
-what may be so in the source, such as the same image under two labels or in both splits, or a file
-that does no harm; it fails with --strict only. Exit status 2: the check could not run.
+A problem differs from the records, or prevents training: exit status 1. A note may come from the
+source, such as the same image under two labels or in both splits, or is about a harmless file; it
+fails with --strict only. Exit status 2: the check could not run.
 
---quick reads no shard completely: sizes, index rows, and a sample of the images, some of every
-shard (at a URL by ranges). At its end it lists what it left out.
+--quick does not read whole shards: it checks sizes, index rows, and some images of every shard (at
+a URL by ranges). At its end it lists the checks that it omitted.
 
 Memory: some 30 bytes an image in the main process (40 MB for ImageNet-1k), and one shard's headers
 in each worker.
@@ -24,6 +23,8 @@ in each worker.
 
 from __future__ import annotations
 
+import argparse
+import math
 import os
 import sys
 import time
@@ -45,19 +46,19 @@ from data_prep.check.set_checks import (
 )
 from data_prep.check.shard_checks import (
     Checked,
-    Found,
+    Finding,
     Shard,
     check_shard,
     check_shard_quickly,
     counted,
 )
-from data_prep.command import Parser, add_workers_argument, positive, run
+from data_prep.command import WORKERS_FLAG, Flags, make_parser, positive, run
 from data_prep.write.card_text import number_range
 from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
 
 SAMPLE = 500
-"""Images that a quick check decodes, of all splits together."""
+"""Images that a quick check decodes, in all splits together."""
 SUBJECTS = {
     "files": "Files",
     "tars": "Tars",
@@ -75,30 +76,30 @@ class Report:
 
     data: DataSet
     quick: bool
-    found: list[Found]
+    findings: list[Finding]
     elapsed_s: float
 
     def count(self, fails: bool) -> int:
-        """Problems, or notes."""
-        return sum(found.fails == fails for found in self.found)
+        """Count the problems, or the notes."""
+        return sum(finding.fails == fails for finding in self.findings)
 
 
 def verify(place: str, workers: int = 1, num_sampled: int | None = None) -> Report:
     """Check the data set at `place`. num_sampled: images of a quick check; None: check everything.
 
-    Raises PrepError or ShardError where there is nothing that could be checked.
+    Raises PrepError or ShardError if nothing can be checked.
     """
     start_s = time.monotonic()
     with opened_data_set(place) as data:
-        found = [*check_folder(data), *check_quarantine(data)]
-        found += check_shards(data, workers, num_sampled)
-        found += check_labels(data)
+        findings = [*check_folder(data), *check_quarantine(data)]
+        findings += check_shards(data, workers, num_sampled)
+        findings += check_labels(data)
         if num_sampled is None:
-            found += [*check_catalogue(data), *check_repeated(data)]
-        return Report(data, num_sampled is not None, found, time.monotonic() - start_s)
+            findings += [*check_catalogue(data), *check_repeated(data)]
+        return Report(data, num_sampled is not None, findings, time.monotonic() - start_s)
 
 
-def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Found]:
+def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterator[Finding]:
     """Check the contents of all existing shards, in worker processes.
 
     num_sampled: images of a quick check; None: all.
@@ -107,30 +108,30 @@ def check_shards(data: DataSet, workers: int, num_sampled: int | None) -> Iterat
     check = check_shard if num_sampled is None else check_shard_quickly
     jobs: list[tuple[Any, Any, Any]] = []
     num_images = 0
-    for which, part in enumerate(data.parts):
+    for split, part in enumerate(data.parts):
         for number in part.present:
             length = part.lengths[number]
             if num_sampled is not None:
-                length = min(length, -(-num_sampled * length // max(1, total)))
-            jobs.append((check, shard_of(data, part, number, length), (which, number)))
+                length = min(length, math.ceil(num_sampled * length / max(1, total)))
+            jobs.append((check, shard_of(data, part, number, length), (split, number)))
             num_images += length
-    found: dict[tuple[int, int], list[Found]] = {}
+    findings: dict[tuple[int, int], list[Finding]] = {}
 
     def keep(place: tuple[int, int], checked: Checked) -> None:
         part = data.parts[place[0]]
-        found[place] = checked.found
+        findings[place] = checked.findings
         part.num_checked += checked.num_checked
         data.num_hashed += checked.hashed
         if len(checked.seen):
             part.seen[place[1]] = checked.seen
 
     run_jobs(jobs, workers, "verifying", num_jobs=len(jobs), num_images=num_images, on_result=keep)
-    for place in sorted(found):
-        yield from found[place]
+    for place in sorted(findings):
+        yield from findings[place]
 
 
 def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0) -> Shard:
-    """A shard for a worker. num_sampled: images of a quick check."""
+    """Return the input of a worker. num_sampled: images of a quick check."""
     name = part.filenames[number]
     return Shard(
         root=data.root,
@@ -154,16 +155,19 @@ def shard_of(data: DataSet, part: SplitFiles, number: int, num_sampled: int = 0)
 def print_report(report: Report) -> None:
     """Print problems and notes by subject, a table of the splits, what was checked, the verdict."""
     for fails, heading in ((True, "PROBLEMS"), (False, "Notes (they fail with --strict only)")):
-        chosen = [found for found in report.found if found.fails == fails]
-        if chosen:
+        if report.count(fails):
             print(f"\n{heading}")
         for subject, title in SUBJECTS.items():
-            lines = [found for found in chosen if found.about == subject]
-            if lines:
+            findings = [
+                finding
+                for finding in report.findings
+                if (finding.fails, finding.subject) == (fails, subject)
+            ]
+            if findings:
                 print(f"  {title}")
-            for line in lines:
-                print(f"    {printable(f'{line.where}: {line.text}')}")
-                for detail in line.details:
+            for finding in findings:
+                print(f"    {printable(f'{finding.place}: {finding.text}')}")
+                for detail in finding.details:
                     print(f"      {printable(detail)}")
     print()
     Console(highlight=False).print(table(report))
@@ -190,11 +194,11 @@ COMPLETE = (
     "these images, decoded to the end; sizes in pixels",
     "images of each class, repeated keys, equal images (by 64 bits of a hash)",
 )
-"""What a quick check and a complete one compare."""
+"""Lines about the comparisons of a quick check, and of a complete one."""
 
 
 def _compared(report: Report, images: str) -> list[str]:
-    """What was compared, and after a quick check what was not."""
+    """Return lines about what was compared, and after a quick check what was not."""
     if report.quick:
         return [images, RECORDS, *QUICK]
     data = report.data
@@ -211,24 +215,19 @@ def _compared(report: Report, images: str) -> list[str]:
     ]
 
 
-def _images_per_class(data: DataSet, part: SplitFiles) -> str:
-    counts = images_per_class(data, part)
-    return number_range(counts) if len(counts) else "-"
-
-
 ROWS: dict[str, Callable[[DataSet, SplitFiles], str]] = {
     "shards": lambda _, part: f"{len(part.filenames):,}",
     "MB of tars": lambda _, part: f"{part.num_bytes / 1e6:,.1f}",
     "samples recorded": lambda _, part: f"{sum(part.described['shard_lengths']):,}",
     "images checked": lambda _, part: f"{part.num_checked:,}",
-    "images of a class": _images_per_class,
-    "changed or remarked": lambda _, part: f"{part.changed().total():,}",
-    "quarantined": lambda _, part: f"{len(part.quarantined()):,}",
+    "images of a class": lambda data, part: number_range(images_per_class(data, part)),
+    "changed or remarked": lambda _, part: f"{part.changed.total():,}",
+    "quarantined": lambda _, part: f"{len(part.quarantined):,}",
 }
 
 
 def table(report: Report) -> Table:
-    """The data set in numbers, a column for each split."""
+    """Return the data set in numbers, a column for each split."""
     result = Table(box=None, padding=(0, 0, 0, 3))
     result.add_column("")
     for part in report.data.parts:
@@ -238,40 +237,38 @@ def table(report: Report) -> Table:
     return result
 
 
+FLAGS: Flags = {
+    "root": {"metavar": "ROOT", "help": "folder of a finished data set, or its URL"},
+    "--quick": {
+        "action": "store_true",
+        "help": "seconds instead of minutes: structure, and a sample of the images",
+    },
+    "--sample": {
+        "type": positive,
+        "default": SAMPLE,
+        "metavar": "N",
+        "help": "with --quick: images to decode, one of each shard at least (default: %(default)s)",
+    },
+    "--strict": {"action": "store_true", "help": "exit status 1 for notes as well"},
+    **WORKERS_FLAG,
+}
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    parser = Parser("python -m data_prep.verify", __doc__)
-    parser.add_argument("root", metavar="ROOT", help="folder of a finished data set, or its URL")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="seconds instead of minutes: structure, and a sample of the images",
-    )
-    parser.add_argument(
-        "--sample",
-        type=positive,
-        default=SAMPLE,
-        metavar="N",
-        help="with --quick: images to decode, one of each shard at least (default: %(default)s)",
-    )
-    parser.add_argument("--strict", action="store_true", help="exit status 1 for notes, too")
-    add_workers_argument(parser)
-    args = parser.parse_args(argv)
-    reports: list[Report] = []
-    status = run(
-        lambda args: reports.append(
-            verify(args.root, args.workers, args.sample if args.quick else None)
-        ),
-        args,
-        "start it again",
-    )
-    for report in reports:
+    """Run the command line; return the exit status."""
+    args = make_parser("verify", __doc__, {"": FLAGS}).parse_args(argv)
+    has_failed = False
+
+    def command(args: argparse.Namespace) -> None:
+        nonlocal has_failed
+        report = verify(args.root, args.workers, args.sample if args.quick else None)
+        has_failed = report.count(fails=True) > 0 or (args.strict and bool(report.findings))
         try:
             print_report(report)
         except BrokenPipeError:  # `verify ... | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        status = int(report.count(fails=True) > 0 or (args.strict and bool(report.found)))
-    return status
+
+    return run(command, args, "start it again") or int(has_failed)
 
 
 if __name__ == "__main__":

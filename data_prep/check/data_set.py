@@ -1,7 +1,7 @@
-"""A finished data set as `verify` sees it: what is recorded, and what was found.
+"""A finished data set as `verify` sees it: its records, and the results of the checks.
 
-A data set in a folder is read in place; of one at a URL everything but the shards is copied to a
-temporary folder. (`vit.data.shards.data_set` is the format, and opens a split of it.)
+A data set in a folder is read in place. For a data set at a URL everything but the shards is
+copied to a temporary folder. (`vit.data.shards.data_set` is the format, and opens a split of it.)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from data_prep.errors import PrepError
+from data_prep.write.card_text import Classes
 from data_prep.write.index_records import renamed_errors
 from data_prep.write.output import temporary_folder
 from vit.data.shards.index_file import first_samples
@@ -32,19 +33,19 @@ from vit.system.urls import local_path
 
 @dataclass
 class SplitFiles:
-    """One split: what is recorded, and what was found."""
+    """One split: its records, and the results of the checks."""
 
     name: str
     described: dict[str, Any]
     index: np.ndarray | None = None
-    """The index file, mapped; None if it does not fit."""
+    """The index file, mapped; None if it does not match."""
     sidecars: dict[str, dict[str, Any]] = field(default_factory=dict)
     present: list[int] = field(default_factory=list)
     """Numbers of the shards that exist in their recorded size."""
     seen: dict[int, np.ndarray] = field(default_factory=dict)
     """SEEN_DTYPE of each shard that was read."""
     num_bytes: int = 0
-    """Of the existing tars."""
+    """Bytes of the existing tars."""
     num_checked: int = 0
 
     @property
@@ -53,7 +54,7 @@ class SplitFiles:
 
     @property
     def lengths(self) -> list[int]:
-        """Samples of each shard."""
+        """Number of samples of each shard."""
         return self.described["shard_lengths"]
 
     @property
@@ -63,35 +64,37 @@ class SplitFiles:
 
     @property
     def num_samples(self) -> int:
-        """As recorded."""
+        """Recorded number of samples."""
         return sum(self.lengths)
 
     def sha256_of(self, name: str) -> str | None:
-        """The recorded hash of a shard."""
+        """Return the recorded hash of a shard."""
         if recorded := self.described.get("shard_sha256"):
             return recorded[self.filenames.index(name)]
         return self.sidecars.get(name, {}).get("sha256")
 
+    @property
     def quarantined(self) -> list[dict[str, Any]]:
         """The entries of all sidecars."""
         return [
             entry for sidecar in self.sidecars.values() for entry in sidecar.get("quarantined", [])
         ]
 
+    @property
     def changed(self) -> Counter[str]:
-        """Images that the writer converted, by reason."""
+        """Number of images that the writer converted, by reason."""
         changed = (Counter(sidecar.get("changed", {})) for sidecar in self.sidecars.values())
         return sum(changed, Counter[str]())
 
     def labels(self) -> np.ndarray:
-        """(n,) int32 of all samples seen; of the index after a quick check."""
+        """Return the labels of all samples read, (n,) int32; after a quick check, of the index."""
         if self.seen:
             return np.concatenate([rows["label"] for rows in self.seen.values()])
         return np.empty(0, np.int32) if self.index is None else np.asarray(self.index["label"])
 
 
 @dataclass
-class DataSet:
+class DataSet(Classes):
     """A folder of shards and its `_info.json`; for a URL a copy of all but the shards."""
 
     root: Path
@@ -102,7 +105,7 @@ class DataSet:
     info: dict[str, Any]
     parts: list[SplitFiles]
     num_hashed: int = 0
-    """Shards whose sha256 was compared."""
+    """Number of shards whose sha256 was compared."""
     catalogue_compared: bool = False
 
     @property
@@ -112,28 +115,20 @@ class DataSet:
 
     @property
     def seed(self) -> int:
-        """That of the hashes in the catalogue."""
+        """The seed of the hashes in the catalogue."""
         return int((self.info.get("options") or {}).get("seed", 0)) if self.ours else 0
 
     @property
     def index_it(self) -> str:
-        """How to make the files that accompany the tars."""
+        """The remedy for missing files that accompany the tars."""
         return f"run `python -m data_prep.index {quote(self.shown)}`, which writes it"
 
-    @property
-    def class_names(self) -> list[str]:
-        return list(self.info.get("class_names") or [])
-
-    @property
-    def num_classes(self) -> int | None:
-        return len(self.class_names) or self.info.get("num_classes")
-
     def class_name(self, label: int) -> str:
-        """A class in a message."""
+        """Return a class for a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:
-        """A sample in a message: its shard and its key, without an index its position."""
+        """Return a sample for a message: its shard and its key, without an index its position."""
         place = f"row {row}"
         if part.index is not None and self.tars_at is None:
             layout = recorded_layout(self.info, self.root / part.filenames[0])
@@ -143,7 +138,7 @@ class DataSet:
                 part.filenames,
                 part.lengths,
                 part.index,
-                self.num_classes or 0,
+                self.recorded_classes or 0,
                 [],
                 layout=layout,
             )
@@ -154,9 +149,9 @@ class DataSet:
 
 @contextmanager
 def opened_data_set(place: str) -> Iterator[DataSet]:
-    """The data set at `place`, a folder or a URL.
+    """Open the data set at `place`, a folder or a URL.
 
-    Raises PrepError or ShardError if there is none that could be checked.
+    Raises PrepError or ShardError if nothing can be checked.
     """
     root = local_path(place)
     if root is not None:
@@ -196,7 +191,7 @@ def _open(root: Path, shown: str, url: str | None) -> DataSet:
 
 
 def tars_of(info: Mapping[str, Any]) -> list[str]:
-    """File names of all shards."""
+    """Return the file names of all shards."""
     return [
         name for described in info["splits"].values() for name in described.get("filenames", [])
     ]

@@ -1,8 +1,8 @@
-"""Checks of a finished data set as one: its records, and the samples of all shards together.
+"""Checks of a finished data set as a whole: its records, and the samples of all shards together.
 
-`_info.json` says which shards there are; folder, sidecars, index files and quarantine are compared
-with it. After the shards were read (data_prep/check/shard_checks.py), what was seen of each sample
-is put together: class names, labels, keys, equal images.
+Folder, sidecars, index files and quarantine are compared with `_info.json`, the list of the shards.
+After the shards were read (data_prep/check/shard_checks.py), the samples of all shards are checked
+together: class names, labels, keys, equal images.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from data_prep.check.data_set import DataSet, SplitFiles, tars_of
-from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Found, counted
-from data_prep.errors import some
+from data_prep.check.shard_checks import MOST_LINES, WRITE_AGAIN, Finding
+from data_prep.errors import counted, some
 from data_prep.write.card_page import is_as_written
-from data_prep.write.catalogue_builder import catalogue_sha256
+from data_prep.write.card_text import count_classes
+from data_prep.write.catalogue import catalogue_sha256
 from data_prep.write.plan import fingerprint
 from data_prep.write.samples import HASH, key_hashes
 from vit.data.shards.index_file import has_checksums, open_index
@@ -30,26 +31,25 @@ from vit.data.storage.remote import RemoteFolder
 from vit.system.files import ShardError
 
 
-def check_folder(data: DataSet) -> Iterator[Found]:
+def check_folder(data: DataSet) -> Iterator[Finding]:
     """Compare folder, `_info.json`, sidecars and index files.
 
     Fills each part's `sidecars`, `present` and `index`.
     """
     listed = Counter(tars_of(data.info))
     # earlier versions recorded no hashes
-    sealed = "info_sha256" in data.info or any(
+    if "info_sha256" in data.info or any(
         "sidecars_sha256" in part.described for part in data.parts
-    )
-    if sealed:
+    ):
         yield from _check_sealed(data)
     for name, count in listed.items():
         if count > 1:
-            yield Found(
+            yield Finding(
                 "files", "_info.json", f"lists {name} {count} times; restore it from its source"
             )
     for path in sorted(data.root.rglob("*.tar")):
         if (name := str(path.relative_to(data.root))) not in listed:
-            yield Found(
+            yield Finding(
                 "files",
                 name,
                 "not in _info.json, and tools that take all tars of a folder would read it; move it"
@@ -58,7 +58,7 @@ def check_folder(data: DataSet) -> Iterator[Found]:
     for path in sorted(data.root.iterdir()):
         is_temporary = path.name.endswith((".tmp", ".rows.npy"))
         if is_temporary or path.name in ("_writing.json", "_spool"):
-            yield Found(
+            yield Finding(
                 "files",
                 path.name,
                 "left over from a writer; delete it, unless one is at work here",
@@ -82,16 +82,16 @@ def check_folder(data: DataSet) -> Iterator[Found]:
         yield from _open_index(data, part)
 
 
-def _check_sealed(data: DataSet) -> Iterator[Found]:
-    """The hashes of `_info.json` and the card."""
+def _check_sealed(data: DataSet) -> Iterator[Finding]:
+    """Compare the hashes of `_info.json` and the card."""
     if data.info.get("info_sha256") != info_sha256(data.info):
-        yield Found(
+        yield Finding(
             "files",
             "_info.json",
             "altered: its content is not the one whose hash it holds; restore it from its source",
         )
     if data.ours and not is_as_written(data.root):
-        yield Found(
+        yield Finding(
             "files",
             "dataset.md",
             "absent or altered, or its contact_sheet.png is: run `python -m data_prep.card"
@@ -99,23 +99,22 @@ def _check_sealed(data: DataSet) -> Iterator[Found]:
         )
 
 
-def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Found]:
-    """The sidecars of a split together: their hash, their plan, and what was listed."""
+def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
+    """Check the sidecars of a split: their hash, their plan, and the number of listed images."""
     sidecars = [part.sidecars[name] for name in part.filenames if name in part.sidecars]
     if len(sidecars) < len(part.filenames):
         return  # reported already
-    found = sidecars_sha256(sidecars)
-    if part.described.get("sidecars_sha256", found) != found:
-        yield Found(
+    if part.described.get("sidecars_sha256") not in (None, sidecars_sha256(sidecars)):
+        yield Finding(
             "files",
             part.name,
             "sidecars are altered: their content is not the one whose hash is in _info.json;"
             " restore them",
         )
     listed = (data.info.get("listed") or {}).get(part.name)
-    total = part.num_samples + len(part.quarantined())
+    total = part.num_samples + len(part.quarantined)
     if listed not in (None, total):
-        yield Found(
+        yield Finding(
             "files",
             "_info.json",
             f"listed is {listed} for {part.name}, shards and quarantine have {total}",
@@ -123,42 +122,42 @@ def _check_sidecars(data: DataSet, part: SplitFiles) -> Iterator[Found]:
     if not data.ours:
         return
     plan = fingerprint(data.info)
-    others = [sidecar["filename"] for sidecar in sidecars if sidecar.get("plan") != plan]
-    without = [name for name in part.filenames if part.sha256_of(name) is None]
+    of_other_plans = [sidecar["filename"] for sidecar in sidecars if sidecar.get("plan") != plan]
+    without_hash = [name for name in part.filenames if part.sha256_of(name) is None]
     for names, text in (
         (
-            others,
+            of_other_plans,
             "source, options or catalogue in _info.json are not those that they were written by"
             " (plan); restore what is wrong",
         ),
         (
-            without,
+            without_hash,
             "no sha256 is recorded, so their bytes cannot be compared; restore _info.json and the"
             " sidecars",
         ),
     ):
         if names:
-            where = f"{counted(len(names), 'shard')}, the first is {names[0]}"
-            yield Found("files", part.name, f"{where}: {text}")
+            shards = f"{counted(len(names), 'shard')}, the first is {names[0]}"
+            yield Finding("files", part.name, f"{shards}: {text}")
 
 
 def _check_recorded(
     data: DataSet, part: SplitFiles, number: int, size: int | str
-) -> Iterator[Found]:
-    """One shard's size and sidecar against `_info.json`."""
+) -> Iterator[Finding]:
+    """Compare one shard's size and sidecar with `_info.json`."""
     name = part.filenames[number]
     recorded: dict[str, Any] = {"filename": name, "num_samples": part.lengths[number]}
     for key in ("bytes", "sha256"):
         if part.described.get(f"shard_{key}"):
             recorded[key] = part.described[f"shard_{key}"][number]
     if isinstance(size, str):
-        yield Found("files", name, f"{size}; {WRITE_AGAIN}")
+        yield Finding("files", name, f"{size}; {WRITE_AGAIN}")
     else:
         part.num_bytes += size
         if recorded.get("bytes", size) == size:
             part.present.append(number)
         else:
-            yield Found(
+            yield Finding(
                 "files",
                 name,
                 f"{size:,} bytes, _info.json says {recorded['bytes']:,}; its contents were not"
@@ -168,111 +167,111 @@ def _check_recorded(
     try:
         sidecar = read_sidecar(data.root / name)
     except ShardError as error:
-        yield Found("files", path.name, str(error).removeprefix(f"{path}: "))
+        yield Finding("files", path.name, str(error).removeprefix(f"{path}: "))
         return
     if sidecar is None:
         remedy = "repeat the command that wrote the data set" if data.ours else data.index_it
-        yield Found("files", path.name, f"absent; {remedy}")
+        yield Finding("files", path.name, f"absent; {remedy}")
         return
     part.sidecars[name] = sidecar
     for key, value in recorded.items():
         if sidecar[key] != value:
             text = f"{key} is {sidecar[key]!r}, _info.json says {value!r}"
-            yield Found("files", path.name, f"{text}; restore the one that is wrong")
+            yield Finding("files", path.name, f"{text}; restore the one that is wrong")
 
 
-def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Found]:
+def _open_index(data: DataSet, part: SplitFiles) -> Iterator[Finding]:
     path = data.root / f"{part.name}.index.npy"
 
-    def found(text: str, fails: bool = True) -> Found:
-        return Found("indexes", path.name, f"{text}{data.index_it}", fails=fails)
+    def finding(text: str, fails: bool = True) -> Finding:
+        return Finding("indexes", path.name, f"{text}{data.index_it}", fails=fails)
 
     try:
         index = open_index(path)
     except FileNotFoundError:
-        yield found("absent; ")
+        yield finding("absent; ")
         return
     except (ValueError, OSError, EOFError) as error:
-        yield found(f"unreadable ({error}); delete it and ")
+        yield finding(f"unreadable ({error}); delete it and ")
         return
     if not has_checksums(index):
-        yield found("without checksums of images (an earlier version wrote it); ", fails=False)
+        yield finding("without checksums of images (an earlier version wrote it); ", fails=False)
     if len(index) != part.num_samples:
-        total = f"{len(index):,} rows, _info.json has {part.num_samples:,} samples"
-        yield found(f"{total}; delete it and ")
+        text = f"{len(index):,} rows, _info.json has {part.num_samples:,} samples"
+        yield finding(f"{text}; delete it and ")
         return
     part.index = index
     end = int(index.offset) + index.nbytes if isinstance(index, np.memmap) else 0
     if (size := path.stat().st_size) != end:
-        yield found(f"{counted(size - end, 'byte')} behind its last row; delete it and ")
+        yield finding(f"{counted(size - end, 'byte')} behind its last row; delete it and ")
 
 
-def check_quarantine(data: DataSet) -> Iterator[Found]:
-    """`quarantine.jsonl` and the totals in `_info.json` against the sidecars."""
+def check_quarantine(data: DataSet) -> Iterator[Finding]:
+    """Compare `quarantine.jsonl` and the totals in `_info.json` with the sidecars."""
     path = data.root / "quarantine.jsonl"
-    entries = [entry for part in data.parts for entry in part.quarantined()]
+    entries = [entry for part in data.parts for entry in part.quarantined]
     listed = path.read_bytes() if path.exists() else b""
     if listed != "".join(json.dumps(entry) + "\n" for entry in entries).encode():
         images = counted(len(entries), "unreadable image")
-        yield Found(
+        yield Finding(
             "quarantine",
             path.name,
             f"{'altered' if listed else 'absent'}: the sidecars have {images}, and it has not"
             " these lines; repeat the command that wrote the data set",
         )
-    changed = sum((part.changed() for part in data.parts), Counter[str]())
-    for key, found in (("quarantined", len(entries)), ("changed", dict(changed))):
-        if data.info.get(key, type(found)()) != found:
-            text = f"{key} is {data.info.get(key)}, the sidecars have {found}"
-            yield Found("quarantine", "_info.json", f"{text}; restore the one that is wrong")
+    changed = sum((part.changed for part in data.parts), Counter[str]())
+    for key, total in (("quarantined", len(entries)), ("changed", dict(changed))):
+        if data.info.get(key, type(total)()) != total:
+            text = f"{key} is {data.info.get(key)}, the sidecars have {total}"
+            yield Finding("quarantine", "_info.json", f"{text}; restore the one that is wrong")
 
 
-# ---- what was seen in the shards -----------------------------------------------------------------
+# ---- samples of all shards -----------------------------------------------------------------------
 
 
-def check_catalogue(data: DataSet) -> Iterator[Found]:
-    """Class names, keys and labels against their hash, taken before the first shard was written."""
+def check_catalogue(data: DataSet) -> Iterator[Finding]:
+    """Compare class names, keys and labels with their hash from before the first shard."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
     splits = {}
     for part in data.parts:
-        left_out = part.quarantined()
-        labels = [-1 if entry["label"] is None else entry["label"] for entry in left_out]
-        keys = key_hashes([entry["key"] for entry in left_out], data.seed)
-        rows = np.empty(part.num_samples + len(left_out), HASH)
+        skipped = part.quarantined
+        labels = [-1 if entry["label"] is None else entry["label"] for entry in skipped]
+        keys = key_hashes([entry["key"] for entry in skipped], data.seed)
+        rows = np.empty(part.num_samples + len(skipped), HASH)
         rows["hash"] = np.concatenate([*(seen["key"] for seen in part.seen.values()), keys])
         rows["label"] = np.concatenate([part.labels(), np.array(labels, np.int32)])
         splits[part.name] = rows[np.argsort(rows["hash"], kind="stable")]
     data.catalogue_compared = True
-    if (found := catalogue_sha256(data.class_names, splits)) != data.info["catalogue"]:
-        yield Found(
+    if (sha256 := catalogue_sha256(data.class_names, splits)) != data.info["catalogue"]:
+        yield Finding(
             "labels",
             "_info.json",
             "class names, keys or labels are not those that the data set was made of: their hash is"
-            f" {found[:12]}..., recorded is {str(data.info['catalogue'])[:12]}...; restore what was"
-            " altered, or write the data set again",
+            f" {sha256[:12]}..., recorded is {str(data.info['catalogue'])[:12]}...; restore what"
+            " was altered, or write the data set again",
         )
 
 
-def check_labels(data: DataSet) -> Iterator[Found]:
-    """Labels in range; a training image for every class; as many names as classes."""
+def check_labels(data: DataSet) -> Iterator[Finding]:
+    """Check that labels are in range, that each class has a training image, and the class names."""
     info = data.info
     if data.class_names and info.get("num_classes") not in (None, len(data.class_names)):
-        yield Found(
+        yield Finding(
             "labels",
             "_info.json",
             f"num_classes is {info['num_classes']}, class_names are {len(data.class_names)}",
         )
-    if not data.num_classes:  # unknown, or there are no labels
+    if not data.recorded_classes:  # unknown, or without labels
         return
     for part in data.parts:
         labels = part.labels()
-        outside = labels[(labels < 0) | (labels >= data.num_classes)]
+        outside = labels[(labels < 0) | (labels >= data.recorded_classes)]
         if len(outside):
-            yield Found(
+            yield Finding(
                 "labels",
                 part.name,
-                f"{counted(len(outside), 'label')} outside 0 to {data.num_classes - 1}:"
+                f"{counted(len(outside), 'label')} outside 0 to {data.recorded_classes - 1}:"
                 f" {some([str(label) for label in np.unique(outside)])}; correct the shards, or the"
                 " classes in _info.json",
             )
@@ -283,27 +282,21 @@ def check_labels(data: DataSet) -> Iterator[Found]:
     ]
     if empty and not _incomplete(data, train):
         is_partial = bool((data.info.get("options") or {}).get("partial"))
-        classes = "class" if len(empty) == 1 else "classes"
-        yield Found(
+        yield Finding(
             "labels",
             train.name,
-            f"{len(empty)} {classes} without an image: {some(empty)}",
+            f"{counted(len(empty), 'class', 'classes')} without an image: {some(empty)}",
             fails=data.ours and not is_partial,
         )
 
 
 def images_per_class(data: DataSet, part: SplitFiles) -> np.ndarray:
-    """(num_classes,) samples of each class that were seen; labels outside are left out.
-
-    Empty if the number of classes is not recorded.
-    """
-    labels = part.labels()
-    num_classes = data.num_classes or 0
-    return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
+    """Count the samples of each class that were read; () if the number of classes is unknown."""
+    return count_classes(part.labels(), data.recorded_classes or 0)
 
 
 def _incomplete(data: DataSet, part: SplitFiles) -> bool:
-    """Some samples were not seen, as their shard is missing or damaged, which is reported."""
+    """Return whether some samples were not read, because their shard is missing or damaged."""
     return len(part.labels()) != part.num_samples
 
 
@@ -311,7 +304,7 @@ def _incomplete(data: DataSet, part: SplitFiles) -> bool:
 
 
 def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
-    """The samples whose value in `column` occurs twice or more, sorted.
+    """Return the samples whose value in `column` occurs twice or more, sorted.
 
     (n, 5) int64: number of the value, part, shard, row and label of each.
     """
@@ -320,25 +313,26 @@ def _repeated(parts: list[SplitFiles], column: str) -> np.ndarray:
     values.sort()
     repeated = np.unique(values[1:][values[1:] == values[:-1]])
     del values
-    found = [np.empty((0, 5), np.int64)]
+    samples = [np.empty((0, 5), np.int64)]
     for p, shard, rows in every if len(repeated) else []:
         group = np.minimum(np.searchsorted(repeated, rows[column]), len(repeated) - 1)
-        here = np.flatnonzero(repeated[group] == rows[column])
-        place = np.broadcast_to([p, shard], (len(here), 2))
-        found.append(np.column_stack([group[here], place, here, rows["label"][here]]))
-    together = np.concatenate(found)
+        numbers = np.flatnonzero(repeated[group] == rows[column])
+        place = np.broadcast_to([p, shard], (len(numbers), 2))
+        samples.append(np.column_stack([group[numbers], place, numbers, rows["label"][numbers]]))
+    together = np.concatenate(samples)
     return together[np.lexsort(together.T[::-1])]
 
 
-def check_repeated(data: DataSet) -> Iterator[Found]:
-    """No key occurs twice in a split. Images of the same bytes are notes: published sets have them.
+def check_repeated(data: DataSet) -> Iterator[Finding]:
+    """Report keys that occur twice in a split, and images of the same bytes.
 
-    Those in two splits or under two labels are named first.
+    Equal images are notes, because published sets have them; images in two splits or under two
+    labels come first.
     """
     for part in data.parts:
         for group in _groups(_repeated([part], "key"))[:MOST_LINES]:
             names = [data.sample_name(part, shard, row) for _, _, shard, row, _ in group[:3]]
-            yield Found(
+            yield Finding(
                 "tars",
                 part.name,
                 f"a key that is there {len(group)} times: {' and '.join(names)}; write the shards"
@@ -360,7 +354,7 @@ def check_repeated(data: DataSet) -> Iterator[Found]:
         details.append(f"{' = '.join(names)}{more}")
     images = counted(len(groups), "image")
     samples = counted(sum(map(len, groups)), "sample")
-    yield Found(
+    yield Finding(
         "duplicates",
         ", ".join(part.name for part in data.parts),
         f"the same bytes: {images} in {samples}; {sum(np.array(splits) > 1):,} of these images are"
@@ -371,5 +365,5 @@ def check_repeated(data: DataSet) -> Iterator[Found]:
 
 
 def _groups(rows: np.ndarray) -> list[list[list[int]]]:
-    """The rows of `_repeated` of each value."""
+    """Group the rows of `_repeated` by value."""
     return [list(group) for _, group in itertools.groupby(rows.tolist(), itemgetter(0))]

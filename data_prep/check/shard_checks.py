@@ -1,15 +1,16 @@
 """Checks of one shard of a finished data set: bytes, tar, `.idx`, index rows, images.
 
-A worker process gets the name of a shard and what `_info.json` records of it. It reads the file
-once for its sha256 (one at a URL is fetched meanwhile) and then, from the page cache, its headers
-and its images: each is decoded completely. `.idx` and index rows are made again from what was read
-and compared. Problems come back as messages; of each sample three numbers come back, so that the
-parent can compare keys, images and labels over all shards.
+A worker process gets the name of a shard and its record in `_info.json`. It fetches a shard at a
+URL, reads the file once for its sha256, and then, from the page cache, reads its headers and
+decodes every image completely. It makes `.idx` and index rows again from the tar and compares them.
+It returns problems as messages, and three numbers for each sample, with which the parent compares
+keys, images and labels over all shards.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from data_prep.errors import counted
 from data_prep.write.images import ImagePolicy, Prepared, Unreadable, prepare
 from data_prep.write.jobs import count_one
 from data_prep.write.output import temporary_folder
@@ -50,40 +52,35 @@ SEEN_DTYPE = np.dtype(
 WRITE_AGAIN = "copy it again, or delete it and repeat the command that wrote it"
 UNCLEAR_WHEN_QUICK = "shard or index is wrong; run without --quick to see which"
 MOST_LINES = 10
-"""Lines on one subject and shard; the others are only counted."""
+"""Lines on one subject and shard; further ones are only counted."""
 
 
-def counted(number: int, what: str) -> str:
-    """A number and its noun: 1 image, 2 images."""
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+class Finding(NamedTuple):
+    """A problem, or a note."""
 
-
-class Found(NamedTuple):
-    """A problem, or something worth a note."""
-
-    about: str
+    subject: str
     """Heading in the report, a key of `verify.SUBJECTS`."""
-    where: str
+    place: str
     """File or split."""
     text: str
     fails: bool = True
-    """False: a note, as the source may be so."""
+    """False for a note: it may come from the source."""
     details: tuple[str, ...] = ()
     """Examples, a line each."""
 
 
 class Shard(NamedTuple):
-    """What a worker needs to check one shard."""
+    """The input of a worker that checks one shard."""
 
     root: Path
-    """Where index, `.idx` and sidecar are."""
+    """The folder of index, `.idx` and sidecar."""
     name: str
     shown: str
     """The data set in messages."""
     tars_at: str | None
     """URL of the tars' folder; None: they are in `root`."""
     index_path: Path | None
-    """The split's index file; None if it does not fit."""
+    """The split's index file; None if it does not match."""
     first: int
     """Number of its first sample in the split's index."""
     num_samples: int
@@ -91,15 +88,15 @@ class Shard(NamedTuple):
     ours: bool
     """Written by our writer, so that every image is an RGB or grey JPEG."""
     seed: int
-    """That of the catalogue's hashes."""
+    """The seed of the catalogue's hashes."""
     num_sampled: int
     """Images that a quick check decodes."""
     layout: SampleLayout = DEFAULT_LAYOUT
-    """Where image and label of a sample are."""
+    """The members with image and label of a sample."""
 
     @property
     def local_tar(self) -> Path:
-        """Where the tar is in a local data set, next to its `.idx`."""
+        """The tar of a local data set, next to its `.idx`."""
         return self.root / self.name
 
     @property
@@ -108,13 +105,13 @@ class Shard(NamedTuple):
 
     @property
     def rows(self) -> np.ndarray | None:
-        """This shard's rows of the split's index, copied."""
+        """A copy of this shard's rows in the split's index."""
         if self.index_path is None:
             return None
         return np.array(open_index(self.index_path)[self.first : self.first + self.num_samples])
 
     def rebuild(self, *names: str) -> str:
-        """How files that accompany the tars are made again."""
+        """Return the remedy for a wrong file that accompanies the tars."""
         return (
             f"delete {' and '.join(names)} and run `python -m data_prep.index"
             f" {quote(self.shown)}`, which makes them from the tars"
@@ -122,40 +119,33 @@ class Shard(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What was found in one shard."""
+    """The result for one shard."""
 
-    found: list[Found]
+    findings: list[Finding]
     seen: np.ndarray = np.empty(0, SEEN_DTYPE)
     """(num_samples,) SEEN_DTYPE in tar order; empty if the tar was not read to its end."""
     num_checked: int = 0
     hashed: bool = False
-    """Its sha256 was compared with a recorded one."""
+    """True if its sha256 was compared with a recorded one."""
 
 
 def read_failure(shard: Shard, error: OSError) -> Checked:
-    """The result for a shard that the system refuses to read."""
-    return Checked(
-        [
-            Found(
-                "files",
-                shard.name,
-                f"cannot be read ({error.strerror or error}); check its permissions and its disk",
-            )
-        ]
-    )
+    """Return the result for a shard that the system refuses to read."""
+    text = f"cannot be read ({error.strerror or error}); check its permissions and its disk"
+    return Checked([Finding("files", shard.name, text)])
 
 
-def capped(found: Iterable[Found]) -> Iterator[Found]:
-    """The first lines, and how many more there are; notes are counted apart."""
+def capped(findings: Iterable[Finding]) -> Iterator[Finding]:
+    """Yield the first findings, and the number of all others; notes are counted separately."""
     count: Counter[bool] = Counter()
-    for line in found:
-        count[line.fails] += 1
-        if count[line.fails] <= MOST_LINES:
-            yield line
+    for finding in findings:
+        count[finding.fails] += 1
+        if count[finding.fails] <= MOST_LINES:
+            yield finding
     for fails, total in count.items():
         if total > MOST_LINES:
             text = f"and {total - MOST_LINES:,} more like these in this shard"
-            yield line._replace(text=text, fails=fails)
+            yield finding._replace(text=text, fails=fails)
 
 
 # ---- the complete shard --------------------------------------------------------------------------
@@ -173,28 +163,28 @@ def check_shard(shard: Shard) -> Checked:
 def _check_tar(shard: Shard, tar: Path) -> Checked:
     sha256 = sha256_of(tar)
     hashed = shard.sha256 is not None
-    found = []
+    findings = []
     if hashed and shard.sha256 != sha256:
         text = f"its sha256 is {sha256[:12]}..., recorded is {str(shard.sha256)[:12]}..."
-        found.append(Found("files", shard.name, f"altered or replaced: {text}; {WRITE_AGAIN}"))
-    known = set[int]()
+        findings.append(Finding("files", shard.name, f"altered or replaced: {text}; {WRITE_AGAIN}"))
+    skipped = set[int]()
     with suppress(ShardError):  # a damaged sidecar is reported elsewhere
-        known = left_out(shard.local_tar)
+        skipped = left_out(shard.local_tar)
     try:
-        samples = scan_tar(tar, shard.layout, known)
+        samples = scan_tar(tar, shard.layout, skipped)
     except ShardError as error:
         text = str(error).removeprefix(f"{tar}: ")
-        found.append(Found("tars", shard.name, f"{text}; its images were not checked"))
-        return Checked(found, hashed=hashed)
+        findings.append(Finding("tars", shard.name, f"{text}; its images were not checked"))
+        return Checked(findings, hashed=hashed)
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)
     images = list(_check_images(shard, tar, samples, seen))
-    return Checked([*found, *capped(records), *capped(images)], seen, len(samples), hashed)
+    return Checked([*findings, *capped(records), *capped(images)], seen, len(samples), hashed)
 
 
 @contextmanager
 def _local(shard: Shard) -> Iterator[Path]:
-    """The tar as a local file: one at a URL is fetched, and removed again."""
+    """Provide the tar as a local file; a tar at a URL is fetched, and removed at the end."""
     if shard.tars_at is None:
         yield shard.local_tar
         return
@@ -206,12 +196,12 @@ def _local(shard: Shard) -> Iterator[Path]:
 
 def _check_idx(
     shard: Shard, samples: list[ScannedSample], numbers: Iterable[int] | None = None
-) -> Iterator[Found]:
-    """`.idx` has the lines that the tar gives; numbers: of the samples, None for all."""
+) -> Iterator[Finding]:
+    """Compare `.idx` with the lines that the tar gives. numbers: of the samples; None for all."""
     path = shard.local_tar.with_suffix(".idx")
     if not path.exists():
         remedy = f"run `python -m data_prep.index {quote(shard.shown)}`, which writes it"
-        yield Found("indexes", path.name, f"absent; {remedy}")
+        yield Finding("indexes", path.name, f"absent; {remedy}")
         return
     lines = path.read_bytes().splitlines(True)
     expected = idx_lines(samples)[1:]
@@ -219,29 +209,26 @@ def _check_idx(
     count = len(samples) if numbers is None else shard.num_samples
     if len(lines) != count + 1:
         text = f"{counted(len(lines), 'line')}, expected {count + 1:,}"
-        yield Found("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
+        yield Finding("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
         return
     head = b"v1.2 %d\n" % count
     for place, line in zip([0, *places], [head, *expected], strict=True):
-        given = lines[place] if place < len(lines) else b""
-        if given != line:
-            first, second = (text.decode("utf-8", "replace")[:80] for text in (given, line))
-            yield Found(
-                "indexes",
-                path.name,
-                f"line {place + 1}: {first!r}, the tar says {second!r}; {shard.rebuild(path.name)}",
-            )
+        actual = lines[place] if place < len(lines) else b""
+        if actual != line:
+            first, second = (text.decode("utf-8", "replace")[:80] for text in (actual, line))
+            text = f"line {place + 1}: {first!r}, the tar says {second!r}"
+            yield Finding("indexes", path.name, f"{text}; {shard.rebuild(path.name)}")
             return
 
 
-def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Found]:
-    """The rows of `<split>.index.npy` are those that the tar gives.
+def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) -> Iterator[Finding]:
+    """Compare the rows of `<split>.index.npy` with those that the tar gives.
 
     is_intact: the tar has its recorded sha256.
     """
     rows = shard.rows
     if len(samples) != shard.num_samples:
-        yield Found(
+        yield Finding(
             "tars",
             shard.name,
             f"holds {len(samples):,} samples, _info.json says {shard.num_samples:,}; restore the"
@@ -253,48 +240,49 @@ def _check_index(shard: Shard, samples: list[ScannedSample], is_intact: bool) ->
 
 def compare_rows(
     shard: Shard,
-    given: np.ndarray,
+    recorded: np.ndarray,
     samples: list[ScannedSample],
     is_intact: bool = False,
     numbers: Iterable[int] | None = None,
-) -> Iterator[Found]:
-    """Rows of the index against samples of the tar; numbers: theirs in the shard, None for all.
+) -> Iterator[Finding]:
+    """Compare rows of the index with samples of the tar.
 
-    is_intact: the tar has its recorded sha256, so the index is wrong wherever they differ.
+        numbers: those of the samples in the shard; None for all.
+
+    is_intact: the tar has its recorded
+        sha256, so a difference is an error of the index.
     """
     expected = index_rows(samples)
     fields = ("size", "offset", "label", "width", "height")
-    wrong = {field: given[field] != expected[field] for field in fields}
-    if has_checksums(given):  # an earlier version wrote indexes without
-        other = given["crc32c"] != expected["crc32c"]
-        wrong["crc32c"] = other & (is_intact | (given["crc32c"] == 0))
-        others = np.flatnonzero(other & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
-        if len(others):
-            keys = ", ".join(samples[row].key for row in others[:MOST_LINES])
-            yield Found(
-                "tars",
-                shard.name,
-                f"{counted(len(others), 'image')} {'has' if len(others) == 1 else 'have'} not the"
-                f" bytes that were indexed: {keys};"
-                f" {WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK}",
-            )
-    places = np.arange(len(given)) if numbers is None else np.array(numbers, np.int64)
+    wrong = {field: recorded[field] != expected[field] for field in fields}
+    if has_checksums(recorded):  # an earlier version wrote indexes without
+        differs = recorded["crc32c"] != expected["crc32c"]
+        wrong["crc32c"] = differs & (is_intact | (recorded["crc32c"] == 0))
+        altered = np.flatnonzero(differs & ~wrong["crc32c"] & ~wrong["offset"] & ~wrong["size"])
+        if len(altered):
+            keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
+            remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
+            images = counted(len(altered), "image has", "images have")
+            text = f"{images} not the bytes that were indexed: {keys}; {remedy}"
+            yield Finding("tars", shard.name, text)
+    places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
     for field, differs in wrong.items():
         if not differs.any():
             continue
         row = int(np.argmax(differs))
-        yield Found(
+        yield Finding(
             "indexes",
             shard.index_name,
             f"{counted(int(differs.sum()), 'row')} of {shard.name}, the first is row"
-            f" {shard.first + places[row]} (key {samples[row].key}): {field} {given[field][row]},"
-            f" the tar says {expected[field][row]}; {shard.rebuild(shard.index_name)}",
+            f" {shard.first + places[row]} (key {samples[row].key}): {field}"
+            f" {recorded[field][row]}, the tar says {expected[field][row]};"
+            f" {shard.rebuild(shard.index_name)}",
         )
 
 
 def _check_images(
     shard: Shard, tar: Path, samples: list[ScannedSample], seen: np.ndarray
-) -> Iterator[Found]:
+) -> Iterator[Finding]:
     """Decode every image and fill `seen`."""
     changes: Counter[str] = Counter()
     seen["key"] = key_hashes([sample.key for sample in samples], shard.seed)
@@ -305,13 +293,13 @@ def _check_images(
             digest = hashlib.blake2b(data, digest_size=8).digest()
             seen["image"][number] = int.from_bytes(digest, "little")
             image = decode_sample(shard, sample, data)
-            if isinstance(image, Found):
+            if isinstance(image, Finding):
                 yield image
             elif image.change is not None:
                 changes[image.change] += 1
             count_one(len(data))
     for change, count in changes.items():
-        yield Found(
+        yield Finding(
             "images",
             shard.name,
             f"{counted(count, 'image')}: {change}; the loader reads them",
@@ -319,23 +307,20 @@ def _check_images(
         )
 
 
-def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared | Found:
-    """The decoded image, or what is wrong with it."""
+def decode_sample(shard: Shard, sample: ScannedSample, data: bytes) -> Prepared | Finding:
+    """Return the decoded image, or the problem with it."""
     try:
         image = prepare(data, ImagePolicy(check="decode"))
     except Unreadable as error:
-        return Found("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
-    problem = ""
-    if (image.width, image.height) != (sample.width, sample.height):
-        problem = (
-            f"{image.width} x {image.height} pixels, its header says {sample.width} x"
-            f" {sample.height}"
-        )
+        return Finding("images", shard.name, f"{sample.key}: cannot be decoded: {error}")
     if shard.ours and image.data != data:
-        problem = (
-            f"not an image our writer writes ({image.change}); the shard was altered afterwards"
-        )
-    return Found("images", shard.name, f"{sample.key}: {problem}") if problem else image
+        problem = f"not an image our writer writes ({image.change}); the shard was altered"
+    elif (image.width, image.height) != (sample.width, sample.height):
+        size = f"{sample.width} x {sample.height}"
+        problem = f"{image.width} x {image.height} pixels, its header says {size}"
+    else:
+        return image
+    return Finding("images", shard.name, f"{sample.key}: {problem}")
 
 
 # ---- the quick check -----------------------------------------------------------------------------
@@ -354,7 +339,7 @@ def check_shard_quickly(shard: Shard) -> Checked:
         if shard.tars_at is None:
             with open(shard.local_tar, "rb") as file:
                 end = os.fstat(file.fileno()).st_size
-                found = [*_check_rows(shard, pread(file.fileno()), end, rows, chosen)]
+                findings = [*_check_rows(shard, pread(file.fileno()), end, rows, chosen)]
         else:
             source = RemoteFolder(shard.tars_at)
             version = source.stat(shard.name)
@@ -363,15 +348,15 @@ def check_shard_quickly(shard: Shard) -> Checked:
                 stop = min(position + size, version.size)
                 return source.read(shard.name, position, stop, version)
 
-            found = [*_check_rows(shard, read, version.size, rows, chosen)]
+            findings = [*_check_rows(shard, read, version.size, rows, chosen)]
     except OSError as error:
         return read_failure(shard, error)
-    return Checked([*capped(found)], num_checked=len(chosen))
+    return Checked([*capped(findings)], num_checked=len(chosen))
 
 
 def _check_rows(
     shard: Shard, read: Read, end: int, rows: np.ndarray, chosen: list[int]
-) -> Iterator[Found]:
+) -> Iterator[Finding]:
     """Decode the chosen samples, and compare the headers around their images with their rows."""
     samples = []
     good = []
@@ -381,7 +366,7 @@ def _check_rows(
         try:
             sample = _sample_around(shard, read, end, rows, number)
         except (TarDamaged, InvalidSample) as error:
-            yield Found(
+            yield Finding(
                 "tars",
                 shard.name,
                 f"no sample with an image of {size} bytes at offset {offset}, where the index has"
@@ -390,7 +375,7 @@ def _check_rows(
             continue
         data = read(size, offset)
         image = decode_sample(shard, sample, data)
-        if isinstance(image, Found):
+        if isinstance(image, Finding):
             yield image
         samples.append(sample)
         good.append(number)
@@ -403,7 +388,7 @@ def _check_rows(
 def _sample_around(
     shard: Shard, read: Read, end: int, rows: np.ndarray, number: int
 ) -> ScannedSample:
-    """The sample of a row, from the members between the previous image and the next.
+    """Return the sample of a row, from the members between the previous image and the next.
 
     Raises TarDamaged and InvalidSample.
     """
@@ -411,7 +396,7 @@ def _sample_around(
     start = 0
     if number:
         before = rows[number - 1]
-        start = -(-int(before["offset"] + before["size"]) // TAR_BLOCK) * TAR_BLOCK
+        start = math.ceil(int(before["offset"] + before["size"]) / TAR_BLOCK) * TAR_BLOCK
     stop = int(rows["offset"][number + 1]) if number + 1 < len(rows) else end
     group: list[tuple[str, Member, str]] = []
     for name, begins, size, kind in walk(read, start, end, needs_end=False):

@@ -1,10 +1,10 @@
-"""Archives read in place: which members there are, and where their bytes begin.
+"""Archives read in place: their members, and the positions of the members' bytes.
 
-Of a tar one header after the other is read and the data between them skipped; a tar inside a tar is
-a range of bytes of the outer one. A zip has its table of members at its end. Both give batches of
-names, offsets and sizes for the catalogue; later `read_zip_member` or `read_range` reads one image.
-An archive with absolute names, `..` or links is refused: nothing here would follow them, but it is
-not the official one.
+A tar is walked from header to header, without the data between them; a tar inside a tar is a range
+of bytes of the outer one. A zip has its table of members at its end. Both give batches of names,
+offsets and sizes for the catalogue; later `read_zip_member` or `read_range` reads one image. An
+archive with absolute names, `..` or links is refused: this module would not follow them, but they
+show that it is not the official archive.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ import os
 import re
 import stat
 import struct
+import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -33,14 +34,14 @@ from vit.system.files import replacing
 from vit.system.meter import Meter
 from vit.system.tar_walk import FILE, FOLDER, TarDamaged, TarMember, describe_content, pread, walk
 
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-"""What reading damaged compressed data raises."""
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, tarfile.TarError)
+"""Exceptions that damaged compressed data raise when they are read."""
 OPENERS: dict[bytes, Callable[[BinaryIO], io.BufferedIOBase]] = {
     b"\x1f\x8b": lambda file: gzip.GzipFile(fileobj=file),
     b"BZh": bz2.BZ2File,
     b"\xfd7zXZ": lzma.LZMAFile,
 }
-"""First bytes of a compressed file -> what reads it."""
+"""The reader of a compressed file, by its first bytes."""
 BATCH = 4096
 """Members in one batch."""
 
@@ -48,8 +49,8 @@ BATCH = 4096
 class Members(NamedTuple):
     """Regular files of an archive, in its order.
 
-    offsets: (len(names),) int64, bytes from the start of the archive: of a tar where the data
-        begin, of a zip the member's own header.
+    offsets: (len(names),) int64, bytes from the start of the archive to the data in a tar, to the
+        member's own header in a zip.
     sizes: (len(names),) int64, bytes of the file itself, not of its compressed form.
     """
 
@@ -59,38 +60,38 @@ class Members(NamedTuple):
 
 
 def walk_archive(path: Path) -> tuple[Iterator[Members], Callable[[Sample], bytes]]:
-    """The files of a zip or a tar, and the function that reads one of them.
+    """Return the files of a zip or a tar, and the function that reads one of them.
 
-    The first bytes say which it is. Raises PrepError for anything else, and as `walk_zip` and
+    The first bytes show the kind. Raises PrepError for other files, and as `walk_zip` and
     `walk_tar` do.
     """
     head = _head(path)
     if head.startswith(b"PK") or path.suffix.lower() == ".zip":
         return walk_zip(path), read_zip_member
     if kind := describe_content(head):
-        raise PrepError(f"{path}: neither a zip nor a tar but {kind}; get it again, or another one")
+        raise PrepError(f"{path}: neither a zip nor a tar but {kind}; download it again")
     return walk_tar(path), read_range
 
 
 def is_compressed_tar(path: Path) -> bool:
-    """Whether a file is compressed as a whole, so that nothing can be read in the middle of it."""
+    """Return whether a file is compressed as a whole, so that it cannot be read in place."""
     return any(_head(path).startswith(magic) for magic in OPENERS)
 
 
 def inflate_tar(path: Path) -> Path:
-    """The tar in a .tar.gz, .tar.bz2 or .tar.xz, written beside it unless it is there already.
+    """Write the tar in a .tar.gz, .tar.bz2 or .tar.xz next to it, unless it exists; return it.
 
-    With progress on stderr. Raises PrepError for a damaged one, and for a tar of another time.
+    Shows progress on stderr. Raises PrepError for damage, and for a tar of another time.
     """
     stem = path.name.removesuffix(path.suffix)
     tar = path.with_name(stem if stem.endswith(".tar") else f"{stem}.tar")
-    # As gzip does; it tells the tar of this archive from one of an archive that was here before.
+    # The tar gets the time of its archive, as by gzip, so that a tar of another archive is noticed.
     modified_ns = path.stat().st_mtime_ns
     if tar.exists():
         if tar.stat().st_mtime_ns != modified_ns:
             raise PrepError(
-                f"{tar}: has another time than {path.name}, so it may hold other images; remove it,"
-                " or name it in place of the compressed one"
+                f"{tar}: has another modification time than {path.name}, so it may hold other"
+                " images; remove it, or name it in place of the compressed one"
             )
         return tar
     opener = next(opener for magic, opener in OPENERS.items() if _head(path).startswith(magic))
@@ -102,7 +103,7 @@ def inflate_tar(path: Path) -> Path:
         Meter(f"inflating {path.name}", total, "MB") as meter,
     ):
         while True:
-            with readable(path, DAMAGE, "damaged, or cut off"):  # not of writing: a full disk
+            with readable(path, DAMAGE, "damaged, or cut off"):  # a full disk is not damage
                 data = inflated.read(1 << 22)
             if not data:
                 out.flush()
@@ -118,7 +119,7 @@ def _head(path: Path) -> bytes:
 
 
 def _check_name(path: Path, name: str) -> None:
-    """Raise PrepError for a name outside the folder into which the archive would be unpacked."""
+    """Raise PrepError for a name that leads out of the archive."""
     if name[:1] not in ("", "/", "\\") and ".." not in name and ":" not in name[1:2]:  # nearly all
         return
     parts = re.split(r"[/\\]", name)
@@ -126,9 +127,9 @@ def _check_name(path: Path, name: str) -> None:
         raise _refused(path, name, "leads out of the archive")
 
 
-def _refused(path: Path, name: str, what: str) -> PrepError:
+def _refused(path: Path, name: str, problem: str) -> PrepError:
     return PrepError(
-        f"{path}: member {name!r} {what}; such an archive is not accepted: get it from its"
+        f"{path}: member {name!r} {problem}; such an archive is not accepted: get it from its"
         " official source"
     )
 
@@ -137,12 +138,12 @@ def _refused(path: Path, name: str, what: str) -> PrepError:
 
 
 def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Members]:
-    """The regular files of a tar, some thousands at a time.
+    """Yield the regular files of a tar, some thousands at a time.
 
-    start, stop: the bytes of `path` that are the tar. Only headers are read. Names may be GNU's or
-    pax's long ones; folders are skipped. Raises PrepError, with file and byte, for a file that is
-    no tar, damaged, cut off (also without its end marker) or continued after its end, and for a
-    member that is a link or a device, or has an absolute name or `..` in it.
+    start, stop: the bytes of `path` that are the tar. Only headers are read. GNU's and pax's long
+    names are read; folders are skipped. Raises PrepError, with file and byte, for a file that is
+    not a tar, is damaged, cut off (also without its end marker) or continued after its end, and for
+    a member that is a link or a device, or has an absolute name or `..` in it.
     """
     with readable(path), open(path, "rb") as file:
         end = os.fstat(file.fileno()).st_size if stop is None else stop
@@ -160,12 +161,36 @@ def walk_tar(path: Path, start: int = 0, stop: int | None = None) -> Iterator[Me
 
 
 def _is_file(path: Path, member: TarMember) -> bool:
-    """Whether it is a file, not a folder. Raises PrepError for anything else, and bad names."""
+    """Return whether it is a file; a folder is not. Raises PrepError for links and bad names."""
     name, *_, kind = member
     if kind not in (FILE, FOLDER):
         raise _refused(path, name, f"is {kind}")
     _check_name(path, name)
     return kind == FILE
+
+
+def small_members(
+    path: Path, needed: Container[str], most_members: int, most_bytes: int, expected: str
+) -> Iterator[tuple[str, bytes]]:
+    """Yield (bare name, content) of the files of a tar or tar.gz; b"" for those not `needed`.
+
+    Raises PrepError for a damaged archive, and for one with more or larger members than
+    `expected`, such as "a CIFAR archive", has.
+    """
+    kind = describe_content(_head(path))
+    problem = "not a tar or tar.gz, damaged or cut off"
+    if kind and not kind.startswith("compressed"):
+        problem = f"not a tar or tar.gz but {kind}"
+    with readable(path, DAMAGE, problem), tarfile.open(path) as archive:
+        for number, member in enumerate(archive):
+            if member.size > most_bytes or number == most_members:
+                raise PrepError(
+                    f"{path}: has {member.name!r} of {member.size:,} bytes and {number} more; that"
+                    f" is not {expected}"
+                )
+            name = Path(member.name).name
+            if member.isreg() and (file := archive.extractfile(member)) is not None:
+                yield name, file.read() if name in needed else b""
 
 
 # ---- zip -----------------------------------------------------------------------------------------
@@ -178,10 +203,10 @@ DEFLATED = 8
 
 
 def walk_zip(path: Path) -> Iterator[Members]:
-    """The files of a zip from its table of members, some thousands at a time.
+    """Yield the files of a zip from its table of members, some thousands at a time.
 
-    The table is read at once: 0.7 kB of memory for each member. Backslashes separate folders where
-    no name has a slash, as some tools of Windows write them. Raises PrepError for a file that is
+    The table is read at once: 0.7 kB of memory for each member. Backslashes separate folders if no
+    name has a slash, because some tools of Windows write them. Raises PrepError for a file that is
     not a zip, is cut off, damaged or split, and for members that are encrypted or links, or have an
     absolute name or `..` in it. `read_zip_member` checks the compression method.
     """
@@ -220,17 +245,17 @@ def walk_zip(path: Path) -> Iterator[Members]:
 
 
 def read_zip_member(sample: Sample) -> bytes:
-    """The `size` bytes of the zip member whose own header is at `offset`, inflated and verified.
+    """Return the zip member whose own header is at `offset`, inflated and verified.
 
-    Raises OSError, and ValueError(reason) for damage, another compression than deflate, or a member
-    longer than in the table of members, of which no more than `size` bytes are inflated.
+    Raises OSError, and ValueError(reason) for damage, a compression that is not deflate, or a
+    member longer than in the table of members; at most `size` bytes and one are inflated.
     """
     if sample.size > MAX_IMAGE_BYTES:
         raise ValueError(
             f"{sample.size:,} bytes; at most {MAX_IMAGE_BYTES:,} are taken for an image"
         )
     fd = descriptor(sample.file)
-    # deflate lengthens by less; most extra fields are short
+    # enough for most members: deflate lengthens data by less, and most extra fields are short
     guess = 30 + len(sample.name) + 64 + sample.size + sample.size // 1000 + 256
     head = os.pread(fd, guess, sample.offset)
     if len(head) < LOCAL_HEADER.size or head[:4] != b"PK\3\4":
@@ -251,7 +276,7 @@ def read_zip_member(sample: Sample) -> bytes:
         raise ValueError(
             f"compressed by method {method}; expected a zip with deflate (8) or none (0)"
         )
-    if flags & 8:  # sizes and CRC follow the data; their signature may be left out
+    if flags & 8:  # sizes and CRC follow the data; their signature is optional
         crc = int.from_bytes(behind[4:8] if behind[:4] == b"PK\7\x08" else behind[:4], "little")
     if len(data) != sample.size or zlib.crc32(data) != crc:
         raise ValueError(f"damaged inside {sample.file}: its CRC is not as stated")
@@ -259,7 +284,7 @@ def read_zip_member(sample: Sample) -> bytes:
 
 
 def _inflate(fd: int, sample: Sample, head: bytes, start: int) -> tuple[bytes, bytes]:
-    """(data, the first bytes after it); no more than one byte over `size` is inflated."""
+    """Return (data, the first bytes after it); at most one byte over `size` is inflated."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     position = sample.offset + max(len(head), start)
     compressed = head[start:]

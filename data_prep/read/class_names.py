@@ -1,8 +1,8 @@
-"""How `data_prep.index` reads samples: flags, a file of class names, and the recorded layout.
+"""The layout of samples for `data_prep.index`, from flags, a file of class names and `_info.json`.
 
 The flags and the file become a layout (vit/data/shards/members.py). An existing `_info.json`
-records the layout of its folder; without flags it is used again, and other flags are an error, as
-they would give other labels. (`vit.weights.class_names` compares the classes of data and model.)
+records the layout of its folder: without flags it is used again, and different flags, which would
+give other labels, are an error. (`vit.weights.class_names` compares the classes of data and model.)
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ NOTHING_ASKED = Asked()
 
 
 def choose_layout(
-    asked: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
+    flags: Asked, info: Mapping[str, Any] | None, place: str, first_tar: Path | None
 ) -> tuple[SampleLayout, list[str]]:
-    """The layout, and the name of each class ([] if unknown). Raises PrepError.
+    """Return the layout, and the name of each class ([] if unknown). Raises PrepError.
 
     info: the `_info.json` at `place`. first_tar: a shard in a folder, whose sidecar has the layout
-    if `_info.json` is not ours.
+    if another program wrote `_info.json`.
     """
-    known = [str(name) for name in (info or {}).get("class_names") or []]
+    recorded_names = [str(name) for name in (info or {}).get("class_names") or []]
     recorded = SampleLayout() if info is None else recorded_layout(info, first_tar)
-    if asked == NOTHING_ASKED:
-        return recorded, known
-    names = known if asked.classes is None else read_class_names(asked.classes)
-    listed = tuple(names) if asked.classes is not None else recorded.class_names
+    if flags == NOTHING_ASKED:
+        return recorded, recorded_names
+    names = recorded_names if flags.classes is None else read_class_names(flags.classes)
+    listed = tuple(names) if flags.classes is not None else recorded.class_names
     layout = SampleLayout(
-        _suffix(asked.image), _suffix(asked.label) or "cls", asked.keys_with_dots, listed
+        _suffix(flags.image), _suffix(flags.label) or "cls", flags.keys_with_dots, listed
     )
     if problems := layout.problems(FLAGS):
         raise PrepError("; ".join(problems))
-    if info is not None and names != known:
-        had = f"{len(known):,} class names" if known else "no class names"
+    if info is not None and names != recorded_names:
+        had = f"{len(recorded_names):,} class names" if recorded_names else "no class names"
         raise PrepError(
-            f"{place}: its _info.json has {had}, and others than {asked.classes}; to index with"
+            f"{place}: its _info.json has {had}, and others than {flags.classes}; to index with"
             " these, move it away"
         )
     if info is not None and "source" in info and layout.options() != recorded.options():
         options = replace(recorded, class_names=()).options()
-        was = ", ".join(f"{name} {value}" for name, value in options.items()) or "the usual members"
+        members = ", ".join(f"{name} {value}" for name, value in options.items())
         raise PrepError(
-            f"{place}: indexed with {was}, as its _info.json says; to do it otherwise, move that"
-            " file away"
+            f"{place}: indexed with {members or 'the usual members'}, as its _info.json says; to do"
+            " it otherwise, move that file away"
         )
     return layout, names
 
 
 def _suffix(text: str | None) -> str | None:
-    """Accept `.jpg` for `jpg`."""
+    """Return a suffix without its dot."""
     return None if text is None else text.removeprefix(".")
 
 
 def read_class_names(path: Path) -> list[str]:
-    """The name of each label, one a line. Raises PrepError."""
+    """Read the name of each label, one a line. Raises PrepError."""
     try:
         text = path.read_text("utf-8-sig")
     except (OSError, UnicodeError) as error:

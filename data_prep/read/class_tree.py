@@ -1,8 +1,8 @@
 """Class folders on the disk, or inside a zip or tar that is read in place.
 
-`data_prep.imagefolder` asks a tree for its folders and images, and adds images to a catalogue by
-their paths. Where the bytes are, a file each or a range of an archive, only the tree knows: it
-gives places for the catalogue, and the function that reads what lies there.
+`data_prep.imagefolder` lists the folders and images of a tree, and adds images to a catalogue by
+their paths. An image is a file, or a range of an archive: the tree returns its place for the
+catalogue, and the function that reads it.
 """
 
 from __future__ import annotations
@@ -10,97 +10,71 @@ from __future__ import annotations
 import csv
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
 from data_prep.errors import PrepError, readable, some
 from data_prep.read import image_tree
-from data_prep.read.archives import walk_archive
+from data_prep.read.archives import Members, walk_archive
 from data_prep.read.hub_features import USUAL_NAMES, choose_column
 from data_prep.read.image_tree import Ignored, images_below, listed
-from data_prep.write.samples import Sample
+from data_prep.write.catalogue import Builder
+from data_prep.write.samples import Sample, stable_hash
 from vit.data.decode.image_files import EXTENSIONS
 
 METADATA = ("metadata.csv", "metadata.jsonl")
 FILE_NAME = "file_name"
-"""Their column of paths, relative to the folder they are in."""
-
-
-class Places(NamedTuple):
-    """Where images are, in the words of `Builder.add`."""
-
-    names: list[str]
-    offsets: np.ndarray
-    sizes: np.ndarray
-
-
-class Tree(Protocol):
-    """A folder with folders of images below it; its text is a path for people."""
-
-    name: str
-    """Its last part."""
-    file: Path
-    """What the catalogue names as the place of its images."""
-    read: Callable[[Sample], bytes]
-    """Gives the bytes of an image. Any process."""
-    inputs: Sequence[Path] | None
-    """`Source.inputs` of images from here."""
-
-    def below(self, name: str) -> Tree:
-        """Return the folder `name` in this one."""
-
-    def is_there(self) -> bool:
-        """Return whether there is such a folder."""
-
-    def folders(self) -> list[str]:
-        """Return the sorted names of its visible folders."""
-
-    def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
-        """Yield the paths of the images below `folder`, relative to it; `ignored` counts the
-        rest."""
-
-    def count_stray(self, ignored: Ignored) -> None:
-        """Count what is in this folder itself, beside its class folders."""
-
-    def places(self, paths: Sequence[str]) -> Places:
-        """Return where images are, given by their paths below this folder."""
+"""The column of paths in these tables, relative to their folder."""
 
 
 class FolderTree:
-    """A folder of the disk."""
+    """A folder of the disk with folders of images below it; its text is a path for people."""
 
     def __init__(self, path: Path, label_column: str | None = None):
         self.file = path
+        """The place that the catalogue names for its images."""
         self.label_column = label_column
         self.name = path.name
         self.read: Callable[[Sample], bytes] = image_tree.read
+        """Returns the bytes of an image, in any process."""
         self.inputs: Sequence[Path] | None = None
+        """`Source.inputs` of its images."""
 
     def __str__(self) -> str:
         return str(self.file)
 
     def below(self, name: str) -> FolderTree:
+        """Return the folder `name` in this one."""
         return open_folder(self.file / name, self.label_column)
 
-    def is_there(self) -> bool:
+    def exists(self) -> bool:
+        """Return whether the folder exists."""
         return self.file.is_dir()
 
     def folders(self) -> list[str]:
+        """Return the sorted names of its visible folders."""
         return listed(self.file)[0]
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
+        """Yield the paths of the images below `folder`, relative to it.
+
+        ignored: counts all other files.
+        """
         return images_below(self.file / folder, ignored)
 
     def count_stray(self, ignored: Ignored) -> None:
+        """Count the files in this folder itself, next to its class folders."""
         ignored.count_stray(self.file)
 
-    def places(self, paths: Sequence[str]) -> Places:
+    def places(self, paths: Sequence[str]) -> Members:
+        """Return the places of images, given by their paths below this folder."""
         # files are read completely: no offset, and no need to ask for the size
         nothing = np.zeros(len(paths), np.int64)
-        return Places(list(paths), nothing, nothing)
+        return Members(list(paths), nothing, nothing)
 
 
 class TableTree(FolderTree):
@@ -113,13 +87,13 @@ class TableTree(FolderTree):
 
     def below(self, name: str) -> FolderTree:
         start = f"{name}/"
-        inside = {
+        by_class = {
             label: below
             for label, paths in self._by_class.items()
             if (below := [path.removeprefix(start) for path in paths if path.startswith(start)])
         }
-        if inside:
-            return TableTree(self.file / name, self.label_column, inside)
+        if by_class:
+            return TableTree(self.file / name, self.label_column, by_class)
         return super().below(name)
 
     def folders(self) -> list[str]:
@@ -133,18 +107,18 @@ class TableTree(FolderTree):
                 ignored.count(path)
 
     def count_stray(self, ignored: Ignored) -> None:
-        of_a_class = set(self._paths.values())
-        stray = (path for path in images_below(self.file) if path not in of_a_class)
-        ignored.stray += [f"{self.file}/{path}" for path in stray]
+        in_table = set(self._paths.values())
+        without_row = (path for path in images_below(self.file) if path not in in_table)
+        ignored.without_row += [f"{self.file}/{path}" for path in without_row]
 
-    def places(self, paths: Sequence[str]) -> Places:
+    def places(self, paths: Sequence[str]) -> Members:
         return super().places([self._paths[path] for path in paths])
 
 
 def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
-    """A folder, with the classes of Hugging Face's metadata.csv or metadata.jsonl if it has one.
+    """Return a folder, with the classes of Hugging Face's metadata.csv or .jsonl if it has one.
 
-    Beside class folders only a column with a usual name is taken for the classes. Raises PrepError
+    Next to class folders only a column with a usual name is taken for the classes. Raises PrepError
     for a table that cannot be read, is unclear, or names files that do not exist.
     """
     table = next((path / name for name in METADATA if (path / name).is_file()), None)
@@ -152,12 +126,12 @@ def open_folder(path: Path, label_column: str | None = None) -> FolderTree:
         return FolderTree(path, label_column)
     rows = _rows_of(table)
     columns = list(rows[0]) if rows else []
-    labels = [name for name in columns if name.lower() in USUAL_NAMES]
-    if not labels and not listed(path)[0]:
-        labels = [name for name in columns if name != FILE_NAME]
-    if FILE_NAME not in columns or not (labels or label_column):
+    candidates = [name for name in columns if name.lower() in USUAL_NAMES]
+    if not candidates and not listed(path)[0]:
+        candidates = [name for name in columns if name != FILE_NAME]
+    if FILE_NAME not in columns or not (candidates or label_column):
         return FolderTree(path, label_column)
-    label = choose_column(table, "--label-column", label_column, labels, columns)
+    label = choose_column(table, "--label-column", label_column, candidates, columns)
     by_class: dict[str, list[str]] = {}
     wrong = []
     for row in rows:
@@ -183,8 +157,8 @@ def _rows_of(table: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in file if line.strip()]
 
 
-class _Members:
-    """The visible files of an archive, in folders; a folder is its path, "" the outermost."""
+class _Archive:
+    """The visible files of an archive by folder; a folder is its path, "" the outermost one."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -210,7 +184,7 @@ class _Members:
         self.at[f"{folder}/{parts[-1]}".lstrip("/")] = (name, offset, size)
 
     def walk(self, folder: str, ignored: Ignored | None) -> Iterator[str]:
-        """Yield the paths of the images at any depth; they are known by their suffixes."""
+        """Yield the paths of the images at any depth, by their suffixes."""
         for name in sorted(self.files.get(folder, ())):
             path = f"{folder}/{name}".lstrip("/")
             if name.lower().endswith(EXTENSIONS):
@@ -222,15 +196,15 @@ class _Members:
 
 
 class ArchiveTree:
-    """A folder inside of a zip or tar."""
+    """A folder inside a zip or tar, with the methods of FolderTree."""
 
-    def __init__(self, members: _Members, folder: str = ""):
-        self._members = members
+    def __init__(self, archive: _Archive, folder: str = ""):
+        self._archive = archive
         self._folder = folder
-        self.file = members.path
+        self.file = archive.path
         self.name = folder.rpartition("/")[2]
-        self.read = members.read
-        self.inputs: Sequence[Path] | None = [members.path]
+        self.read = archive.read
+        self.inputs: Sequence[Path] | None = [archive.path]
 
     def __str__(self) -> str:
         return os.path.join(self.file, self._folder) if self._folder else str(self.file)
@@ -239,45 +213,48 @@ class ArchiveTree:
         return f"{self._folder}/{name}".strip("/")
 
     def below(self, name: str) -> ArchiveTree:
-        return ArchiveTree(self._members, self._inside(name))
+        return ArchiveTree(self._archive, self._inside(name))
 
-    def is_there(self) -> bool:
-        return self._folder in self._members.folders
+    def exists(self) -> bool:
+        return self._folder in self._archive.folders
 
     def folders(self) -> list[str]:
-        return sorted(self._members.folders[self._folder])
+        return sorted(self._archive.folders[self._folder])
 
     def images(self, folder: str, ignored: Ignored | None = None) -> Iterator[str]:
         start = self._inside(folder)
-        for path in self._members.walk(start, ignored):
+        for path in self._archive.walk(start, ignored):
             yield path[len(start) :].lstrip("/")
 
     def count_stray(self, ignored: Ignored) -> None:
-        for name in sorted(self._members.files[self._folder]):
+        for name in sorted(self._archive.files[self._folder]):
             if name.lower().endswith(EXTENSIONS):
                 ignored.stray.append(f"{self}/{name}")
             else:
                 ignored.count(name)
 
-    def places(self, paths: Sequence[str]) -> Places:
-        found = [self._members.at[self._inside(path)] for path in paths]
-        offsets = np.array([offset for _, offset, _ in found], np.int64)
-        return Places([row[0] for row in found], offsets, np.array([row[2] for row in found]))
+    def places(self, paths: Sequence[str]) -> Members:
+        rows = [self._archive.at[self._inside(path)] for path in paths]
+        names, offsets, sizes = (list(column) for column in zip(*rows, strict=True))
+        return Members(names, np.array(offsets, np.int64), np.array(sizes))
+
+
+Tree = FolderTree | ArchiveTree
 
 
 def open_tree(path: Path, label_column: str | None = None) -> Tree:
-    """A folder, or all that is in a zip or tar. Raises PrepError as `walk_archive` does."""
-    return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Members(path))
+    """Return a folder, or all of a zip or tar. Raises PrepError as `walk_archive` does."""
+    return open_folder(path, label_column) if path.is_dir() else ArchiveTree(_Archive(path))
 
 
 def open_archive(path: Path) -> ArchiveTree:
     """Return the folder of a zip or tar that holds its class folders, or its train/ and val/.
 
-    That is the outermost one that has images in several folders, or `train`: archives often wrap
+    It is the outermost one that has images in several folders, or `train`: many archives wrap
     everything in a folder of their own name. Raises PrepError for a file that is neither, is
     damaged, or has no images in folders.
     """
-    tree = ArchiveTree(_Members(path))
+    tree = ArchiveTree(_Archive(path))
     while True:
         with_images = [name for name in tree.folders() if any(tree.images(name))]
         if not with_images:
@@ -289,3 +266,40 @@ def open_archive(path: Path) -> ArchiveTree:
         if len(with_images) > 1 or inner.name == "train" or not inner.folders():
             return tree
         tree = inner
+
+
+# ---- adding images to a catalogue ----------------------------------------------------------------
+
+
+def split_by_hash(
+    keys: Sequence[str], fractions: Mapping[str, float], *seed: int
+) -> dict[str, list[str]]:
+    """Return the keys of each split: a fraction of a class's keys, by the smallest hash.
+
+    The first split gets the remaining keys, at least one; the other numbers are rounded. The hash
+    is of seed and key, so other images do not move an image, and a third split does not change the
+    second.
+    """
+    order = sorted(keys, key=lambda key: (stable_hash(*seed, key), key))
+    sums = accumulate(list(fractions.values())[1:], initial=0.0)
+    ends = [max(0, min(round(total * len(keys)), len(keys) - 1)) for total in sums]
+    first, *held_out = fractions
+    shares = {first: order[ends[-1] :]}
+    for split, (start, end) in zip(held_out, pairwise(ends), strict=True):
+        shares[split] = order[start:end]
+    return shares
+
+
+def add_images(
+    builder: Builder,
+    file: int,
+    label: int,
+    tree: Tree,
+    paths: Mapping[str, str],
+    shares: Mapping[str, Sequence[str]],
+) -> None:
+    """Add the images of a class. paths: of each key, below `tree`. shares: the keys by split."""
+    for split, keys in shares.items():
+        if keys:
+            places = tree.places([paths[key] for key in keys])
+            builder.add(split, file, places.names, label, places.offsets, places.sizes, keys)

@@ -35,30 +35,36 @@ def download(
 ) -> None:
     """Download `url` (http or https) to `path`, with progress on stderr.
 
-    checksum: md5 or sha256 in hex; "": not compared. accept: raises PrepError, which begins with
-    the path that it was given, for a file that is not what was wanted. An existing file with this
-    checksum is kept, and what an earlier call left in `<path>.part` is continued. Raises PrepError:
-    no such file, another checksum, not accepted; ShardError: an unreachable server.
+    checksum: md5 or sha256 in hex; "" compares nothing. accept: raises a PrepError that begins with
+    the given path if the file is not as expected. An existing file with this checksum is kept, and
+    `<path>.part` of an earlier call is continued. Raises PrepError: no such file, another checksum,
+    not accepted; ShardError: an unreachable server.
     """
     if not on_the_web(url):
         raise PrepError(f"{shown(url)}: expected an address that begins with http:// or https://")
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.part")
-    kind = _kind_of(checksum)
+    kind = "sha256" if len(checksum) == 64 else "md5"
     with open(part, "a+b") as file:
         try:
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(file, fcntl.LOCK_EX)  # of several processes one fetches the file
             if path.exists():
-                if checksum and (found := checksum_of(path, kind)) != checksum:
+                if checksum and (actual := checksum_of(path, kind)) != checksum:
                     raise PrepError(
-                        f"{path}: {kind} {found}, expected {checksum}; truncated, or another file:"
+                        f"{path}: {kind} {actual}, expected {checksum}; truncated, or another file:"
                         f" remove it, and it is downloaded from {shown(url)}"
                     )
             else:
                 _fetch(url, file)
                 try:
-                    _check(url, part, path, checksum)
+                    if checksum and (actual := checksum_of(part, kind)) != checksum:
+                        raise PrepError(
+                            f"{shown(url)}: {kind} {actual} ({part.stat().st_size:,} bytes),"
+                            f" expected {checksum}: the file there is another one, or was changed"
+                            " on its way (a proxy's page?); nothing was kept. Try again, or fetch"
+                            f" it from elsewhere and put it at {path}"
+                        )
                     if accept is not None:
                         accept(part)
                 except PrepError as error:
@@ -73,35 +79,20 @@ def download(
     print(f"{path}: there, {verified}", file=sys.stderr, flush=True)
 
 
-def _kind_of(checksum: str) -> str:
-    return "sha256" if len(checksum) == 64 else "md5"
-
-
-def _check(url: str, part: Path, path: Path, checksum: str) -> None:
-    kind = _kind_of(checksum)
-    if checksum and (found := checksum_of(part, kind)) != checksum:
-        raise PrepError(
-            f"{shown(url)}: {kind} {found} ({part.stat().st_size:,} bytes), expected {checksum}:"
-            " the file there is another one, or was changed on its way (a proxy's page?); nothing"
-            f" was kept. Try again, or fetch it from elsewhere and put it at {path}"
-        )
-
-
-def download_archive(url: str, folder: Path, sha256: str = "", name: str = "") -> Path:
+def download_archive(url: str, folder: Path, expected: str = "", name: str = "") -> Path:
     """Download a zip or tar into `folder`, under `name` or its own; return its path.
 
-    Whatever the server sends that is neither, or is incomplete, is not kept. Raises as `download`
-    does.
+    A file that is neither, or is incomplete, is not kept. Raises as `download` does.
     """
     url = resolve(url)
     if folder.exists() and not folder.is_dir():
         raise PrepError(f"{folder}: a file; with --download expected the folder to download into")
     path = folder / (name or PurePosixPath(urllib.parse.urlsplit(url).path).name or "archive")
     is_new = not path.exists()
-    download(url, path, sha256, _read_table)
-    if is_new and not sha256:
-        found = checksum_of(path, "sha256")
-        print(f"{path}: --sha256 {found} compares it the next time", file=sys.stderr, flush=True)
+    download(url, path, expected, _read_table)
+    if is_new and not expected:
+        sha256 = checksum_of(path, "sha256")
+        print(f"{path}: --sha256 {sha256} compares it the next time", file=sys.stderr, flush=True)
     return path
 
 
@@ -113,26 +104,30 @@ def _read_table(path: Path) -> None:
         pass
 
 
-def add_archive_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--download` and `--sha256`."""
-    parser.add_argument(
-        "--download",
-        metavar="URL",
-        help=(
+def _sha256(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a sha256 of 64 hexadecimal digits")
+    return text.lower()
+
+
+ARCHIVE_FLAGS: dict[str, dict[str, Any]] = {
+    "--download": {
+        "metavar": "URL",
+        "help": (
             "fetch this zip or tar into SOURCE, which is then a folder, and read it there; a part"
             " that is there already is continued"
         ),
-    )
-    parser.add_argument(
-        "--sha256",
-        type=_sha256,
-        metavar="HEX",
-        help="of what --download fetches: anything else is refused, and not kept",
-    )
+    },
+    "--sha256": {
+        "type": _sha256,
+        "metavar": "HEX",
+        "help": "of what --download fetches: anything else is refused, and not kept",
+    },
+}
 
 
 def fetched(args: argparse.Namespace) -> Path:
-    """Return the source by the flags of `add_archive_arguments`, after downloading it if asked to.
+    """Return the source by ARCHIVE_FLAGS, after downloading it with --download.
 
     Raises as `download` does.
     """
@@ -144,23 +139,17 @@ def fetched(args: argparse.Namespace) -> Path:
     return place
 
 
-def _sha256(text: str) -> str:
-    if not re.fullmatch(r"[0-9a-fA-F]{64}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a sha256 of 64 hexadecimal digits")
-    return text.lower()
-
-
 def _fetch(url: str, file: BinaryIO) -> None:
-    """Append to `file` what it lacks."""
+    """Append the missing bytes to `file`."""
     name = Path(file.name).name.removesuffix(".part")
-    have = file.seek(0, os.SEEK_END)
+    num_present = file.seek(0, os.SEEK_END)
     try:
-        with WebFile(url, "", RetryPolicy(), start=have) as source:
-            total = max(source.open().size - have, 0) // 1_000_000
+        with WebFile(url, "", RetryPolicy(), start=num_present) as source:
+            total = max(source.open().size - num_present, 0) // 1_000_000
             with Meter(f"downloading {name}", total, "MB") as meter:
                 while piece := source.read1():
                     file.write(piece)
-                    meter.update((source.at - have) // 1_000_000)
+                    meter.update((source.at - num_present) // 1_000_000)
     except FileNotFoundError as error:
         raise PrepError(f"{shown(url)}: {error.strerror}; correct the address") from error
     file.flush()
@@ -168,7 +157,7 @@ def _fetch(url: str, file: BinaryIO) -> None:
 
 
 def checksum_of(path: Path, kind: str) -> str:
-    """The "md5" or "sha256" of a file, in hex, with progress."""
+    """Return the "md5" or "sha256" of a file, in hex, with progress on stderr."""
     digest = hashlib.new(kind, usedforsecurity=False)
     with (
         readable(path),
@@ -185,27 +174,27 @@ class WebShards(WebFolder):
     """The files at `<url>/<name>`, for functions that `run_jobs` runs; HTTP cannot list them."""
 
     def size(self, name: str) -> int:
-        """Bytes of a file, -1 if the server does not say. Raises PrepError if it does not exist."""
+        """Return the bytes of a file, -1 if unknown. Raises PrepError if it does not exist."""
         try:
             return self.stat(name, parts_only=False).size
         except FileNotFoundError as error:
             raise PrepError(f"{self}/{name}: {error.strerror}") from error
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None without a file. Raises ShardError for other content."""
+        """Return the object in a JSON file, None without a file. Raises ShardError if not JSON."""
         try:
             with WebFile(self.url, name, self.retry) as file:
                 return parse_json(b"".join(iter(file.read1, b"")), f"{self}/{name}")
         except FileNotFoundError:
             return None
         except Refused as error:
-            # object stores answer 403 for a missing file to those who may not list
+            # object stores answer 403 for a missing file to users who may not list
             if error.status == 403:
                 return None
             raise
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """A file, brought to `folder`. Raises PrepError if it does not exist."""
+        """Download a file to `folder`. Raises PrepError if it does not exist."""
         try:
             with (
                 WebFile(self.url, name, self.retry, while_waiting=count_one) as source,

@@ -1,6 +1,6 @@
-"""Columns of Hugging Face's data sets: which hold images or classes, and the names of classes.
+"""The columns of images and classes in Hugging Face's data sets, and the names of the classes.
 
-The schema of each parquet file records it as JSON, or the data set's README.md as YAML.
+The schema of each parquet file records them as JSON, or the data set's README.md as YAML.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ USUAL_NAMES = ("image", "img", "label", "labels", "class", "class_name", "catego
 
 @dataclass
 class Features:
-    """Columns of a data set; both empty if nothing is recorded."""
+    """The recorded columns of a data set; both are empty if nothing is recorded."""
 
     images: list[str] = field(default_factory=list)
     class_names: dict[str, list[str]] = field(default_factory=dict)
-    """Column of class labels -> name of each label."""
+    """Names of the labels, by column of class labels."""
 
 
 def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
-    """The features in the schema of a parquet file, else in the first README.md that has them.
+    """Return the features in the schema of a parquet file, else in the first README.md with some.
 
     Raises PrepError for a README.md that cannot be read.
     """
@@ -55,7 +55,7 @@ def recorded_features(schema: Any, readmes: Sequence[Path]) -> Features:
 
 
 def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
-    """The kind of each column, by the configuration in `dataset_info` that has these columns."""
+    """Return the kind of each column, from the entry of `dataset_info` with these columns."""
     with readable(path, (UnicodeError, yaml.YAMLError), "its YAML cannot be read"):
         head = re.match(r"---\n(.*?)\n---", path.read_text("utf-8-sig"), re.DOTALL)
         infos = (yaml.safe_load(head[1]) or {}).get("dataset_info") or [] if head else []
@@ -67,19 +67,19 @@ def _kinds_in_readme(path: Path, columns: Sequence[str]) -> dict[str, Any]:
 
 
 def choose_column(
-    place: object, flag: str, asked: str | None, candidates: Sequence[str], columns: Sequence[str]
+    place: object, flag: str, name: str | None, candidates: Sequence[str], columns: Sequence[str]
 ) -> str:
-    """The column that `flag` names, else the only candidate, or the only one with a usual name.
+    """Return the column `name`, else the only candidate, or the only one with a usual name.
 
-    Raises PrepError.
+    name: from the user's `flag`. place: for the message of the PrepError that this raises.
     """
-    usual = [name for name in candidates if name.lower() in USUAL_NAMES]
-    chosen = usual if len(usual) == 1 else candidates
-    if asked in columns or (asked is None and len(chosen) == 1):
-        return asked or chosen[0]
+    usual = [column for column in candidates if column.lower() in USUAL_NAMES]
+    possible = usual if len(usual) == 1 else candidates
+    if name in columns or (name is None and len(possible) == 1):
+        return name or possible[0]
     listed = ", ".join(columns)
-    if asked is not None:
-        hint = did_you_mean(asked, columns)
-        raise PrepError(f"{flag} {asked}: {place} has no such column{hint}; it has {listed}")
-    which = f"one of {', '.join(chosen)}" if chosen else "none that is known as it"
-    raise PrepError(f"{place}: its columns are {listed}, and {which} is meant; say which: {flag}")
+    if name is not None:
+        hint = did_you_mean(name, columns)
+        raise PrepError(f"{flag} {name}: {place} has no such column{hint}; it has {listed}")
+    choice = f"one of {', '.join(possible)}" if possible else "none that is known as it"
+    raise PrepError(f"{place}: its columns are {listed}, and {choice} is meant; say which: {flag}")

@@ -1,7 +1,7 @@
-"""Any tree of images: which files are images, and what is left out, so nothing is lost silently.
+"""The images in a tree of folders, and a count of all other files, so none is dropped silently.
 
-Folders are listed one after the other. A file is taken by its suffix, or without one by its first
-bytes; everything else is counted by suffix, separately for images of other kinds. Links are
+Folders are listed one after the other. An image is recognised by its suffix, or without one by its
+first bytes; all other files are counted by suffix, and images of other kinds separately. Links are
 followed.
 """
 
@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.errors import PrepError, some
+from data_prep.errors import PrepError, counted, some
 from data_prep.write.samples import Sample, safe_key, stable_hash
 from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read_image
 
 
 @dataclass
 class Ignored:
-    """What is in a tree and was not taken."""
+    """The files of a tree that were not taken."""
 
     images: Counter[str] = field(default_factory=Counter)
     """Images of kinds that are not read, by suffix."""
@@ -28,11 +28,13 @@ class Ignored:
     """All other files, by suffix."""
     stray: list[str] = field(default_factory=list)
     """Images next to the class folders."""
+    without_row: list[str] = field(default_factory=list)
+    """Images that a table of classes does not list."""
 
     @property
     def num_images(self) -> int:
         """Images that were not taken."""
-        return self.images.total() + len(self.stray)
+        return self.images.total() + len(self.stray) + len(self.without_row)
 
     def count(self, path: str) -> None:
         """Count a file that was not taken."""
@@ -41,7 +43,7 @@ class Ignored:
         kind[suffix or "without a suffix"] += 1
 
     def count_stray(self, folder: Path) -> None:
-        """Note the images in `folder` itself, next to its class folders."""
+        """Count the files in `folder` itself, next to its class folders."""
         for name in listed(folder)[1]:
             path = os.path.join(folder, name)
             if is_image(path):
@@ -50,25 +52,29 @@ class Ignored:
                 self.count(path)
 
     def summary(self) -> list[str]:
-        """Lines about what was not taken, for the console and the card."""
+        """Return lines about these files, for the console and the card."""
         lines = [self.images_summary()] if self.images else []
-        if self.stray:
-            images = "1 image" if len(self.stray) == 1 else f"{len(self.stray):,} images"
-            lines.append(  # recorded in _info.json: other words are other bytes
-                f"{images} beside the class folders, of no class: {some(self.stray)}; not used"
-            )
+        for paths, place in (  # recorded in _info.json: other words are other bytes
+            (self.stray, "beside the class folders, of no class"),
+            (self.without_row, "without a row in metadata.csv"),
+        ):
+            if paths:
+                lines.append(f"{counted(len(paths), 'image')} {place}: {some(paths)}; not used")
         if self.others:
             lines.append(
                 f"{self.others.total():,} other files, no images: {_by_number(self.others)}"
             )
         return lines
 
+    def images_in_brackets(self) -> str:
+        """Return ` (N files not read as images ...)`, "" if there are none; for an error."""
+        return f" ({self.images_summary()})" if self.images else ""
+
     def images_summary(self) -> str:
-        """A line about images of kinds that are not read."""
-        number = self.images.total()
+        """Return a line about images of kinds that are not read."""
         first = self.images.most_common(1)[0][0].lower()
         return (
-            f"{number:,} file{'s' if number > 1 else ''} not read as images:"
+            f"{counted(self.images.total(), 'file')} not read as images:"
             f" {_by_number(self.images)}; {how_to_convert(first)}"
         )
 
@@ -81,7 +87,7 @@ def _by_number(counts: Counter[str]) -> str:
 
 
 def listed(folder: Path | str) -> tuple[list[str], list[str]]:
-    """Sorted names of the visible folders and of the visible files in `folder`.
+    """Return the sorted names of the visible folders and of the visible files in `folder`.
 
     Raises PrepError if it cannot be listed.
     """
@@ -104,22 +110,23 @@ def listed(folder: Path | str) -> tuple[list[str], list[str]]:
 def images_below(
     folder: Path, ignored: Ignored | None = None, takes: Callable[[str], bool] = is_image
 ) -> Iterator[str]:
-    """Paths of the images below `folder`, or of what `takes` says, relative to it.
+    """Yield the paths of the images below `folder`, or of the files that `takes` accepts.
 
-    Hidden files and folders are left out. ignored: counts all other files. Raises PrepError for a
-    folder that cannot be listed, and for a link back to a folder above it.
+    The paths are relative to `folder`. Hidden files and folders are skipped. ignored: counts all
+    other files. Raises PrepError for a folder that cannot be listed, and for a link back to a
+    folder above it.
     """
     waiting = [("", frozenset[str]())]
     while waiting:
         prefix, above = waiting.pop()
-        here = os.path.join(folder, prefix).rstrip("/")
-        place = os.path.realpath(here)
+        current = os.path.join(folder, prefix).rstrip("/")
+        place = os.path.realpath(current)
         if place in above:
-            raise PrepError(f"{here}: a link back to a folder above it; remove the link")
-        folders, files = listed(here)
+            raise PrepError(f"{current}: a link back to a folder above it; remove the link")
+        folders, files = listed(current)
         waiting += [(f"{prefix}{name}/", above | {place}) for name in folders]
         for name in files:
-            path = os.path.join(here, name)
+            path = os.path.join(current, name)
             if takes(path):
                 yield prefix + name
             elif ignored is not None:
@@ -127,7 +134,7 @@ def images_below(
 
 
 def unique_keys(paths: Sequence[str]) -> list[str]:
-    """The key of each path: without its extension; equal ones (a.jpg and a.png) end in a hash."""
+    """Return each path without its extension; equal ones (a.jpg and a.png) end in a hash."""
     keys = [os.path.splitext(path)[0] for path in paths]
     safe = [safe_key(key) for key in keys]
     times = Counter(safe)
@@ -138,7 +145,7 @@ def unique_keys(paths: Sequence[str]) -> list[str]:
 
 
 def read(sample: Sample) -> bytes:
-    """Bytes of the image at `name` below the folder `file`.
+    """Return the bytes of the image at `name` below the folder `file`.
 
     Raises OSError, and ValueError for anything but a regular file of at most 256 MiB.
     """

@@ -8,7 +8,7 @@
     both    *.zip                               Kaggle's, or a zip of train/ and val/
             data/train-*.parquet, data/validation-*.parquet     Hugging Face's
 
-A layout lists its images: archive or folder, name there, WNID, offset, size. Listing reads headers
+A layout lists its images: archive or folder, name in it, WNID, offset, size. Listing reads headers
 and folders only. data_prep/read/imagenet_search.py finds the layouts.
 """
 
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ from data_prep.read import parquet
 from data_prep.read.archives import Members, walk_tar, walk_zip
 from data_prep.read.image_tree import listed
 from data_prep.read.imagenet_labels import WNID
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder
 
 IMAGE = re.compile(
     r"((?:(n\d{8})_\d+|ILSVRC2012_val_\d{8}))(?:_(n\d{8}))?\.(?:jpe?g|png|webp)",
@@ -43,9 +44,6 @@ TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
 READERS = 4
 """Archives or folders listed at once by threads, which wait for a disk or a network."""
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class Images(NamedTuple):
@@ -61,57 +59,83 @@ class Images(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """One split, as it was found."""
+    """One split in a recognised layout."""
 
     split: str
-    what: str
+    title: str
     path: Path
     images: Callable[[Builder], Iterator[Images]]
-    wnids: Callable[[Builder], set[str]]
-    """WNIDs of the classes; empty if only a file of labels gives them."""
+    wnids: Callable[[Builder], Collection[str]]
+    """Returns the WNIDs of the classes; none if only a file of labels gives them."""
     inputs: tuple[Path, ...]
-    """Archives and folders whose times of change show whether it has changed."""
+    """Archives and folders; a new modification time of one shows that the split has changed."""
     flat: bool = False
     lacking: str = ""
-    """Files that are missing, by the names of the others."""
+    """Line about files that are missing, which the names of the others show; "" if none are."""
 
 
-def _constant(wnids: Iterable[str]) -> Callable[[Builder], set[str]]:
-    """`Layout.wnids` of a layout whose names show them."""
-    found = set(wnids)
-    return lambda _: found
+# ---- tars and folders ----------------------------------------------------------------------------
 
 
-# ---- tar -----------------------------------------------------------------------------------------
-
-
-def _side_by_side(function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """function(item) of each, in order, READERS at once."""
-    with ThreadPoolExecutor(READERS) as pool:
-        yield from pool.map(function, items)
-
-
-def _from_members(file: Path, wnid: str, members: Members) -> Images:
-    names = members.names
-    if any("/" in name for name in names):
-        names = [name.rpartition("/")[2] for name in names]
-    return Images(file, wnid, names, members.offsets, members.sizes)
-
-
-class ClassTar(NamedTuple):
-    """A class's tar: the bytes [start, stop) of a file."""
+class Place(NamedTuple):
+    """A folder of images, or a tar of images: the bytes [start, stop) of a file."""
 
     wnid: str
+    """"" for images of all classes."""
     path: Path
     start: int = 0
     stop: int | None = None
 
+    def members(self) -> list[Members]:
+        """List the images. Raises OSError and PrepError."""
+        if self.path.is_dir():
+            return [members_of(self.path)]
+        return list(walk_tar(self.path, self.start, self.stop))
 
-def _inner_tars(path: Path) -> list[ClassTar]:
-    found = []
+
+def members_of(folder: Path) -> Members:
+    """List the images of a folder, with offset 0; subfolders are ignored."""
+    names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
+    sizes = [os.stat(folder / name).st_size for name in names]
+    return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
+
+
+def _images_in(places: Callable[[], Sequence[Place]], _: Builder) -> Iterator[Images]:
+    todo = places()
+    with ThreadPoolExecutor(READERS) as pool:
+        for place, batches in zip(todo, pool.map(Place.members, todo), strict=True):
+            for names, offsets, sizes in batches:
+                bare = [name.rpartition("/")[2] for name in names]
+                yield Images(place.path, place.wnid, bare, offsets, sizes)
+
+
+def _layout_of(
+    split: str,
+    title: str,
+    path: Path,
+    places: Callable[[], Sequence[Place]],
+    inputs: Iterable[Path] = (),
+) -> Layout:
+    """Return the layout of tars or folders; inputs: those of `Layout`, by default `path`."""
+    return Layout(
+        split,
+        title,
+        path,
+        partial(_images_in, places),
+        lambda _: {place.wnid for place in places()} - {""},
+        tuple(inputs) or (path,),
+    )
+
+
+def nested_tar(path: Path) -> Layout:
+    """Return the layout of the official tar of train, which holds a tar for each class."""
+    return _layout_of("train", "a tar of tars, read in place", path, partial(_inner_tars, path))
+
+
+def _inner_tars(path: Path) -> list[Place]:
+    tars = []
     for members in walk_tar(path):
-        places = zip(members.offsets.tolist(), members.sizes.tolist(), strict=True)
-        for name, (offset, size) in zip(members.names, places, strict=True):
+        for name, offset, size in zip(*members, strict=True):
             base = name.rpartition("/")[2]
             if base.startswith("."):  # macOS puts `._x` next to x
                 continue
@@ -120,70 +144,28 @@ def _inner_tars(path: Path) -> list[ClassTar]:
                 raise PrepError(
                     f"{path}: holds {name!r}; expected tars named by WordNet ids, as n01440764.tar"
                 )
-            found.append(ClassTar(wnid, path, offset, offset + size))
-    return found
-
-
-def _class_images(tars: Callable[[], list[ClassTar]], _: Builder) -> Iterator[Images]:
-    found = tars()
-    listed = _side_by_side(lambda tar: list(walk_tar(tar.path, tar.start, tar.stop)), found)
-    for tar, batches in zip(found, listed, strict=True):
-        for members in batches:
-            yield _from_members(tar.path, tar.wnid, members)
-
-
-def nested_tar(path: Path) -> Layout:
-    tars = partial(_inner_tars, path)
-    images = partial(_class_images, tars)
-    what = "a tar of tars, read in place"
-    return Layout("train", what, path, images, lambda _: {tar.wnid for tar in tars()}, (path,))
+            tars.append(Place(wnid, path, int(offset), int(offset + size)))
+    return tars
 
 
 def folder_of_tars(paths: Sequence[Path]) -> Layout:
-    tars = [ClassTar(path.stem, path) for path in paths]
-    images = partial(_class_images, lambda: tars)
-    what = f"{len(tars):,} tars, one a class, read in place"
-    wnids = _constant(tar.wnid for tar in tars)
-    return Layout("train", what, paths[0].parent, images, wnids, tuple(paths))
-
-
-def flat_tar(path: Path) -> Layout:
-    def images(_: Builder) -> Iterator[Images]:
-        for members in walk_tar(path):
-            yield _from_members(path, "", members)
-
-    return Layout(
-        "val", "a flat tar, read in place", path, images, _constant(()), (path,), flat=True
-    )
-
-
-# ---- folders -------------------------------------------------------------------------------------
-
-
-def files_of(folder: Path) -> Members:
-    """Images of a folder, with offset 0; subfolders are ignored. Raises OSError, PrepError."""
-    names = [name for name in listed(folder)[1] if name.lower().endswith(IMAGE_EXTENSIONS)]
-    sizes = [os.stat(folder / name).st_size for name in names]
-    return Members(names, np.zeros(len(names), np.int64), np.array(sizes, np.int64))
+    """Return the layout of a folder with a tar for each class."""
+    title = f"{len(paths):,} tars, one a class, read in place"
+    tars = [Place(path.stem, path) for path in paths]
+    return _layout_of("train", title, paths[0].parent, lambda: tars, paths)
 
 
 def tree(split: str, folder: Path, wnids: Sequence[str]) -> Layout:
-    classes = [folder / wnid for wnid in wnids]
-
-    def images(_: Builder) -> Iterator[Images]:
-        for path, members in zip(classes, _side_by_side(files_of, classes), strict=True):
-            yield _from_members(path, path.name, members)
-
-    return Layout(
-        split, f"{len(wnids):,} class folders", folder, images, _constant(wnids), (folder, *classes)
-    )
+    """Return the layout of a folder with a folder for each class."""
+    classes = [Place(wnid, folder / wnid) for wnid in wnids]
+    inputs = (folder, *(place.path for place in classes))
+    return _layout_of(split, f"{len(wnids):,} class folders", folder, lambda: classes, inputs)
 
 
-def flat_folder(folder: Path) -> Layout:
-    def images(_: Builder) -> Iterator[Images]:
-        yield _from_members(folder, "", files_of(folder))
-
-    return Layout("val", "a flat folder", folder, images, _constant(()), (folder,), flat=True)
+def flat(path: Path) -> Layout:
+    """Return the layout of validation images of all classes, in a tar or a folder."""
+    title = "a flat folder" if path.is_dir() else "a flat tar, read in place"
+    return replace(_layout_of("val", title, path, lambda: [Place("", path)]), flat=True)
 
 
 # ---- zip and parquet -----------------------------------------------------------------------------
@@ -194,40 +176,41 @@ IN_ZIP = re.compile(
 
 
 def place_in_zip(name: str) -> tuple[str, str, str] | None:
-    """(split, WNID or "", file name) of a member that is an image of ImageNet's."""
-    found = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
-    if found is None or name.startswith("__MACOSX/"):
+    """Return (split, WNID or "", file name) of a member that is an image of ImageNet's."""
+    match = IN_ZIP.fullmatch(name) if name.lower().endswith(IMAGE_EXTENSIONS) else None
+    if match is None or name.startswith("__MACOSX/"):
         return None
-    return "train" if found[1].lower() == "train" else "val", found[2] or "", found[3]
+    return "train" if match[1].lower() == "train" else "val", match[2] or "", match[3]
 
 
 def _zip_images(path: Path, split: str, _: Builder) -> Iterator[Images]:
     for members in walk_zip(path):
-        rows_of: dict[str, list[int]] = {}
-        names = {}
-        for row, name in enumerate(members.names):
-            if (place := place_in_zip(name)) and place[0] == split:
-                rows_of.setdefault(place[1], []).append(row)
-                names[row] = place[2]
-        for wnid, rows in rows_of.items():
+        places = [place_in_zip(name) for name in members.names]
+        of_class = defaultdict[str, dict[int, str]](dict)
+        for row, place in enumerate(places):
+            if place is not None and place[0] == split:
+                of_class[place[1]][row] = place[2]
+        for wnid, names in of_class.items():
+            rows = list(names)
             yield Images(
-                path, wnid, [names[row] for row in rows], members.offsets[rows], members.sizes[rows]
+                path, wnid, list(names.values()), members.offsets[rows], members.sizes[rows]
             )
 
 
 def zip_layout(path: Path, split: str, wnids: set[str]) -> Layout:
-    """wnids: of the class folders of a split in a zip; "" for a flat folder."""
+    """Return the layout of a split in a zip. wnids: its class folders; "" for a flat folder."""
     flat = "" in wnids
-    what = "a flat folder" if flat else f"{len(wnids):,} class folders"
+    title = (
+        f"{'a flat folder' if flat else f'{len(wnids):,} class folders'} in a zip, read in place"
+    )
     images = partial(_zip_images, path, split)
-    classes = _constant(wnids - {""})
-    return Layout(split, f"{what} in a zip, read in place", path, images, classes, (path,), flat)
+    return Layout(split, title, path, images, lambda _: wnids - {""}, (path,), flat)
 
 
 def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]:
-    """The images, after a check that labels are positions among the sorted WNIDs in the names.
+    """Yield the images; labels must be positions among the sorted WNIDs in the names.
 
-    Other mirrors use other numbers.
+    Some mirrors number the classes differently.
     """
     wnid_of: dict[int, str] = {}
     for rows in parquet.spool(files, builder):
@@ -245,9 +228,7 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
             for match, name in zip(matches, rows.names, strict=True)
         ]
         yield Images(rows.file, "", names, rows.offsets, rows.sizes, wnids)
-    if [wnid_of[label] for label in sorted(wnid_of)] != sorted(wnid_of.values()) or len(
-        set(wnid_of.values())
-    ) < len(wnid_of):
+    if [wnid_of[label] for label in sorted(wnid_of)] != sorted(set(wnid_of.values())):
         raise PrepError(
             f"{files[0].parent}: labels are not in the order of the WordNet ids; expected the"
             " numbering of ILSVRC/imagenet-1k"
@@ -255,16 +236,14 @@ def _parquet_images(files: Sequence[Path], builder: Builder) -> Iterator[Images]
 
 
 def parquet_layout(split: str, files: Sequence[Path]) -> Layout:
-    def wnids(builder: Builder) -> set[str]:
-        return {wnid for images in _parquet_images(files, builder) for wnid in images.wnids or ()}
-
-    what = f"{len(files):,} parquet files, copied once to read them"
+    """Return the layout of a split in Hugging Face's parquet files."""
+    images = partial(_parquet_images, files)
     return Layout(
         split,
-        what,
+        f"{len(files):,} parquet files, copied once to read them",
         files[0].parent,
-        partial(_parquet_images, files),
-        wnids,
+        images,
+        lambda builder: {wnid for part in images(builder) for wnid in part.wnids or ()},
         tuple(files),
         lacking=parquet.missing_files(split, files),
     )

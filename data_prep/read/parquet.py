@@ -1,9 +1,9 @@
 """Images in parquet files (Hugging Face's layout), which have no random access.
 
-Rows of an image, `{bytes, path}` or bytes alone, and a label are compressed in groups, so each file
-is copied once: its images one after the other into `<name>.images`, and their names, labels and
-sizes into `<name>.json`, which is written last. From then on an image is a range of bytes, as in a
-tar. Memory is that of one row group.
+A row has an image, `{bytes, path}` or bytes alone, and a label; groups of rows are compressed. So
+each file is copied once: its images one after the other into `<name>.images`, and their names,
+labels and sizes into `<name>.json`, which is written last. Then an image is a range of bytes, as in
+a tar. Memory is that of one row group.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from data_prep.errors import PrepError
-from data_prep.write.catalogue_builder import Builder
+from data_prep.errors import PrepError, counted
+from data_prep.write.catalogue import Builder
 from data_prep.write.jobs import count_one, run_jobs
 from data_prep.write.samples import stable_hash
 from vit.system.files import read_json, remove_leftovers, replacing, write_json
 
 BATCH_ROWS = 64
-"""Rows in memory in addition to their row group: 7 MB of ImageNet's."""
+"""Rows in memory in addition to their row group; 7 MB for ImageNet."""
 
 
 class Columns(NamedTuple):
-    """The columns of image and label, and the name of each label, if that is recorded."""
+    """The columns of image and label, and the name of each label, if recorded."""
 
     image: str = "image"
     label: str = "label"
@@ -42,7 +42,7 @@ IMAGENET_COLUMNS = Columns()
 
 
 class Spooled(NamedTuple):
-    """Rows of one parquet file, and `file`, where their images are now."""
+    """The rows of one parquet file; `file` holds a copy of their images."""
 
     parquet: Path
     file: Path
@@ -54,7 +54,7 @@ class Spooled(NamedTuple):
 
 
 def missing_files(split: str, files: Sequence[Path]) -> str:
-    """A line about files that are missing, by the names of the others; "" if all are there."""
+    """Return a line about missing files, by the names of the others; "" if all exist."""
     totals = {int(match[1]) for file in files if (match := re.search(r"-of-(\d+)", file.name))}
     missing = max(totals, default=len(files)) - len(files)
     return f"{missing} of {max(totals)} parquet files of {split} are missing" if missing > 0 else ""
@@ -62,9 +62,9 @@ def missing_files(split: str, files: Sequence[Path]) -> str:
 
 @contextmanager
 def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
-    """The pyarrow ParquetFile at `path`.
+    """Open the pyarrow ParquetFile at `path`.
 
-    Raises PrepError for other files, for damage, and for one that lacks `columns`.
+    Raises PrepError for other files, for damage, and for a file that lacks `columns`.
     """
     try:
         import pyarrow
@@ -75,15 +75,22 @@ def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             problem = "damaged"
-            if columns is not None:
-                _check_columns(path, file.schema_arrow, columns)
+            schema = file.schema_arrow
+            if columns is not None and not (
+                {columns.image, columns.label} <= set(schema.names)
+                and image_fields(schema, columns.image)
+            ):
+                raise PrepError(
+                    f"{path}: its columns are {', '.join(schema.names)}; expected {columns.image},"
+                    f" with bytes and path, and {columns.label}"
+                )
             yield file
     except (OSError, pyarrow.ArrowException) as error:
         raise PrepError(f"{path}: {problem} ({error}); download it again") from error
 
 
 def image_fields(schema: Any, name: str) -> set[str]:
-    """The fields of a column that can hold images: bytes and perhaps path; of any other, none."""
+    """Return the fields of a column of images, bytes and perhaps path; none for another column."""
     import pyarrow
 
     kind = schema.field(name).type
@@ -93,30 +100,20 @@ def image_fields(schema: Any, name: str) -> set[str]:
     return fields & {"bytes", "path"} if "bytes" in fields else set()
 
 
-def _check_columns(path: Path, schema: Any, columns: Columns) -> None:
-    if not (
-        {columns.image, columns.label} <= set(schema.names) and image_fields(schema, columns.image)
-    ):
-        raise PrepError(
-            f"{path}: its columns are {', '.join(schema.names)}; expected {columns.image}, with"
-            f" bytes and path, and {columns.label}"
-        )
-
-
 def _place(path: Path, columns: Columns, spool: Path) -> Path:
-    """Where the images of a parquet file go; files of the same name go to different places."""
-    found = path.stat()
-    mark = stable_hash(os.path.abspath(path), found.st_size, found.st_mtime_ns, *columns[:2]).hex()
-    return spool / f"{path.stem}-{mark}.images"
+    """Return the place of a parquet file's images; files of the same name get different places."""
+    status = path.stat()
+    parts = (os.path.abspath(path), status.st_size, status.st_mtime_ns, *columns[:2])
+    return spool / f"{path.stem}-{stable_hash(*parts).hex()}.images"
 
 
-def _is_there(images: Path) -> bool:
-    found = read_json(images.with_suffix(".json"))
-    return found is not None and images.is_file() and images.stat().st_size == sum(found["sizes"])
+def _is_copied(images: Path) -> bool:
+    rows = read_json(images.with_suffix(".json"))
+    return rows is not None and images.is_file() and images.stat().st_size == sum(rows["sizes"])
 
 
 class _Copy(NamedTuple):
-    """One parquet file to be copied."""
+    """A parquet file, and the place of its images."""
 
     path: Path
     columns: Columns
@@ -125,7 +122,7 @@ class _Copy(NamedTuple):
 
 def spool_file(copy: _Copy) -> None:
     """Copy the images of a parquet file; runs in a worker process."""
-    if _is_there(copy.images):  # another process has copied them for the same catalogue
+    if _is_copied(copy.images):  # another process has copied them for the same catalogue
         return
     remove_leftovers(copy.images.parent, copy.images.name)
     names: list[str] = []
@@ -139,12 +136,12 @@ def spool_file(copy: _Copy) -> None:
                 count_one(sizes[-1])
             names += batch.names
             labels += batch.labels
-    described = {"names": names, "labels": labels, "sizes": sizes}
-    write_json(copy.images.with_suffix(".json"), described)
+    rows = {"names": names, "labels": labels, "sizes": sizes}
+    write_json(copy.images.with_suffix(".json"), rows)
 
 
 class _Batch(NamedTuple):
-    """Some rows; `images` is empty if they were not asked for."""
+    """Some rows; `images` is empty if only names and labels are read."""
 
     names: list[str]
     labels: list[Any]
@@ -152,13 +149,13 @@ class _Batch(NamedTuple):
 
 
 def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator[_Batch]:
-    """The rows of a file; a null in place of an image is one of no bytes, which cannot be read."""
+    """Yield the rows of a file; a null image becomes one of no bytes, which is unreadable."""
     with open_parquet(path, columns) as file:
         has_path = "path" in image_fields(file.schema_arrow, columns.image)
-        wanted = [columns.label]
+        read = [columns.label]
         if with_images or has_path:
-            wanted.append(columns.image if with_images else f"{columns.image}.path")
-        for batch in file.iter_batches(BATCH_ROWS, columns=wanted, use_threads=False):
+            read.append(columns.image if with_images else f"{columns.image}.path")
+        for batch in file.iter_batches(BATCH_ROWS, columns=read, use_threads=False):
             labels = batch.column(columns.label).to_pylist()
             images: list[bytes] = []
             names = [""] * len(labels)
@@ -168,12 +165,12 @@ def _batches(path: Path, columns: Columns, with_images: bool = True) -> Iterator
             if with_images:
                 image = batch.column(columns.image)
                 data = image.field("bytes") if image.type.num_fields else image
-                images = [one or b"" for one in data.to_pylist()]
+                images = [content or b"" for content in data.to_pylist()]
             yield _Batch(names, labels, images)
 
 
 def count_labels(path: Path, columns: Columns) -> Counter[Any]:
-    """Number of rows of each label in a parquet file; reads that column alone."""
+    """Count the rows of each label in a parquet file; reads that column alone."""
     counts = Counter[Any]()
     with open_parquet(path, columns) as file:
         for batch in file.iter_batches(columns=[columns.label], use_threads=False):
@@ -182,7 +179,7 @@ def count_labels(path: Path, columns: Columns) -> Counter[Any]:
 
 
 def _listed(path: Path, columns: Columns) -> Spooled:
-    """The rows of a parquet file without its images."""
+    """Return the rows of a parquet file without its images."""
     names: list[str] = []
     labels: list[Any] = []
     for batch in _batches(path, columns, with_images=False):
@@ -195,9 +192,9 @@ def _listed(path: Path, columns: Columns) -> Spooled:
 def spool(
     files: Sequence[Path], builder: Builder, columns: Columns = IMAGENET_COLUMNS
 ) -> Iterator[Spooled]:
-    """Copy the images of all parquet files to `builder.spool`; yields the rows of each.
+    """Copy the images of all parquet files to `builder.spool`; yield the rows of each.
 
-    Existing copies are kept. In a dry run nothing is copied, and sizes are means. Processes that
+    Existing copies are kept. A dry run copies nothing, and its sizes are means. Processes that
     share the work start at different files. Raises PrepError if pyarrow is missing, the disk has
     too little space, or a file is not as expected.
     """
@@ -206,14 +203,14 @@ def spool(
             yield _listed(path, columns)
         return
     copies = [_Copy(path, columns, _place(path, columns, builder.spool)) for path in files]
-    todo = [copy for copy in copies if not _is_there(copy.images)]
+    todo = [copy for copy in copies if not _is_copied(copy.images)]
     if todo:
-        rows = sum(_num_rows(copy.path) for copy in todo)
+        num_rows = sum(_num_rows(copy.path) for copy in todo)
         need = sum(copy.path.stat().st_size for copy in todo)
         free = shutil.disk_usage(builder.spool).free
         plan = (
-            f"{len(todo)} parquet files are copied once to {builder.spool}: {need / 1e9:,.1f} GB of"
-            f" {free / 1e9:,.1f} GB free"
+            f"{counted(len(todo), 'parquet file is', 'parquet files are')} copied once to"
+            f" {builder.spool}: {need / 1e9:,.1f} GB of {free / 1e9:,.1f} GB free"
         )
         if need > free:
             raise PrepError(f"{plan}; free some space, or put --out on a larger disk")
@@ -222,20 +219,14 @@ def spool(
         todo = todo[first:] + todo[:first]
         jobs = [(spool_file, copy, copy.path) for copy in todo]
         run_jobs(
-            jobs, builder.workers, "copying", num_jobs=len(todo), num_images=rows, unit="files"
+            jobs, builder.workers, "copying", num_jobs=len(todo), num_images=num_rows, unit="files"
         )
     for copy in copies:
-        described = read_json(copy.images.with_suffix(".json"))
-        assert described is not None, copy.images
-        sizes = np.array(described["sizes"], np.int64)
-        yield Spooled(
-            copy.path,
-            copy.images,
-            described["names"],
-            described["labels"],
-            np.cumsum(sizes) - sizes,
-            sizes,
-        )
+        rows = read_json(copy.images.with_suffix(".json"))
+        assert rows is not None, copy.images
+        sizes = np.array(rows["sizes"], np.int64)
+        offsets = np.cumsum(sizes) - sizes
+        yield Spooled(copy.path, copy.images, rows["names"], rows["labels"], offsets, sizes)
 
 
 def _num_rows(path: Path) -> int:

@@ -1,49 +1,77 @@
-"""Data sets of small raw images in a few files: what MNIST and CIFAR have in common."""
+"""Data sets of small raw images in a few files: the common part of MNIST and CIFAR."""
 
 from __future__ import annotations
 
 import argparse
 import io
-import tarfile
-from collections.abc import Mapping
-from pathlib import Path
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from data_prep.read import archives
+from data_prep.command import Flags
+from data_prep.errors import PrepError
 from data_prep.read.download import download
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Source
 from data_prep.write.samples import Sample, read_range
 
-DAMAGE = (tarfile.TarError, *archives.DAMAGE)
-"""What reading a damaged archive raises."""
+
+class Records(NamedTuple):
+    """The images of one uncompressed file, which are equally far apart."""
+
+    split: str
+    file: int
+    """Number of the file in the catalogue."""
+    labels: np.ndarray
+    labels_from: object
+    """The file of the labels, as messages name it."""
+    first: int
+    """Position of the first image in the file, in bytes."""
+    step: int
+    """Bytes from one image to the next."""
+    name_stem: str
+    key_stem: str
 
 
-def add_records(
-    builder: Builder,
-    split: str,
-    path: Path,
-    labels: np.ndarray,
-    offsets: np.ndarray,
-    num_bytes: int,
-    stems: tuple[str, str],
+def array_source(
+    name: str,
+    options: dict[str, Any],
+    shape: tuple[int, ...],
+    records: Callable[[Builder], Iterable[Records]],
+) -> Source:
+    """Return a source of raw images. shape: (H, W) or (3, H, W). records: also sets the classes."""
+    fill = partial(_fill, records, math.prod(shape))
+    return Source(name, options, fill, partial(read_jpeg, shape=shape))
+
+
+def _fill(
+    records: Callable[[Builder], Iterable[Records]], image_bytes: int, builder: Builder
 ) -> None:
-    """Add the images of one file, `num_bytes` each. stems: of their names and of their keys."""
-    count = len(labels)
-    builder.add(
-        split,
-        builder.file(path),
-        names=[f"{stems[0]}/{number}" for number in range(count)],
-        labels=labels,
-        offsets=offsets,
-        sizes=np.full(count, num_bytes),
-        keys=[f"{stems[1]}-{number:05d}" for number in range(count)],
-    )
+    for part in records(builder):
+        count = len(part.labels)
+        num_classes = len(builder.class_names)
+        if part.labels.max() >= num_classes:
+            number = int(np.argmax(part.labels >= num_classes))
+            raise PrepError(
+                f"{part.labels_from}: record {number} has label {part.labels[number]}; expected 0"
+                f" to {num_classes - 1}; fetch it again"
+            )
+        builder.add(
+            part.split,
+            part.file,
+            names=[f"{part.name_stem}/{number}" for number in range(count)],
+            labels=part.labels,
+            offsets=part.first + part.step * np.arange(count),
+            sizes=np.full(count, image_bytes),
+            keys=[f"{part.key_stem}-{number:05d}" for number in range(count)],
+        )
 
 
 def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
-    """A raw image, (H, W) or (3, H, W), as a JPEG of quality 100 without chroma subsampling."""
+    """Return a raw image, (H, W) or (3, H, W), as a JPEG of quality 100, not subsampled."""
     pixels = np.frombuffer(read_range(sample), np.uint8).reshape(shape)
     if pixels.ndim == 3:
         pixels = np.ascontiguousarray(pixels.transpose(1, 2, 0))
@@ -52,21 +80,23 @@ def read_jpeg(sample: Sample, shape: tuple[int, ...]) -> bytes:
     return encoded.getvalue()
 
 
-def add_download_arguments(parser: argparse.ArgumentParser, files: str, size: str) -> None:
-    """Add `--download` and `--url`."""
-    parser.add_argument(
-        "--download",
-        action="store_true",
-        help=f"fetch {files} into the folder SOURCE first ({size})",
-    )
-    parser.add_argument(
-        "--url",
-        metavar="BASE",
-        help=f"with --download, which it implies: a mirror that has {files} below BASE",
-    )
+def download_flags(files: str, size: str) -> Flags:
+    """Return `--download` and `--url` for `files`, such as "the archive"."""
+    return {
+        "--download": {
+            "action": "store_true",
+            "help": f"fetch {files} into the folder SOURCE first ({size})",
+        },
+        "--url": {
+            "metavar": "BASE",
+            "help": f"with --download, which it implies: a mirror that has {files} below BASE",
+        },
+    }
 
 
-def download_all(md5: Mapping[str, str], base: str, folder: Path) -> None:
-    """Fetch the files with these names and md5 that `folder` lacks."""
-    for name, expected in md5.items():
-        download(f"{base.rstrip('/')}/{name}", folder / name, expected)
+def download_if_asked(args: argparse.Namespace, md5: Mapping[str, str], base: str) -> None:
+    """Fetch the files with these names and md5 that SOURCE lacks, by `download_flags`."""
+    if args.download or args.url:
+        for name, expected in md5.items():
+            url = f"{(args.url or base).rstrip('/')}/{name}"
+            download(url, args.source / name, expected)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -28,14 +29,14 @@ from vit.system.files import replacing, sha256_of
 SHEET_CELLS = 60
 COLUMNS = 10
 CELL = 128
-"""Pixels of a cell's side, as those that follow."""
+"""Pixels of a cell's side; the next three are pixels as well."""
 GAP = 10
 TEXT_HEIGHT = 22
 MARGIN = 16
 INK = "#222222"
 PALE = "#f2f2f2"
 SEAL = b"\n<!-- sha256 of the above: %s; of contact_sheet.png: %s -->\n"
-"""Last line of a card; `verify` finds alterations by it."""
+"""The last line of a card, with which `verify` detects alterations."""
 
 
 def write_card(place: Output | Path | str) -> None:
@@ -47,7 +48,7 @@ def write_card(place: Output | Path | str) -> None:
     output = place if isinstance(place, Output) else Output(place)
     with output.staging() as folder:
         card = load_card(output, folder)
-        # Both before either is written: an image that cannot be decoded leaves the old pair.
+        # Make both before either is written, so that an undecodable image leaves the old pair.
         picture = contact_sheet(card)
         text = card_text(card).encode("utf-8", "replace")
         sheet = folder / "contact_sheet.png"
@@ -61,7 +62,7 @@ def write_card(place: Output | Path | str) -> None:
 
 
 def is_as_written(folder: Path) -> bool:
-    """Whether `dataset.md` and its picture are those that were written together."""
+    """Return whether `dataset.md` and its picture were written together."""
     card = folder / "dataset.md"
     sheet = folder / "contact_sheet.png"
     if not card.exists() or not sheet.exists():
@@ -85,7 +86,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
     """
     if "shards_at" in info or output.size("README.md") >= 0:
         return
-    # Hugging Face accepts no other split names
+    # Hugging Face rejects other split names
     if not all(re.fullmatch(r"\w+(\.\w+)*", split) for split in info["splits"]):
         return
     with output.staging() as folder:
@@ -95,7 +96,7 @@ def write_readme(output: Output, info: Mapping[str, Any]) -> None:
 
 
 def readme(info: Mapping[str, Any]) -> str:
-    """The files of each split in Hugging Face's YAML, and a line for people."""
+    """Return the files of each split in Hugging Face's YAML, and a line for people."""
     everything = {name for described in info["splits"].values() for name in described["filenames"]}
     files = []
     for split, described in info["splits"].items():
@@ -121,9 +122,9 @@ def readme(info: Mapping[str, Any]) -> str:
 
 
 def contact_sheet(card: Card) -> Image.Image:
-    """Images of up to 60 classes, evenly spaced, with the names under them.
+    """Draw images of up to 60 classes, evenly spaced, with the names under them.
 
-    One image of each class; of few classes several, side by side.
+    One image of each class; several, side by side, if there are few classes.
     """
     split = next(iter(card.indexes))
     labels = np.flatnonzero(card.images_per_class(split)).tolist()
@@ -136,7 +137,7 @@ def contact_sheet(card: Card) -> Image.Image:
         chosen = [int(rows[place]) for place in spread(len(rows), copies, label)]
         cells += [(label, row) for row in [*chosen, *[None] * (copies - len(chosen))]]
     columns = min(COLUMNS - COLUMNS % copies, len(cells))
-    num_lines = -(-len(cells) // columns)
+    num_lines = math.ceil(len(cells) / columns)
 
     font = _font(14)
     width = 2 * MARGIN + columns * (CELL + GAP) - GAP
@@ -162,7 +163,7 @@ def contact_sheet(card: Card) -> Image.Image:
 
 
 def _thumbnail(image: Image.Image) -> Image.Image:
-    """The complete image, as large as fits into a cell."""
+    """Return the complete image, as large as fits into a cell."""
     size = (
         max(1, CELL * image.width // max(image.size)),
         max(1, CELL * image.height // max(image.size)),
@@ -171,8 +172,10 @@ def _thumbnail(image: Image.Image) -> Image.Image:
 
 
 def _font(size: int) -> ImageFont.FreeTypeFont:
-    """DejaVu Sans, which comes with matplotlib and has the letters of many languages; Pillow's own
-    has Latin ones only."""
+    """Return DejaVu Sans of matplotlib, which has the letters of many languages.
+
+    Pillow's own font has Latin letters only.
+    """
     import matplotlib
 
     return ImageFont.truetype(
@@ -181,11 +184,13 @@ def _font(size: int) -> ImageFont.FreeTypeFont:
 
 
 def shortened(text: str, fits: Callable[[str], bool]) -> str:
-    """`text` in one line, with as much of its middle left out as is needed to fit."""
+    """Return `text` in one line; an ellipsis replaces as much of its middle as needed to fit."""
     text = re.sub(r"\s+", " ", text)
-    for left_out in range(max(1, len(text))):
-        kept = len(text) - left_out
-        short = text if not left_out else f"{text[: -(-kept // 2)]}…{text[len(text) - kept // 2 :]}"
+    for num_dropped in range(max(1, len(text))):
+        length = len(text) - num_dropped
+        short = text
+        if num_dropped:
+            short = f"{text[: math.ceil(length / 2)]}…{text[len(text) - length // 2 :]}"
         if fits(short):
             return short
     return "…"

@@ -28,7 +28,7 @@ from vit.system.files import ShardError
 from vit.system.redact import escape_unprinted
 
 THREADS = 8
-"""Images decoded at a time."""
+"""Number of images decoded at once."""
 QUANTILES = {"smallest": 0, "5 %": 5, "median": 50, "95 %": 95, "largest": 100}
 SIDE_EDGES = (1, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 65536)
 """Bins of the histogram of shorter sides, in pixels."""
@@ -36,14 +36,31 @@ BAR = 40
 """Characters of the longest bar."""
 MOST_REASONS = 20
 COLOUR_IMAGES = 1000
-"""Images decoded for mean and standard deviation.
+"""Images decoded for mean and standard deviation: seconds, and an error of the mean below 0.01."""
 
-Takes seconds; the error of the mean is below 0.01.
-"""
+
+class Classes:
+    """The classes that the `_info.json` of a data set records."""
+
+    info: Mapping[str, Any]
+
+    @property
+    def class_names(self) -> list[str]:
+        return list(self.info.get("class_names") or [])
+
+    @property
+    def recorded_classes(self) -> int | None:
+        """Number of classes; 0 without labels, None if it is not recorded."""
+        return len(self.class_names) or self.info.get("num_classes")
+
+
+def count_classes(labels: np.ndarray, num_classes: int) -> np.ndarray:
+    """Count the labels of each class, (num_classes,); other labels are ignored."""
+    return np.bincount(labels[(labels >= 0) & (labels < num_classes)], minlength=num_classes)
 
 
 @dataclass(frozen=True)
-class Card:
+class Card(Classes):
     """The data set that a card describes."""
 
     info: Mapping[str, Any]
@@ -55,16 +72,16 @@ class Card:
 
     @property
     def name(self) -> str:
-        # not the folder's name: equal data sets have equal cards
+        # not the folder's name, because equal data sets have equal cards
         return str(self.info.get("source", "data set"))
 
     @property
     def num_classes(self) -> int:
-        known = len(self.info.get("class_names") or []) or self.info.get("num_classes")
-        return known or 1 + max(int(self.labels(split).max()) for split in self.indexes)
+        largest = max(int(self.labels(split).max()) for split in self.indexes)
+        return self.recorded_classes or 1 + largest
 
     def labels(self, split: str) -> np.ndarray:
-        """The label of each image; 0 for all where there are none."""
+        """Return the label of each image; 0 for all images without labels."""
         return np.maximum(self.indexes[split]["label"], 0)
 
     @property
@@ -72,22 +89,22 @@ class Card:
         return sum(map(len, self.indexes.values()))
 
     def class_name(self, label: int) -> str:
-        names = self.info.get("class_names") or []
         if self.info.get("num_classes") == 0:
             return "no label"
+        names = self.class_names
         return str(names[label]) if label < len(names) else f"class {label}"
 
     def images_per_class(self, split: str) -> np.ndarray:
-        """(num_classes,) images of each class."""
-        return np.bincount(self.labels(split), minlength=self.num_classes)
+        """Count the images of each class, (num_classes,)."""
+        return count_classes(self.labels(split), self.num_classes)
 
     def image(self, split: str, row: int) -> Image.Image:
-        """Sample `row` of a split in RGB; safe to call from several threads."""
-        found = self.indexes[split][row]
+        """Decode sample `row` of a split in RGB; safe to call from several threads."""
+        sample = self.indexes[split][row]
         described = self.info["splits"][split]
         shard = bisect.bisect_right(first_samples(described["shard_lengths"]), row) - 1
         tar = f"{self.tars_at}/{described['filenames'][shard]}"
-        data = _read_range(tar, int(found["offset"]), int(found["size"]))
+        data = _read_range(tar, int(sample["offset"]), int(sample["size"]))
         try:
             return Image.fromarray(decode(data))
         except ValueError as error:
@@ -98,7 +115,7 @@ class Card:
 
 
 def load_card(output: Output, folder: Path) -> Card:
-    """The card's data. folder: where files of an output at a URL are fetched to.
+    """Read the card's data. folder: gets the files of an output at a URL.
 
     Raises ShardError if something is missing.
     """
@@ -127,14 +144,14 @@ def _read_range(place: str, offset: int, size: int) -> bytes:
     if "://" not in place:
         with open(place, "rb") as file:
             return os.pread(file.fileno(), size, offset)
-    import fsspec  # here, as a local folder needs none of it
+    import fsspec  # slow to import, and not needed for a local folder
 
     system, path = fsspec.core.url_to_fs(place)
     return system.cat_file(path, start=offset, end=offset + size)
 
 
 def card_text(card: Card) -> str:
-    """The card in Markdown."""
+    """Return the card in Markdown."""
     has_labels = card.info.get("num_classes") != 0
     classes = f"of {card.num_classes:,} classes" if has_labels else "without labels"
     counts = ", ".join(f"{len(index):,} in `{split}`" for split, index in card.indexes.items())
@@ -159,7 +176,7 @@ def card_text(card: Card) -> str:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int = 1) -> str:
-    """A table whose first `left` columns are aligned left, the others right."""
+    """Return a table whose first `left` columns are aligned left, the others right."""
 
     def line(cells: Iterable[Any]) -> str:
         return f"| {' | '.join(escaped(str(cell)) for cell in cells)} |"
@@ -169,18 +186,20 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[Any]], left: int
 
 
 def escaped(text: str) -> str:
-    """`text` in one line, without meaning to Markdown."""
+    """Return `text` in one line, with Markdown's characters escaped."""
     return re.sub(r"([\\`*|<\[\]]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", re.sub(r"\s+", " ", text))
 
 
 def number_range(counts: np.ndarray) -> str:
-    """The smallest and the largest count."""
+    """Return the smallest and the largest count; "-" if there are none."""
+    if not len(counts):
+        return "-"
     low, high = counts.min(), counts.max()
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
 
 
 def _splits(card: Card) -> str:
-    left_out = Counter(entry["split"] for entry in card.quarantined)
+    quarantined = Counter(entry["split"] for entry in card.quarantined)
     rows = [
         (
             split,
@@ -188,7 +207,7 @@ def _splits(card: Card) -> str:
             number_range(card.images_per_class(split)),
             f"{len(card.info['splits'][split]['filenames']):,}",
             f"{int(index['size'].sum(dtype=np.uint64)) / 1e6:,.1f}",
-            f"{left_out[split]:,}",
+            f"{quarantined[split]:,}",
         )
         for split, index in card.indexes.items()
     ]
@@ -205,8 +224,8 @@ def _sizes(card: Card) -> list[str]:
     columns = {"width": width, "height": height, "shorter side": shorter, "bytes": num_bytes}
     rows = []
     for title, values in columns.items():
-        found = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
-        rows.append((title, *(f"{int(value):,}" for value in found)))
+        quantiles = np.percentile(values, list(QUANTILES.values()), method="inverted_cdf")
+        rows.append((title, *(f"{int(value):,}" for value in quantiles)))
     pairs, counts = np.unique(width.astype(np.uint32) << 16 | height, return_counts=True)
     most = np.argsort(-counts, kind="stable")[:5]
     common = ", ".join(
@@ -227,7 +246,7 @@ def _percent(part: int, total: int) -> str:
 
 
 def histogram(sides: np.ndarray) -> str:
-    """A bar of text for each bin of SIDE_EDGES, from the first to the last that is not empty."""
+    """Draw a bar of text for each bin of SIDE_EDGES, from the first filled one to the last."""
     counts, _ = np.histogram(sides, SIDE_EDGES)
     filled = np.flatnonzero(counts)
     lines = []
@@ -244,20 +263,20 @@ def _colours(card: Card) -> list[str]:
     split = next(iter(card.indexes))
     rows = spread(len(card.indexes[split]), COLOUR_IMAGES)
     mean, std = colour_statistics(card, split, rows)
-    which = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
+    number = f"all {len(rows):,}" if len(rows) == len(card.indexes[split]) else f"{len(rows):,}"
     table_rows = [
         (name, *(f"{value:.3f}" for value in values))
         for name, values in (("mean", mean), ("std", std))
     ]
     return [
-        f"Over {which} images of `{split}`, each with the same weight, decoded in full; red, green"
+        f"Over {number} images of `{split}`, each with the same weight, decoded in full; red, green"
         " and blue from 0 to 1:",
         markdown_table(("", "red", "green", "blue"), table_rows),
     ]
 
 
 def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of red, green and blue over all pixels, (3,) each in [0, 1].
+    """Return mean and standard deviation of red, green and blue over all pixels, (3,) in [0, 1].
 
     Each image has the same weight.
     """
@@ -301,22 +320,22 @@ def _conversions(card: Card) -> list[str]:
 
 def _restart_markers(changed: Mapping[str, int]) -> list[str]:
     marked = 0
-    kept: Counter[str] = Counter()
+    unchanged: Counter[str] = Counter()
     for reason, count in changed.items():
-        _, unmarked, why = reason.partition(restart_markers.UNMARKED)
+        _, unmarked, reason_unmarked = reason.partition(restart_markers.UNMARKED)
         if unmarked:
-            kept[why] += count
+            unchanged[reason_unmarked] += count
         elif reason.endswith(restart_markers.MARKED):
             marked += count
-    if not marked and not kept:
+    if not marked and not unchanged:
         return []
     line = (
         f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same"
         " pixels in every decoder."
     )
-    if kept:
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in kept.most_common())
-        line += f" {kept.total():,} stayed as they were: {reasons}."
+    if unchanged:
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in unchanged.most_common())
+        line += f" {unchanged.total():,} stayed as they were: {reasons}."
     return [line]
 
 

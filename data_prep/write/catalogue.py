@@ -1,9 +1,9 @@
-"""The catalogue: what a source holds, as a table on disk, so that memory does not grow with it.
+"""The catalogue: the samples of a source in a table on disk, so memory does not grow with them.
 
 A source names its classes and files and adds its samples, some thousands at a time: key, label, and
-where the encoded bytes are (write/catalogue_builder.py). Then the rows are put in the order of a
-hash of (seed, key), in which the writer deals samples to shards. So the order in which the source
-listed them does not matter, and the same images in two layouts give the same shards.
+where the encoded bytes are. Then the rows are put in the order of a hash of (seed, key), in which
+the writer deals samples to shards. So the order in which the source listed them does not matter,
+and the same images in two layouts give the same shards. Rows, hashes and texts are sorted in parts.
 
     <root>/._catalogue.*.tmp/       in the output folder, while a command runs
       <split>.rows.bin      ROW, in the order of adding
@@ -18,39 +18,53 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
-from data_prep.write.catalogue_builder import Builder
-from data_prep.write.samples import Sample, Table, close_descriptors
+import numpy as np
+
+from data_prep.errors import PrepError, some
+from data_prep.write.samples import (
+    HASH,
+    ROW,
+    SAFE_KEY,
+    SAFE_KEYS,
+    Sample,
+    Table,
+    close_descriptors,
+    key_hashes,
+    safe_key,
+)
 from vit.system.files import locked_folder, remove_leftovers
 
 FORMAT = 1
 SPOOL = "_spool"
 """Folder in the output folder for what `Builder.spool` keeps."""
+ROWS_IN_MEMORY = 1 << 21
+"""Rows sorted or compared at once; more are processed in parts."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where samples come from."""
+    """The origin of samples."""
 
     name: str
-    """Recorded in `_info.json`; must be the same when a command continues."""
+    """The name in `_info.json`; it must be the same when a command continues."""
     options: dict[str, Any]
-    """The source's own settings that decide what is written (JSON values)."""
+    """The source's own settings that decide the written bytes (JSON values)."""
     fill: Callable[[Builder], None]
-    """Adds classes, files and samples to the catalogue. Raises PrepError for a bad source."""
+    """Adds classes, files and samples to a catalogue. Raises PrepError for a bad source."""
     read: Callable[[Sample], bytes]
-    """Encoded image of a sample; runs in worker processes. Raises OSError or ValueError."""
+    """Returns the encoded image of a sample, in a worker process. Raises OSError or ValueError."""
     inputs: Sequence[Path] | None = None
-    """Archives whose path, size and time of change show that a complete data set is still theirs.
-    None: the source is listed to see that."""
+    """Archives whose path, size and modification time show that a complete data set is up to date.
+    None if the source must be listed for that."""
 
     def made_of(self, seed: int, minival: float | None) -> str | None:
-        """A sha256 of everything that decides the catalogue, in hex; None without `inputs`."""
+        """Return a sha256 of everything that decides the catalogue; None without `inputs`."""
         if self.inputs is None:
             return None
         inputs = [
@@ -63,8 +77,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """A finished catalogue; its tables are mapped where they are used. The end of its block removes
-    it from the disk."""
+    """A finished catalogue; processes map its tables. The end of its block deletes its folder."""
 
     folder: Path
     class_names: list[str]
@@ -73,12 +86,12 @@ class Catalogue:
     splits: Mapping[str, int]
     """Samples of each split; the first is the training split."""
     sha256: str
-    """Of classes, splits, keys and labels: equal for the same images."""
+    """The hash of classes, splits, keys and labels: equal for the same images."""
     lock: int
-    """A descriptor of this process that keeps others from removing the folder."""
+    """A descriptor that keeps other processes from removing the folder."""
 
     def table(self, split: str) -> Table:
-        """The samples of a split."""
+        """Return the samples of a split."""
         return _open_table(self.folder, split, self.files)
 
     def __enter__(self) -> Self:
@@ -99,7 +112,7 @@ def open_catalogue(
     finish: Callable[[Builder], None] | None = None,
     dry: bool = False,
 ) -> Catalogue:
-    """A new catalogue of `source` in `root`, under a temporary name.
+    """Make a catalogue of `source` in `root`, under a temporary name.
 
     `finish` is called after `source.fill`. A catalogue that a killed process left is removed.
     """
@@ -119,6 +132,252 @@ def open_catalogue(
             error.filename = str(folder)  # the error of a full disk has none
         raise
     return Catalogue(folder, lock=lock, **content)
+
+
+# ---- making one ----------------------------------------------------------------------------------
+
+
+class Builder:
+    """A catalogue that is being made; passed to a source's `fill`."""
+
+    def __init__(self, folder: Path, seed: int, workers: int, spool: Path, dry: bool = False):
+        self.folder = folder
+        self.seed = seed
+        self.workers = workers
+        self.dry = dry
+        """True if nothing is written, so steps that only reading images needs are skipped."""
+        self._spool = spool
+        self.class_names: list[str] = []
+        self.files: list[str] = []
+        self.notes: list[str] = []
+        self._counts: dict[str, np.ndarray] = {}
+        self._written: dict[str, tuple[BinaryIO, ...]] = {}
+        """The files of texts, rows and hashes of each split, open until they are read."""
+        self._text_bytes: dict[str, int] = {}
+
+    def __enter__(self) -> Builder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close_files()
+
+    @property
+    def spool(self) -> Path:
+        """Folder for large intermediate files, such as the images of a parquet file.
+
+        Processes that build the same catalogue share it: write with `replacing`, keep existing
+        files. It is removed when the shards are complete.
+        """
+        self._spool.mkdir(parents=True, exist_ok=True)
+        return self._spool
+
+    def classes(self, names: Sequence[str]) -> None:
+        """Set the name of each label. Without classes the label of all images is -1."""
+        self.class_names = list(names)
+
+    def file(self, path: Path | str) -> int:
+        """Register a file or folder that holds samples; return its number."""
+        self.files.append(os.path.abspath(path))
+        return len(self.files) - 1
+
+    def note(self, text: str) -> None:
+        """Record a line about the source, for `_info.json` and the data set's card."""
+        self.notes.append(text)
+
+    def report(self, text: str) -> None:
+        """Print a line about the source, and record it."""
+        self.note(text)
+        print(text, flush=True)
+
+    def add(
+        self,
+        split: str,
+        file: int,
+        names: Sequence[str],
+        labels: int | Sequence[int] | np.ndarray,
+        offsets: Sequence[int] | np.ndarray,
+        sizes: Sequence[int] | np.ndarray,
+        keys: Sequence[str] | None = None,
+    ) -> None:
+        """Add samples of one file to a split; the first split is the training split.
+
+        names: original names. keys: by default the names without their extension; `safe_key`
+        replaces their unsafe characters. sizes: below 4 GiB.
+        """
+        if len(sizes) and (largest := int(np.max(sizes))) >> 32:
+            raise PrepError(
+                f"{self.files[file]}: an image of {largest:,} bytes; no image has 4 GiB"
+            )
+        if keys is None:
+            keys = [os.path.splitext(name)[0] for name in names]
+        if SAFE_KEYS.fullmatch("\n".join([*keys, ""])) is None or any("\n" in key for key in keys):
+            keys = [key if SAFE_KEY.fullmatch(key) else safe_key(key) for key in keys]
+        texts = [
+            f"{key}\0{name}".encode("utf-8", "surrogateescape")
+            for key, name in zip(keys, names, strict=True)
+        ]
+        rows = np.empty(len(texts), ROW)
+        rows["file"] = file
+        rows["label"] = labels
+        rows["offset"] = offsets
+        rows["size"] = sizes
+        rows["text_size"] = [len(text) for text in texts]
+        hashes = np.empty(len(texts), HASH)
+        hashes["hash"] = key_hashes(keys, self.seed)
+        hashes["label"] = labels
+        if split not in self._written:
+            paths = (self.folder / f"{split}.{kind}.bin" for kind in ("text", "rows", "hashes"))
+            self._written[split] = tuple(open(path, "ab", buffering=1 << 20) for path in paths)  # noqa: SIM115  (see _close_files)
+        start = self._text_bytes.get(split, 0)
+        rows["text"] = start + np.cumsum(rows["text_size"], dtype=np.uint64) - rows["text_size"]
+        self._text_bytes[split] = start + int(rows["text_size"].sum())
+        data = (b"".join(texts), rows.tobytes(), hashes.tobytes())
+        for file_of_split, part in zip(self._written[split], data, strict=True):
+            file_of_split.write(part)
+        self._count(split, rows["label"])
+
+    def _close_files(self) -> None:
+        """Close the files, so that they can be read; more samples can be added later."""
+        while self._written:
+            for file in self._written.popitem()[1]:
+                file.close()
+
+    def _count(self, split: str, labels: np.ndarray) -> None:
+        num_classes = len(self.class_names)
+        outside = labels[(labels < -(num_classes == 0)) | (labels >= num_classes)]
+        if len(outside):
+            raise PrepError(
+                f"split {split!r}: {len(outside)} labels are outside [0, {num_classes}), the first"
+                f" is {outside[0]}"
+            )
+        self._counts[split] = self.count(split) + self._per_class(labels)
+
+    def _per_class(self, labels: np.ndarray) -> np.ndarray:
+        return np.bincount(np.maximum(labels, 0), minlength=max(1, len(self.class_names)))
+
+    def count(self, split: str) -> np.ndarray:
+        """Count the samples of each class until now, (num_classes,) int64; (1,) without classes."""
+        return self._counts.get(split, self._per_class(np.zeros(0, np.int64)))
+
+    def hold_out(self, split: str, into: str, fraction: float) -> None:
+        """Move a fraction of each class of `split`, those with the smallest hashes, to a new split.
+
+        The hash is of the key alone: neither the seed nor the position moves an image. The number
+        is rounded, and each class keeps at least one image.
+        """
+        self._close_files()
+        table = Table(self.folder, split, self.files, ordered=False)
+        rows = np.arange(len(table))
+        hashes = np.concatenate(
+            [
+                key_hashes([table.text(row)[0] for row in part.tolist()])
+                for part in np.array_split(rows, len(rows) // 65536 + 1)
+            ]
+        )
+        rows = rows[np.lexsort((hashes, table.rows["label"]))]
+        members = table.rows["label"][rows]
+        rank = np.arange(len(rows)) - np.searchsorted(members, members)
+        per_class = self.count(split)[members]
+        held = np.zeros(len(table), bool)
+        held[rows[rank < np.minimum(np.round(fraction * per_class), per_class - 1)]] = True
+        if not held.any():
+            return
+        for kind, dtype in (("rows", ROW), ("hashes", HASH)):
+            path = self.folder / f"{split}.{kind}.bin"
+            with (
+                open(self.folder / "remaining", "wb") as remaining,
+                open(self.folder / f"{into}.{kind}.bin", "wb") as moved,
+            ):
+                for start, chunk in _chunks(path, dtype):
+                    chosen = held[start : start + len(chunk)]
+                    remaining.write(chunk[~chosen].tobytes())
+                    moved.write(chunk[chosen].tobytes())
+            os.replace(self.folder / "remaining", path)
+        shutil.copyfile(self.folder / f"{split}.text.bin", self.folder / f"{into}.text.bin")
+        counted = self._per_class(table.rows["label"][held])
+        self._counts[split] = self._counts[split] - counted
+        self._counts[into] = counted
+
+    def finish(self) -> dict[str, Any]:
+        """Order the rows; return the fields of a `Catalogue`.
+
+        Raises PrepError for empty splits and repeated keys.
+        """
+        self._close_files()
+        digest = hashlib.sha256(json.dumps(self.class_names).encode())
+        if not self._counts:
+            raise PrepError("the source holds no samples")
+        for split, count in self._counts.items():
+            if not count.sum():
+                raise PrepError(f"split {split!r} has no samples")
+            digest.update(f"{split}\t{count.sum()}\n".encode())
+            _write_order(Table(self.folder, split, self.files, ordered=False), self.folder, digest)
+        splits = {split: int(count.sum()) for split, count in self._counts.items()}
+        return {
+            "class_names": self.class_names,
+            "files": tuple(self.files),
+            "notes": self.notes,
+            "splits": splits,
+            "sha256": digest.hexdigest(),
+        }
+
+
+def catalogue_sha256(class_names: Sequence[str], splits: Mapping[str, np.ndarray]) -> str:
+    """Return the hash of `Builder.finish`, from the HASH rows of each split, sorted by hash."""
+    digest = hashlib.sha256(json.dumps(class_names).encode())
+    for split, hashes in splits.items():
+        digest.update(f"{split}\t{len(hashes)}\n".encode() + hashes.tobytes())
+    return digest.hexdigest()
+
+
+def _chunks(path: Path, dtype: np.dtype) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield (number of the first, records) of the parts of a file of records.
+
+    A memory map would count as this process's memory.
+    """
+    with open(path, "rb") as file:
+        for start in range(0, path.stat().st_size // dtype.itemsize, ROWS_IN_MEMORY):
+            yield start, np.fromfile(file, dtype, ROWS_IN_MEMORY)
+
+
+def _write_order(table: Table, folder: Path, digest: Any) -> None:
+    """Write the numbers of the rows by (hash, key), in parts that fit into memory.
+
+    Adds hashes and labels to the digest in this order. Raises PrepError for repeated keys.
+    """
+    # a power of two, each about half full
+    parts = 1 << max(0, (2 * len(table) // ROWS_IN_MEMORY).bit_length())
+    width = (1 << 64) // parts
+    twice = set()
+    with open(folder / f"{table.split}.order.npy", "wb") as file:
+        described = {"descr": "<u8", "fortran_order": False, "shape": (len(table),)}
+        np.lib.format.write_array_header_1_0(file, described)
+        for part in range(parts):
+            low, high = np.uint64(part * width), np.uint64((part + 1) * width - 1)
+            chosen = []
+            for start, chunk in _chunks(folder / f"{table.split}.hashes.bin", HASH):
+                inside = np.flatnonzero((chunk["hash"] >= low) & (chunk["hash"] <= high))
+                chosen.append((start + inside, chunk[inside]))
+            rows, hashes = (np.concatenate(column) for column in zip(*chosen, strict=True))
+            by_hash = np.argsort(hashes["hash"], kind="stable")
+            rows = rows[by_hash]
+            hashes = hashes[by_hash]
+            # two keys share a hash in one of 10**11 data sets
+            for same in np.flatnonzero(hashes["hash"][1:] == hashes["hash"][:-1]):
+                first, second = (table.text(int(row))[0] for row in rows[same : same + 2])
+                if first == second:
+                    twice.add(first)
+                elif first > second:
+                    rows[[same, same + 1]] = rows[[same + 1, same]]
+                    hashes[[same, same + 1]] = hashes[[same + 1, same]]
+            file.write(rows.astype("<u8").tobytes())
+            digest.update(hashes.tobytes())
+    if twice:
+        raise PrepError(
+            f"split {table.split!r}: {len(twice)} keys are used more than once:"
+            f" {some(sorted(twice))}; keys must differ (dots, slashes and blanks count as '_'):"
+            " rename these images, or remove the copies"
+        )
 
 
 @lru_cache(maxsize=4)

@@ -1,13 +1,13 @@
 """The image policy: encoded bytes of any source in, the bytes that go into a shard out.
 
 The headers of a JPEG are read; if it is an ordinary one (8 bits, grey or colour) that needs no
-change, its data are checked and its bytes pass untouched. Everything else is decoded and encoded
+change, its data are checked and its bytes stay untouched. Everything else is decoded and encoded
 again: as an RGB JPEG of the policy's quality with full chroma resolution (4:4:4), or as a grey one
-if a grey JPEG is resized or turned. What no decoder reads is `Unreadable`, with the reason. The
-result gets restart markers if the policy wants them (data_prep/write/restart_markers.py). Equal
-bytes and policy give equal bytes.
+if a grey JPEG is resized or turned. An image that no decoder reads raises `Unreadable`, with the
+reason. The result gets restart markers if the policy has them (data_prep/write/restart_markers.py).
+Equal bytes and policy give equal bytes.
 
-Readable is what the loader can decode: `vit.data.decode.images` decodes for both.
+The loader can decode every readable image: `vit.data.decode.images` decodes for both.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from vit.data.decode.upright import ORIENTATION_TAG, UPRIGHT, orientation_of
 
 REFUSED_BY_STRICT = "JPEG that strict decoders refuse"
 """The `change` of a JPEG that only Pillow reads; its bytes are untouched unless another change is
-named. Stray bytes, bad Huffman codes, odd sampling: most training code does not notice, so
+named. It has stray bytes, bad Huffman codes or odd sampling. Most training code does not notice, so
 published numbers include such images, and the loader falls back to Pillow."""
 ASKS_TO_BE_TURNED = "asks_to_be_turned"
-"""Key of sidecars and `_info.json`: number of images whose EXIF orientation was not applied."""
+"""The key of sidecars and `_info.json` for the images whose EXIF orientation was not applied."""
 
 
 class Unreadable(ValueError):
-    """An image that cannot become a sample; its text is the reason."""
+    """An image cannot become a sample; the text is the reason."""
 
 
 @dataclass(frozen=True)
 class ImagePolicy:
-    """What is done to each image. Raises PrepError for values that make no sense."""
+    """The treatment of each image. Raises PrepError for impossible values."""
 
     check: str = "decode"
     """decode: each JPEG is decoded once. headers: only its headers and end marker are checked."""
@@ -48,7 +48,7 @@ class ImagePolicy:
     resize_short_side: int | None = None
     """Shrink larger images to this shorter side, in pixels; bicubic, antialiased."""
     jpeg_quality: int = 95
-    """Of re-encoded images; libjpeg's scale, 1 to 100."""
+    """Quality of re-encoded images, on libjpeg's scale from 1 to 100."""
     restart_markers: str = "off"
     """off, or auto: give all JPEGs restart markers, by the C part of this package; same pixels."""
 
@@ -62,14 +62,14 @@ class ImagePolicy:
             )
 
     def options(self) -> dict[str, Any]:
-        """The policy as JSON values, recorded with the data set."""
+        """Return the policy as JSON values, recorded with the data set."""
         options = asdict(self)
         if self.restart_markers == "off":  # so that earlier data sets can be continued
             del options["restart_markers"]
         return options
 
     def target_size(self, width: int, height: int) -> tuple[int, int]:
-        """(width, height) after `resize_short_side`, with the rounding of torchvision's Resize."""
+        """Return (width, height) after `resize_short_side`, rounded as by torchvision's Resize."""
         short = self.resize_short_side
         if short is None or min(width, height) <= short:
             return width, height
@@ -78,7 +78,7 @@ class ImagePolicy:
         return int(short * width / height), short
 
     def is_turned(self, orientation: int) -> bool:
-        """Whether pixels of this EXIF orientation are moved."""
+        """Return whether pixels of this EXIF orientation are moved."""
         return self.apply_exif and orientation in UPRIGHT
 
 
@@ -91,13 +91,13 @@ class Prepared(NamedTuple):
     height: int
     """Pixels of `data`."""
     change: str | None
-    """What was changed or is remarkable, such as "PNG (RGBA), resized"; None: untouched bytes."""
+    """Changes and remarks, such as "PNG (RGBA), resized"; None for untouched bytes."""
     asks_to_be_turned: bool = False
-    """Its EXIF orientation is not upright and was not applied."""
+    """True if its EXIF orientation is not upright and was not applied."""
 
 
 def exif_summary(number: int, total: int) -> str:
-    """A line about images whose EXIF orientation was not applied."""
+    """Return a line about images whose EXIF orientation was not applied."""
     return (
         f"{number:,} of {total:,} images ask to be turned (EXIF orientation): --apply-exif turns"
         " them (published numbers do not)"
@@ -105,7 +105,7 @@ def exif_summary(number: int, total: int) -> str:
 
 
 def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
-    """The encoded image `data` as it goes into a shard. Raises Unreadable."""
+    """Return the encoded image `data` as it goes into a shard. Raises Unreadable."""
     prepared = _prepare(data, policy)
     if policy.restart_markers == "off":
         return prepared
@@ -118,7 +118,7 @@ def prepare(data: bytes, policy: ImagePolicy) -> Prepared:
 
 
 def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
-    """`prepare`, without restart markers."""
+    """Prepare an image without restart markers."""
     try:
         header = read_header(data)
     except ValueError:
@@ -137,8 +137,7 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
     if untouched and policy.check == "headers" and _has_end_marker(data, header):
         return Prepared(data, *header.size, None, asks)
     try:
-        # At an eighth of the size all entropy decoding is done, hence all damage found, and little
-        # else.
+        # An eighth of the size is cheap, but needs all entropy decoding, which finds all damage.
         reduction = 8 if untouched else _reduction(header.size, target)
         pixels = decode_jpeg(data, header.size, header.num_components, reduction)
     except ValueError as error:
@@ -150,14 +149,14 @@ def _prepare(data: bytes, policy: ImagePolicy) -> Prepared:
 
 
 def _has_end_marker(data: bytes, header: JpegHeader) -> bool:
-    """Whether the data have an end marker; if not, they are almost certainly cut off."""
+    """Return whether the data have an end marker; without it they are almost certainly cut off."""
     return header.process <= 2 and data.rfind(b"\xff\xd9", header.scan_offset) >= 0
 
 
 def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
-    """By how much the decoder may reduce an image before the resize.
+    """Return by how much the decoder may reduce an image before the resize.
 
-    It stays at least four times the target, which costs less quality than the encoding.
+    At four times the target or more, this costs less quality than the encoding.
     """
     fitting = (step for step in (8, 4, 2) if min(size) >= 4 * step * min(target))
     return next(fitting, 1)
@@ -166,23 +165,23 @@ def _reduction(size: tuple[int, int], target: tuple[int, int]) -> int:
 def _by_pillow(
     data: bytes, policy: ImagePolicy, jpeg_problem: ValueError | None = None
 ) -> Prepared:
-    """`prepare` for everything but ordinary, intact JPEGs.
+    """Prepare an image that is not an ordinary, intact JPEG.
 
-    jpeg_problem: the reason if Pillow cannot read it either.
+    jpeg_problem: the reason to report if Pillow cannot read the image.
     """
     try:
         image = open_image(data)
         is_jpeg = image.format in ("JPEG", "MPO")  # MPO: a JPEG followed by others
-        kept = is_jpeg and image.mode in ("L", "RGB")
+        is_usable = is_jpeg and image.mode in ("L", "RGB")
         change = f"{image.mode} JPEG" if is_jpeg else f"{image.format} ({image.mode})"
-        if kept:
+        if is_usable:
             change = REFUSED_BY_STRICT
-        converted = to_mode(image, image.mode if kept else "RGB")
+        converted = to_mode(image, image.mode if is_usable else "RGB")
     except ValueError as error:
         raise Unreadable(str(jpeg_problem or error)) from error
     size = image.size
     orientation = orientation_of(image)
-    if kept and policy.target_size(*size) == size and not policy.is_turned(orientation):
+    if is_usable and policy.target_size(*size) == size and not policy.is_turned(orientation):
         return Prepared(data, *size, change, orientation in UPRIGHT and not policy.apply_exif)
     return _encode(converted, size, orientation, policy, [change])
 
@@ -196,7 +195,7 @@ def _encode(
 ) -> Prepared:
     """Resize, turn and encode.
 
-    size: of the original, as the decoder may have reduced `image`. changes: those made before.
+    size: of the original, because the decoder may have reduced `image`. changes: earlier ones.
     """
     target = policy.target_size(*size)
     if max(target) > MAX_JPEG_SIDE:

@@ -1,9 +1,9 @@
-"""Shards that others made: where they are, what is recorded, and the rows and records of each.
+"""Shards of other programs: their place, their records, and the index rows of each.
 
-A shard in a folder is scanned and hashed in place; one at a URL is fetched completely, unless an
-earlier command has left what is needed of it. Invalid samples are left out of the index. The
-sidecar, which is written last, lists them, and records the layout of samples, if unusual, and when
-the hashed tar was last changed.
+A shard in a folder is scanned and hashed in place; a shard at a URL is fetched completely, unless
+an earlier command left its records. The index omits invalid samples. The sidecar, which is written
+last, lists them, and records the layout of samples, if unusual, and when the hashed tar was last
+changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ SPLIT_NAMES = ("train", "training", "val", "valid", "validation", "test", "dev")
 
 
 def split_of(filename: str) -> str | None:
-    """The split in a shard's name: a usual name between dashes, else the part before the number."""
+    """Return the split in a shard's name: a usual name between dashes, else the part before the
+    number."""
     *parts, number = filename.removesuffix(".tar").split("-")
     usual = [part for part in parts if part.lower() in SPLIT_NAMES]
     if usual:
@@ -45,9 +46,9 @@ def split_of(filename: str) -> str | None:
 
 
 def group_by_split(files: list[str], root: str, split: str | None = None) -> dict[str, list[str]]:
-    """File names of the tars of each split, sorted; all in `split` if given.
+    """Return the sorted file names of the tars of each split; all in `split` if given.
 
-    Raises PrepError if there are none, or their names do not fit.
+    Raises PrepError without tars, and for names that do not fit.
     """
     names = [name for name in files if name.endswith(".tar")]
     if compressed := [name for name in files if COMPRESSED_TAR.search(name) and not names]:
@@ -57,30 +58,35 @@ def group_by_split(files: list[str], root: str, split: str | None = None) -> dic
         )
     if not names:
         folders = sorted({path.parent.name for path in Path(root).glob("*/*.tar")})
-        inside = f" but in its folders {some(folders)}: move or link them into it" * bool(folders)
+        inside = ""
+        if folders:
+            inside = f" but in its folders {some(folders)}: move or link them into it"
         raise PrepError(
             f"{root}: no .tar files{inside}; expected <split>-00000.tar or"
             " <anything>-<split>-00000.tar"
         )
-    found = {name: split_of(name) for name in sorted(names)}
-    if split is None and (unclear := [name for name in found if found[name] is None]):
+    split_of_name = {name: split_of(name) for name in sorted(names)}
+    unclear = [name for name in split_of_name if split_of_name[name] is None]
+    if split is None and unclear:
         raise PrepError(
             f"{root}: no split in the name of {some(unclear)}; if they are all of one split, as"
             " img2dataset's 00000.tar, say which: --split train; else rename to <split>-00000.tar,"
             " or move away what is not a shard"
         )
-    if split and (others := [name for name in found if found[name] not in (None, split)]):
-        raise PrepError(
-            f"{root}: --split {split}, but another split is in the name of {some(others)}"
-        )
     splits: dict[str, list[str]] = {}
-    for name in found:
-        splits.setdefault(split or str(found[name]), []).append(name)
-    return splits
+    for name, of_name in split_of_name.items():
+        splits.setdefault(str(of_name), []).append(name)
+    if split is None:
+        return splits
+    if different := [name for name in split_of_name if split_of_name[name] not in (None, split)]:
+        raise PrepError(
+            f"{root}: --split {split}, but another split is in the name of {some(different)}"
+        )
+    return {split: list(split_of_name)}
 
 
 def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
-    """The place that `roots` names, and the names of its shards if they are listed one by one."""
+    """Return the place of the shards, and their names if `roots` are URLs of tars."""
     urls = [
         url for root in roots for url in (expand_braces(resolve(root)) if "://" in root else [root])
     ]
@@ -103,7 +109,7 @@ def locate(roots: list[str]) -> tuple[Output | WebShards, list[str] | None]:
 
 
 def choose_output(source: Output | WebShards, out: str | None) -> Output:
-    """Where the index goes, made and writable. Raises PrepError."""
+    """Return the place of the index, made and writable. Raises PrepError."""
     if isinstance(source, Output) and source.local is not None:
         if out is not None:
             raise PrepError(
@@ -111,8 +117,8 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
                 " next to its shards"
             )
         if not source.local.is_dir():
-            what = "not a folder" if source.local.exists() else "no such folder"
-            raise PrepError(f"{source}: {what}; expected a folder of tar shards, or URLs")
+            problem = "not a folder" if source.local.exists() else "no such folder"
+            raise PrepError(f"{source}: {problem}; expected a folder of tar shards, or URLs")
         return source
     if out is None and isinstance(source, WebShards):
         raise PrepError(
@@ -137,9 +143,9 @@ def choose_output(source: Output | WebShards, out: str | None) -> Output:
 def read_infos(
     source: Output | WebShards, output: Output, listed: bool
 ) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The `_info.json` next to the shards, and that in the output; they may be the same.
+    """Return the `_info.json` next to the shards, and that in the output; they may be the same.
 
-    listed: the shards were given one by one, so the first is not looked for.
+    listed: the shards were given one by one, so the first file is not read.
     """
     for place in (source, output):
         if (
@@ -150,25 +156,25 @@ def read_infos(
             raise PrepError(
                 f"{place}: a writer has not finished here; run its command again, it continues"
             )
-    ours = _info(output)
+    own_info = _info(output)
     if output is source:
-        return ours, ours
-    theirs = None if listed else _info(source)
-    if theirs is None and not listed and isinstance(source, WebShards):
+        return own_info, own_info
+    given_info = None if listed else _info(source)
+    if given_info is None and not listed and isinstance(source, WebShards):
         raise PrepError(
             f"{source}: no _info.json there, and the web has no lists of files: name the shards, as"
             f" in '{source}/train-{{0000..0099}}.tar'"
         )
-    if ours is not None and bare(ours.get("shards_at", "")) != bare(str(source)):
+    if own_info is not None and bare(own_info.get("shards_at", "")) != bare(str(source)):
         raise PrepError(
-            f"{output}: holds the index of {ours.get('shards_at', 'other shards')}, not of"
+            f"{output}: holds the index of {own_info.get('shards_at', 'other shards')}, not of"
             f" {source}; choose another --out"
         )
-    return theirs, ours
+    return given_info, own_info
 
 
 def _info(place: Output | WebShards) -> dict[str, Any] | None:
-    """The `_info.json` of a place, None if there is none. Raises ShardError."""
+    """Return the `_info.json` of a place, None if it does not exist. Raises ShardError."""
     info = place.read_json("_info.json")
     if info is not None:
         info_file.check_info(info, str(place))
@@ -178,15 +184,15 @@ def _info(place: Output | WebShards) -> dict[str, Any] | None:
 
 
 def tars_by_split(info: dict[str, Any]) -> dict[str, list[str]]:
-    """File names of each split in an `_info.json`."""
+    """Return the file names of each split in an `_info.json`."""
     return {name: list(described["filenames"]) for name, described in info["splits"].items()}
 
 
 def check_present(source: Output | WebShards, tars: list[str]) -> None:
-    """Raise PrepError for missing shards; on the web it takes a request for each to see them."""
+    """Raise PrepError for missing shards; not on the web, where each would take a request."""
     if isinstance(source, Output):
-        there = source.sizes()
-        if missing := [name for name in tars if name not in there and source.size(name) < 0]:
+        sizes = source.sizes()
+        if missing := [name for name in tars if name not in sizes and source.size(name) < 0]:
             raise PrepError(
                 f"{source}: shards are missing: {some(missing)}; copy them again, or correct the"
                 " list"
@@ -194,35 +200,35 @@ def check_present(source: Output | WebShards, tars: list[str]) -> None:
 
 
 def known_rows(output: Output, info: dict[str, Any] | None) -> dict[str, np.ndarray]:
-    """Rows, by shard, of the index files with checksums that an earlier command has written."""
-    known: dict[str, np.ndarray] = {}
+    """Return the rows of each shard in the index of an earlier command, if it has checksums."""
+    rows_of: dict[str, np.ndarray] = {}
     for split, described in ({} if info is None else info["splits"]).items():
         if output.size(f"{split}.index.npy") <= 0:
             continue
-        with temporary_folder() as folder, suppress(ValueError):  # what is damaged is made again
+        with temporary_folder() as folder, suppress(ValueError):  # a damaged file is made again
             rows = open_index(output.fetch(f"{split}.index.npy", folder))
             firsts = first_samples(described["shard_lengths"])
             if has_checksums(rows) and len(rows) == firsts[-1]:
                 for name, (start, stop) in zip(
                     described["filenames"], itertools.pairwise(firsts), strict=True
                 ):
-                    known[name] = np.array(rows[start:stop])
-    return known
+                    rows_of[name] = np.array(rows[start:stop])
+    return rows_of
 
 
-def compare_shards(output: Output, info: dict[str, Any], found: dict[str, Indexed]) -> None:
+def compare_shards(output: Output, info: dict[str, Any], indexed: dict[str, Indexed]) -> None:
     """Raise PrepError listing shards that differ from `_info.json` in length, size or sha256."""
     problems = []
     for split in info["splits"]:
         for name, *recorded in zip(
             *info_file.describe_split(info, split, str(output)), strict=True
         ):
-            rows, sidecar, _ = found[name]
-            here = [len(rows), sidecar["bytes"], sidecar["sha256"]]
-            if any(known not in (None, now) for known, now in zip(recorded, here, strict=True)):
+            rows, sidecar, _ = indexed[name]
+            actual = [len(rows), sidecar["bytes"], sidecar["sha256"]]
+            if any(old not in (None, new) for old, new in zip(recorded, actual, strict=True)):
                 problems.append(
-                    f"{name} has {here[0]} samples that fit, {here[1]} bytes and the sha256"
-                    f" {here[2]}, _info.json says {', '.join(map(str, recorded))}"
+                    f"{name} has {actual[0]} samples that fit, {actual[1]} bytes and the sha256"
+                    f" {actual[2]}, _info.json says {', '.join(map(str, recorded))}"
                 )
     if problems:
         raise PrepError(
@@ -232,28 +238,28 @@ def compare_shards(output: Output, info: dict[str, Any], found: dict[str, Indexe
 
 
 def choose_classes(
-    info: dict[str, Any] | None, class_names: list[str], found: dict[str, Indexed]
+    info: dict[str, Any] | None, class_names: list[str], indexed: dict[str, Indexed]
 ) -> dict[str, Any]:
-    """class_names and num_classes, from the existing `_info.json` as far as it has them.
+    """Return class_names and num_classes, from the existing `_info.json` if it has them.
 
-    Raises PrepError for a label beyond.
+    Raises PrepError for a label that is too large.
     """
-    largest, name = max((int(each.rows["label"].max()), name) for name, each in found.items())
-    known = len(class_names) or (info or {}).get("num_classes")
+    largest, name = max((int(each.rows["label"].max()), name) for name, each in indexed.items())
+    num_classes = len(class_names) or (info or {}).get("num_classes")
     if class_names and largest >= len(class_names):
         raise PrepError(
             f"labels up to {largest} (in {name}), but {len(class_names):,} class names, which are"
             f" those of labels 0 to {len(class_names) - 1}: name all classes, in the order of"
             " labels"
         )
-    num_samples = sum(len(each.rows) for each in found.values())
-    if known is None and largest >= num_samples:
+    num_samples = sum(len(each.rows) for each in indexed.values())
+    if num_classes is None and largest >= num_samples:
         raise PrepError(
             f"a label {largest:,} (in {name}) would make {largest + 1:,} classes of"
             f" {num_samples:,} samples: labels count from 0; correct it, name another member"
             " (--label), or name all classes (--classes FILE)"
         )
-    return {"class_names": class_names, "num_classes": known or largest + 1}
+    return {"class_names": class_names, "num_classes": num_classes or largest + 1}
 
 
 # ---- one shard, in a worker process --------------------------------------------------------------
@@ -264,7 +270,7 @@ class Shard(NamedTuple):
 
     source: Output | WebShards
     output: Output
-    """Where its index goes."""
+    """The place of its index."""
     name: str
     split: str
     layout: SampleLayout
@@ -273,17 +279,17 @@ class Shard(NamedTuple):
 
 
 class Indexed(NamedTuple):
-    """What is known of an indexed shard."""
+    """The records of an indexed shard."""
 
     rows: np.ndarray
     """(num_samples,) INDEX_DTYPE."""
     sidecar: dict[str, Any]
     keys: np.ndarray
-    """(num_samples,) uint64, hashes of the keys; of a shard that an earlier command read (0,)."""
+    """(num_samples,) uint64, hashes of the keys; (0,) for a shard that an earlier command read."""
 
 
 def index_shard(shard: Shard) -> Indexed:
-    """Index a shard; its `.idx` and sidecar are there then."""
+    """Index a shard; write its `.idx` and sidecar if needed."""
     if isinstance(shard.source, Output) and shard.source.local is not None:
         return _index_in_place(shard, shard.source.local / shard.name)
     return _indexed_before(shard) or _index_fetched(shard, shard.source)
@@ -292,11 +298,11 @@ def index_shard(shard: Shard) -> Indexed:
 def _index_in_place(shard: Shard, tar: Path) -> Indexed:
     """Write `.idx` and sidecar if missing or wrong.
 
-    What an earlier sidecar records of the bytes holds while size and time are unchanged.
+    An earlier sidecar stays valid while size and time of the tar are unchanged.
     """
-    found = survey_tar(tar, shard.layout)
+    survey = survey_tar(tar, shard.layout)
     status = tar.stat()
-    about = _about(shard, found)
+    about = _about(shard, survey)
     sidecar = info_file.read_sidecar(tar)
     # our writer's sidecar has no time: its bytes depend on the data alone
     of_writer = sidecar is not None and "plan" in sidecar
@@ -304,8 +310,8 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
         of_writer or {key: sidecar[key] for key in OF_SAMPLES if key in sidecar} == about
     )
     idx = tar.with_suffix(".idx")
-    if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(found.samples)):
-        write_idx(tar, found.samples)
+    if not idx.exists() or idx.read_bytes() != b"".join(idx_lines(survey.samples)):
+        write_idx(tar, survey.samples)
     if (
         sidecar is None
         or not fits
@@ -314,13 +320,13 @@ def _index_in_place(shard: Shard, tar: Path) -> Indexed:
         sha256 = sha256_of(tar)
         if not (of_writer and sidecar is not None and sidecar["sha256"] == sha256):
             sidecar = info_file.write_sidecar(
-                tar, len(found.samples), sha256, mtime_ns=status.st_mtime_ns, **about
+                tar, len(survey.samples), sha256, mtime_ns=status.st_mtime_ns, **about
             )
-    return Indexed(index_rows(found.samples), sidecar, key_hashes([s.key for s in found.samples]))
+    return Indexed(index_rows(survey.samples), sidecar, key_hashes([s.key for s in survey.samples]))
 
 
 def _indexed_before(shard: Shard) -> Indexed | None:
-    """The result of an earlier command, if the shard is unchanged as far as its size shows."""
+    """Return the records of an earlier command, if the shard still has its size."""
     name = stem(shard.name)
     sidecar = shard.output.read_json(f"{name}.json")
     if sidecar is None:
@@ -333,7 +339,7 @@ def _indexed_before(shard: Shard) -> Indexed | None:
     check_types(sidecar, SIDECAR, f"{shard.output}/{name}.json")
     rows = shard.rows
     if rows is None and shard.output.size(f"{name}.rows.npy") > 0:
-        with temporary_folder() as folder, suppress(ValueError):  # what is damaged is made again
+        with temporary_folder() as folder, suppress(ValueError):  # a damaged file is made again
             rows = np.array(open_index(shard.output.fetch(f"{name}.rows.npy", folder)))
     if (
         rows is None
@@ -354,25 +360,25 @@ def _index_fetched(shard: Shard, source: Output | WebShards) -> Indexed:
     with temporary_folder() as folder:
         tar = source.fetch(shard.name, folder)
         with renamed_errors(str(source), folder):
-            found = survey_tar(tar, shard.layout)
-        rows = index_rows(found.samples)
+            survey = survey_tar(tar, shard.layout)
+        rows = index_rows(survey.samples)
         np.save(tar.with_suffix(".rows.npy"), rows)
-        write_idx(tar, found.samples)
-        extra = _about(shard, found)
+        write_idx(tar, survey.samples)
+        extra = _about(shard, survey)
         if (place := _elsewhere(shard)) is not None:
             extra["shards_at"] = place
-        sidecar = info_file.write_sidecar(tar, len(found.samples), **extra)
+        sidecar = info_file.write_sidecar(tar, len(survey.samples), **extra)
         for extension in (".rows.npy", ".idx", ".json"):
             shard.output.publish(tar.with_suffix(extension))
-    return Indexed(rows, sidecar, key_hashes([sample.key for sample in found.samples]))
+    return Indexed(rows, sidecar, key_hashes([sample.key for sample in survey.samples]))
 
 
 OF_SAMPLES = ("members", "quarantined", "passed_over")
-"""What a sidecar records of the samples in its tar."""
+"""The keys of a sidecar about the samples in its tar."""
 
 
-def _about(shard: Shard, found: Survey) -> dict[str, Any]:
-    """OF_SAMPLES, as far as there is something to record."""
+def _about(shard: Shard, survey: Survey) -> dict[str, Any]:
+    """Return those of OF_SAMPLES that are not empty."""
     quarantined = [
         {
             "split": shard.split,
@@ -383,14 +389,14 @@ def _about(shard: Shard, found: Survey) -> dict[str, Any]:
             "file": shard.name,
             "tar_offset": offset,
         }
-        for key, name, offset, reason in found.unfit
+        for key, name, offset, reason in survey.unfit
     ]
-    about = (shard.layout.options(), quarantined, dict(sorted(found.passed_over.items())))
+    about = (shard.layout.options(), quarantined, dict(sorted(survey.passed_over.items())))
     return {key: value for key, value in zip(OF_SAMPLES, about, strict=True) if value}
 
 
 def _elsewhere(shard: Shard) -> str | None:
-    """Where the tar is, if not next to its index."""
+    """Return the place of the tar if it is not next to its index."""
     return None if str(shard.source) == str(shard.output) else bare(str(shard.source))
 
 

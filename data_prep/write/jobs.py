@@ -18,14 +18,14 @@ from vit.system.child_process import follow_parent, signals_blocked
 from vit.system.meter import Meter
 
 JOBS_WAITING = 4
-"""Jobs in the pool for each worker: enough to keep it busy, few enough that a million jobs need no
-memory."""
+"""Jobs in the pool for each worker: enough to keep it busy, and so few that a million jobs need
+little memory."""
 
 
 def run_jobs(
     jobs: Iterable[tuple[Callable[[Any], Any], Any, Any]],
     workers: int,
-    what: str,
+    title: str,
     *,
     num_jobs: int,
     num_images: int = 0,
@@ -34,10 +34,10 @@ def run_jobs(
 ) -> dict[Any, Any]:
     """Run (function, argument, name) jobs in worker processes and return {name: result}.
 
-    Shows the progress of `what`: of `num_images`, which the jobs count with `count_one`, else of
-    the jobs, each one of `unit`. With `on_result(name, result)`, called as each is ready, results
-    are not kept. The first error stops all jobs, within one image for those that count, and is
-    raised.
+    Shows the progress of `title`: of `num_images`, which the jobs count with `count_one`, else of
+    the jobs, in `unit`. `on_result(name, result)` is called as soon as a result is ready; then the
+    results are not returned. The first error stops all jobs, within one image if they count images,
+    and is raised.
     """
     # Spawned, not forked: threads of the caller (torch's, rich's) do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -49,12 +49,12 @@ def run_jobs(
     waiting = iter(jobs)
     finished_jobs = 0
     workers = max(1, min(workers, num_jobs))
-    others = set(multiprocessing.active_children())
+    children_before = set(multiprocessing.active_children())
     with ProcessPoolExecutor(
         workers, context, _start_worker, (images_done, bytes_done, stopping)
     ) as pool:
         try:
-            with Meter(what, num_images or num_jobs, "images" if num_images else unit) as meter:
+            with Meter(title, num_images or num_jobs, "images" if num_images else unit) as meter:
                 while True:
                     with signals_blocked():  # the first submission starts the workers
                         for function, argument, name in itertools.islice(
@@ -80,14 +80,15 @@ def run_jobs(
                     else:
                         meter.update(finished_jobs)
         except BrokenProcessPool as error:
-            # the dead one may have held a lock that they wait for
-            for worker in set(multiprocessing.active_children()) - others:
+            # the dead worker may have held a lock that the others wait for
+            for worker in set(multiprocessing.active_children()) - children_before:
                 worker.kill()
-            # Workers import a script anew, which has no __spec__.
-            unguarded = (
-                ", or ended at its start, as where a script calls this outside of"
-                ' `if __name__ == "__main__":`'
-            ) * (sys.modules["__main__"].__spec__ is None)
+            unguarded = ""
+            if sys.modules["__main__"].__spec__ is None:  # a script, which each worker imports
+                unguarded = (
+                    ", or ended at its start, as where a script calls this outside of"
+                    ' `if __name__ == "__main__":`'
+                )
             raise PrepError(
                 f"a worker process was killed (out of memory?){unguarded}; run the same"
                 " command again, it continues, perhaps with fewer --workers"
@@ -112,7 +113,7 @@ class _Stopped(Exception):
 def count_one(num_bytes: int = 0) -> None:
     """Report one more finished image to the parent, in functions that `run_jobs` runs.
 
-    Ends the job if all are to stop.
+    Ends the job if all jobs are stopping.
     """
     images_done, bytes_done, stopping = _counters
     if stopping.value:

@@ -1,10 +1,10 @@
-"""Where shards are written: a folder, or an object store by its URL.
+"""The output of the writer: a folder, or an object store by its URL.
 
 A worker makes its files in a staging folder and publishes them one after the other. In a local
 folder they are in place already, made under a temporary name and renamed. To a store
-(s3://bucket/folder, gs://...) each is uploaded and its size compared; stores show an object only
-when its last byte has arrived, so a kill during an upload leaves nothing visible. (Parts of an
-interrupted S3 upload are invisible but billed: a lifecycle rule "AbortIncompleteMultipartUpload"
+(s3://bucket/folder, gs://...) each file is uploaded and its size compared. Stores show an object
+only after its last byte has arrived, so a kill during an upload leaves nothing visible. (Parts of
+an interrupted S3 upload are invisible but billed: a lifecycle rule "AbortIncompleteMultipartUpload"
 removes them.)
 """
 
@@ -31,9 +31,9 @@ from vit.system.urls import local_path
 class Output:
     """A local folder, or the URL of a folder in a store; files directly in it, by name.
 
-    Picklable, as workers get one. Temporary errors of a store (a lost connection, "slow down") are
-    retried by `vit.system.retry`; ShardError says what is left to do. Errors of a local disk
-    are raised unchanged (OSError).
+    Picklable, because each worker gets one. `vit.system.retry` retries temporary errors of a store
+    (a lost connection, "slow down"); a ShardError has the remedy for other ones. Errors of a local
+    disk are raised unchanged (OSError).
     """
 
     url: str
@@ -74,7 +74,7 @@ class Output:
         self._store.try_writing(f".writable.{socket.gethostname()}.{os.getpid()}")
 
     def size(self, name: str) -> int:
-        """Bytes of a file, -1 if there is none."""
+        """Return the bytes of a file, -1 if it does not exist."""
         if self.local is not None:
             path = self.local / name
             return path.stat().st_size if path.exists() else -1
@@ -84,7 +84,7 @@ class Output:
             return -1
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file directly in the folder, by name; {} if there is no folder."""
+        """Return the bytes of every file directly in the folder, by name; {} without a folder."""
         try:
             if self.local is not None:
                 with os.scandir(self.local) as entries:
@@ -96,7 +96,7 @@ class Output:
             return {}
 
     def read_json(self, name: str) -> dict[str, Any] | None:
-        """The object in a JSON file, None without a file. Raises ShardError for other content."""
+        """Return the object in a JSON file, None without a file. Raises ShardError if not JSON."""
         if self.local is not None:
             return files.read_json(self.local / name)
         try:
@@ -114,8 +114,8 @@ class Output:
     def claim(self, name: str, content: dict[str, Any]) -> None:
         """Write `content` as JSON unless the file exists.
 
-        Of several processes that do this at once in a folder, the first one's file stays; stores
-        cannot do this, there the last one's does.
+        If several processes claim a file in a folder at once, the file of the first stays. Stores
+        cannot do this: the file of the last stays.
         """
         if self.local is None:
             self.write_json(name, content)
@@ -133,7 +133,7 @@ class Output:
 
     @contextmanager
     def staging(self) -> Iterator[Path]:
-        """A folder to make files in before `publish`: itself, or for a URL one in TMPDIR."""
+        """Provide a folder for files before `publish`: itself, or for a URL one in TMPDIR."""
         if self.local is not None:
             yield self.local
             return
@@ -155,9 +155,9 @@ class Output:
         path.unlink()
 
     def fetch(self, name: str, folder: Path) -> Path:
-        """A file as a local path: in place, or for a URL fetched to `folder`.
+        """Return a local path of a file: in place, or for a URL fetched to `folder`.
 
-        Raises PrepError if there is none.
+        Raises PrepError if the file does not exist.
         """
         if self.local is not None:
             return self.local / name
@@ -178,7 +178,7 @@ class Output:
             pass
 
     def free_bytes(self) -> int | None:
-        """Free bytes on the disk of a folder, which need not exist yet; None for a URL."""
+        """Return the free bytes on the disk of a folder, which need not exist; None for a URL."""
         if self.local is None:
             return None
         path = self.local.absolute()
@@ -195,7 +195,7 @@ def remove_left_folders() -> None:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder in TMPDIR, removed at the end."""
+    """Provide a folder in TMPDIR, removed at the end."""
     remove_left_folders()
     # Not tempfile.TemporaryDirectory: it fails at the end if a cleaner of /tmp came first.
     folder, descriptor = locked_folder(Path(tempfile.gettempdir()) / "vit_staging")

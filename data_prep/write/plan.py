@@ -1,8 +1,8 @@
-"""What is to be written: settings, number of shards, and whether the output holds something else.
+"""The plan of a data set: settings, number of shards, and a comparison with an existing output.
 
 A source is listed; a few of its images are measured; the samples of each split are divided among
 shards. Everything that decides the bytes is recorded, in `_writing.json` while shards are missing
-and in `_info.json` when they are complete, and compared with what is there before anything is
+and in `_info.json` when they are complete. An existing record is compared before anything is
 written.
 """
 
@@ -22,38 +22,37 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.errors import PrepError, some
-from data_prep.write.catalogue import Catalogue, Source, open_catalogue
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write.catalogue import Builder, Catalogue, Source, open_catalogue
 from data_prep.write.images import ImagePolicy, prepare
 from data_prep.write.output import Output
 from data_prep.write.shard import Shard, Work
 from vit.system.files import private_folder
 
 FEW_UNREADABLE = 5
-"""Images that may always be unreadable, except with --max-unreadable 0: one broken photo is no
-reason to refuse a small folder."""
+"""Images that may always be unreadable, except with --max-unreadable 0, so that one broken photo
+does not make a small folder unusable."""
 SHARD_BYTES = 768 << 20
 """Target size of a shard: large enough for sequential disks, small enough to copy again."""
 MIN_SHARDS = 8
 """Shards of a small train split, so that workers of readers that cannot seek share them."""
 MEASURED_SAMPLES = 64
-"""Images that sizes and times are estimated from."""
+"""Number of images from which sizes and times are estimated."""
 OVERHEAD_BYTES = 2048
-"""Estimate of what a sample needs in addition to its image: tar headers, padding, index lines."""
+"""Estimated bytes of a sample in addition to its image: tar headers, padding, index lines."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all sources have in common. Raises PrepError for a `part` that is none."""
+    """The settings of all sources. Raises PrepError for an invalid `part`."""
 
     num_shards: int | None = None
-    """Of the training split; the others get as many in proportion. None: by size."""
+    """Shards of the training split; the others get as many in proportion. None: by size."""
     shard_bytes: int | None = None
     """Target size of a shard. None: SHARD_BYTES, or the recorded number of shards."""
     seed: int = 0
     """Deals samples to shards."""
     workers: int = 1
-    """Processes; the bytes do not depend on it."""
+    """Number of processes; the bytes do not depend on it."""
     part: str | None = None
     """Write only these shards, see `choose_part`."""
     policy: ImagePolicy = field(default_factory=ImagePolicy)
@@ -62,7 +61,7 @@ class Settings:
     minival: float | None = None
     """Fraction of each training class that becomes the split `minival`."""
     max_unreadable: float = 0.01
-    """Fraction of all images that may be unreadable; a few always may. 0: none."""
+    """Fraction of all images that may be unreadable; a few always may be. 0: none."""
 
     def __post_init__(self) -> None:
         if self.part is not None:
@@ -70,7 +69,7 @@ class Settings:
 
 
 def parse_part(part: str) -> tuple[int, str, int]:
-    """(first, "-", last) of "A-B", (number, "/", parts) of "I/N". Raises PrepError."""
+    """Return (first, "-", last) for "A-B", (number, "/", parts) for "I/N". Raises PrepError."""
     match = re.fullmatch(r"([0-9]+)([-/])([0-9]+)", part)
     first, last = (int(match[1]), int(match[3])) if match else (0, 0)
     if match is None or not (first <= last if match[2] == "-" else first < last):
@@ -82,7 +81,7 @@ def parse_part(part: str) -> tuple[int, str, int]:
 
 
 def allowed_unreadable(share: float, total: int) -> int:
-    """How many of `total` images may be unreadable by --max-unreadable."""
+    """Return how many of `total` images may be unreadable by --max-unreadable."""
     return max(FEW_UNREADABLE, int(share * total)) if share else 0
 
 
@@ -91,28 +90,28 @@ def allowed_unreadable(share: float, total: int) -> int:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Everything that decides the bytes, and which shards there are."""
+    """Everything that decides the bytes, and the list of shards."""
 
     source: Source
     settings: Settings
     output: Output
     catalogue: Catalogue
     counts: dict[str, int]
-    """Shards of each split."""
+    """Number of shards of each split."""
     mean_bytes: float
     """Estimated size of an image as it is written."""
     seconds_per_image: float
-    """To read, check and convert one, in one process; nan if none could be read."""
+    """Time to read, check and convert an image in one process; nan if none is readable."""
 
     @property
     def recorded(self) -> dict[str, Any]:
-        """What `_writing.json` and `_info.json` hold of it; compared when a command continues."""
+        """The record in `_writing.json` and `_info.json`; compared when a command continues."""
         options = {**options_of(self.source, self.settings), "num_shards": self.counts}
         return {"source": self.source.name, "options": options, "catalogue": self.catalogue.sha256}
 
     @property
     def filenames(self) -> dict[str, list[str]]:
-        """Shards of each split."""
+        """File names of the shards of each split."""
         return {
             split: [f"{split}-{k:05d}.tar" for k in range(count)]
             for split, count in self.counts.items()
@@ -124,7 +123,7 @@ class WritePlan:
         return round(sum(self.catalogue.splits.values()) * (self.mean_bytes + OVERHEAD_BYTES))
 
     def work(self) -> list[Work]:
-        """A job for each shard, train first."""
+        """Return a job for each shard, train first."""
         settings = self.settings
         plan = fingerprint(self.recorded)
         jobs = []
@@ -145,13 +144,13 @@ class WritePlan:
 
 
 def fingerprint(recorded: Mapping[str, Any]) -> str:
-    """sha256 of a plan's recorded source, options and catalogue; each sidecar holds it."""
+    """Return the sha256 of a plan's source, options and catalogue; each sidecar holds it."""
     plan = {key: recorded.get(key) for key in ("source", "options", "catalogue")}
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def options_of(source: Source, settings: Settings) -> dict[str, Any]:
-    """The recorded options, except for the number of shards."""
+    """Return the recorded options, except for the number of shards."""
     options = {**source.options, **settings.policy.options(), "seed": settings.seed}
     if settings.with_json:
         options["with_json"] = True
@@ -166,13 +165,13 @@ def make_plan(
 ) -> Iterator[WritePlan]:
     """List the source and choose the shards; at the end of the block the catalogue is removed.
 
-    dry: nothing will be written; the catalogue is in a temporary folder. Raises PrepError, with
-    nothing changed, if `out` holds something else.
+    dry: the catalogue is in a temporary folder, because nothing is written. Raises PrepError, with
+    nothing changed, if `out` holds another data set.
     """
     output = Output(out)
-    there = recorded_there(output)
+    record = existing_record(output)
     early = {"source": source.name, "options": options_of(source, settings)}
-    compare(output, there, early, later=("num_shards", "catalogue"))
+    compare(output, record, early, later=("num_shards", "catalogue"))
     with ExitStack() as stack:
         root = _catalogue_root(output, dry)
         if root != output.local:
@@ -183,11 +182,11 @@ def make_plan(
         catalogue = stack.enter_context(opened)
         mean_bytes, seconds = _measured(source, catalogue, settings.policy)
         counts = choose_num_shards(catalogue.splits, settings, mean_bytes)
-        if there and settings.num_shards is None and settings.shard_bytes is None:
-            # the sizes measured then may have changed, as unreadable images are repaired
-            counts = there["options"].get("num_shards", counts)
+        if record and settings.num_shards is None and settings.shard_bytes is None:
+            # repaired images may have changed the measured sizes
+            counts = record["options"].get("num_shards", counts)
         plan = WritePlan(source, settings, output, catalogue, counts, mean_bytes, seconds)
-        compare(output, there, plan.recorded)
+        compare(output, record, plan.recorded)
         yield plan
 
 
@@ -197,7 +196,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _minival(settings: Settings) -> Callable[[Builder], None] | None:
-    """The function that finishes a catalogue."""
+    """Return the function that finishes a catalogue; None without --minival."""
     fraction = settings.minival
     if not fraction:
         return None
@@ -217,7 +216,7 @@ def _minival(settings: Settings) -> Callable[[Builder], None] | None:
 
 
 def _catalogue_root(output: Output, dry: bool) -> Path:
-    """Folder of the catalogue; for a URL one that processes of a user on one host share."""
+    """Return the folder of the catalogue; for a URL, processes of a user on one host share it."""
     if dry:
         return Path(tempfile.mkdtemp(prefix="vit-data-prep-"))
     if output.local is not None:
@@ -227,9 +226,9 @@ def _catalogue_root(output: Output, dry: bool) -> Path:
 
 
 def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tuple[float, float]:
-    """Mean (bytes of a written image, seconds to make it) of a few training images.
+    """Return the mean (bytes of a written image, seconds to make it) of a few training images.
 
-    The seconds are nan if none is readable.
+    The seconds are nan if no image is readable.
     """
     split, total = next(iter(catalogue.splits.items()))
     samples = catalogue.table(split).samples(range(min(total, MEASURED_SAMPLES)))
@@ -248,7 +247,7 @@ def _measured(source: Source, catalogue: Catalogue, policy: ImagePolicy) -> tupl
 def choose_num_shards(
     splits: Mapping[str, int], settings: Settings, mean_bytes: float
 ) -> dict[str, int]:
-    """Shards of each split, given its number of samples and the mean size of an image.
+    """Return the number of shards of each split, by its samples and the mean size of an image.
 
     The first split (train) gets the number in the settings, by default one for each `shard_bytes`,
     but at least 8; the others get as many in proportion, at least 1.
@@ -267,7 +266,7 @@ def choose_num_shards(
 
 
 def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
-    """Numbers of the shards that `part` names, over all splits, train first.
+    """Return the numbers of the shards that `part` names, over all splits, train first.
 
     With {"train": 8, "val": 2}, val has 8 and 9. part: "A-B", from A to B, both included; "I/N",
     the I-th of N equal parts, I from 0 (empty if there are fewer shards than parts); None: all.
@@ -281,61 +280,60 @@ def choose_part(part: str | None, counts: Mapping[str, int]) -> range:
         return range(first * total // last, (first + 1) * total // last)
     if last < total:
         return range(first, last + 1)
-    there = "; ".join(f"{split} has {count}" for split, count in counts.items())
-    raise PrepError(f"--shards {part}: there are shards 0 to {total - 1} ({there})")
+    lengths = "; ".join(f"{split} has {count}" for split, count in counts.items())
+    raise PrepError(f"--shards {part}: there are shards 0 to {total - 1} ({lengths})")
 
 
-def recorded_there(output: Output) -> dict[str, Any] | None:
-    """The content of `_writing.json` or `_info.json`; None if the output is new.
+def existing_record(output: Output) -> dict[str, Any] | None:
+    """Return the content of `_writing.json` or `_info.json`; None if the output is new.
 
-    Raises PrepError if it holds other shards.
+    Raises PrepError if it holds shards of unknown origin.
     """
-    # Tars first: another part may begin or end meanwhile, and tars never exist without one of the
-    # two files.
-    foreign = sorted(name for name in output.sizes() if name.endswith(".tar"))
-    there = output.read_json("_writing.json") or output.read_json("_info.json")
-    if there is None and foreign:
+    # Tars first: another part may begin or end during this call, but tars never exist without one
+    # of the two files.
+    tars = sorted(name for name in output.sizes() if name.endswith(".tar"))
+    record = output.read_json("_writing.json") or output.read_json("_info.json")
+    if record is None and tars:
         raise PrepError(
-            f"{output}: holds shards of unknown origin ({some(foreign)}); choose another --out"
+            f"{output}: holds shards of unknown origin ({some(tars)}); choose another --out"
         )
-    return there
+    return record
 
 
 def compare(
     output: Output,
-    there: Mapping[str, Any] | None,
-    wanted: Mapping[str, Any],
+    existing: Mapping[str, Any] | None,
+    expected: Mapping[str, Any],
     later: Sequence[str] = (),
 ) -> None:
-    """Raise PrepError if the record `there` differs from the one `wanted`, except in keys `later`.
+    """Raise PrepError if the records `existing` and `expected` differ, except in keys `later`.
 
     Both have the form of `WritePlan.recorded`.
     """
-    if there is None:
+    if existing is None:
         return
-    found, expected = (
+    old, new = (
         {**record.get("options", {}), **{key: record.get(key) for key in ("source", "catalogue")}}
-        for record in (there, wanted)
+        for record in (existing, expected)
     )
     meaning = {"catalogue": " (images were added, removed or renamed)"}
-    differ = [
-        f"{key} is {_short(found.get(key))} there, {_short(expected.get(key))}"
-        f" here{meaning.get(key, '')}"
-        for key in sorted((found.keys() | expected.keys()).difference(later))
-        if found.get(key) != expected.get(key)
+    differences = [
+        f"{key} is {_short(old.get(key))} there, {_short(new.get(key))} here{meaning.get(key, '')}"
+        for key in sorted((old.keys() | new.keys()).difference(later))
+        if old.get(key) != new.get(key)
     ]
-    if differ:
+    if differences:
         raise PrepError(
-            f"{output}: holds another data set or other options: {'; '.join(differ)}. Nothing was"
-            " changed; use the same options, choose another --out or delete the folder"
+            f"{output}: holds another data set or other options: {'; '.join(differences)}. Nothing"
+            " was changed; use the same options, choose another --out or delete the folder"
         )
 
 
 def _short(value: Any) -> str:
-    """A value in an error message; of a sha256 the first 8 digits suffice."""
+    """Return a value for an error message; the first 8 digits of a sha256 suffice."""
     return f"{value[:8]}..." if isinstance(value, str) and len(value) == 64 else json.dumps(value)
 
 
 def format_bytes(num_bytes: float) -> str:
-    """A size in GB or MB."""
+    """Return a size in GB or MB."""
     return f"{num_bytes / 1e9:,.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"

@@ -28,12 +28,12 @@ REASONS = {
     6: "several scans",
     16: "bytes behind the image",
 }
-"""Why an image keeps its bytes, by the status of vit/data/decode/c/status.h."""
+"""The reason why an image keeps its bytes, by the status of vit/data/decode/c/status.h."""
 OK = 0
 MEMORY = 7
 MARKED = "with restart markers"
 UNMARKED = "without restart markers: "
-"""How images are counted; a reason follows the second."""
+"""Names under which images are counted; a reason follows UNMARKED."""
 
 
 class Marked(NamedTuple):
@@ -41,15 +41,15 @@ class Marked(NamedTuple):
 
     data: bytes
     reason: str | None
-    """Why `data` is unchanged, one of REASONS; None if it has markers now."""
+    """One of REASONS if `data` is unchanged; None if it has markers now."""
 
 
 def with_restart_markers(data: bytes) -> Marked:
-    """The JPEG `data` with restart markers. Needs `native.AVAILABLE`.
+    """Return the JPEG `data` with restart markers. Needs `native.AVAILABLE`.
 
     Raises OSError if it fails, and MemoryError.
     """
-    assert native.LIBRARY is not None, "vit._native is not there: ask native.AVAILABLE first"
+    assert native.LIBRARY is not None, "vit._native is missing: test native.AVAILABLE first"
     # too small only for tiny images
     size = ctypes.c_size_t(3 * len(data) + (1 << 16))
     while True:

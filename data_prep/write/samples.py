@@ -18,10 +18,10 @@ ROW = np.dtype(
     [  # 32 bytes a sample: 41 MB for ImageNet-1k
         ("file", "<u4"),  # number in `files`
         ("size", "<u4"),
-        ("offset", "<u8"),  # of the encoded bytes, as `Source.read` interprets it
+        ("offset", "<u8"),  # of the encoded bytes; `Source.read` interprets it
         ("label", "<i4"),
         ("text_size", "<u4"),
-        ("text", "<u8"),  # where its key and name begin in text.bin
+        ("text", "<u8"),  # position of its key and name in text.bin
     ]
 )
 HASH = np.dtype([("hash", "<u8"), ("label", "<i4")])  # the hash of (seed, key)
@@ -36,7 +36,7 @@ SAFE_KEYS = re.compile(rf"(?:{SAFE_KEY.pattern}\n)*", re.ASCII)
 
 
 class Sample(NamedTuple):
-    """One image of a source: `size` bytes at `offset` of `file`, where its name is `name`."""
+    """One image of a source: `size` bytes at `offset` of `file`, under the name `name`."""
 
     key: str
     label: int
@@ -50,15 +50,15 @@ class Sample(NamedTuple):
 
 
 def stable_hash(*parts: Any) -> bytes:
-    """8 bytes that depend only on the parts' text: neither on the process nor on a library."""
+    """Return 8 bytes that depend only on the text of `parts`, not on the process or a library."""
     text = "\0".join(map(str, parts)).encode("utf-8", "surrogateescape")
     return hashlib.blake2b(text, digest_size=8).digest()
 
 
 def safe_key(text: str) -> str:
-    """`text` as a key: no dot (webdataset ends keys there), slash or blank, at most 90 bytes.
+    """Return `text` as a key: without dots, at which webdataset ends keys, slashes and blanks.
 
-    Longer text keeps its beginning and ends in a hash of all of it.
+    It has at most 90 bytes: longer text keeps its beginning and ends in a hash of all of it.
     """
     clean = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
     key = re.sub(r"[./\\\s\x00-\x1f]", "_", clean)
@@ -70,7 +70,7 @@ def safe_key(text: str) -> str:
 
 
 def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
-    """(len(keys),) uint64: `stable_hash(*before, key)` of each key, as a big-endian number."""
+    """Return `stable_hash(*before, key)` of each key, big-endian, as (len(keys),) uint64."""
     blake2b = hashlib.blake2b
     start = "".join(f"{part}\0" for part in before)
     digests = [
@@ -81,9 +81,9 @@ def key_hashes(keys: Sequence[str], *before: Any) -> np.ndarray:
 
 
 def spread(num_rows: int, num_chosen: int, *seed: Any) -> list[int]:
-    """Ascending row numbers, one from each of `num_chosen` equal stretches, chosen by a hash.
+    """Return ascending row numbers, one from each of `num_chosen` equal ranges, by a hash.
 
-    All rows if there are not more.
+    Returns all rows if there are no more than `num_chosen`.
     """
     if num_chosen >= num_rows:
         return list(range(num_rows))
@@ -112,7 +112,7 @@ class Table:
         return len(self.rows)
 
     def text(self, row: int) -> tuple[str, str]:
-        """(key, name) of a row."""
+        """Return (key, name) of a row."""
         return self._text_at(int(self.rows[row]["text"]), int(self.rows[row]["text_size"]))
 
     def _text_at(self, start: int, size: int) -> tuple[str, str]:
@@ -121,17 +121,17 @@ class Table:
         return key, name
 
     def dealt(self, places: slice | np.ndarray) -> np.ndarray:
-        """Rows (ROW) at these places of the dealt order."""
+        """Return the rows (ROW) at these places of the dealt order."""
         assert self._order is not None, "not ordered yet"
         return self.rows[self._order[places]]
 
     def samples(self, places: Sequence[int] | np.ndarray) -> list[Sample]:
-        """The samples at these places of the dealt order."""
-        found = self.dealt(np.asarray(places, np.int64))
+        """Return the samples at these places of the dealt order."""
+        rows = self.dealt(np.asarray(places, np.int64))
         columns = ("label", "file", "offset", "size", "text", "text_size")
         samples = []
         for label, file, offset, size, start, length in zip(
-            *(found[name].tolist() for name in columns), strict=True
+            *(rows[name].tolist() for name in columns), strict=True
         ):
             key, name = self._text_at(start, length)
             samples.append(Sample(key, label, name, self.files[file], offset, size))
@@ -139,7 +139,7 @@ class Table:
 
 
 def _mapped(path: Path, dtype: np.dtype) -> np.ndarray:
-    """The records in a file, which may be empty."""
+    """Map the records in a file, which may be empty."""
     return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
 
 
@@ -150,7 +150,10 @@ _descriptors: OrderedDict[str, int] = OrderedDict()
 
 
 def descriptor(file: str) -> int:
-    """A descriptor of `file`, kept open until MAX_OPEN_FILES others were used; for one thread."""
+    """Return a descriptor of `file`; it is open until MAX_OPEN_FILES others were used.
+
+    For one thread only.
+    """
     if file in _descriptors:
         _descriptors.move_to_end(file)
     else:
@@ -161,13 +164,13 @@ def descriptor(file: str) -> int:
 
 
 def close_descriptors(folder: Path) -> None:
-    """Close what `descriptor` holds open below `folder`, whose disk space it keeps taken."""
+    """Close the files below `folder` that `descriptor` holds open, to free their disk space."""
     for file in [file for file in _descriptors if Path(file).is_relative_to(folder)]:
         os.close(_descriptors.pop(file))
 
 
 def read_range(sample: Sample) -> bytes:
-    """The bytes at (offset, size) of the sample's file. Raises OSError."""
+    """Return the bytes at (offset, size) of the sample's file. Raises OSError."""
     data = os.pread(descriptor(sample.file), sample.size, sample.offset)
     if len(data) != sample.size:
         raise OSError(

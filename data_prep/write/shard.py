@@ -1,9 +1,9 @@
 """One shard, from its samples to a complete tar with index and sidecar; runs in a worker process.
 
-The samples of the shard are looked up in the catalogue. Each one's bytes are read from the source,
-checked and, where needed, converted; tar headers are put between them, and everything is written to
-the disk some MiB at a time, while a thread hashes it. What cannot be read is listed in the sidecar
-instead. Then come `.idx` and the sidecar, which marks the shard as complete.
+The samples of the shard are looked up in the catalogue. The bytes of each are read from the source,
+checked and, if needed, converted; tar headers are put between them, and everything is written to
+the disk some MiB at a time, while a thread hashes it. The sidecar lists unreadable images. `.idx`
+and the sidecar are written last; the sidecar marks the shard as complete.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from vit.system.files import replacing
 from vit.system.tar_walk import TAR_BLOCK
 
 BUFFER_BYTES = 2 << 20
-"""Bytes of one write; until then they stay in a core's cache."""
+"""Bytes of one write; before it they stay in a core's cache."""
 EARLY_BYTES = 8 << 20
-"""Bytes after which the kernel is asked to start writing, so that little is left at the end."""
+"""Bytes after which the kernel is asked to start writing, so that little remains at the end."""
 READ_AHEAD = 16
-"""Images of an archive announced to the kernel before they are read: it then reads several at once,
-far faster than one by one."""
+"""Images of an archive announced to the kernel before they are read: reading several at once is far
+faster than one by one."""
 HAS_ADVICE = hasattr(os, "posix_fadvise")
-"""macOS lacks it."""
+"""False on macOS."""
 FILE_ERRORS = (
     errno.ENOENT,
     errno.EACCES,
@@ -52,11 +52,11 @@ FILE_ERRORS = (
     errno.ELOOP,
     errno.ENAMETOOLONG,
 )
-"""Errors of one file in a tree, such as a dangling link; others are the disk's."""
+"""Errors of one file in a tree, such as a dangling link; all others are errors of the disk."""
 
 
 class Shard(NamedTuple):
-    """Which samples a shard has: every n-th place of its split's dealt order."""
+    """The samples of a shard: every n-th place of its split's dealt order."""
 
     name: str
     """Without .tar."""
@@ -65,7 +65,7 @@ class Shard(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What a worker needs to write one shard."""
+    """The input of a worker that writes one shard."""
 
     shard: Shard
     catalogue: Catalogue
@@ -77,7 +77,7 @@ class Work(NamedTuple):
     """Fingerprint of everything that decides the bytes."""
 
     def samples(self) -> list[Sample]:
-        """The shard's samples, in order."""
+        """Return the shard's samples, in order."""
         return self.catalogue.table(self.shard.split).samples(self.shard.places)
 
 
@@ -89,8 +89,7 @@ ZEROS = bytes(TAR_BLOCK)
 
 
 def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
-    """A member's header, packed here because `tarfile` fills unused fields differently from one
-    Python to the next."""
+    """Return a member's header; that of `tarfile` depends on the version of Python."""
     return HEADER.pack(
         name,
         b"0000644",
@@ -107,20 +106,20 @@ def _header(name: bytes, size: bytes, checksum: bytes) -> bytes:
 
 
 CHECKSUM_OF_REST = sum(_header(b"", b"", b" " * 8))
-"""Of all fields but name and size; the checksum itself counts as blanks."""
+"""Checksum of all fields but name and size; the checksum itself counts as blanks."""
 
 
 class TarStream:
-    """Appends members to a file descriptor, some MiB at a time, and hashes what it wrote.
+    """Appends members to a file descriptor, some MiB at a time, and hashes the written bytes.
 
     Bytes are copied into two reused buffers: one is filled while the other is hashed. Keeping each
     image until it is written would be slower, because new memory would have to be mapped for it.
     """
 
     def __init__(self, descriptor: int, pool: ThreadPoolExecutor):
-        """pool: of one thread, which hashes."""
+        """pool: has one thread, which hashes."""
         self.size = 0
-        """Bytes so far."""
+        """Bytes appended until now."""
         self._descriptor = descriptor
         self._filled = 0
         self._sent_on = 0
@@ -142,7 +141,7 @@ class TarStream:
         return Member(name.partition(".")[2], offset, len(data), name)
 
     def close(self) -> str:
-        """Append the end-of-archive mark; returns the sha256 of everything, in hex."""
+        """Append the end-of-archive mark; return the sha256 of everything, in hex."""
         self._append(bytes(2 * TAR_BLOCK))
         self._flush()
         self._hashed.result()
@@ -164,9 +163,9 @@ class TarStream:
         rest = self._buffer[: self._filled]
         while rest:  # a signal, or a disk that is almost full, makes a write incomplete
             rest = rest[os.write(self._descriptor, rest) :]
-        # "not needed" makes Linux start to write these pages, before it may drop them
+        # Linux starts to write these pages, because it may drop them only afterwards
         if HAS_ADVICE and self.size - self._sent_on >= EARLY_BYTES:
-            with suppress(OSError):  # only advice; not every file system takes it
+            with suppress(OSError):  # only advice; some file systems refuse it
                 os.posix_fadvise(
                     self._descriptor,
                     self._sent_on,
@@ -174,14 +173,14 @@ class TarStream:
                     os.POSIX_FADV_DONTNEED,
                 )
             self._sent_on = self.size
-        self._hashed.result()  # of the other buffer, which is free then
+        self._hashed.result()  # the other buffer is free after this
         self._hashed = hashed
         self._buffer, self._other = self._other, self._buffer
         self._filled = 0
 
 
 def write_shard(work: Work) -> dict[str, Any]:
-    """Write and publish one shard; returns its sidecar."""
+    """Write and publish one shard; return its sidecar."""
     shard = work.shard
     scanned: list[ScannedSample] = []
     quarantined: list[dict[str, Any]] = []
@@ -231,19 +230,19 @@ def write_shard(work: Work) -> dict[str, Any]:
 
 
 def _announce(sample: Sample) -> None:
-    """Ask the kernel to read a sample of an archive ahead; errors show when it is read."""
+    """Ask the kernel to read a sample of an archive ahead; reading it raises the errors."""
     if HAS_ADVICE:
-        with suppress(OSError):  # of a folder, too
+        with suppress(OSError):  # the file may be a folder
             os.posix_fadvise(
                 descriptor(sample.file), sample.offset, sample.size, os.POSIX_FADV_WILLNEED
             )
 
 
 def _prepare(work: Work, sample: Sample) -> Prepared | dict[str, Any]:
-    """The image as it goes into the shard, or its line of `quarantine.jsonl`.
+    """Return the image as it goes into the shard, or its line of `quarantine.jsonl`.
 
-    Raises OSError if the system cannot read an archive or a disk: that is not the image's fault,
-    and may be temporary.
+    Raises OSError if the system cannot read an archive or a disk: the image may be intact, and the
+    error temporary.
     """
     data = None
     try:
@@ -296,16 +295,16 @@ def _add(stream: TarStream, work: Work, sample: Sample, prepared: Prepared) -> S
 
 
 def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
-    """Whether the images that a complete shard left out are unchanged: some may be repaired."""
+    """Return whether the unreadable images of a complete shard are unchanged, so not repaired."""
     if not sidecar.get("quarantined"):
         return True
     samples = {sample.key: sample for sample in work.samples()}
     for entry in sidecar["quarantined"]:
         try:
-            now = hashlib.sha256(work.read(samples[entry["key"]])).hexdigest()
+            sha256 = hashlib.sha256(work.read(samples[entry["key"]])).hexdigest()
         except (OSError, ValueError):
-            now = None
-        if now != entry["sha256"]:
+            sha256 = None
+        if sha256 != entry["sha256"]:
             return False
     return True
 
@@ -313,23 +312,23 @@ def quarantine_holds(work: Work, sidecar: dict[str, Any]) -> bool:
 # ---- index rows, kept next to the shard until the index is written -------------------------------
 
 ROWS = ".rows.npy"
-"""Suffix of their files."""
+"""Suffix of the files of these rows."""
 
 
 _parsing = threading.Lock()
-"""np.load parses a header, and before 3.11.5 Python raises SystemError now and then where two
-threads parse at a time (python/cpython#106905)."""
+"""Guards np.load, which parses a header: before 3.11.5 Python sometimes raises SystemError if two
+threads parse at once (python/cpython#106905)."""
 
 
 def load_rows(work: Work) -> np.ndarray:
-    """The index rows of a complete shard: those that are kept with it, else those of its tar.
+    """Return the index rows of a complete shard: from the file next to it, else from its tar.
 
-    Threads may call it, since an object store takes a round trip for each.
+    Safe to call from threads, since an object store takes a round trip for each.
     """
     with work.output.staging() as folder:
         try:
             rows_file = work.output.fetch(f"{work.shard.name}{ROWS}", folder)
             with _parsing:
                 return np.load(rows_file)
-        except (PrepError, FileNotFoundError):  # the data set was complete before
+        except (PrepError, FileNotFoundError):  # a complete data set has no files of rows
             return index_rows(scan_tar(work.output.fetch(f"{work.shard.name}.tar", folder)))

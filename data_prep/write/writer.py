@@ -7,8 +7,8 @@
    set's card follow.
 
     <root>/                 the format: vit/data/shards/info_file.py
-      _writing.json         what this folder is for, until `_info.json` takes its place
-      ._catalogue.*/        where each sample comes from (write/catalogue.py), while a command runs
+      _writing.json         the plan of this folder, until `_info.json` takes its place
+      ._catalogue.*/        the origin of each sample (write/catalogue.py), while a command runs
       train-00000.rows.npy  a complete shard's rows of the index; removed at the end
       _spool/               images of sources that cannot be read in place; removed at the end
       .train-00000.tar.*    a shard being written; renamed when it is complete and on the disk
@@ -17,12 +17,12 @@
       dataset.md  contact_sheet.png                           drawn from all of them
 
 Shard k is a pure function of (catalogue, options, k). So the bytes depend neither on the number of
-workers nor on the order in which they finish, and the same command run again after a kill only
-writes the missing shards. For the same reason several machines can share the work (`--shards`):
-each writes its part, and the one that finds all shards complete writes the rest.
+workers nor on the order in which they finish, and the same command after a kill only writes the
+missing shards. For the same reason several machines can share the work (`--shards`): each writes
+its part, and the machine that finds all shards complete writes the rest.
 
-A root that is a URL gets the same files; `_catalogue` and `_spool` are then in the folder for
-temporary files (TMPDIR).
+A root at a URL gets the same files, but `_catalogue` and `_spool` are in the folder for temporary
+files (TMPDIR).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from data_prep.write.plan import (
     allowed_unreadable,
     choose_part,
     compare,
+    existing_record,
     make_plan,
     options_of,
-    recorded_there,
 )
 from data_prep.write.shard import ROWS, Work, load_rows, quarantine_holds, write_shard
 from vit.data.shards.index_file import save_index
@@ -60,42 +60,42 @@ from vit.system.files import remove_leftovers, replacing
 from vit.system.meter import Meter
 
 MANY_UNREADABLE = 100
-"""Up to this many unreadable images do not stop the writing where some are allowed: at its end all
-of them can be listed, with the fraction that would pass."""
+"""If some unreadable images are allowed, up to this many do not stop the writing: at its end all of
+them can be listed, with the fraction that would pass."""
 Sidecars = dict[str, dict[str, Any]]
-"""Sidecars by the shard's name without .tar."""
+"""The sidecar of each shard, by its name without .tar."""
 
 
 def write(source: Source, out: Path | str, settings: Settings | None = None) -> None:
     """Write all splits of a source to `out`, a folder or a URL, or complete them.
 
-    Prints what it does. With `settings.part` only these shards; index and `_info.json` are written
-    by the call that finds all shards complete, even if there are several at once.
+    Prints its progress. With `settings.part` it writes only these shards; the call that finds all
+    shards complete writes index and `_info.json`, even if several calls run at once.
 
     Raises PrepError, with nothing overwritten, if `out` holds another catalogue or other options,
-    and if too many images are unreadable (then there is no `_info.json`, and complete shards are
-    kept). OSError: disk full, no permission; the same command continues.
+    and if too many images are unreadable (then it writes no `_info.json`, and keeps complete
+    shards). OSError: disk full, no permission; the same command continues.
     """
     start_s = time.monotonic()
     settings = settings or Settings()
     output = Output(out)
     output.make()
-    remove_left_folders()  # here, since nothing makes one if all is complete already
+    remove_left_folders()  # a complete data set makes no new folder, which would do this
     try:
         complete = _is_complete_already(output, source, settings)
         if not complete and not _write(source, output, settings, start_s):
             return
     except FileNotFoundError as error:
-        # another process completed the data set and removed the spool; a file of the source that
-        # is missing is an error
+        # Another process has completed the data set and removed the spool. Any other missing file
+        # belongs to the source, and is an error.
         if SPOOL not in Path(str(error.filename)).parts or not _has_all_files(output):
             raise
-        print(f"{output}: completed by another process meanwhile")
+        print(f"{output}: completed by another process")
         _remove_intermediate(output, output.local)
         return
     finally:
-        # A worker whose command was killed cannot end while the disk takes its last bytes: on a
-        # slow one it may hold its file until after this command began.
+        # A worker of a killed command cannot end before the disk has its last bytes. On a slow disk
+        # it may hold its file until after this command began.
         remove_left_folders()
         if output.local:
             remove_leftovers(output.local)
@@ -108,9 +108,9 @@ def write(source: Source, out: Path | str, settings: Settings | None = None) -> 
 
 
 def _is_complete_already(output: Output, source: Source, settings: Settings) -> bool:
-    """Whether `_info.json` shows, without listing the source again, that nothing is left to do.
+    """Return whether `_info.json` shows, without listing the source, that all is complete.
 
-    That is, its archives are unchanged and no image was unreadable.
+    It does if the source's archives are unchanged and no image was unreadable.
     """
     info = output.read_json("_info.json")
     if not info or info.get("quarantined") or settings.num_shards or settings.shard_bytes:
@@ -118,14 +118,14 @@ def _is_complete_already(output: Output, source: Source, settings: Settings) -> 
     made_from = source.made_of(settings.seed, settings.minival)
     if made_from is None or info.get("made_of") != made_from or not _has_all_files(output):
         return False
-    wanted = {"source": source.name, "options": options_of(source, settings)}
-    compare(output, recorded_there(output), wanted, later=("num_shards", "catalogue"))
+    expected = {"source": source.name, "options": options_of(source, settings)}
+    compare(output, existing_record(output), expected, later=("num_shards", "catalogue"))
     print(f"{output}: complete already")
     return True
 
 
 def _has_all_files(output: Output) -> bool:
-    """Whether a data set is complete, by the names and sizes of its files."""
+    """Return whether a data set is complete, by the names and sizes of its files."""
     info = output.read_json("_info.json")
     sizes = output.sizes()
     if info is None or "_writing.json" in sizes:
@@ -142,14 +142,14 @@ def _has_all_files(output: Output) -> bool:
 
 
 def _write(source: Source, output: Output, settings: Settings, start_s: float) -> bool:
-    """Write shards and, when all are complete, what describes them; returns whether they are."""
+    """Write shards and, if all are complete, their records; return whether all are complete."""
     with make_plan(source, output.url, settings) as plan:
         work = plan.work()
         mine = [work[k] for k in choose_part(settings.part, plan.counts)]
         _claim(plan)
         sidecars = _write_shards(plan, work, mine)
         if settings.part is not None:
-            sidecars = _complete_shards(plan, work)  # other parts have continued meanwhile
+            sidecars = _complete_shards(plan, work)  # other parts may have written more
             missing = [f"{job.shard.name}.tar" for job in work if job.shard.name not in sidecars]
             if missing:
                 print(
@@ -173,13 +173,15 @@ def _write(source: Source, output: Output, settings: Settings, start_s: float) -
 
 
 def _remove_intermediate(output: Output, root: Path | None) -> None:
-    """Remove from a complete data set, and from the folder of its catalogue, what only the writing
-    needs; also what a process puts there after another one has completed the data set."""
+    """Remove files that only the writing needs from a complete data set and its catalogue's folder.
+
+    Another process may have made some after the data set was complete.
+    """
     info = output.read_json("_info.json") or {"splits": {}}
     tars = [name for described in info["splits"].values() for name in described["filenames"]]
-    kept = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
-    # `_writing.json` is last: while it is there, the next command comes here again.
-    for name in (*kept, "_writing.json"):
+    rows = output.sizes().keys() & {f"{name.removesuffix('.tar')}{ROWS}" for name in tars}
+    # `_writing.json` is last: while it exists, the next command repeats this.
+    for name in (*rows, "_writing.json"):
         output.remove(name)
     if root is not None:
         for folder in (root / SPOOL, *root.glob("_catalogue-*")):  # of earlier versions
@@ -187,11 +189,11 @@ def _remove_intermediate(output: Output, root: Path | None) -> None:
 
 
 def _claim(plan: WritePlan) -> None:
-    """Record what the folder is for. Raises PrepError if another command did so first."""
+    """Record the plan of the folder. Raises PrepError if it already has another plan."""
     output = plan.output
     if not {"_writing.json", "_info.json"} & output.sizes().keys():
         output.claim("_writing.json", plan.recorded)
-        compare(output, recorded_there(output), plan.recorded)
+        compare(output, existing_record(output), plan.recorded)
 
 
 def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sidecars:
@@ -207,7 +209,7 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
     def on_result(name: str, sidecar: dict[str, Any]) -> None:
         sidecars[name] = sidecar
-        os.utime(plan.catalogue.folder)  # where locks do not work, a recent change shows its use
+        os.utime(plan.catalogue.folder)  # shows that it is in use, even if locks do not work
         _refuse_unreadable(sidecars, plan, allowed and max(allowed, MANY_UNREADABLE))
 
     run_jobs(
@@ -222,15 +224,16 @@ def _write_shards(plan: WritePlan, work: list[Work], mine: list[Work]) -> Sideca
 
 
 def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
-    """Sidecars of the shards of this very plan that are there; a sidecar is written last."""
+    """Return the sidecars of the existing shards of this plan; a sidecar is written last."""
     sizes = plan.output.sizes()
     kinds = ("tar", "idx", "json")
-    there = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
+    jobs = [job for job in work if {f"{job.shard.name}.{kind}" for kind in kinds} <= sizes.keys()]
     with ThreadPoolExecutor(16) as pool:  # an object store takes a round trip for each
-        found = list(pool.map(lambda job: plan.output.read_json(f"{job.shard.name}.json"), there))
+        read = pool.map(lambda job: plan.output.read_json(f"{job.shard.name}.json"), jobs)
+        sidecars = list(read)
     return {
         job.shard.name: sidecar
-        for job, sidecar in zip(there, found, strict=True)
+        for job, sidecar in zip(jobs, sidecars, strict=True)
         if sidecar is not None
         and sidecar.get("plan") == job.plan
         and sizes[f"{job.shard.name}.tar"] == sidecar["bytes"]
@@ -239,7 +242,7 @@ def _complete_shards(plan: WritePlan, work: list[Work]) -> Sidecars:
 
 
 def _allowed(plan: WritePlan) -> int:
-    """Images that may be unreadable."""
+    """Return the number of images that may be unreadable."""
     return allowed_unreadable(plan.settings.max_unreadable, sum(plan.catalogue.splits.values()))
 
 
@@ -268,7 +271,7 @@ def _refuse_unreadable(sidecars: Sidecars, plan: WritePlan, allowed: int) -> Non
 
 
 def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, Any]:
-    """The content of `_info.json`."""
+    """Return the content of `_info.json`."""
     catalogue = plan.catalogue
     mine = [sidecars[job.shard.name] for job in work]
     changed = sum((Counter(sidecar["changed"]) for sidecar in mine), Counter[str]())
@@ -292,7 +295,7 @@ def _info(plan: WritePlan, work: list[Work], sidecars: Sidecars) -> dict[str, An
 
 
 def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[str, Any]) -> None:
-    """Write index, list of unreadable images and `_info.json`, and print what there is."""
+    """Write index, list of unreadable images and `_info.json`, and print a summary."""
     output = plan.output
     output.remove("dataset.md")  # it describes an earlier state
     rows = {}
@@ -300,8 +303,8 @@ def _complete(plan: WritePlan, work: list[Work], sidecars: Sidecars, info: dict[
         ThreadPoolExecutor(16) as pool,
         Meter("reading complete shards", len(work), "shards") as meter,
     ):
-        for job, found in zip(work, pool.map(load_rows, work), strict=True):
-            rows[f"{job.shard.name}.tar"] = found
+        for job, of_shard in zip(work, pool.map(load_rows, work), strict=True):
+            rows[f"{job.shard.name}.tar"] = of_shard
             meter.update(len(rows))
     with output.staging() as folder:
         for split, names in plan.filenames.items():

@@ -230,13 +230,13 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     with pytest.raises(
         PrepError,
         match=(
-            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more; that is no CIFAR"
+            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more; that is not a CIFAR"
             r" archive"
         ),
     ):
         cifar.source(tmp_path / "bomb.tar")
     many = pack(tmp_path / "many.tar", {f"{number}.txt": b"" for number in range(101)}, mode="w")
-    with pytest.raises(PrepError, match="that is no CIFAR archive"):
+    with pytest.raises(PrepError, match="that is not a CIFAR archive"):
         cifar.source(many)
 
 

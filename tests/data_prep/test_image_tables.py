@@ -85,7 +85,7 @@ def test_images_without_a_row_are_reported(tmp_path, capsys):
     write_images(tmp_path / "in", [*CLASSES, "more/x.jpg"])
     write_csv(tmp_path / "in" / "metadata.csv", rows(CLASSES))
     info = prepared(tmp_path / "in", tmp_path / "out")
-    line = f"1 image beside the class folders, of no class: {tmp_path}/in/more/x.jpg; not used"
+    line = f"1 image without a row in metadata.csv: {tmp_path}/in/more/x.jpg; not used"
     assert line in info["origin"]
     assert info["listed"] == {"train": 27, "val": 3}
 

@@ -214,7 +214,7 @@ WRONG = {
     "val cut off": (_cut_off("ILSVRC2012_img_val.tar", 0.3), r"ILSVRC2012_img_val\.tar: cut off"),
     "kit cut off": (
         _cut_off("ILSVRC2012_devkit_t12.tar.gz", 0.5),
-        r"ILSVRC2012_devkit_t12\.tar\.gz: not a readable \.tar\.gz",
+        r"ILSVRC2012_devkit_t12\.tar\.gz: not a tar or tar\.gz, damaged or cut off",
     ),
     "inner tar cut off": (_cut_inner_tar, r"n\d+\.tar: cut off"),
     "image in a wrong tar": (

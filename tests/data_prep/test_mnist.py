@@ -185,7 +185,7 @@ def test_every_layout_gives_the_same_images(small, tmp_path):
         ),
         (
             lambda files: files.update({"t10k-labels-idx1-ubyte": idx(np.arange(50) % 11)}),
-            "a label of 10; expected 0 to 9",
+            "record 10 has label 10; expected 0 to 9",
         ),
         (
             lambda files: files.update(

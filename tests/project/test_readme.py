@@ -104,7 +104,7 @@ def understand(monkeypatch) -> Callable[[str, Sequence[str]], None]:
     """Let the real command parse its arguments; fail with its own message. Nothing is run."""
 
     def parse_only(parser: data_prep.command.Parser, arguments: Sequence[str]) -> None:
-        data_prep.command.command_line.Parser.parse_args(parser, arguments)
+        data_prep.command.OneLineParser.parse_args(parser, arguments)
         raise Understood
 
     def read(script: str, arguments: Sequence[str]) -> None:

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from prep_place import new_catalogue
 
 from data_prep.errors import PrepError
-from data_prep.write import catalogue_builder, samples
-from data_prep.write.catalogue import Catalogue, Source
-from data_prep.write.catalogue_builder import Builder
+from data_prep.write import samples
+from data_prep.write.catalogue import Builder, Catalogue, Source
 from data_prep.write.samples import Sample, read_range, safe_key, stable_hash
 
 CLASSES = ["a", "b", "c"]
@@ -52,7 +51,7 @@ def dealt(keys: list[str], seed: int) -> list[str]:
 
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 def test_every_sample_once_in_the_order_of_the_hash(tmp_path, monkeypatch, rows_in_memory):
-    monkeypatch.setattr(catalogue_builder, "ROWS_IN_MEMORY", rows_in_memory)  # several parts
+    monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)  # several parts
     names = [f"k{n}.JPEG" for n in range(101)]
     samples = samples_of(
         new_catalogue(listed(names, [n % 3 for n in range(101)]), tmp_path / "c", seed=1)
@@ -96,7 +95,7 @@ def test_labels_keys_and_classes_are_in_the_fingerprint(tmp_path):
 @pytest.mark.parametrize("rows_in_memory", [1 << 21, 16])
 @pytest.mark.parametrize("fraction", [0.1, 0.34, 0.99])
 def test_held_out_by_class_and_by_hash_of_the_key(tmp_path, monkeypatch, rows_in_memory, fraction):
-    monkeypatch.setattr(catalogue_builder, "ROWS_IN_MEMORY", rows_in_memory)
+    monkeypatch.setattr("data_prep.write.catalogue.ROWS_IN_MEMORY", rows_in_memory)
     labels = [0] * 50 + [1] * 7 + [2]
     names = [f"n{n}.jpg" for n in range(58)]
     found = new_catalogue(
@@ -196,7 +195,7 @@ def fill(builder):
     for start in range(0, int(sys.argv[1]), 5000):
         names = [f"{start + n}.jpg" for n in range(5000)]
         builder.add("train", builder.file("x"), names, 0, range(5000), [1] * 5000)
-import data_prep.write.catalogue_builder; data_prep.write.catalogue_builder.ROWS_IN_MEMORY = 20_000
+import data_prep.write.catalogue; data_prep.write.catalogue.ROWS_IN_MEMORY = 20_000
 open_catalogue(Source("test", {}, fill, read_range), Path(sys.argv[2]), 0)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
