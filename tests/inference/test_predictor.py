@@ -115,7 +115,7 @@ def test_what_is_no_image_is_said_with_its_path(content, reason, run, tmp_path):
 def test_what_holds_no_weights_is_refused(run, tmp_path):
     with pytest.raises(WeightsError, match="neither a run folder"):
         vit.load(tmp_path)
-    with pytest.raises(ValueError, match="leave the name out"):
+    with pytest.raises(ValueError, match="omit the name"):
         vit.load(run, name="vit_base_patch16_224")
     with pytest.raises(AttributeError, match="no attribute 'laod'"):
         vit.laod  # noqa: B018
