@@ -58,7 +58,7 @@ from data_prep.write.jobs import run_jobs
 from vit.data.shards.members import printable, recorded_layout
 
 SAMPLE = 500
-"""Images that a quick check decodes, in all splits together."""
+"""Number of images that a quick check decodes, over all splits."""
 SUBJECTS = {
     "files": "Files",
     "tars": "Tars",

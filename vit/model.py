@@ -307,7 +307,7 @@ class VisionTransformer(nn.Module):
         self.init_weights()
 
     def _create_tokens(self, class_token: bool, dist_token: bool, regs: int, pos: str) -> None:
-        """Create the positions, which are added to the patches, and the tokens before them."""
+        """Create the position embeddings, which are added to the patches, and the prefix tokens."""
         dim = self.embed_dim
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None

@@ -427,7 +427,7 @@ class Place:
 
 
 def open_folder(config: Config, world: World) -> Place:
-    """Return the run's folder. Raises ValueError for a URL, which `vit.extras.compose` opens."""
+    """Return the run's folder. Raises ValueError for a URL: `vit.extras.compose` opens those."""
     assert config.run.dir is not None, "load_config names the run folder"
     if is_url(config.run.dir):
         raise ValueError(f"run.dir={config.run.dir}: build the run by vit.extras.compose.build_run")

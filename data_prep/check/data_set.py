@@ -124,7 +124,7 @@ class DataSet(Classes):
         return f"run `python -m data_prep.index {quote(self.shown)}`, which writes it"
 
     def class_name(self, label: int) -> str:
-        """Return a class for a message."""
+        """Return a class in words, for a message."""
         return f"class {self.class_names[label] if 0 <= label < len(self.class_names) else label}"
 
     def sample_name(self, part: SplitFiles, shard: int, row: int) -> str:

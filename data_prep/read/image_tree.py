@@ -20,7 +20,7 @@ from vit.data.decode.image_files import NOT_READ, how_to_convert, is_image, read
 
 @dataclass
 class Ignored:
-    """The files of a tree that were not taken."""
+    """The files of a tree that were skipped."""
 
     images: Counter[str] = field(default_factory=Counter)
     """Images of kinds that are not read, by suffix."""
@@ -33,7 +33,7 @@ class Ignored:
 
     @property
     def num_images(self) -> int:
-        """Images that were not taken."""
+        """Images that were skipped."""
         return self.images.total() + len(self.stray) + len(self.without_row)
 
     def count(self, path: str) -> None:

@@ -20,7 +20,7 @@ from data_prep.write.samples import Sample, read_range
 
 
 class Records(NamedTuple):
-    """The images of one uncompressed file, which are equally far apart."""
+    """The images of one uncompressed file, at a constant distance from each other."""
 
     split: str
     file: int

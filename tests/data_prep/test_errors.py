@@ -1,4 +1,4 @@
-"""What the system refuses to open is an error of one line, whatever its reason."""
+"""A file that the system refuses to open gives an error of one line, whatever the reason."""
 
 import pytest
 

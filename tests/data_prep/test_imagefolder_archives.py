@@ -167,7 +167,7 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
 
 
 def test_animals_come_from_kaggles_address_with_its_login(tmp_path, monkeypatch, web, capsys):
-    """The zip is where Kaggle's answer leads, and only Kaggle itself gets the login."""
+    """Kaggle redirects to the zip, and the login is sent to Kaggle only."""
     files = {f"raw-img/{name}/{n}.jpeg": jpeg(n) for name in animals10.ENGLISH for n in range(2)}
     with WebServer({"/storage.zip": as_zip(tmp_path / "a.zip", files).read_bytes()}) as storage:
         web.redirects = {"/api/animals10": f"{storage.url}/storage.zip"}

@@ -78,7 +78,7 @@ def test_unreadable_files_are_named_and_counted(predicted, odd_files):
     assert "7 of 12 images predicted by" in done.stdout
     assert "last.safetensors (step 3, weights not averaged); 5 could not" in done.stdout
     assert "; 5 could not be read and were skipped\n" in done.stdout
-    assert "note: 2 other files left out: 1 .cls, 1 .txt\n" in done.stderr
+    assert "note: 2 other files skipped: 1 .cls, 1 .txt\n" in done.stderr
     assert done.stdout.count("alpha.png") == 1
     assert pixels(predicted.out / "sheet.png").shape[0] > 400
     assert {path.name for path in predicted.out.iterdir()} == {"out.csv", "sheet.png"}
@@ -215,7 +215,7 @@ def test_unsupported_photos_are_listed_with_a_command_that_converts_them(tmp_pat
     for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
         (tmp_path / name).touch()
     assert find_inputs([str(tmp_path)]).summary() == (
-        "3 other files left out: 1 .HEIC, 1 .NEF, 1 .txt; pip install pillow-heif, which reads"
+        "3 other files skipped: 1 .HEIC, 1 .NEF, 1 .txt; pip install pillow-heif, which reads"
         " them, or convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
         " '*.heic' -exec magick mogrify -format jpg {} +"
     )

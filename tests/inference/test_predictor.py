@@ -115,7 +115,7 @@ def test_a_file_that_is_not_an_image_is_an_error_with_its_path(content, reason, 
 def test_a_folder_without_weights_is_refused(run, tmp_path):
     with pytest.raises(WeightsError, match="neither a run folder"):
         vit.load(tmp_path)
-    with pytest.raises(ValueError, match="leave the name out"):
+    with pytest.raises(ValueError, match="omit the name"):
         vit.load(run, name="vit_base_patch16_224")
     with pytest.raises(AttributeError, match="no attribute 'laod'"):
         vit.laod  # noqa: B018

@@ -91,7 +91,7 @@ def test_truncated_files_are_refused(tmp_path, name, fraction):
         torch.save(tiny().state_dict(), path, _use_new_zipfile_serialization=name == "w.pth")
     content = path.read_bytes()
     path.write_bytes(content[: int(len(content) * fraction)])
-    with pytest.raises(WeightsError, match=f"{name} is cut short or no") as caught:
+    with pytest.raises(WeightsError, match=f"{name} is truncated or not") as caught:
         read_content(path)
     assert "\n" not in str(caught.value)
 
@@ -155,21 +155,21 @@ def test_wrong_paths_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is cut short or no checkpoint .it is empty"),
-        (b"<html>404</html>", "is no checkpoint but a web page .HTML."),
-        (b"\n <!DOCTYPE html>", "is no checkpoint but a web page .HTML."),
+        (b"", "is truncated or not a checkpoint .it is empty"),
+        (b"<html>404</html>", "is not a checkpoint but a web page .HTML."),
+        (b"\n <!DOCTYPE html>", "is not a checkpoint but a web page .HTML."),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "pointer of Git LFS"),
-        (b"\x89HDF\r\n", "is no checkpoint but HDF5"),
-        (b"nonsense", "is cut short or no checkpoint .it begins with b'nonsense'"),
-        (b"PK\x03\x04", "is cut short or"),
-        (b"\x80\x02}", "is cut short or no checkpoint"),
+        (b"\x89HDF\r\n", "is not a checkpoint but HDF5"),
+        (b"nonsense", "is truncated or not a checkpoint .it begins with b'nonsense'"),
+        (b"PK\x03\x04", "is truncated or"),
+        (b"\x80\x02}", "is truncated or not a checkpoint"),
     ],
 )
 @pytest.mark.parametrize("name", ["w.pth", "w.safetensors", "w.npz"])
 def test_the_format_is_detected_from_the_content(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     if name == "w.safetensors" and content in (b"", b"nonsense"):
-        message = "is cut short or no"
+        message = "is truncated or not"
     with pytest.raises(WeightsError, match=message) as caught:
         read_content(tmp_path / name)
     assert "weights_only" not in str(caught.value), (
@@ -216,7 +216,7 @@ def test_files_that_are_not_checkpoints_are_refused_without_warnings_or_running_
     messages = {
         "plain.pkl": "is a pickle of protocol 4, which torch.save does not write",
         "script.pt": "is TorchScript, a program",
-        "photos.zip": "is no checkpoint but a zip of a.jpg",
+        "photos.zip": "is not a checkpoint but a zip of a.jpg",
         "numbers.pth": r"also holds 1 \(Tensor\)",
     }
     for name, message in messages.items():
@@ -251,7 +251,7 @@ def test_the_metadata_of_a_runs_weights_is_validated(tmp_path):
     for key, values in damaged.items():
         for value in values:
             save_weights(path, tiny().state_dict(), good | {key: value})
-            with pytest.raises(WeightsError, match="what it says about its model is damaged"):
+            with pytest.raises(WeightsError, match="the metadata about its model are damaged"):
                 read_weights(path)
 
 
@@ -259,7 +259,7 @@ def test_an_error_of_the_operating_system_is_one_line(tmp_path):
     """Tests may run as root, which may read any file, so these errors are not about permissions."""
     os.mkfifo(tmp_path / "pipe.pth")
     (tmp_path / "loop.pth").symlink_to("loop.pth")
-    for name, message in {"pipe": "is no regular file", "loop": "is a link that leads"}.items():
+    for name, message in {"pipe": "is not a regular file", "loop": "is a link that leads"}.items():
         with pytest.raises(WeightsError, match=f"{name}.pth {message}"):
             read_weights(tmp_path / f"{name}.pth")
     with pytest.raises(WeightsError, match="cannot be read"):
@@ -270,7 +270,7 @@ def test_quantised_weights_are_refused(tmp_path):
     """Without their scales, which are separate tensors, the numbers would be another model."""
     model = tiny()
     weights = {name: (10 * value).to(torch.int8) for name, value in model.state_dict().items()}
-    with pytest.raises(WeightsError, match=r"are no floating-point numbers \(cls_token int8"):
+    with pytest.raises(WeightsError, match=r"are not floating-point numbers \(cls_token int8"):
         load_weights(model, weights)
 
 
@@ -314,8 +314,8 @@ def test_sharded_weights_are_read_and_checked(tmp_path):
     with pytest.raises(WeightsError, match=r"outside of its folder"):
         read_weights(tmp_path)
     write(places | {"head.bias": "model-3-of-3.safetensors"})
-    with pytest.raises(WeightsError, match=r"model-3-of-3.safetensors are not there"):
+    with pytest.raises(WeightsError, match=r"model-3-of-3.safetensors are missing"):
         read_weights(tmp_path)
     index.write_text("{}")
-    with pytest.raises(WeightsError, match="no index of weights in parts"):
+    with pytest.raises(WeightsError, match="not an index of weights in parts"):
         read_weights(tmp_path)

@@ -223,7 +223,7 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
         notes = load_weights(model, loaded.weights, reset_head=True)
         assert notes == [
             "the head is new: the source has none",
-            "fc_norm is new, too: dropped norm.weight, norm.bias",
+            "fc_norm is new: dropped norm.weight, norm.bias",
         ]
         assert torch.equal(
             model.state_dict()["blocks.1.attn.qkv.weight"],

@@ -157,7 +157,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
         (
             "vit_bas_patch16_224.pth",
             None,
-            r"which model it is: give --model NAME, a name of timm's\Z",
+            r"identifies the model: give --model NAME, a name of timm's\Z",
         ),
         (
             "deit3_base_patch16_224.pth",
@@ -175,7 +175,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
             "vgg99",
             "vgg99 is in neither the table of vit/weights/published_models.py nor timm 1",
         ),
-        ("model.npz", None, r"which model it is: give --model NAME, a name of timm's\Z"),
+        ("model.npz", None, r"identifies the model: give --model NAME, a name of timm's\Z"),
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
@@ -193,7 +193,7 @@ def test_unknown_names_are_reported_in_one_line_with_the_nearest(file, name, exp
     [
         (
             '{"architectures": ["BeitForImageClassification"], "model_type": "beit"}',
-            "'beit' of Hugging Face's transformers.*BeitForImageClassification.*timm's copy",
+            "'beit' model of Hugging Face's transformers.*BeitForImageClassification.*timm's copy",
         ),
         (
             '{"architectures": ["ViTForImageClassification"], "model_type": "vit"}',
@@ -202,7 +202,7 @@ def test_unknown_names_are_reported_in_one_line_with_the_nearest(file, name, exp
         ('{"architecture": ', "cannot be read"),
         (
             '{"architecture": "vit_tiny_patch16_224", "model_args": {"act_layer": "silu"}}',
-            "made with act_layer, which this project cannot do",
+            "made with act_layer, which this project does not support",
         ),
         (
             '{"architecture": "resnet50", "pretrained_cfg": {"interpolation": "lanczos"}}',

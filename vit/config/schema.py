@@ -56,8 +56,8 @@ class EvalConfig(Section):
     """Evaluation on `data.val_split`, exact on any number of ranks."""
 
     every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Epochs between evaluations; this, `every_steps`, or neither for the end only. The end is
-    evaluated too, unless the run is shorter than that."""
+    """Epochs between evaluations; this, `every_steps`, or neither for the end only. A run also
+    evaluates at its end, unless it is shorter than one interval."""
     every_steps: Positive | None = None
     """Steps between evaluations."""
     batch_size: Positive = 64

@@ -312,8 +312,8 @@ class WorkerPool:
         with suppress(BlockingIOError):
             while os.read(self._parts.fileno(), _PART.size):
                 pass
-        os.set_blocking(self._parts.fileno(), True)  # new workers inherit this end and wait at it
-        # At the front and in the old order, because training waits for the first of these parts.
+        os.set_blocking(self._parts.fileno(), True)  # new workers inherit this end and block on it
+        # They go to the front in their old order: training waits for the first of these parts.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )

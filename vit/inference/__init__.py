@@ -1,7 +1,7 @@
-"""Classes of images that no data set contains: files, folders, tars, lists of names.
+"""Predict the classes of images from files, folders, tars and lists of names.
 
-names             vit/inference/inputs.py     what is named becomes places of encoded images
+names             vit/inference/inputs.py     arguments become places of encoded images
   -> batches      vit/inference/batches.py    decoded by worker processes, as for evaluation
   -> predictions  vit/inference/predict.py    the likeliest classes of each image
-  -> table, CSV   vit/inference/output.py     for people and for programs, in the inputs' order
+  -> table, CSV   vit/inference/output.py     for users and for programs, in the inputs' order
 """

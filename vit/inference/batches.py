@@ -1,11 +1,12 @@
-"""Batches of the images at places, in their order, decoded as evaluation decodes them.
+"""Batches of the images at given places, in order, decoded in the same way as for evaluation.
 
-What cannot be read or decoded has weight 0 and its reason in `bad_keys`; the others are not
-affected.
+An image that cannot be read or decoded has weight 0, and the reason is in `bad_keys`. The other
+images are not affected.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,7 +21,7 @@ from vit.system.stages import Stage
 
 
 class PlaceBatches(Batches):
-    """All `places` once; rows behind the last one have weight 0."""
+    """Batches with each of `places` once; rows after the last place have weight 0."""
 
     def __init__(
         self, places: Sequence[Place], image_format: ImageFormat, view: EvalConfig, batch_size: int
@@ -31,17 +32,17 @@ class PlaceBatches(Batches):
         self.layout = BatchLayout(batch_size, image_format, 0)
 
     def __len__(self) -> int:
-        return -(-len(self.places) // self.layout.num_rows)
+        return math.ceil(len(self.places) / self.layout.num_rows)
 
     def num_filled(self, position: int) -> int:
-        """Return how many rows of the batch at `position` have a place; they come first."""
+        """Return the number of rows of the batch at `position` with a place; these are first."""
         start = position * self.layout.num_rows
         return min(len(self.places) - start, self.layout.num_rows)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all of `rows`.
+        """Fill `rows` with the rows from `first` on of the batch at `position`.
 
-        Returns the reason of each row with a place that could not be decoded, in the rows' order.
+        Returns the reason for each image that could not be read or decoded, in the rows' order.
         """
         ids = position * self.layout.num_rows + first + np.arange(len(rows.labels))
         weights = np.zeros(len(ids), np.float32)
@@ -61,12 +62,12 @@ class PlaceBatches(Batches):
                     continue
                 except ValueError as error:
                     reasons.append(str(error))
-            # Slots are used again: the row would show an image of an older batch.
+            # Slots are reused, so without this the row would show an image of an older batch.
             view[:] = 0
         stages.current.enter(Stage.DRAW)
         write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)
         return tuple(reasons)
 
     def where(self, sample: int) -> str:
-        """Name the image `sample`."""
+        """Return the name of the image `sample`, for messages."""
         return self.places[sample].name

@@ -1,9 +1,9 @@
-"""What to predict: files, folders, tars and lists of names become places of encoded images.
+"""Find the images to predict: files, folders, tars and lists of names become places.
 
-Folders are listed with all below them, sorted; of their files those count that have the suffix of
-an image, or without one its first bytes, and tars. A tar is not unpacked: its members are places in
-it. What was named on the command line must be there; what a list names is found out when it is
-read, since a list of a million names may be older than the files.
+Folders are searched recursively, in sorted order. Their images and tars are used. A file is an
+image by its suffix or, without a suffix, by its first bytes. A tar is not unpacked: its places are
+offsets in the tar. Arguments on the command line must exist. Names in a list are not checked until
+the image is read, because a list of a million names may be out of date.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from vit.data.decode.image_files import (
 from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
-"""The word for a list of names on stdin."""
+"""The argument that stands for a list of names on stdin."""
 
 
 class Place(NamedTuple):
-    """Where the bytes of an image are: a file, or `size` bytes at `offset` of a tar."""
+    """The location of an encoded image: a file, or `size` bytes at `offset` of a tar."""
 
     path: str
     member: str = ""
     offset: int = 0
     size: int = -1
     problem: str = ""
-    """Why there is nothing to read: a folder that cannot be listed, a damaged tar."""
+    """The reason why the place has no image: a folder that cannot be listed, or a damaged tar."""
 
     @property
     def name(self) -> str:
-        """How people are told which image it is."""
+        """Return the name of the image for tables and messages."""
         return f"{self.path}/{self.member}" if self.member else self.path
 
     def read(self) -> bytes:
-        """Return the encoded image. Raises ValueError with the reason, without the name."""
+        """Return the encoded image. Raises ValueError with a reason that omits the name."""
         if self.problem:
             raise ValueError(self.problem)
         try:
@@ -63,51 +63,51 @@ class Place(NamedTuple):
 
 @dataclass
 class Inputs:
-    """Images to predict, in the order in which they were named."""
+    """The images to predict, in the order of the arguments."""
 
     places: list[Place] = field(default_factory=list)
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Files in folders and tars that are no images, by suffix."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Numbers of files in folders and tars that are not images, by suffix."""
 
     def summary(self) -> str:
-        """Return a line about what was left out, or ""."""
-        if not self.left_out:
+        """Return a line about the skipped files, or "" if no file was skipped."""
+        if not self.skipped:
             return ""
-        kinds = sorted(self.left_out.items(), key=lambda item: (-item[1], item[0]))
-        listed = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:5])
+        kinds = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
+        counts = ", ".join(f"{count:,} {suffix}" for suffix, count in kinds[:5])
         more = f" and {len(kinds) - 5} more kinds" if len(kinds) > 5 else ""
         photos = next((suffix.lower() for suffix, _ in kinds if suffix.lower() in NOT_READ), "")
         remedy = f"; {how_to_convert(photos)}" if photos else ""
-        total = self.left_out.total()
-        return f"{total:,} other file{'s' if total > 1 else ''} left out: {listed}{more}{remedy}"
+        total = self.skipped.total()
+        return f"{total:,} other file{'s' if total > 1 else ''} skipped: {counts}{more}{remedy}"
 
 
-def find_inputs(words: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
-    """Find the images that `words` name: files, folders, tars, and "-" for names on `stdin`.
+def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
+    """Find the images of `arguments`: files, folders, tars, and "-" for names on `stdin`.
 
-    Names on stdin are lines, or end with a zero byte each (`find -print0`).
+    Names on stdin are separated by newlines or by zero bytes (`find -print0`).
 
     Raises:
-        ValueError: all that is not there or cannot be listed, folders and tars without images, and
-            nothing named at all.
+        ValueError: arguments do not exist, cannot be listed, or are folders or tars without images
+            (the message lists all of them), or `arguments` name no image.
     """
     inputs = Inputs()
     problems = []
-    for word in words:
+    for argument in arguments:
         before = len(inputs.places)
         try:
-            if word == FROM_STDIN and stdin is not None:
+            if argument == FROM_STDIN and stdin is not None:
                 for name in _listed_names(stdin):
                     _add(name, inputs, is_named=False)
-            elif not os.path.lexists(word):
-                raise ValueError(f"{word}: no such file or folder")
+            elif not os.path.lexists(argument):
+                raise ValueError(f"{argument}: no such file or folder")
             else:
-                _add(word, inputs)
+                _add(argument, inputs)
                 if len(inputs.places) == before:
-                    kind = "folder" if os.path.isdir(word) else "tar"
-                    raise ValueError(f"{word}: a {kind} without images ({_known()})")
+                    kind = "folder" if os.path.isdir(argument) else "tar"
+                    raise ValueError(f"{argument}: a {kind} without images ({_suffixes()})")
         except OSError as error:
-            problems.append(f"{error.filename or word}: cannot be read ({error.strerror})")
+            problems.append(f"{error.filename or argument}: cannot be read ({error.strerror})")
         except ValueError as error:
             problems.append(str(error))
     if problems:
@@ -120,7 +120,7 @@ def find_inputs(words: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
     return inputs
 
 
-def _known() -> str:
+def _suffixes() -> str:
     return " ".join(EXTENSIONS)
 
 
@@ -134,11 +134,11 @@ def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
 
 
 def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
-    """Append all images of a file, folder or tar; of a file that is neither, the file itself.
+    """Append all images of a folder or tar; any other file is appended as an image.
 
-    A folder that cannot be listed, or a damaged tar, is an error if the user named it. Below what
-    was named, or in a list, it is one place with a problem: it keeps nothing else from being
-    predicted.
+    A folder that cannot be listed or a damaged tar raises an error if the user named it
+    (`is_named`). Inside a named folder or in a list, it becomes one place with a problem, so that
+    the other images are still predicted.
     """
     try:
         if os.path.isdir(path):
@@ -157,40 +157,40 @@ def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
 
 
 def _add_folder(folder: str, inputs: Inputs) -> None:
-    waiting = [(folder, frozenset[str]())]
-    while waiting:
-        here, above = waiting.pop()
-        place = os.path.realpath(here)
-        if place in above:  # a link back to a folder above it
+    pending = [(folder, frozenset[str]())]
+    while pending:
+        current, parents = pending.pop()
+        real_path = os.path.realpath(current)
+        if real_path in parents:  # a symbolic link to a parent folder, which would never end
             continue
         try:
-            with os.scandir(here) as entries:
+            with os.scandir(current) as entries:
                 visible = sorted(
                     (entry.name, _is_folder(entry))
                     for entry in entries
                     if not entry.name.startswith(".") and entry.name != "__MACOSX"
                 )
         except OSError as error:
-            if here == folder:
+            if current == folder:
                 raise
-            inputs.places.append(Place(here, problem=f"cannot be read ({error.strerror})"))
+            inputs.places.append(Place(current, problem=f"cannot be read ({error.strerror})"))
             continue
-        has_shards = ("_info.json", False) in visible  # and a picture of what is in them
-        below = [os.path.join(here, name) for name, is_folder in visible if is_folder]
-        for path in (os.path.join(here, name) for name, is_folder in visible if not is_folder):
+        has_shards = ("_info.json", False) in visible  # a shard folder also has a preview picture
+        below = [os.path.join(current, name) for name, is_folder in visible if is_folder]
+        for path in (os.path.join(current, name) for name, is_folder in visible if not is_folder):
             if is_image(path) and not has_shards:
                 inputs.places.append(Place(path))
             elif path.lower().endswith(".tar"):
                 _add(path, inputs, is_named=False)
             else:
-                inputs.left_out[os.path.splitext(path)[1] or "without a suffix"] += 1
-        waiting += [(path, above | {place}) for path in reversed(below)]
+                inputs.skipped[os.path.splitext(path)[1] or "without a suffix"] += 1
+        pending += [(path, parents | {real_path}) for path in reversed(below)]
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
     try:
         return entry.is_dir()
-    except OSError:  # a link to itself
+    except OSError:  # a symbolic link to itself
         return False
 
 
@@ -204,7 +204,7 @@ def _add_tar(path: str, inputs: Inputs) -> None:
                 inputs.places.append(Place(path, member.name, member.offset, member.size))
             else:
                 suffix = os.path.splitext(member.name)[1]
-                inputs.left_out[suffix or "without a suffix"] += 1
+                inputs.skipped[suffix or "without a suffix"] += 1
     except TarDamaged as error:
         raise ValueError(f"{path}: {error}; copy it again") from None
     finally:

@@ -1,4 +1,4 @@
-"""Predictions for programs, as a CSV that is complete or absent; and for people, as tables.
+"""Write predictions as a CSV file, which is complete or absent, and as tables for the terminal.
 
 file,problem,class_1,probability_1,class_2,probability_2
 cats/1.jpg,,cat,0.981244,dog,0.012345
@@ -27,22 +27,22 @@ from vit.system.files import replacing, told
 from vit.system.redact import UNPRINTED
 
 BAR_CELLS = 20
-"""Width of a probability of 1 in the table."""
+"""Width of the bar for a probability of 1, in characters."""
 
 
 @contextmanager
 def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
-    """Open a CSV with `num_classes` classes per image; yield what `write_rows` takes.
+    """Open a CSV with `num_classes` classes per image; yield the writer that `write_rows` takes.
 
-    It has its name when the block ends: of a command that was killed nothing is left that looks
-    complete. Raises ValueError if it cannot be written.
+    The file gets its name when the block ends, so a killed command leaves no file that looks
+    complete. Raises ValueError if the file cannot be written.
     """
     with told(path, "--csv "), replacing(path) as file:
-        # Names that are not UTF-8 go out as the bytes that they are.
+        # File names may not be valid UTF-8. They are written as their original bytes.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         writer = csv.writer(text, lineterminator="\n")
         ranks = range(1, num_classes + 1)
-        columns = [f"{what}_{rank}" for rank in ranks for what in ("class", "probability")]
+        columns = [f"{kind}_{rank}" for rank in ranks for kind in ("class", "probability")]
         writer.writerow(["file", "problem", *columns])
         yield writer
         text.flush()
@@ -50,25 +50,25 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
 
 
 def write_rows(
-    writer: Any, found: Predictions, places: Sequence[Place], class_names: Sequence[str]
+    writer: Any, predictions: Predictions, places: Sequence[Place], class_names: Sequence[str]
 ) -> None:
-    """Write a line for each image of `found`."""
-    labels = found.labels.tolist()
-    probabilities = found.probabilities.tolist()
-    num_columns = 2 * found.labels.shape[1]
-    for row, number in enumerate(range(found.first, found.first + len(labels))):
+    """Write a line for each image of `predictions`."""
+    labels = predictions.labels.tolist()
+    probabilities = predictions.probabilities.tolist()
+    num_columns = 2 * predictions.labels.shape[1]
+    for row, number in enumerate(range(predictions.first, predictions.first + len(labels))):
         cells: list[str] = []
-        if number not in found.problems:
+        if number not in predictions.problems:
             for label, probability in zip(labels[row], probabilities[row], strict=True):
                 cells += [class_names[label], f"{probability:.6f}"]
         cells += [""] * (num_columns - len(cells))
-        writer.writerow([places[number].name, found.problems.get(number, ""), *cells])
+        writer.writerow([places[number].name, predictions.problems.get(number, ""), *cells])
 
 
 def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Table:
     """Return a table of images, each with its classes and their probabilities.
 
-    rows: name of the file, and its classes, the likeliest first.
+    rows: for each image its file name and its classes, the most likely class first.
     """
     table = Table("image", "class", "%", "", box=None, pad_edge=False)
     table.columns[0].overflow = "fold"
@@ -88,19 +88,19 @@ def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Tabl
 
 @dataclass
 class Summary:
-    """What predictions have in common, and the first of them, one batch after the other."""
+    """Totals over all predictions, and the first predictions as examples; filled batch by batch."""
 
     places: Sequence[Place]
     class_names: Sequence[str]
     num_examples: int
-    """How many of the first places to keep."""
+    """The number of places, from the first on, that become examples."""
     examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
-    """Name of the file and its classes, of those that could be read."""
+    """File name and classes of each example that could be read."""
     pixels: list[Tensor] = field(default_factory=list)
-    """(C, H, W) uint8 of each example, if they came along."""
+    """(C, H, W) uint8 of each example, if the predictions contain pixels."""
     num_done: int = 0
     num_problems: int = 0
-    """Counted by the caller, who names them."""
+    """The number of unreadable images; the caller counts and reports them."""
     _images: Tensor = field(init=False)
     _probabilities: Tensor = field(init=False)
 
@@ -108,26 +108,26 @@ class Summary:
         self._images = torch.zeros(len(self.class_names), dtype=torch.int64)
         self._probabilities = torch.zeros(len(self.class_names), dtype=torch.float64)
 
-    def add(self, found: Predictions) -> None:
+    def add(self, predictions: Predictions) -> None:
         """Add a batch."""
-        numbers = range(found.first, found.first + len(found.labels))
-        good = [row for row, number in enumerate(numbers) if number not in found.problems]
-        likeliest = found.labels[good, 0]
+        numbers = range(predictions.first, predictions.first + len(predictions.labels))
+        good = [row for row, number in enumerate(numbers) if number not in predictions.problems]
+        likeliest = predictions.labels[good, 0]
         self._images += torch.bincount(likeliest, minlength=len(self.class_names))
-        self._probabilities.index_add_(0, likeliest, found.probabilities[good, 0].double())
+        self._probabilities.index_add_(0, likeliest, predictions.probabilities[good, 0].double())
         self.num_done += len(numbers)
         for row in good:
             if numbers[row] >= self.num_examples:
                 break
-            labels = found.labels[row].tolist()
+            labels = predictions.labels[row].tolist()
             names = [self.class_names[label] for label in labels]
-            classes = list(zip(names, found.probabilities[row].tolist(), strict=True))
+            classes = list(zip(names, predictions.probabilities[row].tolist(), strict=True))
             self.examples.append((self.places[numbers[row]].name, classes))
-            if found.pixels is not None:
-                self.pixels.append(found.pixels[row])
+            if predictions.pixels is not None:
+                self.pixels.append(predictions.pixels[row])
 
     def class_table(self, num_rows: int = 20) -> Table:
-        """Return a table of the classes that are the likeliest of most images."""
+        """Return a table of the classes that are predicted most often (first choice only)."""
         table = Table("class", "images", "share", "mean probability", box=None, pad_edge=False)
         for column in table.columns[1:]:
             column.justify = "right"
@@ -139,15 +139,15 @@ class Summary:
             mean = float(self._probabilities[label]) / number
             shares = f"{100 * number / total:.1f} %", f"{100 * mean:.1f} %"
             table.add_row(Text(self.class_names[label]), f"{number:,}", *shares)
-        if others := present[num_rows:]:
-            number = int(self._images[others].sum())
+        if hidden := present[num_rows:]:
+            number = int(self._images[hidden].sum())
             share = f"{100 * number / total:.1f} %"
-            table.add_row(f"{len(others):,} more classes", f"{number:,}", share, "")
+            table.add_row(f"{len(hidden):,} more classes", f"{number:,}", share, "")
         return table
 
 
 def printable(name: str) -> str:
-    """Return a name of a file on one line, without what a terminal cannot show or would obey."""
+    """Return a file name on one line, with control and unprintable characters escaped."""
     return "".join(
         letter.encode("unicode_escape").decode()
         if unicodedata.category(letter) in UNPRINTED

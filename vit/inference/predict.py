@@ -1,7 +1,8 @@
-"""Places of images in, the likeliest classes of each out, in their order.
+"""Predict the most likely classes of images, in the order of their places.
 
-Worker processes decode into shared memory (`vit.data.loader`) while the model computes. On a GPU a
-batch is read back after the next one was queued, so that neither waits for the other.
+Worker processes decode into shared memory (`vit.data.loader`) while the model computes. On a GPU,
+the results of a batch are read after the next batch is queued, so that neither the host nor the GPU
+waits.
 """
 
 from __future__ import annotations
@@ -19,24 +20,24 @@ from vit.inference.predictor import Trained
 from vit.system.host import num_cores
 
 CPU_BATCH = 32
-"""Images in a forward pass on a CPU, at most: more gain nothing, and delay the first result."""
+"""Largest batch on a CPU. Larger batches are not faster, and delay the first result."""
 FEW_IMAGES = 64
-"""Fewer are decoded by the process itself: workers take longer to start."""
+"""Up to this many images are decoded in the main process, because workers take longer to start."""
 
 
 class Predictions(NamedTuple):
-    """What was predicted for consecutive places, B of them."""
+    """The predictions for B consecutive places."""
 
     first: int
     """Number of the first place."""
     labels: Tensor
-    """(B, k) int64 on the CPU: the likeliest classes, first the likeliest."""
+    """(B, k) int64 on the CPU: the most likely classes in decreasing order of probability."""
     probabilities: Tensor
     """(B, k) float32 on the CPU, in [0, 1]."""
     problems: dict[int, str]
-    """Number of the place -> why it could not be read. Its labels mean nothing."""
+    """Reason for each unreadable image, by the number of its place. Its labels are meaningless."""
     pixels: Tensor | None
-    """(B, C, H, W) uint8 of the images as the model saw them, if they were asked for."""
+    """(B, C, H, W) uint8: the model's input images before normalisation, if requested."""
 
 
 def predict(
@@ -51,14 +52,14 @@ def predict(
     """Yield predictions of all `places`, batch by batch, in their order.
 
     Args:
-        top: classes of each image; fewer if the model has fewer.
+        top: number of classes per image; fewer if the model has fewer.
         batch_size: images in a forward pass; None: the run's `eval.batch_size`, on a CPU at most
             `CPU_BATCH`.
-        num_workers: processes that decode; None: as many as there are cores, or none for a few.
-        num_pixels: of so many first places the pixels come along.
+        num_workers: processes that decode; None: one per core, or 0 for up to `FEW_IMAGES`.
+        num_pixels: number of places, from the first on, whose pixels are returned.
 
     Raises:
-        WorkerError: a worker has died or hangs.
+        WorkerError: a worker died or hangs.
     """
     if batch_size is None:
         batch_size = trained.config.eval.batch_size
@@ -73,23 +74,26 @@ def predict(
         min(batch_size, len(places)),
     )
     loader = Loader(batches, 0, len(batches), num_workers=num_workers, device=trained.device)
-    waiting: Predictions | None = None
+    unread: Predictions | None = None
     with loader:
         for position, batch in enumerate(loader):
-            queued = _queue(trained, batch, position, batches, top, num_pixels)
-            if waiting is not None:
-                yield _read(waiting)
-            waiting = queued
-    if waiting is not None:
-        yield _read(waiting)
+            first = position * batches.layout.num_rows
+            filled = batches.num_filled(position)
+            queued = _queue(trained, batch, first, filled, top=top, num_pixels=num_pixels)
+            if unread is not None:
+                yield _read(unread)
+            unread = queued
+    if unread is not None:
+        yield _read(unread)
 
 
 def _queue(
-    trained: Trained, batch: Batch, position: int, batches: PlaceBatches, top: int, num_pixels: int
+    trained: Trained, batch: Batch, first: int, filled: int, *, top: int, num_pixels: int
 ) -> Predictions:
-    """Queue the forward pass of a batch; its results are still on the device."""
-    filled = batches.num_filled(position)
-    first = position * batches.layout.num_rows
+    """Queue the forward pass of a batch; return its results, which are still on the device.
+
+    first: number of the batch's first place. filled: number of rows that have a place.
+    """
     images = batch.images[:filled]
     probabilities = trained(trained.preprocess.normalize(images)).float().softmax(1)
     values, labels = probabilities.topk(min(top, probabilities.shape[1]))
@@ -102,7 +106,7 @@ def _queue(
 
 
 def _read(queued: Predictions) -> Predictions:
-    """Wait for what was queued, and return it on the CPU."""
+    """Wait for `queued`, and return it on the CPU."""
     pixels = None if queued.pixels is None else queued.pixels.cpu()
     return queued._replace(
         labels=queued.labels.cpu(), probabilities=queued.probabilities.cpu(), pixels=pixels

@@ -1,14 +1,14 @@
-"""A trained model, ready to use: weights, the evaluation's view of an image, names of classes.
+"""Load a trained model with its preprocessing and class names, ready to classify images.
 
     trained = load("runs/demo")                              also vit.load
     trained.classify("photo.jpg")                            names and probabilities
     logits = trained(trained.preprocess("a.jpg", "b.png"))   (2, classes)
     tokens = trained.model.forward_features(trained.preprocess("a.jpg"))
 
-1. A path leads to weights and to the settings of the run that made them    read_weights
-2. The settings give model and preprocessing                                load
-3. Bytes of an image become the view that evaluation has of it              Preprocess.pixels
-4. Views become inputs, by the same function as in evaluation               Preprocess.normalize
+1. Read the weights and the settings of the run that made them              read_weights
+2. Create model and preprocessing from the settings                         load
+3. Decode, resize and crop an image as evaluation does                      Preprocess.pixels
+4. Normalise the pixels by the same function as in evaluation               Preprocess.normalize
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ Image = str | os.PathLike[str] | bytes
 
 @dataclass(frozen=True)
 class Preprocess:
-    """Encoded images to inputs of a model, exactly as `launch/eval.py` makes them.
+    """The conversion of encoded images to inputs of a model, exactly as in `launch/eval.py`.
 
-    Decoding is that of `vit.data.decode.images`, for all formats and colours.
+    It uses `vit.data.decode.images`, which decodes all supported formats and colours.
     """
 
     image_format: ImageFormat
     view: EvalConfig
-    """Which part of an image is shown, and what resizes it."""
+    """The settings for resizing and cropping an image."""
     augment: Augment
-    """Only its `normalize` is used."""
+    """The object whose `normalize` is used; its augmentations are not."""
 
     def __call__(self, *images: Image) -> Tensor:
         """Return `images` as (B, C, H, W) float32 on the model's device, channels last, normalised.
 
-        Raises ValueError for one that cannot be read or decoded.
+        Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # The loader's memory layout: with another one, kernels may add in another order.
+        # Use the loader's memory layout, because with another one kernels may sum in another order.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
-        """Return the evaluation's view of `image`: (C, H, W) uint8 on the host, channels last.
+        """Return `image` decoded, resized and cropped: (C, H, W) uint8 on the host, channels last.
 
         Raises ValueError if it cannot be read or decoded.
         """
@@ -84,36 +84,36 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Trained:
-    """What `load` returns; `trained(inputs)` computes logits as `launch/eval.py` does."""
+    """A model that `load` returned; `trained(inputs)` computes logits as `launch/eval.py` does."""
 
     model: nn.Module
-    """In evaluation mode, with its weights, on `device`."""
+    """The model with its weights, in evaluation mode, on `device`."""
     preprocess: Preprocess
     class_names: tuple[str, ...]
-    """A name for each output; "class 7" where none is known."""
+    """A name for each output; "class 7" if the name is unknown."""
     config: Config
-    """The settings of the run; of weights from elsewhere those that evaluate them."""
+    """The settings of the run; for another program's weights, the settings that evaluate them."""
     weights: LoadedWeights
-    """Where they come from: path, step, whether they are averages. Without the tensors."""
+    """The source of the weights: path, step, whether they are averaged. Without the tensors."""
     notes: tuple[str, ...] = ()
-    """One sentence for each choice in reading the weights, and for each change to fit them."""
+    """One sentence per choice in reading the weights, and per change to fit them to the model."""
 
     @property
     def device(self) -> torch.device:
-        """Where the model is."""
+        """Return the device of the model."""
         return self.preprocess.augment.scale.device
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, C, H, W) float32, normalised -> logits: (B, classes).
+        """Compute logits (B, classes) from normalised inputs (B, C, H, W) float32.
 
-        Without gradients, in the run's precision (`train.precision`).
+        Gradients are off, and the precision is the run's (`train.precision`).
         """
         with autocast(self.config.train.precision, self.device):
             return self.model(inputs.to(self.device, non_blocking=True))
 
     def classify(self, image: Image, top: int = 5) -> list[tuple[str, float]]:
-        """Return the `top` likeliest classes of one image, with probabilities in [0, 1].
+        """Return the `top` most likely classes of one image, with probabilities in [0, 1].
 
         Raises ValueError if the image cannot be read or decoded.
         """
@@ -126,10 +126,10 @@ class Trained:
 
     def __repr__(self) -> str:
         height, width = self.preprocess.image_format.size
-        which = f", {self.weights.which()}" if self.weights.which() else ""
+        step = f", {self.weights.which()}" if self.weights.which() else ""
         return (
             f"Trained({self.config.model.name} at {width} x {height}, {len(self.class_names)}"
-            f" classes, {self.weights.path}{which}, on {self.device})"
+            f" classes, {self.weights.path}{step}, on {self.device})"
         )
 
 
@@ -144,26 +144,26 @@ def load(
     """Load a trained model, ready to use.
 
     Args:
-        path: a run folder (its last weights, averaged if there are such), a checkpoint folder, a
-            file of weights, a folder of Hugging Face's with `config.json`, or a name of its hub
-            that is fetched, as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
-        name: timm's name of weights that were trained elsewhere, if path and folder do not say it.
-        settings: that override those of the run, as in `{"model.image_size": 384}`: positions are
-            resampled to another size; `{"train.precision": "fp32"}`.
-        class_names: of the outputs; by default those that the weights carry.
+        path: a run folder (its last weights, averaged if the run has an average), a checkpoint
+            folder, a weights file, a Hugging Face folder with `config.json`, or a name of the hub
+            to fetch, such as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
+        name: timm's name of another program's weights, if file and folder do not identify it.
+        settings: settings that override those of the run, such as `{"train.precision": "fp32"}`.
+            The positions are resampled if `model.image_size` changes.
+        class_names: names of the outputs; by default those stored with the weights.
 
     Raises:
-        ValueError: no weights there, damaged ones, weights of an unknown model, with what is
-            expected.
+        ValueError: the weights do not exist, are damaged, or belong to an unknown model. The
+            message states what is expected.
     """
     loaded = read_weights(path)
     if name and loaded.config is not None:
         raise ValueError(
             f"name {name}: {loaded.path} comes from this project and contains its model's name:"
-            " leave the name out"
+            " omit the name"
         )
     if loaded.config is None:
-        # Nothing is evaluated here, so no data are named.
+        # The config needs a data root, but no data are read.
         loaded, _ = with_published_config(loaded, name, data_root=".")
     config = config_io.from_dict(loaded.config or {}, str(loaded.path))
     config = config_io.with_settings(config, settings or {})

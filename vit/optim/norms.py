@@ -119,8 +119,8 @@ def _layer_names(model: nn.Module) -> dict[str, str]:
         numbers = layer_numbers(model, "beit" if has_blocks else "timm")
     except ValueError:
         raise ValueError(
-            f"log.norms_every_steps: {type(model).__name__} does not say which layers it has:"
-            " remove it"
+            f"log.norms_every_steps: {type(model).__name__} does not list its layers: remove"
+            " the setting"
         ) from None
     last = max(numbers.values())
     ends = {0: "embed", last: "head"} if has_blocks else {}

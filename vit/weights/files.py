@@ -1,13 +1,14 @@
-"""Weights in: read anybody's file, and fit it to a model. `vit.weights.save` writes them.
+"""Read weights of this project or another program, and fit them to a model.
 
 1. A run's folder, a checkpoint or a file leads to the file that is read; a
    name of the Hugging Face hub is fetched first (vit/weights/hub.py)         find_weights
 2. The file is opened without running any code in it (vit/weights/formats.py),
-   and its names become ours (vit/weights/layouts.py)                         read_weights
+   and its names become this project's names (vit/weights/layouts.py)         read_weights
 3. Positions are resampled to the model's grid, the head is dropped on demand load_weights
 4. Everything else must fit exactly: a missing or unknown key is an error     load_weights
 
-`read_weights` adds what a run recorded about them. What a user can mend is a `WeightsError`.
+`read_weights` adds what a run recorded about its weights. An error that a user can fix is a
+`WeightsError`. `vit.weights.save` writes weights.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
-"""Of files that may be the weights of a folder; what a file is, its content says."""
+"""Suffixes searched for in a folder. The format is detected from the content."""
 
 
 def load_weights(
@@ -58,25 +59,25 @@ def load_weights(
 ) -> list[str]:
     """Copy weights into a model that is not wrapped or compiled yet.
 
-    Positions are resampled to the model's grid. A source without positions for its prefix tokens
-    (DeiT III) gets zeros there, which computes the same; a model without them (`no_embed_class`)
-    gets the source's as part of the tokens, which does so, too. DeiT III's own names of LayerScale
-    become timm's. Values are cast to the model's dtype; `state_dict` does not change.
+    Positions are resampled to the model's grid. If the source has no positions for its prefix
+    tokens (DeiT III), zeros are used. If only the source has them (the model has `no_embed_class`),
+    they are added to the tokens. Neither changes what the network computes. DeiT III's own names of
+    LayerScale become timm's. Values are cast to the model's dtype; `state_dict` does not change.
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
-        reset_head: keep the model's own head and pre-logits layer (our head starts at zero).
+        reset_head: keep the model's initial head and pre-logits layer (the head starts at zero).
 
     Returns:
-        A sentence for each adaptation.
+        One sentence per adaptation.
 
     Raises:
-        WeightsError: all that is missing, left over or of a different shape; the model is
-            unchanged.
+        WeightsError: lists all names that are missing, unknown or of a different shape; the model
+            is unchanged.
     """
     target = model.state_dict()
     notes = list[str]()
-    # Only names that the model does not have: BEiT's and CaiT's layers are called gamma_1, too.
+    # Rename only what the model lacks, because BEiT and CaiT have parameters named gamma_1.
     source = {
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
@@ -87,13 +88,13 @@ def load_weights(
         source = {name: value for name, value in source.items() if name not in dropped}
         outcome = f"dropped {few(dropped)}" if dropped else "the source has none"
         notes.append(f"the head is new: {outcome}")
-        # Pre-training by MAE normalises all tokens. Its fine-tuning pools first, and then has a new
-        # norm (facebookresearch/mae:models_vit.py), which belongs to the head.
+        # MAE's pre-training normalises all tokens. Its fine-tuning pools first and then applies a
+        # new norm, which belongs to the head (facebookresearch/mae:models_vit.py).
         if not any(name.startswith("fc_norm.") for name in source) and "fc_norm.weight" in target:
             head = (*head, "fc_norm.")
             dropped = [name for name in source if name.startswith("norm.")]
             source = {name: value for name, value in source.items() if name not in dropped}
-            notes.append(f"fc_norm is new, too: dropped {few(dropped) if dropped else 'nothing'}")
+            notes.append(f"fc_norm is new: dropped {few(dropped) if dropped else 'nothing'}")
     if "pos_embed" in source and "pos_embed" in target:
         notes += fold_prefix_positions(source, target, grid_size(model), grid)
         source["pos_embed"], posemb_notes = fit_posemb(
@@ -115,7 +116,7 @@ def load_weights(
 def _differences(
     source: Mapping[str, Tensor], target: Mapping[str, Tensor], head: tuple[str, ...]
 ) -> list[str]:
-    """What keeps `source` from being `target`; `head`: how names of the head's weights begin."""
+    """List the differences between `source` and `target`; `head`: name prefixes of the head."""
     missing = [name for name in target if name not in source]
     unexpected = [name for name in source if name not in target]
     shapes = {
@@ -126,22 +127,28 @@ def _differences(
     problems = []
     if any(name.startswith(head) for name in (*missing, *unexpected, *shapes)):
         reason = "the head is different"
-        for name, (given, wanted) in shapes.items():
-            if name.startswith(head) and given[1:] == wanted[1:]:
-                reason = f"the source has {given[0]} classes, the model {wanted[0]}"
+        for name, (shape, target_shape) in shapes.items():
+            if name.startswith(head) and shape[1:] == target_shape[1:]:
+                reason = f"the source has {shape[0]} classes, the model {target_shape[0]}"
         problems.append(f"{reason}: for a new head set init.reset_head=true")
     if missing:
         problems.append(f"{len(missing)} missing from the source: {few(missing)}")
     if unexpected:
         problems.append(f"{len(unexpected)} unknown to the model: {few(unexpected)}")
     if shapes:
-        texts = [f"{name} {given}, expected {wanted}" for name, (given, wanted) in shapes.items()]
+        texts = [
+            f"{name} {shape}, expected {target_shape}"
+            for name, (shape, target_shape) in shapes.items()
+        ]
         problems.append(f"{len(shapes)} of a different shape: {few(texts)}")
     return problems
 
 
 def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:
-    """Whole numbers where the model has fractions: quantised, with scales that no one applies."""
+    """List integer weights for which the model has floating-point ones.
+
+    Such weights are quantised, and their scales would not be applied.
+    """
     kinds = {
         name: str(source[name].dtype).removeprefix("torch.")
         for name, value in target.items()
@@ -150,11 +157,11 @@ def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list
     if not kinds:
         return []
     texts = [f"{name} {kind}" for name, kind in kinds.items()]
-    return [f"{len(kinds)} are no floating-point numbers ({few(texts)}): save them as such"]
+    return [f"{len(kinds)} are not floating-point numbers ({few(texts)}): convert them"]
 
 
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
-    """sha256 of names, shapes and values."""
+    """Return the sha256 of all names, shapes, types and values."""
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -166,36 +173,39 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """What a run left behind, or a bare state dict of another program (`config` is then None)."""
+    """Weights with the facts that a run recorded about them.
+
+    The facts are None for a bare state dict of another program.
+    """
 
     path: Path
     weights: dict[str, Tensor]
     averaged: bool = False
-    """Whether these are the averaged weights (EMA)."""
+    """Whether the weights are the averaged ones (EMA)."""
     config: dict[str, Any] | None = None
     num_classes: int | None = None
     grid_size: tuple[int, int] | None = None
     step: int | None = None
     class_names: list[str] | None = None
-    """Name of each class it was trained on; [] if those had none, None for another program's."""
+    """Names of the training classes; [] if the data had none, None for other programs' weights."""
     layout: str = ""
-    """The program whose names the file has; "" for ours and timm's, which are the same."""
+    """The program whose parameter names the file has; "" for timm's, which this project uses."""
     arch: str = ""
-    """The model's name that another program keeps beside its weights, or ""."""
+    """The model name that another program stores with its weights, or ""."""
     notes: tuple[str, ...] = ()
-    """A sentence for each thing that was chosen or left away in reading."""
+    """One sentence per choice or omission made while reading."""
     source: dict[str, str] | None = None
-    """Repository, commit and licence of weights of the Hugging Face hub (vit/weights/hub.py)."""
+    """Repository, commit and licence if the weights are from the hub (vit/weights/hub.py)."""
 
     def which(self) -> str:
-        """Return "step 1,200, averaged weights" for people, or "" where no run says it."""
+        """Return "step 1,200, averaged weights", or "" for another program's weights."""
         kind = "averaged weights" if self.averaged else "weights not averaged"
         return "" if self.step is None else f"step {self.step:,}, {kind}"
 
     def report(self, adaptations: list[str]) -> list[str]:
-        """What was read and how it fitted: a summary, and what was dropped or resampled.
+        """Return a summary line, then one line per note and per adaptation.
 
-        adaptations: what `load_weights` returned, which has matched everything else.
+        adaptations: the return value of `load_weights`, which matched all other weights exactly.
         """
         values = sum(tensor.numel() for tensor in self.weights.values())
         types = sorted({str(t.dtype).removeprefix("torch.") for t in self.weights.values()})
@@ -206,11 +216,11 @@ class LoadedWeights:
 
 
 def find_weights(path: str | os.PathLike[str]) -> Path:
-    """The file, or the checkpoint folder, that `read_weights` reads for `path`.
+    """Return the file, or the checkpoint folder, that `read_weights` reads for `path`.
 
-    `path` is a file, a checkpoint folder, a folder of Hugging Face's, a run folder, or its URL. Of
-    a run it is what has come furthest: the last weights, averaged if there are such, or the newest
-    checkpoint. Raises WeightsError.
+    `path` is a file, a checkpoint folder, a Hugging Face folder, a run folder, or a run's URL. For
+    a run, the weights of the latest step are chosen: the last weights, averaged if the run has an
+    average, or the newest checkpoint. Raises WeightsError.
     """
     with readable(path):
         return _find(local_copy(path, only_weights=True))
@@ -222,7 +232,7 @@ def _find(path: Path) -> Path:
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
     candidates = [candidate for candidate in candidates if candidate.exists()]
     for folder in complete_checkpoints(path)[:1]:
-        # A run that was killed has written its checkpoints since its last evaluation, not these.
+        # A killed run may have saved checkpoints after the evaluation that wrote the last weights.
         is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
         candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
@@ -232,7 +242,7 @@ def _find(path: Path) -> Path:
             " were removed"
         )
     if not candidates:
-        # As `launch/export.py` writes Google's layout, and as timm takes folders.
+        # `launch/export.py` writes Google's layout to such a folder, and timm accepts one.
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
         if len(candidates) > 1:
             names = few(sorted(file.name for file in candidates))
@@ -246,9 +256,9 @@ def _find(path: Path) -> Path:
 
 
 def _step_of(path: Path) -> int:
-    """The step of a checkpoint folder, by its name, or of a run's file of weights.
+    """Return the step of a checkpoint folder (from its name) or of a run's weights file.
 
-    Where that does not say, a file counts as the newest: whoever reads it finds out why.
+    A file without a readable step counts as the newest, so that reading it reports the reason.
     """
     try:
         if path.is_dir():
@@ -260,11 +270,12 @@ def _step_of(path: Path) -> int:
 
 
 def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
-    """Read what `find_weights` finds: weights for use, the averaged ones if there are any.
+    """Read the weights that `find_weights` finds, the averaged ones if the run has an average.
 
-    A name of the Hugging Face hub is fetched first, unless a path has it (vit/weights/hub.py).
+    A Hugging Face hub name is fetched first, unless a path of that name exists
+    (vit/weights/hub.py).
 
-    Raises WeightsError for anything else, with what was expected, and for weights that are not
+    Raises WeightsError for any other content, with what was expected, and for weights that are not
     finite.
     """
     if not is_hub_name(path):
@@ -277,26 +288,26 @@ def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
 
 def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
     while True:
-        found = find_weights(path)
+        weights_path = find_weights(path)
         try:
-            loaded = _read(found)
+            loaded = _read(weights_path)
             _check_finite(loaded)
             return loaded
-        except (WeightsError, OSError, RuntimeError):  # the last is safetensors' word for no file
-            # A run that goes on removes what was its newest checkpoint, once there is a newer one.
-            if find_weights(path) == found:
+        except (WeightsError, OSError, RuntimeError):  # safetensors: RuntimeError if file is gone
+            # A running job may have replaced its newest checkpoint while it was read: try that one.
+            if find_weights(path) == weights_path:
                 raise
 
 
 def _check_finite(loaded: LoadedWeights) -> None:
-    """Raise WeightsError if a value is NaN or infinite: of such a model each answer is NaN."""
-    numbers = {
+    """Raise WeightsError if a value is NaN or infinite, because all outputs would then be NaN."""
+    counts = {
         name: tensor.numel() - int(tensor.isfinite().sum())
         for name, tensor in loaded.weights.items()
     }
-    if names := [name for name, number in numbers.items() if number]:
+    if names := [name for name, count in counts.items() if count]:
         raise WeightsError(
-            f"{loaded.path}: {sum(numbers.values()):,} values in {len(names)} of {len(numbers)}"
+            f"{loaded.path}: {sum(counts.values()):,} values in {len(names)} of {len(counts)}"
             f" weights are NaN or infinite ({few(names)}): copy the file again, or take weights"
             " from before training diverged"
         )
@@ -331,14 +342,14 @@ def _read(path: Path) -> LoadedWeights:
         )
     except (ValueError, TypeError):
         raise WeightsError(
-            f"{path}: what it says about its model is damaged (the metadata): copy it again"
+            f"{path}: the metadata about its model are damaged: copy it again"
         ) from None
 
 
 def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """The grid of the positions by timm's or transformers' `config`; None if it does not say it.
+    """Return the position grid that timm's or transformers' `config` states; None if it is missing.
 
-    Without it 49 positions are 7x7 of patches as well as 6x8 and a class token.
+    Without it 49 positions are ambiguous: 7x7 patches, or 6x8 patches and a class token.
     """
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
@@ -350,8 +361,8 @@ def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]
         length = weights["pos_embed"].shape[1]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # no such file, or another program's
-    further = ("dist_token", "reg_token")
-    prefix = 1 + sum(weights[name].shape[1] for name in further if name in weights)
+    other_tokens = ("dist_token", "reg_token")
+    prefix = 1 + sum(weights[name].shape[1] for name in other_tokens if name in weights)
     return grid if math.prod(grid) in (length, length - prefix) else None
 
 
@@ -363,7 +374,7 @@ def _with_facts(
     step: Any,
     class_names: Any,
 ) -> LoadedWeights:
-    """`loaded` with what a run has written about it. ValueError: not of their kind."""
+    """Return `loaded` with a run's records about it. Raises ValueError if a record is malformed."""
     names_fit = (
         isinstance(class_names, list)
         and all(isinstance(name, str) for name in class_names)

@@ -1,11 +1,12 @@
-"""Files of weights of any kind to tensors by name. What a file is, its content says and not its
-name; no code in it is run.
+"""Read weights files of any supported format into tensors by name.
+
+The format is detected from the content, not from the file name. No code in a file is run.
 
     one file      safetensors; torch's zip and its older pickle; numpy's .npz       `_open`
-    its parts     an index of Hugging Face's, `*.index.json`, names each of them     `_open_parts`
-        -> the averaged weights or the others, out of their containers               `_unpack`
+    its parts     Hugging Face's index, `*.index.json`, lists them                   `_open_parts`
+        -> the averaged weights or the plain ones, out of their containers           `_unpack`
         -> without the prefixes of wrappers (`module.`, `_orig_mod.`)                `_bare_names`
-        -> `Content`, whose names vit/weights/layouts.py makes ours
+        -> `Content`, whose names vit/weights/layouts.py converts to this project's
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ from vit.system.spelling import few
 from vit.weights.save import HUB_FILES, SEAL, is_intact
 
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Keys under which training programs keep the weights (timm; DeiT and MAE). The first one wins: as
-in timm, the average."""
+"""Keys under which training programs store the weights (timm; DeiT and MAE). The first match wins,
+so the average is preferred, as in timm."""
 PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
-"""Names of the index there of weights that lie in several files."""
+"""Names of the index in a Hugging Face folder whose weights are split into several files."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
+"""Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
 KINDS = "safetensors, a file of torch.save (.pth, .pt, .bin), .npz, or an .index.json of parts"
 OTHER_KINDS = {
     b"<": "a web page (HTML), perhaps the answer to a download that needs a login or a click:"
@@ -48,12 +49,12 @@ OTHER_KINDS = {
     b"GGUF": "GGUF: use the safetensors file that it was made from",
     b"\x08": "perhaps ONNX, whose weights have no names to match: use what it was exported from",
 }
-"""How files begin that people take for weights, and what they are."""
+"""First bytes of files that users mistake for weights, and a description with a remedy."""
 
 
 @contextmanager
 def readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn what the system refuses inside the block, such as for permissions, into WeightsError."""
+    """Convert an OSError inside the block, such as a missing permission, to WeightsError."""
     try:
         yield
     except OSError as error:
@@ -65,26 +66,26 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 @dataclass
 class Content:
-    """What a file of weights holds."""
+    """The content of a weights file."""
 
     tensors: dict[str, Tensor]
-    """On the CPU, memory-mapped where the format allows."""
+    """Tensors on the CPU by name, memory-mapped if the format allows it."""
     metadata: dict[str, str] = field(default_factory=dict)
-    """Of a safetensors file; else none."""
+    """Metadata of a safetensors file; {} for other formats."""
     notes: list[str] = field(default_factory=list)
-    """A sentence for each thing that was chosen or left away."""
+    """One sentence per choice or omission."""
     arch: str = ""
-    """The model's name in the program that trained it, if it is kept beside the weights."""
+    """The model name of the program that trained the weights, if the file has it; else ""."""
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
-    """The weights in a file, or in the parts that an index names.
+    """Return the weights in a file, or in the parts that an index lists.
 
-    Of pickles only tensors and plain values are read, and `argparse.Namespace`, in which MAE, DeiT
-    and timm keep their command lines.
+    A pickle may only hold tensors, plain values and `argparse.Namespace`, in which MAE, DeiT and
+    timm store their command lines.
 
     Raises:
-        WeightsError: no such file, a damaged one, one without weights or with pickled objects.
+        WeightsError: the file does not exist, is damaged, or has no weights or pickled objects.
     """
     path = Path(path)
     with readable(path):
@@ -103,7 +104,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
 
 
 def _arch(content: Mapping[str, Any]) -> str:
-    """Return `model` of the command line, as timm, DeiT and MAE keep it, or `arch`; else ""."""
+    """Return `model` of the command line that timm, DeiT and MAE store, or `arch`; else ""."""
     args = content.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args
     names = [options.get("model") if isinstance(options, dict) else None, content.get("arch")]
@@ -111,34 +112,36 @@ def _arch(content: Mapping[str, Any]) -> str:
 
 
 def _instead_of_a_file(path: Path) -> str:
-    """What is at `path`, which is not a file."""
+    """Describe the state of `path`, which is not a file, for a message."""
     if path.is_dir():
         return "is a folder"
     if path.exists():
-        return "is no regular file"  # a pipe would block
+        return "is not a regular file"  # a pipe would block
     return "is a link that leads nowhere" if path.is_symlink() else "does not exist"
 
 
 def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
-    """What the file holds, and the metadata of a safetensors file."""
+    """Return the unpickled or parsed content, and the metadata of a safetensors file."""
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**32:
         return _open_safetensors(path)
     if head.startswith(b"PK"):
         return _open_zip(path), {}
     text = head.lstrip(b"\xef\xbb\xbf \t\r\n")
-    # A pickle may begin with any letter, yet those of torch.save begin with a protocol.
+    # A pickle may begin with any letter, but torch.save always writes the protocol first.
     if not head.startswith(b"\x80"):
-        what = next((what for begin, what in OTHER_KINDS.items() if text.startswith(begin)), "")
-        if not what and path.suffix == ".safetensors":
-            return _open_safetensors(path)  # the library says what is wrong with it
+        kind = next((kind for start, kind in OTHER_KINDS.items() if text.startswith(start)), "")
+        if not kind and path.suffix == ".safetensors":
+            return _open_safetensors(path)  # raises the library's reason
         if not head:
-            raise WeightsError(f"{path} is cut short or no checkpoint (it is empty): copy it again")
-        if not what:
             raise WeightsError(
-                f"{path} is cut short or no checkpoint (it begins with {head[:8]!r}): expected"
+                f"{path} is truncated or not a checkpoint (it is empty): copy it again"
+            )
+        if not kind:
+            raise WeightsError(
+                f"{path} is truncated or not a checkpoint (it begins with {head[:8]!r}): expected"
                 f" {KINDS}"
             )
-        raise WeightsError(f"{path} is no checkpoint but {what}")
+        raise WeightsError(f"{path} is not a checkpoint but {kind}")
     return _open_torch(path, mapped=False), {}  # before torch 1.6
 
 
@@ -149,7 +152,7 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             metadata = file.metadata() or {}
     except SafetensorError as error:
         raise WeightsError(
-            f"{path} is cut short or no safetensors file ({error}): copy it again"
+            f"{path} is truncated or not a safetensors file ({error}): copy it again"
         ) from error
     if not is_intact(path, metadata):
         raise WeightsError(
@@ -157,19 +160,19 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             " again, or take a checkpoint of the run, checkpoints/step_<n>), or another program has"
             " changed it (save it without 'sha256' in the metadata)"
         )
-    metadata.pop(SEAL, None)  # of this file: what is made of these tensors has another
+    metadata.pop(SEAL, None)  # the hash is of this file; a copy of its tensors has another
     return tensors, metadata
 
 
 def _open_zip(path: Path) -> Any:
-    """What a zip of numpy's arrays holds, or of torch's, which has `data.pkl`."""
+    """Return the content of a zip: numpy's arrays, or torch's archive, which has `data.pkl`."""
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
     except (zipfile.BadZipFile, OSError):
         raise WeightsError(
-            f"{path} is cut short or no checkpoint (a zip without its list of contents, which is at"
-            " the end): copy it again"
+            f"{path} is truncated or not a checkpoint (a zip without its list of contents, which is"
+            " at the end): copy it again"
         ) from None
     if names and all(name.endswith(".npy") for name in names):
         return _open_npz(path)
@@ -179,8 +182,8 @@ def _open_zip(path: Path) -> Any:
             " save its state_dict() with torch.save"
         )
     if not any(name.endswith("/data.pkl") for name in names):
-        found = few(names) if names else "nothing"
-        raise WeightsError(f"{path} is no checkpoint but a zip of {found}: expected {KINDS}")
+        members = few(names) if names else "nothing"
+        raise WeightsError(f"{path} is not a checkpoint but a zip of {members}: expected {KINDS}")
     return _open_torch(path, mapped=True)
 
 
@@ -191,14 +194,14 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
     except ValueError as error:
         if "allow_pickle" not in str(error):
             raise WeightsError(
-                f"{path} is cut short or damaged ({error}): copy it again"
+                f"{path} is truncated or damaged ({error}): copy it again"
             ) from error
         raise WeightsError(
             f"{path} holds pickled objects (numpy's object arrays), which can run code, and is"
             " refused: save arrays of numbers alone"
         ) from error
     except (zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
-        raise WeightsError(f"{path} is cut short or damaged ({error}): copy it again") from error
+        raise WeightsError(f"{path} is truncated or damaged ({error}): copy it again") from error
     tensors = {}
     for name, array in arrays.items():
         if array.dtype.kind == "V" and array.dtype.itemsize == 2:  # bfloat16, as JAX writes it
@@ -209,7 +212,8 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: Path, mapped: bool) -> Any:
-    # torch itself goes by the name ".safetensors"; what it may map has to be a name.
+    # torch.load picks the format by the suffix ".safetensors", so it gets the open file instead of
+    # the name. It can memory-map names only.
     misnamed = path.suffix == ".safetensors"
     try:
         with (
@@ -217,7 +221,7 @@ def _open_torch(path: Path, mapped: bool) -> Any:
             path.open("rb") as file,
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # about what is refused, or read correctly all the same
+            warnings.simplefilter("ignore")  # torch warns about content that is refused or harmless
             return torch.load(
                 file if misnamed else path,
                 map_location="cpu",
@@ -225,15 +229,20 @@ def _open_torch(path: Path, mapped: bool) -> Any:
                 mmap=mapped and not misnamed,
             )
     except (
-        *(pickle.UnpicklingError, RuntimeError, EOFError, OSError),
-        *(ValueError, LookupError, AttributeError),
+        pickle.UnpicklingError,
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        LookupError,
+        AttributeError,
     ) as error:  # damaged files raise all of these
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if found and isinstance(error, pickle.UnpicklingError):
+        refused_class = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if refused_class and isinstance(error, pickle.UnpicklingError):
             raise WeightsError(
-                f"{path} holds pickled objects ({found[1]}), which can run code, and is refused: if"
-                " you trust it, open it with torch.load(weights_only=False) and save its state"
-                " dict alone"
+                f"{path} holds pickled objects ({refused_class[1]}), which can run code, and is"
+                " refused: if you trust it, open it with torch.load(weights_only=False) and save"
+                " its state dict alone"
             ) from error
         protocol = 2 if mapped else _protocol_of(path)
         if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
@@ -242,43 +251,42 @@ def _open_torch(path: Path, mapped: bool) -> Any:
                 " which can run code: refused; if you trust it, open it with Python's pickle and"
                 " save its tensors with torch.save or as safetensors"
             ) from error
-        # The first sentence; what follows it in torch's texts is for its own developers.
+        # Keep the first sentence only, because the rest of torch's texts is for its developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
-            reason = "not a pickle"  # torch's own text advises to load it in an unsafe way
+            reason = "not a pickle"  # torch's text advises an unsafe way to load the file
         raise WeightsError(
-            f"{path} is cut short or no checkpoint ({type(error).__name__}: {reason}): copy it"
+            f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
         ) from error
 
 
 def _protocol_of(path: Path) -> int:
-    """The protocol that a pickle of version 2 or later begins with."""
+    """Return the protocol number that a pickle of version 2 or later begins with."""
     with path.open("rb") as file:
         return (file.read(2) + b"\0\0")[1]
 
 
 def _open_parts(index: Path) -> Content:
-    """The weights of all files that an index of Hugging Face's names."""
+    """Return the weights of all files that Hugging Face's `index` lists."""
     try:
-        places: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = sorted(set(places.values()))
-        # An index from elsewhere must not lead out of its folder.
+        file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files = sorted(set(file_of.values()))
+        # An index is untrusted: it must not make this program read files outside its folder.
         outside = [file for file in files if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise WeightsError(f"{index} is no index of weights in parts: copy it again") from None
+        raise WeightsError(f"{index} is not an index of weights in parts: copy it again") from None
     if outside:
         raise WeightsError(f"{index} names files outside of its folder ({few(outside)}): refused")
-    if lacking := [file for file in files if not (index.parent / file).is_file()]:
+    if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise WeightsError(
-            f"{index} names {len(files)} parts, of which {few(lacking)} are not there: copy them,"
-            " too"
+            f"{index} names {len(files)} parts, of which {few(missing)} are missing: copy them"
         )
     parts = [read_content(index.parent / file) for file in files]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
-    if lacking := [name for name in places if name not in tensors]:
+    if missing := [name for name in file_of if name not in tensors]:
         raise WeightsError(
-            f"{index} names {len(places)} weights, of which its parts lack {few(lacking)}: copy"
+            f"{index} names {len(file_of)} weights, of which its parts lack {few(missing)}: copy"
             " index and parts again"
         )
     notes = [f"read from {len(files)} parts", *(note for part in parts for note in part.notes)]
@@ -286,33 +294,33 @@ def _open_parts(index: Path) -> Content:
 
 
 def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """The tensors in `content`, out of its containers."""
+    """Return the tensors in `content`, taken out of its containers."""
     while isinstance(content, dict):
-        held = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
-        if not held:
+        keys = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
+        if not keys:
             break
-        if len(held) > 1:
-            notes.append(f"{held[0]} is used, {few(held[1:])} in the same file is not")
-        content = content[held[0]]
+        if len(keys) > 1:
+            notes.append(f"{keys[0]} is used, {few(keys[1:])} in the same file is not")
+        content = content[keys[0]]
     under = f"under {' or '.join(CONTAINERS[2:])}"
     if not isinstance(content, dict) or not content:
         kind = "nothing" if content == {} else f"a {type(content).__name__}"
         raise WeightsError(f"{path} holds {kind}: expected a state dict, or one {under}")
-    others = [
+    non_tensors = [
         f"{name} ({type(value).__name__})"
         for name, value in content.items()
         if not (isinstance(name, str) and isinstance(value, Tensor))
     ]
-    if others:
+    if non_tensors:
         raise WeightsError(
-            f"{path} is not a state dict, it also holds {few(others)}: keep only tensors by their"
-            f" names, or put them {under}"
+            f"{path} is not a state dict, it also holds {few(non_tensors)}: keep only tensors by"
+            f" their names, or put them {under}"
         )
     return content
 
 
 def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """`content` without the prefixes of wrappers."""
+    """Return `content` without the wrapper prefixes in its names."""
     weights = {
         ".".join(part for part in name.split(".") if part not in WRAPPERS): tensor
         for name, tensor in content.items()

@@ -1,12 +1,12 @@
-"""Weights of the Hugging Face hub by name: fetched into the hub's own cache, then read as a folder.
+"""Fetch weights of the Hugging Face hub by name into the hub's cache, to be read as a folder.
 
     timm/NAME.TAG                   the repository of that name
-    hf-hub:OWNER/REPO[@REVISION]    any other one; `hf_hub:`, too
+    hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is accepted as well
         -> a folder of the cache, with safetensors and json only, never a pickle
-        -> where they are from: repository, commit, licence
+        -> the source of the weights: repository, commit, licence
 
-Only rank 0 reads weights, so only rank 0 fetches. Cache, login and address are the hub's own:
-HF_HOME, HF_TOKEN or `hf auth login`, HF_ENDPOINT, HF_HUB_OFFLINE.
+Only rank 0 reads weights, so only rank 0 fetches. The hub's client configures cache, login and
+address: HF_HOME, HF_TOKEN or `hf auth login`, HF_ENDPOINT, HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -23,55 +23,57 @@ from vit.system.spelling import did_you_mean
 from vit.weights.published_models import KNOWN
 
 WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""A repository has one of them, or no weights that are read here."""
+"""A repository must have one of these files for its weights to be read."""
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
 """Patterns of the files that are fetched."""
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _LICENCE = re.compile(r"[\w.+-]{1,60}")
-"""A licence is text of a stranger, which is printed and written into cards."""
+"""Allowed licence text. It is untrusted input that is printed and written into model cards."""
 _LICENCE_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)
 class HubCopy:
-    """A repository's files in the cache of this machine."""
+    """The files of a repository in this machine's cache."""
 
     folder: Path
     source: dict[str, str]
-    """repository, commit, and licence where its card states one."""
+    """`repository`, `commit`, and `licence` if the model card states one."""
 
 
-def is_hub_name(given: str | os.PathLike[str]) -> bool:
-    """Return whether `given` names a repository of the hub; what exists here is a path."""
-    names = ("timm/", "hf-hub:", "hf_hub:")
-    return str(given).startswith(names) and not Path(given).exists()
+def is_hub_name(path: str | os.PathLike[str]) -> bool:
+    """Return whether `path` names a repository of the hub. An existing path never does."""
+    prefixes = ("timm/", "hf-hub:", "hf_hub:")
+    return str(path).startswith(prefixes) and not Path(path).exists()
 
 
 def in_words(source: Mapping[str, str]) -> str:
-    """Return repository, commit and licence for people."""
+    """Return repository, commit and licence as a phrase for messages."""
     licence = source.get("licence", "not stated")
     commit = source["commit"][:12]
     return f"{source['repository']} on the Hugging Face hub, commit {commit}, licence {licence}"
 
 
-def fetch(given: str) -> HubCopy:
-    """Fetch the repository that `given` names, or take what the cache has where nothing answers.
+def fetch(name: str) -> HubCopy:
+    """Fetch the repository `name`, or return its cached copy if the hub cannot be reached.
 
-    Raises WeightsError, each with its own remedy: not a name, huggingface_hub is not installed, no
-    such repository or revision, a repository that asks for consent, one without safetensors, a hub
-    that cannot be reached, a cache that cannot be written.
+    Raises:
+        WeightsError: with a remedy for each cause. `name` is not a hub name; huggingface_hub is not
+            installed; the repository or revision does not exist; the repository requires consent,
+            or lacks safetensors; the hub cannot be reached and nothing is cached; the cache cannot
+            be written.
     """
-    parts = _NAME.fullmatch(given)
+    parts = _NAME.fullmatch(name)
     if parts is None:
         raise WeightsError(
-            f"{given} is no name of the hub: give hf-hub:OWNER/REPO, or timm/NAME.TAG"
+            f"{name} is not a name of the hub: give hf-hub:OWNER/REPO, or timm/NAME.TAG"
         )
     repository = parts[1]
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
         raise WeightsError(
-            f"{given} is on the Hugging Face hub, and huggingface_hub, which fetches it, is not"
+            f"{name} is on the Hugging Face hub, and huggingface_hub, which fetches it, is not"
             " installed: pip install huggingface_hub"
         ) from None
     hub = constants.ENDPOINT
@@ -79,35 +81,35 @@ def fetch(given: str) -> HubCopy:
         path = snapshot_download(repository, revision=parts[2], allow_patterns=list(FETCHED))
     except errors.RevisionNotFoundError:
         raise WeightsError(
-            f"{given}: {repository} has no revision {parts[2]}: give a branch, a tag or a commit"
+            f"{name}: {repository} has no revision {parts[2]}: give a branch, a tag or a commit"
         ) from None
     except errors.GatedRepoError:
         raise WeightsError(
-            f"{given}: the hub hands out {repository} only to users who have accepted its terms:"
+            f"{name}: {repository} is only available to users who have accepted its terms:"
             f" accept them at {hub}/{repository}, then log in by `hf auth login` or set HF_TOKEN"
         ) from None
     except errors.RepositoryNotFoundError:
-        nearest = did_you_mean(repository, [f"timm/{known.name}" for known in KNOWN])
+        nearest = did_you_mean(repository, [f"timm/{model.name}" for model in KNOWN])
         raise WeightsError(
-            f"{given}: no such file or folder here, and no public repository {repository} on"
+            f"{name}: no such file or folder, and no public repository {repository} on"
             f" {hub}{nearest}: correct the name, or log in by `hf auth login` if it is private"
         ) from None
     except (OSError, errors.HTTPError) as error:
         if getattr(error, "errno", None) is not None:
             raise WeightsError(
-                f"{given}: the hub's cache cannot be written ({error}): free some space, or set"
+                f"{name}: the hub's cache cannot be written ({error}): free some space, or set"
                 " HF_HOME to another folder"
             ) from None
         raise WeightsError(
-            f"{given}: no such file or folder here, and {hub} cannot be reached: run `hf download"
+            f"{name}: no such file or folder, and {hub} cannot be reached: run `hf download"
             f" {repository} --local-dir DIR` on a machine that reaches it and give DIR in place of"
             " the name (init.checkpoint=DIR), or set HF_HOME to a cache that has it"
         ) from None
     folder = Path(path)
     if not any((folder / name).exists() for name in WEIGHTS_FILES):
         raise WeightsError(
-            f"{given}: {repository} has no model.safetensors, and nothing else is fetched, as a"
-            " pickle can run code: take another copy of the model, such as timm's"
+            f"{name}: {repository} has no model.safetensors, and nothing else is fetched,"
+            " because a pickle can run code: use another copy of the model, such as timm's"
             " (https://huggingface.co/timm)"
         )
     source = {"repository": repository, "commit": folder.name}
@@ -115,7 +117,7 @@ def fetch(given: str) -> HubCopy:
 
 
 def _licence(repository: str, commit: str) -> dict[str, str]:
-    """Return the licence that the card of `repository` states; {} if none, or without the hub."""
+    """Return {"licence": ...} from the card of `repository`; {} if missing or the hub is down."""
     from huggingface_hub import HfApi, errors
 
     with suppress(OSError, errors.HTTPError):

@@ -1,17 +1,18 @@
-"""How programs name the weights of a ViT: one table for each, both ways. Ours are timm's names.
+"""Convert the names of a ViT's weights from and to other programs, with one table per program.
 
-A row leads from a weight of ours to theirs, in which `{n}` is a block and `{p}` weight or bias:
+This project uses timm's names. A table maps each of them to the other program's. In a row, `{n}` is
+the number of a block and `{p}` is "weight" or "bias":
 
     "blocks.{n}.mlp.fc1.{p}": Row(("vit.encoder.layer.{n}.intermediate.dense.{p}",))
 
-A `Row` may name several weights that ours joins (query, key, value), and how a weight is laid out
-there. `to_ours` and `from_ours` only rename, turn, join and cut: each value keeps its bits.
-What a table has no row for has no place in the other program.
+A `Row` may list several weights that this project joins (query, key, value), and may state how the
+other program lays out a weight. `to_ours` and `from_ours` only rename, transpose, join and split:
+each value keeps its bits. A weight without a row cannot be stored in the other program.
 
     torchvision    pytorch/vision:torchvision/models/vision_transformer.py
     huggingface    huggingface/transformers:src/transformers/models/vit/modeling_vit.py
-    npz            google-research/vision_transformer:vit_jax/models_vit.py; big_vision's names are
-                   read, too (google-research/big_vision:big_vision/models/vit.py)
+    npz            google-research/vision_transformer:vit_jax/models_vit.py; also reads
+                   big_vision's names (google-research/big_vision:big_vision/models/vit.py)
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from vit.system.spelling import few
 
 @dataclass(frozen=True)
 class Row:
-    """Where a weight of ours is in another program.
+    """The names and layout that another program has for one weight of this project.
 
-    theirs: one name, or those of query, key and value. turn: how ours becomes theirs, see `_turn`.
+    theirs: one name, or the names of query, key and value. turn: the change of layout, see `_turn`.
     """
 
     theirs: tuple[str, ...]
@@ -39,18 +40,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """The names of one program."""
+    """The weight names of one program."""
 
     name: str
     block: str
-    """What is before a block's number."""
+    """The part of a name before a block's number."""
     rows: dict[str, Row]
     sign: str
-    """A pattern of a name that no other program's weights have."""
+    """A pattern that matches a name only this program's weights have."""
     dropped: tuple[str, ...] = ()
-    """How names begin that only serve to train, or another purpose than classification."""
+    """Name prefixes of weights that classification does not use."""
     other_names: tuple[tuple[str, str], ...] = ()
-    """Patterns that turn names of other versions of it into those of `rows`."""
+    """(pattern, replacement) pairs that turn names of other versions into the names in `rows`."""
 
 
 def _torchvision() -> Layout:
@@ -74,7 +75,7 @@ def _torchvision() -> Layout:
             "head.{p}": Row(("heads.head.{p}",)),
         },
         sign=r"conv_proj\.weight|encoder\.pos_embedding",
-        # Before 0.13; published files have these.
+        # Names before torchvision 0.13, which published files still have.
         other_names=((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
     )
 
@@ -103,7 +104,7 @@ def _huggingface() -> Layout:
         dropped=("vit.pooler.", "vit.embeddings.mask_token", "decoder."),
         other_names=(
             (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),  # ViTModel alone
-            # In memory, from version 5 on; its files have the names of `rows`.
+            # Since version 5 models in memory have these names; files still have those of `rows`.
             (r"^vit\.layers\.", "vit.encoder.layer."),
             (r"\.attention\.q_proj\.", ".attention.attention.query."),
             (r"\.attention\.k_proj\.", ".attention.attention.key."),
@@ -168,7 +169,7 @@ def _npz() -> Layout:
 
 
 _MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
-"""MAE's pre-training has timm's names, and a decoder."""
+"""MAE's pre-training uses timm's names and adds a decoder."""
 LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
 
 
@@ -183,11 +184,11 @@ FAMILIES = {
     " convolutional network",
     r"(.*\.)?(to_qkv|to_patch_embedding\..*)\.weight": "vit-pytorch",
 }
-"""Patterns of a name that weights of other families have, and what they are."""
+"""Patterns of names that identify weights of other model families, and the family's name."""
 
 
 def family_of(names: Iterable[str]) -> str:
-    """Of which other family weights with these names are; "" if that is not known."""
+    """Return the other model family that weights with these names belong to, or "" if unknown."""
     names = list(names)
     for sign, family in FAMILIES.items():
         if any(re.fullmatch(sign, name) for name in names):
@@ -196,7 +197,7 @@ def family_of(names: Iterable[str]) -> str:
 
 
 def layout_of(names: Iterable[str]) -> Layout | None:
-    """Whose names these are; None: timm's, ours, or a program's that has no table."""
+    """Return the layout that has these names; None for timm's names or unknown ones."""
     names = list(names)
     for layout in LAYOUTS.values():
         if any(re.fullmatch(layout.sign, name) for name in names):
@@ -205,9 +206,9 @@ def layout_of(names: Iterable[str]) -> Layout | None:
 
 
 def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under our names, and a note for what was dropped.
+    """Return the weights under this project's names, and a note about dropped weights.
 
-    What the table does not know keeps its name, so that whoever loads it sees it.
+    Weights without a row keep their names, so that `load_weights` reports them as unknown.
     """
     source: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -227,29 +228,29 @@ def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Te
 def from_ours(
     layout: Layout, weights: Mapping[str, Tensor], num_heads: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under their names, and the names of ours that have no place there."""
-    left = dict(weights)
+    """Return the weights under the other program's names, and the names that have no row."""
+    remaining = dict(weights)
     theirs: dict[str, Tensor] = {}
     for name, row in _each(layout, weights, "blocks."):
-        if name in left:
-            pieces = left.pop(name).chunk(len(row.theirs))
+        if name in remaining:
+            pieces = remaining.pop(name).chunk(len(row.theirs))
             for their_name, piece in zip(row.theirs, pieces, strict=True):
                 theirs[their_name] = _turn(piece, row.turn, num_heads).contiguous()
-    return theirs, list(left)
+    return theirs, list(remaining)
 
 
 def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """`tensor` by name; big_vision's scans have one for all blocks, which is cut here."""
+    """Return `tensor` by name; big_vision's tensors over all blocks are split by block."""
     begin, stacked, end = name.partition("Transformer/encoderblock/")
     if not stacked:
         return {name: tensor}
-    return {f"{begin}Transformer/encoderblock_{n}/{end}": one for n, one in enumerate(tensor)}
+    return {f"{begin}Transformer/encoderblock_{n}/{end}": block for n, block in enumerate(tensor)}
 
 
 def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[str, Row]]:
-    """Each row with numbers and parts filled in, for as many blocks as `names` have.
+    """Yield each row with block numbers and parts filled in, for as many blocks as `names` have.
 
-    begin: what is before a block's number in `names`.
+    begin: the part of `names` before a block's number.
     """
     pattern = re.compile(rf"{re.escape(begin)}(\d+)\b")
     numbers = [int(match[1]) for name in names if (match := pattern.match(name))]
@@ -261,7 +262,10 @@ def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[st
 
 
 def _turn(ours: Tensor, turn: str, num_heads: int) -> Tensor:
-    """A weight of ours as it is laid out there; Flax has inputs before outputs, and heads apart."""
+    """Return a weight in the other program's layout.
+
+    Flax stores inputs before outputs, and gives the heads a dimension of their own.
+    """
     if turn == "linear":
         return ours.t()
     if turn == "conv":

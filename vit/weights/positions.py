@@ -1,7 +1,7 @@
-"""Positions of a file of weights, fitted to the grid and the prefix tokens of a model.
+"""Fit the position embeddings of a weights file to the grid and prefix tokens of a model.
 
-What lies in front of the grid, for class token and registers, becomes part of these tokens where
-the model has no positions for them; the grid is resampled.
+If the source has positions for class token and registers but the model does not, they are added to
+the tokens themselves. The positions of the grid are resampled.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ def fold_prefix_positions(
     new_grid: tuple[int, int] | None,
     grid: tuple[int, int] | None,
 ) -> list[str]:
-    """Add the positions of class token and registers to these tokens, in `source`, if the model has
-    none for them; return a note if that was done.
+    """Add positions of class token and registers to these tokens in `source` if the model has none.
 
     source, target: state dicts of file and model. new_grid, grid: (h, w) of the model's patches and
-    of the source's positions, where they are known.
+    of the source's positions, or None if unknown. Returns a note if `source` was changed.
     """
     positions = source["pos_embed"]
     names = [name for name in ("cls_token", "reg_token") if name in source and name in target]
@@ -38,22 +37,22 @@ def fold_prefix_positions(
         or widths != {(positions.ndim, 1, positions.shape[-1])}
     ):
         return []
-    number = sum(value.shape[1] for value in tokens.values())
+    num_tokens = sum(value.shape[1] for value in tokens.values())
     length = positions.shape[1]
-    # As in `fit_posemb`: a grid is given, a square, or the model's own.
-    squares = [(math.isqrt(n),) * 2 for n in (length, length - number) if n > 0]
+    # As in `fit_posemb`, the grid is the caller's, a square, or the model's, in this order.
+    squares = [(math.isqrt(n),) * 2 for n in (length, length - num_tokens) if n > 0]
     candidates = [*squares, new_grid] if grid is None else [grid]
-    fitting = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - number)]
-    if not fitting or fitting[0] == length:
+    lengths = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - num_tokens)]
+    if not lengths or lengths[0] == length:
         return []
     first = 0
     for name, token in tokens.items():
-        own = positions[:, first : first + token.shape[1]]
-        source[name] = token + own.to(token.dtype)
+        token_positions = positions[:, first : first + token.shape[1]]
+        source[name] = token + token_positions.to(token.dtype)
         first += token.shape[1]
-    source["pos_embed"] = positions[:, number:]
-    which = "class token" if number == 1 else f"{number} prefix tokens"
-    return [f"the model has no positions for the {which}: the source's are added to the tokens"]
+    source["pos_embed"] = positions[:, num_tokens:]
+    prefix = "class token" if num_tokens == 1 else f"{num_tokens} prefix tokens"
+    return [f"the model has no positions for the {prefix}: the source's are added to the tokens"]
 
 
 def fit_posemb(
@@ -61,18 +60,18 @@ def fit_posemb(
 ) -> tuple[Tensor, list[str]]:
     """Return `source` (1, n, D) with as many positions as `target`, and a note for each adaptation.
 
-    new_grid, grid: as of `fold_prefix_positions`. Raises WeightsError for a source whose number of
-    positions is that of no grid.
+    new_grid, grid: as in `fold_prefix_positions`. Raises WeightsError if the source's number of
+    positions does not fit a grid.
     """
     fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
     if new_grid is None or not fits:
-        return source, []  # resampling would not help: the comparison of shapes reports it
+        return source, []  # resampling cannot help; `load_weights` reports the different shape
     num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     length = source.shape[1]
     length_of_grid = max(length - num_prefix_tokens, 0)
-    # A source has positions for its prefix tokens (ViT, DeiT), or not (DeiT III). Without a given
-    # grid squares come before the model's own one: 8x32 and 16x16 are both 256, and published
-    # weights are square.
+    # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III). If `grid`
+    # is None, a square is tried before the model's grid, because 256 may be 8x32 or 16x16, and
+    # published weights are square.
     squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
     candidates = [*squares, new_grid] if grid is None else [grid]
     fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]

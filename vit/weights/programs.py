@@ -1,15 +1,16 @@
-"""What other programs need beside the weights to open a model of ours, and which of them can.
+"""Write the configs with which other programs open this project's models, or list the obstacles.
 
     Subject: a model, its config and its class names
-      -> lacking         what a program has no place for, in words; () if it can hold the model
-      -> timm_config     config.json of timm, which transformers opens, too
+      -> lacking         phrases for the features that a program lacks; [] if it can open the model
+      -> timm_config     config.json of timm, which transformers opens as well
          huggingface_configs   config.json and preprocessor_config.json of transformers
 
-`View` is how an image becomes the model's input in evaluation (`vit.data.decode.crops`), in the
-words of other programs.
+`View` describes in other programs' terms how evaluation turns an image into the model's input
+(`vit.data.decode.crops`).
 
-A field of `ModelConfig` that this module does not know counts as lacking everywhere but in ONNX,
-which holds a graph and not names: a new part of the network is refused until it is added here.
+A field of `ModelConfig` that this module does not know counts as lacking in all programs except
+ONNX, which stores a graph. A new part of the network is therefore refused until this module lists
+it.
 """
 
 from __future__ import annotations
@@ -26,27 +27,27 @@ from vit.layers.presets import PRESETS, SIZES
 
 @dataclass(frozen=True)
 class View:
-    """The input of a model, made of an image of any size."""
+    """The steps from an image of any size to the input of a model."""
 
     size: tuple[int, int]
     """Height and width of the input in pixels."""
     cover: tuple[int, int]
-    """Height and width that the resized image covers; its own size with `squash`."""
+    """Minimum height and width of the resized image; its exact size if `squash` is set."""
     squash: bool
-    """Whether the image is resized to `cover` without regard to its aspect."""
+    """Whether the image is resized to exactly `cover`, which changes its aspect ratio."""
     interpolation: str
-    """bicubic or bilinear, antialiased."""
+    """`bicubic` or `bilinear`, with antialiasing."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Per channel, of images scaled to [0, 1]."""
+    """`mean` and `std` per channel, for images scaled to [0, 1]."""
     crop_pct: float
-    """timm's word: side of the centre over the side of the resized image."""
+    """Side of the centre crop over the side of the resized image, as in timm."""
     apply_exif: bool
-    """Whether the image is turned upright first."""
+    """Whether the image is first rotated as its EXIF orientation states."""
 
     @classmethod
     def from_config(cls, config: Config) -> View:
-        """The view with which the runs of `config` are evaluated."""
+        """Return the view that evaluation uses for runs of `config`."""
         height, width = config.model.height_width()
         view = config.eval
         cover = int(height / view.crop_pct), int(width / view.crop_pct)
@@ -54,32 +55,32 @@ class View:
         if view.resize_px is not None:
             cover = view.resize_px, view.resize_px
             crop_pct = height / view.resize_px
-            while int(height / crop_pct) < view.resize_px:  # timm cuts the fraction off, too
+            while int(height / crop_pct) < view.resize_px:  # timm truncates this quotient
                 crop_pct = math.nextafter(crop_pct, 0)
         data = config.data
-        channels = config.model.in_chans  # one number counts for all of them
+        channels = config.model.in_chans  # a single mean or std applies to all channels
         return cls(
-            (height, width),
-            cover,
-            view.crop_mode == "squash",
-            data.interpolation,
-            data.mean * channels if len(data.mean) == 1 else data.mean,
-            data.std * channels if len(data.std) == 1 else data.std,
-            crop_pct,
-            bool(view.apply_exif),
+            size=(height, width),
+            cover=cover,
+            squash=view.crop_mode == "squash",
+            interpolation=data.interpolation,
+            mean=data.mean * channels if len(data.mean) == 1 else data.mean,
+            std=data.std * channels if len(data.std) == 1 else data.std,
+            crop_pct=crop_pct,
+            apply_exif=bool(view.apply_exif),
         )
 
     def sentence(self) -> str:
-        """What to do with an image, for a person who writes the code."""
+        """Describe the steps in English, for a programmer who reimplements them."""
         height, width = self.size
-        how = f"{self.interpolation}, antialiased"
+        method = f"{self.interpolation}, antialiased"
         if self.squash:
-            resized = f"Resize it to {self.cover[0]}x{self.cover[1]} ({how})"
+            resized = f"Resize it to {self.cover[0]}x{self.cover[1]} ({method})"
         elif self.cover[0] == self.cover[1]:
-            resized = f"Resize it so that its shorter side has {self.cover[0]} pixels ({how})"
+            resized = f"Resize it so that its shorter side has {self.cover[0]} pixels ({method})"
         else:
             resized = f"Resize it, keeping its aspect, to cover {self.cover[0]}x{self.cover[1]}"
-            resized += f" ({how})"
+            resized += f" ({method})"
         turned = "Turn the image as its EXIF orientation says. " if self.apply_exif else ""
         colours = "RGB" if len(self.mean) == 3 else "grey"
         mean = ", ".join(f"{value:g}" for value in self.mean)
@@ -92,7 +93,7 @@ class View:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """The same for programs, as `preprocessing.json` has it."""
+        """Return the steps as the content of `preprocessing.json`, for programs."""
         return {
             "apply_exif": self.apply_exif,
             "input_size": [len(self.mean), *self.size],
@@ -110,12 +111,28 @@ class View:
 
 PROGRAMS = ("timm", "torchvision", "huggingface", "onnx", "npz")
 KNOWN_FIELDS = {
-    *("name", "image_size", "in_chans", "num_classes", "patch_size", "embed_dim", "depth"),
-    *("num_heads", "mlp_ratio", "qkv_bias", "class_token", "global_pool", "pos_embed"),
-    *("drop_path_schedule", "drop_path_form", "init_values", "representation_size"),
-    *("weight_init", "init_head_bias", "dist_token"),
+    "name",
+    "image_size",
+    "in_chans",
+    "num_classes",
+    "patch_size",
+    "embed_dim",
+    "depth",
+    "num_heads",
+    "mlp_ratio",
+    "qkv_bias",
+    "class_token",
+    "global_pool",
+    "pos_embed",
+    "drop_path_schedule",
+    "drop_path_form",
+    "init_values",
+    "representation_size",
+    "weight_init",
+    "init_head_bias",
+    "dist_token",
 }
-"""Fields of `ModelConfig` that the tables below account for; others end with `_rate`, and matter in
+"""Fields of `ModelConfig` that the tables below account for. Fields that end with `_rate` matter in
 training only."""
 FEATURES = {
     "guest": "a model of timm's own (model.name=timm/...)",
@@ -135,8 +152,15 @@ LACKS = {
     "timm": {"representation"},
     "torchvision": {*FEATURES} - {"representation", "centre_not_square"},
     "huggingface": {
-        *("guest", "no_class_token", "avg", "map", "no_positions", "layer_scale"),
-        *("representation", "grey", "dist_token"),
+        "guest",
+        "no_class_token",
+        "avg",
+        "map",
+        "no_positions",
+        "layer_scale",
+        "representation",
+        "grey",
+        "dist_token",
         "centre_not_square",
     },
     "onnx": set[str](),
@@ -146,29 +170,29 @@ LACKS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to hand over."""
+    """A model to export."""
 
     model: Any
-    """With its weights, in evaluation mode, on the CPU."""
+    """The model with its weights, in evaluation mode, on the CPU."""
     config: Config
     num_classes: int
     class_names: list[str]
-    """[] if there are none; fewer than `num_classes` if the data had fewer."""
+    """Class names; [] if unknown, fewer than `num_classes` if the data had fewer classes."""
 
     @property
     def labels(self) -> list[str]:
-        """A name for each class, as programs want it that count their classes by names; or []."""
-        known = self.class_names
-        return known and known + [f"class {n}" for n in range(len(known), self.num_classes)]
+        """Return a name for each class, because programs count classes by their names; or []."""
+        names = self.class_names
+        return names and names + [f"class {n}" for n in range(len(names), self.num_classes)]
 
     @property
     def view(self) -> View:
-        """The model's input."""
+        """Return the steps from an image to the model's input."""
         return View.from_config(self.config)
 
 
 def lacking(program: str, config: Config) -> list[str]:
-    """What the model of `config` has that `program` has no place for."""
+    """List the features of `config`'s model that `program` does not support."""
     model = config.model
     squash = config.eval.crop_mode == "squash"
     height, width = model.height_width()
@@ -188,15 +212,15 @@ def lacking(program: str, config: Config) -> list[str]:
         "centre_not_square": height != width and not squash,
         "grey": model.in_chans == 1,
     }
-    found = [text for name, text in FEATURES.items() if has[name] and name in LACKS[program]]
+    obstacles = [text for name, text in FEATURES.items() if has[name] and name in LACKS[program]]
     if program != "onnx":
         theirs = _TIMM_PARTS if program == "timm" else set[str]()
-        found += [f"model.{name}" for name in _unknown_fields(model) if name not in theirs]
-    return found
+        obstacles += [f"model.{name}" for name in _unknown_fields(model) if name not in theirs]
+    return obstacles
 
 
 def _unknown_fields(model: ModelConfig) -> list[str]:
-    """Fields with values of their own that nobody has told this module about."""
+    """List fields with values other than the default that this module does not know."""
     fields = type(model).model_fields
     return [
         name
@@ -208,10 +232,10 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
 
 
 def timm_config(subject: Subject) -> dict[str, Any] | None:
-    """The `config.json` with which timm and transformers open the weights of `subject`.
+    """Return the `config.json` with which timm and transformers open the weights of `subject`.
 
-    None if timm has no such model. Its models take the sizes as arguments, so any name of a ViT
-    there would do; the nearest one is given.
+    Returns None if timm has no such model. timm's models take the sizes as arguments, so any of its
+    ViT names would work; the nearest one is used.
     """
     config = subject.config
     if lacking("timm", config):
@@ -229,7 +253,7 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
         "std": list(view.std),
         "num_classes": subject.num_classes,
     }
-    own = getattr(subject.model, "pretrained_cfg", None)  # a guest of timm's knows its own layers
+    own = getattr(subject.model, "pretrained_cfg", None)  # timm's own models name their layers
     head = ["head", "head_dist"] if config.model.dist_token else "head"
     for key, value in (("first_conv", "patch_embed.proj"), ("classifier", head)):
         settings[key] = own.get(key) if own else value
@@ -240,35 +264,35 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
         "pretrained_cfg": settings,
     }
     content |= {"label_names": subject.labels} if subject.labels else {}
-    return content | _of_exif(view)
+    return content | _exif_entry(view)
 
 
-def _of_exif(view: View) -> dict[str, Any]:
-    """What no program has a key for: most ignore EXIF, and those who read the file are told."""
+def _exif_entry(view: View) -> dict[str, Any]:
+    """Return a note about EXIF. Programs have no key for it and ignore it; readers see it."""
     return {"apply_exif": True} if view.apply_exif else {}
 
 
 def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
-    """timm's name of a model, and the arguments that make it this one."""
+    """Return timm's name of the nearest model, and the arguments that make it `subject`'s."""
     model = subject.model
     section = subject.config.model
-    given = section.model_dump(exclude_none=True, include=_TIMM_ARGUMENTS)
+    arguments = section.model_dump(exclude_none=True, include=_TIMM_ARGUMENTS)
     if section.name.startswith("timm/"):
         name = section.name.removeprefix("timm/")
         sized = {"img_size": list(model.image_size)} if hasattr(model, "patch_embed") else {}
-        return name, sized | given
+        return name, sized | arguments
     sizes = {ours: theirs for theirs, ours in SIZES.items()}
     size = sizes.get(section.name.removeprefix("vit_").rstrip("0123456789"), "")
     name = f"vit_{size}_patch{model.patch_size[0]}_224"
-    known = _TIMM_NAMES
+    timm_names = _TIMM_NAMES
     if section.dist_token:
         name = f"deit_{size}_distilled_patch16_224"
-        known = _TIMM_DISTILLED
-    # What follows from the name is stated, too: timm may change a default, these weights do not.
+        timm_names = _TIMM_DISTILLED
+    # State arguments that the name implies, because timm may change its defaults later.
     preset = PRESETS[re.sub(r"^vit_|\d+$", "", section.name)]
-    given = {key: value for key, value in preset.items() if key == "mlp_ratio"} | given
+    arguments = {key: value for key, value in preset.items() if key == "mlp_ratio"} | arguments
     if section.pos_embed == "none":
-        given["pos_embed"] = "none"
+        arguments["pos_embed"] = "none"
     shape = {
         "img_size": list(model.image_size),
         "patch_size": list(model.patch_size),
@@ -276,26 +300,41 @@ def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
         "depth": model.depth,
         "num_heads": model.blocks[0].attn.num_heads,
     }
-    return name if name in known else known[0], given | shape
+    return name if name in timm_names else timm_names[0], arguments | shape
 
 
 _TIMM_PARTS = {"qk_norm", "norm_layer", "reg_tokens", "no_embed_class"}
 _TIMM_ARGUMENTS = {
-    *("in_chans", "patch_size", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias"),
-    *("class_token", "global_pool", "init_values", *_TIMM_PARTS),
+    "in_chans",
+    "patch_size",
+    "embed_dim",
+    "depth",
+    "num_heads",
+    "mlp_ratio",
+    "qkv_bias",
+    "class_token",
+    "global_pool",
+    "init_values",
+    *_TIMM_PARTS,
 }
-"""Fields of `ModelConfig` that timm's ViT has under the same name."""
+"""Fields of `ModelConfig` that timm's ViT takes as arguments of the same name."""
 _TIMM_NAMES: tuple[str, ...] = (
-    *("vit_base_patch16_224", "vit_base_patch32_224", "vit_base_patch8_224"),
-    *("vit_tiny_patch16_224", "vit_small_patch16_224", "vit_small_patch32_224"),
-    *("vit_large_patch16_224", "vit_large_patch14_224", "vit_large_patch32_224"),
+    "vit_base_patch16_224",
+    "vit_base_patch32_224",
+    "vit_base_patch8_224",
+    "vit_tiny_patch16_224",
+    "vit_small_patch16_224",
+    "vit_small_patch32_224",
+    "vit_large_patch16_224",
+    "vit_large_patch14_224",
+    "vit_large_patch32_224",
     "vit_huge_patch14_224",
 )
 _TIMM_DISTILLED = tuple(f"deit_{size}_distilled_patch16_224" for size in ("base", "tiny", "small"))
 
 
 def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
-    """`config.json` and `preprocessor_config.json` of transformers' ViTForImageClassification."""
+    """Return both config files of transformers' ViTForImageClassification, by file name."""
     model = subject.model
     view = subject.view
     patch = model.patch_size
@@ -321,7 +360,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
     }
     height, width = view.size
     cover_h, cover_w = view.cover
-    # ViT's own processor only squashes; CLIP's cuts out the centre, and knows nothing of models.
+    # ViT's processor can only squash. CLIP's can crop the centre, and works with any model.
     processor = {
         "image_processor_type": "ViTImageProcessor" if view.squash else "CLIPImageProcessor",
         "do_resize": True,
@@ -337,7 +376,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
         "do_normalize": True,
         "image_mean": list(view.mean),
         "image_std": list(view.std),
-        **_of_exif(view),
+        **_exif_entry(view),
     }
     return {"config.json": config, "preprocessor_config.json": processor}
 

@@ -1,4 +1,4 @@
-"""Published models: settings, accuracy and file names of weights that others trained."""
+"""The table of published models: settings, accuracy and file names of their weights."""
 
 from __future__ import annotations
 
@@ -15,46 +15,46 @@ TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
 TORCHVISION = "pytorch/vision@f1228151:torchvision/models/vision_transformer.py"
 MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
 VAL_IMAGES = 50_000
-"""Images of the ILSVRC2012 validation split, on which every published number here was measured."""
+"""Images of the ILSVRC2012 validation split, on which every number in `KNOWN` was measured."""
 NO_NUMBER = "no published number at hand"
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """Published weights: the model that they fit, its view of an image, and its accuracy."""
+    """Published weights: their model, its view of an image, and its accuracy."""
 
     name: str
-    """timm's name with its tag, or the authors' name where timm has none."""
+    """timm's name with its tag, or the authors' name if timm does not have the model."""
     model: dict[str, Any]
-    """The config's `model` section without image size and classes; `timm/<name>` where our own
-    model computes something else."""
+    """The config's `model` section without image size and classes. The name is `timm/<name>` if
+    this project's model computes something else."""
     image_size: tuple[int, int]
     """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Per channel, of images scaled to [0, 1]."""
+    """`mean` and `std` per channel, for images scaled to [0, 1]."""
     crop_pct: float
     """Side of the centre crop over the shorter side of the resized image."""
     interpolation: str = "bicubic"
     crop_mode: str = "center"
-    """As timm's: `center`, or `squash`, which does not keep the aspect."""
+    """`center`, or `squash`, which changes the aspect ratio; as in timm."""
     apply_exif: bool = False
-    """Whether images are turned upright first, as only models that came from here say."""
+    """Whether images are rotated as EXIF states. Only this project's exports set it."""
     top1: float | None = None
     top5: float | None = None
-    """Percent of the 50,000 images of ILSVRC2012 val; None: no published number at hand."""
+    """`top1` and `top5` in percent of the 50,000 images of ILSVRC2012 val; None if unknown."""
     source: str = NO_NUMBER
-    """Where the two numbers are published, or why there are none."""
+    """The publication of the two numbers, or the reason for their absence."""
     files: tuple[str, ...] = ()
     """File names under which the authors distribute the weights."""
     head: str = "head"
-    """Name of the layer whose weight has a row per class."""
+    """Name of the classifier layer, whose weight has a row per class."""
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:
-    """The `model` section under which our model computes what timm's `architecture` does, or None.
+    """Return a `model` section for a model that computes the same as timm's `architecture`.
 
-    `architecture` has no tag.
+    Returns None if this project has no such model. architecture: timm's name without a tag.
     """
     match = re.fullmatch(
         r"(vit|deit|deit3)_(tiny|small|medium|base|large|huge)(_distilled)?_patch(\d+)_\d+(_miil)?",
@@ -68,7 +68,7 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     if match[2] == "medium":
         fields |= {"embed_dim": 512, "num_heads": 8}
     if match[1] == "deit3":
-        fields["init_values"] = 1e-6  # any: the weights bring their own
+        fields["init_values"] = 1e-6  # any value: the weights overwrite it
     if match[5]:
         fields["qkv_bias"] = False
     return fields
@@ -92,8 +92,8 @@ def _row(
 
 
 def _mae(size: str, model: str, top1: float, top5: float) -> KnownModel:
-    # util/datasets.py there: ImageNet's mean and deviation, bicubic, 224 of 256; models_vit.py: the
-    # mean of the patches, then a norm.
+    # MAE's util/datasets.py: ImageNet's mean and deviation, bicubic, 224 of 256. Its models_vit.py:
+    # the mean of the patches, then a norm.
     name = f"mae_finetuned_vit_{size}"
     section = {"name": model, "global_pool": "avg"}
     numbers: dict[str, Any] = {"top1": top1, "top5": top5, "source": MAE}
@@ -110,14 +110,16 @@ def _torchvision(
     top5: float,
     interpolation: str = "bilinear",
 ) -> KnownModel:
-    # presets.py there: ImageNet's mean and deviation, the shorter side resized to `resize`.
+    # torchvision's presets.py: ImageNet's mean and deviation, the shorter side resized to `resize`.
+    mean, std = IMAGENET
     return KnownModel(
         f"torchvision_{file.partition('-')[0]}",
         {"name": model},
-        (size, size),
-        *IMAGENET,
-        size / resize,
-        interpolation,
+        image_size=(size, size),
+        mean=mean,
+        std=std,
+        crop_pct=size / resize,
+        interpolation=interpolation,
         top1=top1,
         top5=top5,
         source=TORCHVISION,
@@ -141,7 +143,7 @@ KNOWN: tuple[KnownModel, ...] = (
         1.0,
         84.212,
         97.210,
-        "jx_vit_base_p16_384-83fb41ba.pth",
+        file="jx_vit_base_p16_384-83fb41ba.pth",
     ),
     _row("vit_base_patch16_384.augreg_in21k_ft_in1k", HALF, 1.0, 86.010, 97.998),
     _row("vit_large_patch16_224.augreg_in21k_ft_in1k", HALF, 0.9, 85.856, 97.822),
@@ -152,7 +154,7 @@ KNOWN: tuple[KnownModel, ...] = (
         0.9,
         72.190,
         91.100,
-        "deit_tiny_patch16_224-a1311bcf.pth",
+        file="deit_tiny_patch16_224-a1311bcf.pth",
     ),
     _row(
         "deit_small_patch16_224.fb_in1k",
@@ -160,7 +162,7 @@ KNOWN: tuple[KnownModel, ...] = (
         0.9,
         79.856,
         95.056,
-        "deit_small_patch16_224-cd65a155.pth",
+        file="deit_small_patch16_224-cd65a155.pth",
     ),
     _row(
         "deit_base_patch16_224.fb_in1k",
@@ -168,7 +170,7 @@ KNOWN: tuple[KnownModel, ...] = (
         0.9,
         81.980,
         95.740,
-        "deit_base_patch16_224-b5f2ef4d.pth",
+        file="deit_base_patch16_224-b5f2ef4d.pth",
     ),
     _row(
         "deit_base_patch16_384.fb_in1k",
@@ -176,7 +178,7 @@ KNOWN: tuple[KnownModel, ...] = (
         1.0,
         83.108,
         96.376,
-        "deit_base_patch16_384-8de9b5d1.pth",
+        file="deit_base_patch16_384-8de9b5d1.pth",
     ),
     _row(
         "deit_tiny_distilled_patch16_224.fb_in1k",
@@ -184,7 +186,7 @@ KNOWN: tuple[KnownModel, ...] = (
         0.9,
         74.538,
         91.898,
-        "deit_tiny_distilled_patch16_224-b40b3cf7.pth",
+        file="deit_tiny_distilled_patch16_224-b40b3cf7.pth",
     ),
     _row(
         "deit_small_distilled_patch16_224.fb_in1k",
@@ -192,7 +194,7 @@ KNOWN: tuple[KnownModel, ...] = (
         0.9,
         81.204,
         95.378,
-        "deit_small_distilled_patch16_224-649709d9.pth",
+        file="deit_small_distilled_patch16_224-649709d9.pth",
     ),
     _row(
         "deit_base_distilled_patch16_224.fb_in1k",
@@ -200,7 +202,7 @@ KNOWN: tuple[KnownModel, ...] = (
         0.9,
         83.384,
         96.492,
-        "deit_base_distilled_patch16_224-df68dfff.pth",
+        file="deit_base_distilled_patch16_224-df68dfff.pth",
     ),
     _row(
         "deit_base_distilled_patch16_384.fb_in1k",
@@ -208,27 +210,63 @@ KNOWN: tuple[KnownModel, ...] = (
         1.0,
         85.438,
         97.332,
-        "deit_base_distilled_patch16_384-d0272ac0.pth",
+        file="deit_base_distilled_patch16_384-d0272ac0.pth",
     ),
     _row(
-        "deit3_small_patch16_224.fb_in1k", IMAGENET, 0.9, 81.382, 95.454, "deit_3_small_224_1k.pth"
+        "deit3_small_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        81.382,
+        95.454,
+        file="deit_3_small_224_1k.pth",
     ),
-    _row("deit3_base_patch16_224.fb_in1k", IMAGENET, 0.9, 83.800, 96.584, "deit_3_base_224_1k.pth"),
-    _row("deit3_base_patch16_384.fb_in1k", IMAGENET, 1.0, 85.088, 97.252, "deit_3_base_384_1k.pth"),
     _row(
-        "deit3_large_patch16_224.fb_in1k", IMAGENET, 0.9, 84.772, 97.048, "deit_3_large_224_1k.pth"
+        "deit3_base_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        83.800,
+        96.584,
+        file="deit_3_base_224_1k.pth",
     ),
     _row(
-        "deit3_large_patch16_384.fb_in1k", IMAGENET, 1.0, 85.820, 97.602, "deit_3_large_384_1k.pth"
+        "deit3_base_patch16_384.fb_in1k",
+        IMAGENET,
+        1.0,
+        85.088,
+        97.252,
+        file="deit_3_base_384_1k.pth",
     ),
-    _row("deit3_huge_patch14_224.fb_in1k", IMAGENET, 0.9, 85.204, 97.364, "deit_3_huge_224_1k.pth"),
+    _row(
+        "deit3_large_patch16_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        84.772,
+        97.048,
+        file="deit_3_large_224_1k.pth",
+    ),
+    _row(
+        "deit3_large_patch16_384.fb_in1k",
+        IMAGENET,
+        1.0,
+        85.820,
+        97.602,
+        file="deit_3_large_384_1k.pth",
+    ),
+    _row(
+        "deit3_huge_patch14_224.fb_in1k",
+        IMAGENET,
+        0.9,
+        85.204,
+        97.364,
+        file="deit_3_huge_224_1k.pth",
+    ),
     _row(
         "deit3_huge_patch14_224.fb_in22k_ft_in1k",
         IMAGENET,
         1.0,
         87.180,
         98.264,
-        "deit_3_huge_224_21k_v1.pth",
+        file="deit_3_huge_224_21k_v1.pth",
     ),
     _mae("base", "vit_b16", 83.664, 96.530),
     _mae("large", "vit_l16", 85.952, 97.570),

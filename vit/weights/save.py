@@ -1,16 +1,16 @@
-"""Write tensors as safetensors: completely or not at all, hashed while they are written.
+"""Write tensors as a safetensors file atomically, and hash the file while writing it.
 
     8 bytes        length of the header
-    header         JSON: of each tensor its type, shape and place in the data; and `__metadata__`
+    header         JSON: type, shape and data offsets of each tensor; and `__metadata__`
     data           tensors in little-endian order, without gaps
 
-The safetensors package makes the same file, but hands it over as a whole: hashing would read it
-back, and a thread that writes would hold Python's lock. Here it goes out in pieces, and the lock is
-free while a piece is hashed or written.
+The safetensors package writes the same bytes, but in one call: hashing would have to read the file
+back, and a writer thread would hold Python's global lock. This module writes the file in pieces,
+and releases the lock while a piece is hashed or written.
 
-A sealed file has its own hash in its metadata, so that no flipped bit becomes other weights: the
-sha256 of the complete file with zeros in the place of the hash. Other programs ignore it, as they
-ignore all metadata; files without it are not checked.
+A sealed file has its own hash in its metadata, so that a flipped bit is detected. The hash is the
+sha256 of the complete file with zeros in place of the hash. Other programs ignore it, as they
+ignore all metadata. Files without it are not checked.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from vit.system.files import WeightsError, flush, replacing
 SEAL = "sha256"
 UNSEALED = "0" * 64
 PIECE_BYTES = 2**24
-"""Written and hashed at a time; the hash reads it from the processor's cache or close to it."""
+"""Bytes written and hashed at a time; small enough to stay in or near the processor's cache."""
 
 
 def place_of_seal(header: bytes, digest: str = UNSEALED) -> int:
-    """Return where in the file `digest` is; ValueError if the header does not have it."""
+    """Return the offset of `digest` in the file. Raises ValueError if the header lacks it."""
     return header.index(f'"{SEAL}":"{digest}"'.encode()) + len(SEAL) + 4
 
 
 def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
-    """Whether a safetensors file is what its metadata say; True where they say nothing."""
+    """Return whether a safetensors file matches the hash in its metadata; True without a hash."""
     seal = metadata.get(SEAL)
     if seal is None:
         return True
@@ -57,9 +57,9 @@ def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
 
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of weights in a folder of the Hugging Face hub."""
+"""Names of weights files in a Hugging Face folder."""
 ALIGNMENT = 8
-"""The data begin at a multiple of it, so that readers can map any type in place."""
+"""The data begin at a multiple of this, so that readers can map any type in place."""
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -72,15 +72,15 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names of types that weights and optimizers have."""
+"""The format's names for the types that weights and optimizers use."""
 
 
 class Written(NamedTuple):
-    """What `save_weights` has written."""
+    """The size and hash of a file that `save_weights` wrote."""
 
     num_bytes: int
     sha256: str
-    """Of the file; of a sealed one, as long as zeros were in the place of the seal."""
+    """Hash of the file; for a sealed file, with zeros in place of the seal."""
 
 
 def save_weights(
@@ -92,18 +92,18 @@ def save_weights(
 ) -> Written:
     """Write plain (unsharded) tensors and string metadata as safetensors.
 
-    `path` then has the complete file or, if this fails, what it had before. is_sealed: add the
-    file's own hash to the metadata (`vit.weights.save`).
+    If writing fails, `path` keeps its previous content. is_sealed: add the file's own hash to the
+    metadata (`vit.weights.save`).
 
     Raises:
-        WeightsError: no space, no permission.
-        TypeError: a type or metadata that the format does not have.
+        WeightsError: the file cannot be written, such as for lack of space or permission.
+        TypeError: the format does not have a tensor's type, or metadata are not strings.
     """
     path = Path(path)
-    # Larger types first: each tensor then begins at a multiple of its type's size.
+    # Write the largest types first, so that each tensor begins at a multiple of its type's size.
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-    facts = {**metadata, SEAL: UNSEALED} if is_sealed else metadata
-    header = _header({name: tensors[name] for name in names}, facts)
+    sealable = {**metadata, SEAL: UNSEALED} if is_sealed else metadata
+    header = _header({name: tensors[name] for name in names}, sealable)
     digest = hashlib.sha256(header)
     num_bytes = len(header)
     try:
@@ -127,7 +127,7 @@ def save_weights(
 
 
 def cannot_write(path: Path, error: OSError) -> WeightsError:
-    """The error of a file in `weights/` that could not be replaced."""
+    """Return the error for a file in `weights/` that could not be replaced."""
     return WeightsError(
         f"{path}: cannot be written ({error.strerror}); what was there before is untouched: free"
         " some space or fix the permissions, and run the same command again"
@@ -135,7 +135,7 @@ def cannot_write(path: Path, error: OSError) -> WeightsError:
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the data of `tensors`, which lie in their order."""
+    """Return the bytes before the data; the data have the order of `tensors`."""
     if not all(isinstance(value, str) for value in metadata.values()):
         raise TypeError(f"metadata {metadata}: expected strings")
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -155,6 +155,6 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order; of one on a GPU, those of a copy."""
+    """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied first."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,6 +1,6 @@
-"""What Hugging Face's transformers writes beside weights, read: model, view, class names.
+"""Read the model, view and class names that Hugging Face's transformers stores with weights.
 
-`config.json` has the network, `preprocessor_config.json` how an image becomes its input.
+`config.json` describes the network, `preprocessor_config.json` the preprocessing of its input.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from vit.system.files import WeightsError
 from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
-"""(hidden_size, num_hidden_layers) of the sizes that have a name."""
+"""Letter of each named size, by (hidden_size, num_hidden_layers)."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
-"""Pillow's numbers."""
+"""Interpolation methods by Pillow's numbers."""
 MAX_NORM_EPS = 1e-5
-"""Norms with up to this epsilon give nearly the output of ours; the default of transformers is
-1e-12."""
+"""Largest accepted epsilon of norms. Up to this value, outputs differ from this project's only
+slightly. The default of transformers is 1e-12."""
 
 
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
-    """The model that `config`, the content of `path`, describes.
+    """Return the model that `config`, the content of `path`, describes.
 
-    Raises ValueError for a model other than ViT, and for a view that this project cannot do.
+    Raises ValueError if the model is not a ViT, or if this project does not support its view.
     """
     kind = config.get("model_type")
     if kind not in ("vit", "vit_mae"):
         raise ValueError(
-            f"{path} is of a {kind!r} of Hugging Face's transformers"
-            f" ({config.get('architectures')}), of which only 'vit' and 'vit_mae' are read: use"
+            f"{path} describes a {kind!r} model of Hugging Face's transformers"
+            f" ({config.get('architectures')}), expected 'vit' or 'vit_mae': use"
             " timm's copy of the model, https://huggingface.co/timm"
         )
     try:
@@ -52,14 +52,14 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
     except (KeyError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: {error!r} is missing or wrong: copy it again") from None
     if config.get("hidden_act", "gelu") != "gelu":
-        raise ValueError(f"{path}: hidden_act is {config['hidden_act']!r}, this project has gelu")
+        raise ValueError(f"{path}: hidden_act is {config['hidden_act']!r}, expected 'gelu'")
     view = _view(path.with_name("preprocessor_config.json"), size)
     name = path.parent.absolute().name
     return KnownModel(name, model, size, **view)
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """Fields of `KnownModel` for the preprocessing; transformers' defaults without the file."""
+    """Return the preprocessing fields of `KnownModel`; transformers' defaults without a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -69,13 +69,13 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
     try:
         resample = content.get("resample", 2)
         if resample not in _RESAMPLE:
-            raise ValueError(f"{path}: resample is {resample}, here are {_RESAMPLE}")
-        wanted = content.get("size") or {}
-        if not isinstance(wanted, dict):
-            wanted = {}  # older files have the side, which the model has, too
-        shortest = wanted.get("shortest_edge")
-        cuts = content.get("do_center_crop") and {"height", "width"} <= {*wanted}
-        sides = (wanted["height"], wanted["width"]) if cuts else size
+            raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
+        resize = content.get("size") or {}
+        if not isinstance(resize, dict):
+            resize = {}  # older files have the side alone, which config.json states as well
+        shortest = resize.get("shortest_edge")
+        cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
+        sides = (resize["height"], resize["width"]) if cuts else size
         return {
             "mean": tuple(map(float, content.get("image_mean", HALF[0]))),
             "std": tuple(map(float, content.get("image_std", HALF[1]))),
@@ -91,7 +91,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
 
 
 def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
-    """timm's number by which `size`, divided and cut off, gives `cover`; (height, width) each."""
+    """Return timm's crop_pct: `size` / crop_pct, truncated, is `cover`; (height, width) each."""
     crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
         crop_pct = math.nextafter(crop_pct, 0)
@@ -99,9 +99,10 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
 
 
 def norm_notes(path: Path) -> list[str]:
-    """Return a note if the `config.json` of transformers' ViT gives its norms another epsilon.
+    """Return a note if the `config.json` of transformers' ViT states another epsilon for its norms.
 
-    Raises WeightsError for one above `MAX_NORM_EPS`: the model here would give other answers.
+    Raises WeightsError above `MAX_NORM_EPS`, because this project's model would then compute
+    different outputs.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -115,13 +116,13 @@ def norm_notes(path: Path) -> list[str]:
     text = f"its norms have epsilon {eps:g} (layer_norm_eps), here {EPS:g}"
     if eps > MAX_NORM_EPS:
         raise WeightsError(
-            f"{path}: {text}, so the answers would be others: use the model in transformers"
+            f"{path}: {text}, so outputs would differ: use the model in transformers"
         )
     return [f"{text}: the last digits of logits differ"]
 
 
 def class_names_in(path: Path, num_classes: int) -> list[str]:
-    """The class names in a `config.json`, timm's or transformers'; [] if it has none."""
+    """Return the class names in timm's or transformers' `config.json`; [] if it has none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -132,13 +133,13 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
         names = [by_number.get(str(n)) for n in range(num_classes)]
     if not isinstance(names, list) or len(names) != num_classes:
         return []
-    # What transformers writes where nobody has named them.
+    # transformers writes these placeholders if the classes have no names.
     unnamed = [f"LABEL_{n}" for n in range(num_classes)]
     return names if names != unnamed and all(isinstance(name, str) for name in names) else []
 
 
 def _pair(size: Any) -> tuple[int, int]:
-    """A side, or height and width. Raises TypeError for anything else."""
+    """Return (height, width) of a side or a pair. Raises TypeError for any other value."""
     sides = [size, size] if isinstance(size, int) else size
     if not (isinstance(sides, list) and len(sides) == 2 and all(type(n) is int for n in sides)):
         raise TypeError(f"a size of {size!r}")

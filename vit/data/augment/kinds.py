@@ -18,7 +18,7 @@ import vit.data.augment.pixel_ops as pixel_ops
 
 
 class Kind(IntEnum):
-    """The kinds of operations, in the order of images in a round, and their numbers per image."""
+    """The kinds of operations, in the order in which a round sorts its images."""
 
     NONE = 0
     FLIP = auto()

@@ -77,7 +77,7 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     except OSError as error:
         raise UnusableLibrary(f"{path} cannot be loaded ({error}); {again}") from None
     if not hasattr(library, "vit_native_abi") or library.vit_native_abi() != ABI:
-        raise UnusableLibrary(f"{path} is of another version of this package; {again}")
+        raise UnusableLibrary(f"{path} belongs to another version of this package; {again}")
     library.vit_native_sources.restype = ctypes.c_char_p
     if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
         raise UnusableLibrary(

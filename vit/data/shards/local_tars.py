@@ -102,7 +102,7 @@ class LocalTars:
         return data
 
     def read(self, shard: int, size: int, offset: int) -> bytes:
-        """Read as `pread`, without counting the bytes as those of a sample."""
+        """Read as `pread` does, but do not count the bytes as bytes of samples."""
         fd = self._fds.get(shard)
         if fd is not None:
             try:

@@ -131,7 +131,7 @@ class SampleLayout:
         raise InvalidSample(f"has {' and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
-        """Return the label in the content of its member. Raises InvalidSample."""
+        """Return the label that a label member holds. Raises InvalidSample."""
         suffix, colon, field = self.label.partition(":")
         value: Any
         if colon:

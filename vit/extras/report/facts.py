@@ -163,7 +163,7 @@ def evaluation_rows(
 
 
 def reference_facts(history: History, evaluations: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """Return the record's line on the published curve, and the evaluations to compare with it.
+    """Return the recorded line about the published curve, and the evaluations to compare with it.
 
     None for a run without a published curve.
     """

@@ -119,7 +119,7 @@ def compare_clocks(world: World) -> Clock | None:
     if world.rank not in asking:
         return None
     clocks = []
-    # A longer limit, because rank 0 serves the hosts before this one first.
+    # A longer limit, because rank 0 serves the hosts in order and this one may be last.
     limit = timedelta(seconds=ANSWER_S * (1 + asking.index(world.rank)))
     for count in range(ASKED):
         key = f"clock {world.rank} {count}"

@@ -61,7 +61,7 @@ class SampleCurves:
 
     @property
     def never_learnt(self) -> NDArray[np.bool_]:
-        """The images that were seen and never right, (N,)."""
+        """Mask (N,) of the images that were seen but never predicted correctly."""
         return (self.num_seen > 0) & (self.first_right == 0)
 
     @property
