@@ -90,8 +90,7 @@ def create_model(
 class Attention(nn.Module):
     """Multi-head self-attention (appendix A): (B, N, D) -> (B, N, D).
 
-    qk_norm: whether queries and keys of a head have a norm. rope_type: how rotary positions turn
-    them; None for no rotary positions.
+    qk_norm: whether queries and keys have a norm. rope_type: how rotary positions turn them.
     """
 
     def __init__(
@@ -292,14 +291,7 @@ class VisionTransformer(nn.Module):
 
         def make_block(*drop_paths: nn.Module) -> Block:
             attn = attention(rope_type, attn_drop_rate, proj_drop_rate)
-            return Block(
-                embed_dim,
-                norm,
-                attn=attn,
-                mlp=mlp(),
-                drop_paths=drop_paths,
-                init_values=init_values,
-            )
+            return Block(embed_dim, norm, attn, mlp(), drop_paths, init_values)
 
         self.blocks = Blocks(make_block, depth, drop_path_rate, drop_path_schedule, drop_path_form)
         self._create_head(norm, num_heads, mlp_ratio, representation_size)
@@ -350,8 +342,7 @@ class VisionTransformer(nn.Module):
         """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first, then registers.
 
         With `global_pool="avg"` they are not normalised yet, because the norm follows the pooling.
-        Raises ValueError if C, H or W differ from the model's, and `take_sizes` has not added that
-        size.
+        Raises ValueError if C, H or W differ from the model's, unless `take_sizes` has added them.
         """
         other = self.other_sizes.find(images)
         if other is None:
@@ -422,8 +413,7 @@ class VisionTransformer(nn.Module):
         # Do not reorder the draws: a seed would give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # torch truncates at -2 and 2, not at two deviations, so nothing is cut at 0.02, as
-                # in timm.
+                # As in timm, nothing is cut: torch truncates at -2 and 2, not at two deviations.
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif not isinstance(module, nn.Conv2d):
                 getattr(module, "reset_parameters", lambda: None)()

@@ -230,7 +230,7 @@ def check_quarantine(data: DataSet) -> Iterator[Finding]:
 
 
 def check_catalogue(data: DataSet) -> Iterator[Finding]:
-    """Compare class names, keys and labels with the hash that was recorded before the first shard."""
+    """Compare class names, keys and labels with the hash from before the first shard."""
     if not data.ours or any(_incomplete(data, part) for part in data.parts):
         return
     splits = {}

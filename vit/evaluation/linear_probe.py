@@ -5,8 +5,8 @@
 
 The problem is convex, so it has one solution, which does not depend on learning rate, epochs, order
 or seed. CLIP (arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) fit it as well; the
-probes of big_vision and MAE come near it by SGD with augmentation. Features are standardised as by
-MAE's norm before its probe, so that an `l2` has the same effect for every model.
+probes of big_vision and MAE come near it by SGD with augmentation. Features are standardised as MAE
+does before its linear probe, so that an `l2` has the same effect for every model.
 
 Rank 0 runs the optimizer (scipy's L-BFGS-B, as scikit-learn). All ranks compute loss and gradient
 of their blocks of rows, and add them up in fixed point, so neither the sums nor the path of the

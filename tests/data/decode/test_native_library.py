@@ -18,7 +18,7 @@ needs_gcc = pytest.mark.skipif(
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
 """A change of the sources that makes red slightly stronger."""
-OTHER = r"library.so is of another version of this package; build it again: pip install -e \."
+OTHER = r"library.so belongs to another version of this package; build it again: pip install -e \."
 
 
 def built(folder: Path, *sources: Path, stamp: str = "") -> Path:
