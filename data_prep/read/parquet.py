@@ -64,7 +64,7 @@ def missing_files(split: str, files: Sequence[Path]) -> str:
 def open_parquet(path: Path, columns: Columns | None = None) -> Iterator[Any]:
     """Open the pyarrow ParquetFile at `path`.
 
-    Raises PrepError for other files, for damage, and for a file that lacks `columns`.
+    Raises PrepError if the file is not parquet, is damaged or lacks `columns`.
     """
     try:
         import pyarrow

@@ -46,7 +46,7 @@ class ImagePolicy:
     apply_exif: bool = False
     """Turn images upright by their EXIF orientation. Published numbers come from unturned ones."""
     resize_short_side: int | None = None
-    """Shrink larger images to this shorter side, in pixels; bicubic, antialiased."""
+    """Shrink larger images until the shorter side has this many pixels; bicubic, antialiased."""
     jpeg_quality: int = 95
     """Quality of re-encoded images, on libjpeg's scale from 1 to 100."""
     restart_markers: str = "off"

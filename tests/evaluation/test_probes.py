@@ -128,7 +128,7 @@ def test_features_are_the_inputs_of_the_head(base, shards):
     ]
     tokens = trained.model.forward_features(trained.preprocess.normalize(torch.stack(pixels)))
     expected = trained.model.fc_norm(tokens[:, 0])
-    # fp16 has 11 bits.
+    # fp16 has a significand of 11 bits.
     assert torch.allclose(features_of_images.float(), expected, rtol=2**-11, atol=1e-6)
     logits = trained.model.head(expected)
     assert torch.allclose(logits, trained(trained.preprocess.normalize(torch.stack(pixels))))

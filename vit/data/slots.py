@@ -46,7 +46,7 @@ class Ring:
     num_slots: int
     """The batches that are being made, ready or in use."""
     slot_bytes: int
-    """The memory of one batch, in full pages."""
+    """The memory for one batch, rounded up to whole pages."""
     held_slots: int
     """The batches that training may hold at once; further ones are copies."""
 
@@ -137,7 +137,7 @@ class Slots:
         os.close(file)
 
     def take_back(self) -> None:
-        """Free all slots that are not lent. No worker may be writing to one."""
+        """Free all slots that are not lent. No worker may still be writing to a slot."""
         self.free.clear()
         for slot in range(self.ring.num_slots):
             # The garbage collector may call `give_back` during this loop. Then the slot is free

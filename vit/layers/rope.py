@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 TEMPERATURES = {"axial": 10_000.0, "dinov3": 100.0}
-"""`rope_type` -> `rope_temperature` of its source."""
+"""`rope_type` -> the `rope_temperature` of its source."""
 
 
 class RotaryEmbedding(nn.Module):

@@ -2,7 +2,7 @@
 
 A user gives an address or a command with a login in it (`https://user:password@host/...`, a signed
 query, a header for curl), or better with an environment variable instead (`${NAME}`). `resolve`
-fills in the variables. `bare`, the address without a login, is the name of the data set. `address`
+fills in the variables. A data set is identified by `bare`, its address without a login. `address`
 is sent to a server, with the headers of `credentials`.
 
 A login comes from the first of four places that has one: the address itself; VIT_HTTP_HEADER, with

@@ -193,7 +193,7 @@ def _open_whole(
 
 class _Location(NamedTuple):
     home: Path | None
-    """The folder with `_info.json`; None: it is at a URL."""
+    """The folder that contains `_info.json`; None if the data set is at a URL."""
     shown: str
     """The folder, or the URL without any login, for messages."""
     info: dict[str, Any]

@@ -12,7 +12,7 @@ from vit.layers.parts import grid_size
 
 
 def check_rollout(model: nn.Module) -> tuple[int, int]:
-    """Return the grid (h, w) of patches. Raises ValueError if `attention_rollout` cannot work."""
+    """Return the grid (h, w) of patches. Raises ValueError for other models."""
     grid = grid_size(model)
     global_pool = getattr(model, "global_pool", "avg")
     if grid is None or not _is_read(model):
