@@ -102,7 +102,7 @@ def main():
     folder, *overrides = sys.argv[1:]
     # The other ranks have neither a run folder nor weights: they could not read anything.
     own = [word.replace("RANK", str(world.rank)) for word in overrides]
-    settings = config_io.load_config(f"{folder}/tiny.yaml", own).config
+    settings = config_io.load_config(f"{folder}/tiny.yaml", own)
     run = build_run(settings, world)
     digest = hashlib.sha256()
     for name, tensor in named_tensors(run.train_step).items():

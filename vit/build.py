@@ -93,8 +93,7 @@ def _build(
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks draw the same weights from the seed, or load the same file. A
-    # checkpoint will replace the weights, so drawing them would only cost time.
+    # 3. The model. All ranks draw the same weights or load the same file, or a checkpoint follows.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
@@ -127,28 +126,14 @@ def _build(
 
     # 6. The record. Rank 0 goes first, because it creates the folder.
     record = world.main_first(
-        lambda: start_record(
-            config,
-            world,
-            folder=place.folder,
-            lock=lock,
-            data=data,
-            notes=notes,
-            state=state,
-            train_step=train_step,
-        )
+        lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
     )
     with world.fail_together():
         place.push()  # if the run has a URL, the URL has the run from now on
-    saver = Saver(
-        place,
-        train_step,
-        config_io.to_dict(config),
-        data.class_names,
-        keep_last=config.checkpoint.keep_last,
-        record=record,
-        beside=[hook.saved for hook in parts.hooks if hook.saved is not None],
-    )
+    beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
+    keep_last = config.checkpoint.keep_last
+    saved_as = config_io.to_dict(config)
+    saver = Saver(place, train_step, saved_as, data.class_names, keep_last, record, beside)
     times.end("record")
     return Run(
         config=config,

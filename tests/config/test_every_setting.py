@@ -292,7 +292,7 @@ def without_record(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give rank 0 the empty record of other ranks. A real record takes two thirds of the time and
     only reports what was built."""
 
-    def record_of_other_ranks(config, world, *, folder, data, **rest):
+    def record_of_other_ranks(config, world, folder, lock, data, *rest):
         folder.mkdir(parents=True, exist_ok=True)
         return Record(folder, config.log, False, total_steps=data.plan.total_steps)
 

@@ -235,7 +235,7 @@ def test_a_run_rewinds_and_skips_the_batches_around_the_spike(finished):
 def test_the_samples_in_the_record_are_those_of_the_batch(finished, planted, capsys):
     (line,) = metrics(finished, "rewind")
     run_here("launch/replay.py", finished, "--step", line["at_step"], "--csv", finished / "b.csv")
-    assert "passed over" in capsys.readouterr().out
+    assert "skipped: " in capsys.readouterr().out
     with (finished / "b.csv").open() as file:
         keys = {row["key"] for row in csv.DictReader(file)}
     named = {key for key, _ in line["samples"]}

@@ -251,7 +251,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
             " .",
         )
         message = (
-            "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so is of another version"
+            "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so belongs to another"
         )
         assert any(
             note.startswith(message) for note in check(tiny(config), enough).numbers["notes"]

@@ -158,7 +158,7 @@ def test_measures_only_trained_layers():
     assert Norms(model, 1, 9).layers == ("blocks.1", "head")
     guest = timm.create_model("test_resnet", num_classes=5)
     assert Norms(guest, 1, 9).layers[0] == "layers.0"
-    with pytest.raises(ValueError, match="Linear does not say which layers it has"):
+    with pytest.raises(ValueError, match="Linear does not list its layers"):
         Norms(torch.nn.Linear(2, 2), 1, 9)
 
 

@@ -34,7 +34,7 @@ from vit.config.io import load_config
 from vit.data.open_data import READERS
 from vit.extras.compose import parts_of
 from vit.system.by_name import load
-config = load_config("configs/demo.yaml", sys.argv[3:]).config
+config = load_config("configs/demo.yaml", sys.argv[3:])
 print(len(parts_of(config).hooks))
 word = sys.argv[2]
 try:
@@ -43,7 +43,7 @@ try:
     elif word == "data.reader=webdataset":
         load(READERS["webdataset"], word)
     else:
-        parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], word]).config)
+        parts_of(load_config("configs/demo.yaml", [*sys.argv[3:], word]))
 except ValueError as error:
     print(error)
 """

@@ -88,12 +88,7 @@ def preflight(
     ranks = local_world_size()
     on_gpu = world.device.type == "cuda"
     ring = plan_ring(
-        train.layout,
-        train.row_unit,
-        plan.total_steps,
-        num_workers=workers,
-        prefetch_gib=data.prefetch_gib,
-        on_gpu=on_gpu,
+        train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
     )
     # Three loaders exist at the same time: those of training and of `data.val_split` are kept, and
     # each further split has one while it is evaluated.

@@ -85,13 +85,7 @@ def describe(
     state, gradients = training_bytes(model, config.optim, is_averaged)
     derived["classes"] = f"{num_classes}{classes_assumed}"
     derived["parameters"] = f"{count_parameters(model):,}"
-    groups = [group for group in parameter_groups(model, config.optim) if group["params"]]
-    slowest = min(group.get("lr_scale", 1.0) for group in groups)
-    derived["parameter_groups"] = f"{len(groups)}" + (
-        f", learning rates from {config.optim.lr * slowest:.3g} to {config.optim.lr:g} at the peak"
-        if slowest < 1
-        else ""
-    )
+    derived["parameter_groups"] = _groups_in_words(model, config.optim)
     derived["gflop_per_image"] = (
         f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
     )
@@ -114,6 +108,16 @@ def describe(
         + "\n# derived\n"
         + "".join(f"#   {key}: {value}\n" for key, value in derived.items())
     )
+
+
+def _groups_in_words(model: nn.Module, optim: OptimConfig) -> str:
+    """Return the number of parameter groups, and their learning rates if they differ."""
+    groups = [group for group in parameter_groups(model, optim) if group["params"]]
+    slowest = min(group.get("lr_scale", 1.0) for group in groups)
+    if slowest == 1:
+        return f"{len(groups)}"
+    rates = f"{optim.lr * slowest:.3g} to {optim.lr:g}"
+    return f"{len(groups)}, learning rates from {rates} at the peak"
 
 
 def _working_copy(run: RunConfig) -> dict[str, object]:

@@ -104,7 +104,7 @@ def test_a_process_does_not_use_a_mismatched_library_in_the_package(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"} | {
         "PYTHONPATH": str(tmp_path)
     }
-    for reason in ("was not built", "is of another version"):
+    for reason in ("was not built", "belongs to another version"):
         if reason != "was not built":
             shutil.move(
                 small(tmp_path, "int vit_decode_window(void) { return 0; }"),

@@ -256,7 +256,7 @@ def test_the_shown_augmented_images_equal_those_of_training(finished, monkeypatc
     monkeypatch.setattr(
         model_plots,
         "plot_augmented",
-        lambda inputs, targets, *rest: seen.update(inputs=inputs, targets=targets),
+        lambda inputs, targets, **rest: seen.update(inputs=inputs, targets=targets),
     )
     draw_pictures(copied(run_dir, tmp_path), CPU)
     config = load_config(run_dir / "config.yaml")

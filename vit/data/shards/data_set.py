@@ -125,26 +125,11 @@ def _open_whole(
     firsts = first_samples(described.lengths)
     tars: Tars
     if isinstance(folder, Path):
-        index = _local_index(
-            folder,
-            split,
-            described=described,
-            versions=found_versions,
-            layout=layout,
-            is_checked=is_checked,
-        )
+        index = _local_index(folder, split, described, found_versions, layout, is_checked)
         tars = LocalTars(folder, filenames, retry)
         if cache_dir is not None:
             cache = open_cache(cache_dir, cache_gib, "data.cache_dir")
-            tars = open_cached_tars(
-                folder,
-                filenames,
-                versions=found_versions,
-                index=index,
-                firsts=firsts,
-                cache=cache,
-                retry=retry,
-            )
+            tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
     else:
         cache = open_cache(cache_dir, cache_gib, shown)
         index = _remote_index(
@@ -156,15 +141,7 @@ def _open_whole(
             cache=cache,
             is_checked=is_checked,
         )
-        tars = open_cached_tars(
-            folder,
-            filenames,
-            versions=found_versions,
-            index=index,
-            firsts=firsts,
-            cache=cache,
-            retry=retry,
-        )
+        tars = open_cached_tars(folder, filenames, found_versions, index, firsts, cache, retry)
 
     # 3. Check the labels.
     class_names = list(info.get("class_names") or [])
@@ -181,9 +158,8 @@ def _open_whole(
         num_classes=num_classes,
         class_names=class_names,
         tars=tars,
-        layout=replace(
-            layout, class_names=()
-        ),  # the split has the names; it is pickled for each worker
+        # The split has the names; the layout is pickled for each worker.
+        layout=replace(layout, class_names=()),
         apply_exif=bool((info.get("options") or {}).get("apply_exif")),
     )
 
