@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -12,14 +13,13 @@ import numpy as np
 import pytest
 from checksums import indexed_as_it_is
 from error_rows import WITHOUT_PRIVILEGES, Place, Row, Scenarios
-from processes import as_by_another_program
+from processes import as_by_another_program, call, environment
 from remote_shards import claim_encoding
 from safetensors import safe_open
 from safetensors.torch import save_file
 from servers import WebServer
 from small_shards import add
 
-from data_prep import imagefolder
 from vit.data.shards.data_set import open_split
 
 scenario = Scenarios()
@@ -35,9 +35,10 @@ def _(place):
 def _(place):
     for name in ("a.jpg", "b.jpg"):
         add(place.folder / "photos" / name)
-    flags = ("--no-classes", "--workers", "1")
     out = place.folder / "unlabelled"
-    assert imagefolder.main([f"{place.folder / 'photos'}", "--out", f"{out}", *flags]) == 0
+    words = ["data_prep.imagefolder", f"{place.folder / 'photos'}", "--out", f"{out}"]
+    done = call([sys.executable, "-m", *words, "--no-classes", "--workers", "1"], environment())
+    assert done.returncode == 0, done.stderr
     place.train(f"data.root={out}", "data.val_split=train")
 
 
