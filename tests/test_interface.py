@@ -18,7 +18,7 @@ from processes import TINY, metrics, write_config
 from torchvision import transforms
 
 import vit
-from vit.config.schema import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from vit.config.schema import IMAGENET_MEAN, IMAGENET_STD
 
 SIGNATURES = {
     "create_loader": "split global_batch_size image_size epochs start seed augment mean std"
@@ -109,7 +109,9 @@ def test_rejects_a_batch_that_ranks_or_groups_do_not_divide(shards):
         vit.create_loader(split, 10, augment={"mixup_alpha": 0.2}, rank=0, world_size=2)
     with pytest.raises(ValueError, match="mixup"):
         vit.create_loader(split, 10, augment={"mixup": 0.2})
-    vit.create_loader(split, 10, augment=AugmentConfig(mixup_alpha=0.2, mix_group_size=2)).close()
+    with pytest.raises(ValueError, match=r"erasing_mode has no effect with .*erasing_prob=0"):
+        vit.create_loader(split, 10, augment={"erasing_mode": "rand"})
+    vit.create_loader(split, 10, augment={"mixup_alpha": 0.2, "mix_group_size": 2}).close()
 
 
 def test_a_model_is_evaluated_on_every_image_once(shards):

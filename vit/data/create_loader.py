@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vit.config.base import height_width
-from vit.config.schema import IMAGENET_MEAN, IMAGENET_STD, AugmentConfig
+from vit.config.io import from_dict
+from vit.config.schema import IMAGENET_MEAN, IMAGENET_STD
 from vit.data.augment.apply import Augment
 from vit.data.batches import TrainBatches, row_unit
 from vit.data.image_format import ImageFormat
@@ -63,7 +64,7 @@ def create_loader(
     epochs: int = 1,
     start: int = 0,
     seed: int = 0,
-    augment: Mapping[str, Any] | AugmentConfig | None = None,
+    augment: Mapping[str, Any] | None = None,
     mean: tuple[float, ...] = IMAGENET_MEAN,
     std: tuple[float, ...] = IMAGENET_STD,
     interpolation: str = "bicubic",
@@ -95,7 +96,9 @@ def create_loader(
         ShardError: an image cannot be read or decoded; raised when its batch is due.
     """
     device = torch.device(device)
-    recipe = augment if isinstance(augment, AugmentConfig) else AugmentConfig(**(augment or {}))
+    # A whole config, because its checks refuse settings that have no effect without others.
+    values = {"data": {"root": "."}, "train": {"epochs": epochs}, "augment": dict(augment or {})}
+    recipe = from_dict(values, "create_loader").augment
     if rank is None or world_size is None:
         rank = dist.get_rank() if dist.is_initialized() else 0
         world_size = dist.get_world_size() if dist.is_initialized() else 1
