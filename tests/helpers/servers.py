@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Self
 from urllib.parse import unquote, urlparse
 
 import boto3
@@ -27,7 +28,25 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 
-class WebServer:
+class LocalServer:
+    """A server in threads of this process, from the beginning of a block to its end."""
+
+    def __init__(self, server: ThreadingHTTPServer | socketserver.ThreadingTCPServer):
+        self._server = server
+        self._server.daemon_threads = True
+
+    def __enter__(self) -> Self:
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class WebServer(LocalServer):
     """A web server for `files` ({"/path": bytes}) with ranges and ETags until the block ends.
 
         with WebServer({"/a.bin": data}) as server:
@@ -69,21 +88,9 @@ class WebServer:
         self.endless = False
         self.drip: tuple[int, float] | None = None
         self.tags: list[str] = []
-        self._server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_FileHandler,), {"web": self})
-        )
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> WebServer:
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        handler = type("Handler", (_FileHandler,), {"web": self})
+        super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
 
 class _FileHandler(BaseHTTPRequestHandler):
@@ -194,7 +201,7 @@ class _FileHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-class HubServer:
+class HubServer(LocalServer):
     """A hub with `repositories` (name -> {file: bytes}), each at one commit, until the block ends.
 
     `gated`: repositories that refuse every reader. `licences`: name -> the licence on the card.
@@ -207,21 +214,9 @@ class HubServer:
         self.licences: dict[str, str] = {}
         self.requests: list[str] = []
         self.downloads: list[str] = []
-        self._server = ThreadingHTTPServer(
-            ("127.0.0.1", 0), type("Handler", (_HubHandler,), {"hub": self})
-        )
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> HubServer:
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        handler = type("Handler", (_HubHandler,), {"hub": self})
+        super().__init__(ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def commit_of(self, name: str) -> str:
         """Return the 40 digits of the only commit of a repository."""
@@ -307,7 +302,7 @@ class _HubHandler(BaseHTTPRequestHandler):
         self.end_headers()
 
 
-class FtpServer:
+class FtpServer(LocalServer):
     """An FTP server for `files` ({"/folder/name": bytes}) until the block ends. It accepts any user
     and knows no versions of files.
 
@@ -317,21 +312,9 @@ class FtpServer:
     def __init__(self, files: dict[str, bytes], commands_each: int | None = None):
         self.files = files
         self.commands_each = commands_each
-        self._server = socketserver.ThreadingTCPServer(
-            ("127.0.0.1", 0), type("Handler", (_FtpHandler,), {"ftp": self})
-        )
-        self._server.daemon_threads = True
+        handler = type("Handler", (_FtpHandler,), {"ftp": self})
+        super().__init__(socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler))
         self.address = f"127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> FtpServer:
-        threading.Thread(
-            target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        ).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
     def listing(self, folder: str) -> bytes:
         """The reply to MLSD."""
