@@ -40,8 +40,8 @@ def head_of(model: Any, wanted_by: str) -> nn.Linear:
         head = model.get_classifier()
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"{wanted_by} compares what a linear head reads; {type(model).__name__} ends in"
-            f" {type(head).__name__}: leave {wanted_by} out"
+            f"{wanted_by} needs a model with a linear head; {type(model).__name__} ends in"
+            f" {type(head).__name__}: omit {wanted_by}"
         )
     return head
 

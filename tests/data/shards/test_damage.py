@@ -333,7 +333,7 @@ def test_a_label_out_of_range_in_the_index_is_reported(root):
     rows["label"][7] ^= 1 << 20
     np.save(path, rows)
     with pytest.raises(
-        ShardError, match=r"1 labels lie outside .* train\.index\.npy is: delete it"
+        ShardError, match=r"1 labels lie outside .* train\.index\.npy is outdated: delete it"
     ):
         open_split(root, "train")
     path.unlink()

@@ -260,7 +260,7 @@ def test_streaming_is_advised_if_the_server_does_not_support_ranges(web, url, ca
     web.ranges = False
     with pytest.raises(
         ShardError,
-        match=r"does not give parts of files .* data.reader: webdataset, which is not exact",
+        match=r"does not give parts of files .* exactly reproducibly, with data.reader: webdataset",
     ):
         open_split(url, "train", cache)
 

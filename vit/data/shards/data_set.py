@@ -406,6 +406,7 @@ def _check_labels(
             f"{root}/_info.json, split {split!r}: {len(outside)} labels lie outside"
             f" [0, {num_classes}), the first is {labels[first]} (sample {first},"
             f" {described.filenames[shard]}); correct the shard, or the classes in _info.json; if"
-            f" neither is wrong, {split}.index.npy is: delete it, and it is made again"
+            f" both are right, {split}.index.npy is outdated: delete it, and the next start makes"
+            " it"
         )
     return num_classes

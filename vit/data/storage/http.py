@@ -246,8 +246,9 @@ class WebFile(io.RawIOBase):
                 if self.version is not None:
                     raise RetryableError(problem)
                 raise ShardError(
-                    f"{self._where}: {problem}, which reading at random needs; copy the shards to a"
-                    " disk, or stream them with data.reader: webdataset, which is not exact"
+                    f"{self._where}: {problem}, but reading single images needs it; copy the"
+                    " shards to a disk, or stream them, not exactly reproducibly, with"
+                    " data.reader: webdataset"
                 )
             return size
         if content_range and content_range[3] != "*":

@@ -85,7 +85,7 @@ class Command(NamedTuple):
         wrong = [f"{k} {v}" for k, v in counts.items() if not re.fullmatch(r"[1-9]\d*", v)]
         if wrong:
             raise ValueError(
-                f"{', '.join(wrong)}: expected a number: pass --gpus N, the number of all GPUs"
+                f"{', '.join(wrong)}: expected a number: pass --gpus N, the total number of GPUs"
             )
         return math.prod(map(int, counts.values()))
 

@@ -72,7 +72,9 @@ def compare(
             " models of the same classes"
         )
     if samples.labels is None:
-        raise ValueError("files have no classes to compare with: compare on a split (--data ROOT)")
+        raise ValueError(
+            "image files have no labels to compare with: compare on a split (--data ROOT)"
+        )
     outputs: list[tuple[Tensor, Tensor]] = []
     for number, trained in enumerate(models):
         predictions = []
