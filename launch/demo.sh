@@ -25,7 +25,7 @@ at 32 px; the same at 48 px, where interpolated positions alone cost accuracy; a
   resume    run it again after Ctrl-C or kill -9: it continues from its last checkpoint,
             to the same weights
   your data python -m data_prep.imagefolder PATH/TO/class-folders --out data/mine
-            torchrun --nproc_per_node=$RANKS launch/train.py --config configs/demo.yaml data.root=data/mine run.dir=runs/mine
+            python launch/train.py --config configs/photos.yaml data.root=data/mine run.dir=runs/mine
   ImageNet  torchrun --nproc_per_node=8 launch/train.py --config configs/vit_b16.yaml data.root=data/imagenet
   Slurm     sbatch slurm/train.sh            (slurm/README.md: three lines to edit)
 TEXT
