@@ -8,6 +8,7 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
+import timm
 import yaml
 from timm.data import create_transform
 from timm.data.loader import adapt_to_chs
@@ -22,6 +23,7 @@ from vit.extras.recipes.summary import account, yaml_text
 from vit.model import create_model
 from vit.optim.ema import create_average
 from vit.optim.optimizer import create_optimizer
+from vit.weights.hub import is_hub_name
 
 _NUMBERS = {
     *("lr", "betas", "eps", "momentum", "nesterov", "algo", "ns_steps", "ns_coefficients"),
@@ -235,6 +237,16 @@ def test_prefixes_of_hub_names_are_removed():
     for prefix in ("hf_hub:timm/", "hf-hub:timm/", "timm/"):
         values = settings(f"python train.py --model {prefix}{name} --lr 1e-3 --opt adamw")
         assert values["model.name"] == "vit_b16"
+
+
+@pytest.mark.parametrize("name", ["vit_small_patch16_224", "resnet50.a1_in1k"])
+def test_pretrained_weights_are_fetched_from_the_repository_that_timm_would_take(name):
+    imported = import_recipe(f"python train.py --model {name} --pretrained --num-classes 10")
+    repository = timm.models.get_pretrained_cfg(name).hf_hub_id
+    assert imported.settings["init.checkpoint"] == repository
+    assert imported.settings["init.reset_head"]
+    assert is_hub_name(repository)
+    assert finding(imported, "pretrained").verdict == "same"
 
 
 def test_the_smaller_of_lambs_clip_and_the_given_clip_is_used():

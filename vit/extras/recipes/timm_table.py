@@ -12,7 +12,7 @@ from vit.extras.recipes.reading import Reading
 
 _RECIPE = """
 --model                   str     resnet50   model.name
---pretrained              on      -       weights of timm's hub
+--pretrained              on      -       init.checkpoint
 --pretrained-path         str     -       init.checkpoint
 --initial-checkpoint      str     -       init.checkpoint
 --num-classes             int     -       model.num_classes

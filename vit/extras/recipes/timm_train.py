@@ -136,21 +136,19 @@ def _map_model(reading: Reading) -> None:
     else:
         reading.same("dist_bn")
     weights = args["pretrained_path"] or args["initial_checkpoint"]
+    start: dict[str, Any] = {}
     if args["pretrained"] and not weights:
-        text = f"weights of timm's hub: set init.checkpoint to the file of {name}"
-        start: dict[str, Any] = {"init.checkpoint": f"{name}.safetensors"}
+        start["init.checkpoint"] = config["hub_name"]
         if args["num_classes"]:
             start["init.reset_head"] = True
-        reading.differs("pretrained", text, start)
-    else:
-        reading.same("pretrained")
+    reading.same("pretrained", start)
     reading.same(
         "pretrained_path initial_checkpoint", {"init.checkpoint": weights} if weights else {}
     )
 
 
 def _published(name: str) -> dict[str, Any]:
-    """Return timm's size, crop and mean of a model. Raises ValueError for an unknown model."""
+    """Return timm's view and hub name of a model. Raises ValueError for an unknown model."""
     try:
         import timm
     except ImportError as error:
@@ -164,6 +162,7 @@ def _published(name: str) -> dict[str, Any]:
     config = timm.models.get_pretrained_cfg(name)
     assert config is not None, "every model of timm has a config"
     return {
+        "hub_name": config.hf_hub_id,
         "input_size": config.input_size,
         "crop_pct": config.crop_pct or 0.875,
         "mean": config.mean,
