@@ -180,7 +180,7 @@ sys.exit(warm.main(sys.argv[1:]))
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--split", "trian"],
-            "no split 'trian'; there are train, val (did you mean train?)",
+            "no split 'trian': it has train, val (did you mean train?)",
         ),
         (["ROOT", "--cache", "CACHE"], "unknown: --cache; did you mean --cache-gib?"),
     ],

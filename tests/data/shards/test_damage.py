@@ -173,7 +173,7 @@ def test_problems_name_file_and_remedy(root, damage, message):
 
 def test_the_error_for_an_unknown_split_lists_the_splits(root):
     with pytest.raises(
-        ShardError, match=r"no split 'trian'; there are train \(did you mean train\?\)"
+        ShardError, match=r"no split 'trian': it has train \(did you mean train\?\)"
     ):
         open_split(root, "trian")
 

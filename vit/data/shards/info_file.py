@@ -256,7 +256,7 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
     if split not in info["splits"]:
         names = ", ".join(info["splits"])
         hint = did_you_mean(split, info["splits"])
-        raise ShardError(f"{root}: no split {split!r}; there are {names}{hint}")
+        raise ShardError(f"{root}: no split {split!r}: it has {names}{hint}")
     entry = info["splits"][split]
     place = f"{root}/_info.json, split {split!r}"
     required = ("filenames", "shard_lengths", "num_samples")
