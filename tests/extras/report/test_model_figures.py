@@ -300,7 +300,7 @@ def test_models_with_different_classes_are_not_compared():
     other = SimpleNamespace(class_names=("a", "c"), weights=SimpleNamespace(path="other"))
     with pytest.raises(ValueError, match="one and other have different classes"):
         compare((one, other), Samples([], []))
-    with pytest.raises(ValueError, match="files have no classes"):
+    with pytest.raises(ValueError, match="image files have no labels"):
         compare((one, one), Samples([], []))
 
 
