@@ -240,7 +240,10 @@ def test_the_memory_of_layers_equals_the_planners():
     # The hidden layer of an MLP and its input exist at the same time.
     hidden_bytes = 4 * 197 * 768
     assert 2 * hidden_bytes <= needs.forward < 10 * hidden_bytes
-    plan = SimpleNamespace(world_size=1, global_batch_size=200, micro_batch_size=200)
+    # One micro-batch of 200 images on one rank.
+    plan = SimpleNamespace(
+        world_size=1, global_batch_size=200, micro_batch_size=200, rank_batch_size=200
+    )
     larger = step_memory(config, plan, 10).total
     assert needs.per_image == pytest.approx(larger / 200, rel=0.2)
     assert needs.training < larger
