@@ -202,7 +202,7 @@ def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, preci
         (
             ("data.micro_batch_size=1",),
             2,
-            r"=1 is below what mixes together, .* \[2, 4, 6, 8, 12\]",
+            r"=1 is smaller than a group of images that are mixed, .* \[2, 4, 6, 8, 12\]",
         ),
         (("data.micro_batch_size=2",), 13, r"at most 12 micro-batches for 13 ranks: use fewer"),
     ],
