@@ -347,7 +347,7 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     assert check(tiny(config), tmp_path).numbers["notes"] == [
         "the limit of 200 open files is low, so some shards are opened again for each"
-        " image: `ulimit -n 264` before the start, or ask the administrator"
+        " image: run `ulimit -n 264` before the start, or ask the administrator"
     ]
 
 

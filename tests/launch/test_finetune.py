@@ -83,7 +83,7 @@ def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(
         )
         assert difference["points"] == pytest.approx(after["top1"] - result[name]["top1"])
         assert difference["low"] <= difference["points"] <= difference["high"]
-    assert "against the base at 16x16:" in done.stderr
+    assert "compared with the base at 16x16:" in done.stderr
     assert "compared with the base at 24x24, not trained at this size:" in done.stderr
 
 

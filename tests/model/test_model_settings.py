@@ -108,7 +108,7 @@ def test_rejected_rotations_would_have_no_effect(fields, more):
         ("ViT-B16", "did you mean .*vit_b16"),
         ("vit_b0", "expected vit_"),
         ("timm/vit_base_patch16_223", "did you mean vit_base_patch16_224"),
-        ("timm/vit_tiny_patch16_224.nobody", "cannot make 'vit_tiny_patch16_224.nobody'"),
+        ("timm/vit_tiny_patch16_224.nobody", "cannot create 'vit_tiny_patch16_224.nobody'"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(name, message):

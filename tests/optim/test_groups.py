@@ -212,7 +212,7 @@ def test_matrices_of_the_blocks_are_their_linear_maps():
 
 
 def test_a_network_without_matrices_is_an_error():
-    with pytest.raises(ValueError, match=r"set optim\.matrices=timm, or another optim\.name"):
+    with pytest.raises(ValueError, match=r"set optim\.matrices=timm, or use another optim\.name"):
         parameter_groups(timm.create_model("test_resnet"), MuonConfig(name="muon"))
 
 

@@ -176,7 +176,7 @@ def _check_finite(
     """Raise ValueError if a loss is NaN, which means that a logit was NaN or infinite."""
     bad = [name for name, (_, each) in by_set.items() if not math.isfinite(each.accuracy.loss)]
     if bad:
-        finer = "pass --precision fp32, or  " if precision != "fp32" else ""
+        finer = "pass --precision fp32, or " if precision != "fp32" else ""
         raise ValueError(
             f"{loaded.path}: logits on {', '.join(bad)} are NaN or infinite in {precision}, so the"
             f" accuracy is meaningless: {finer}use other weights"

@@ -112,7 +112,7 @@ def preflight(
             f" of memory for batches on this host ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
-            f"per worker; evaluation starts as many again{more}{saving}), but only"
+            f" per worker; evaluation starts as many again{more}{saving}), but only"
             f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
             " eval.batch_size, or give the job more memory"
         )

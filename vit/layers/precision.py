@@ -77,7 +77,7 @@ def precision_note(
         major, minor = capability
         return (
             f"this GPU ({torch.cuda.get_device_name(device)}, compute capability {major}.{minor})"
-            "has no bf16 instructions, so bf16 is emulated, which is many times slower and uses"
+            " has no bf16 instructions, so bf16 is emulated, which is many times slower and uses"
             f" more memory: set {flag}{separator}fp16"
         )
     if device.type != "cpu" or precision not in AUTOCAST_DTYPE:

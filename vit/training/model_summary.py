@@ -115,7 +115,7 @@ def print_shapes(model: Any, name: str) -> None:
         handle.remove()
     print(
         f"{name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
-        f"parameters, {gflop:{digits}} GFLOP per image forward (a multiply-add counts as 2; papers"
+        f" parameters, {gflop:{digits}} GFLOP per image forward (a multiply-add counts as 2; papers"
         " often count 1)"
     )
 
