@@ -196,7 +196,9 @@ def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
         report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
         assert report.numbers["save_copy_gib"] == expected
-    with pytest.raises(ValueError, match=r"; 2048\.0 MiB to copy what is saved\), 1\.00 GiB are"):
+    with pytest.raises(
+        ValueError, match=r"; 2048\.0 MiB to copy the state for a save\), but only 1\.00 GiB are"
+    ):
         check(tiny(config), little, saved_bytes=2 * GIB)
 
 
@@ -415,8 +417,8 @@ def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
     ("settings", "expected"),
     [
         (["train.ema_decay=0.9999"], "leaves 100% of the initial weights"),
-        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the weights"),
-        (["train.ema_decay=0.9"], "leaves 28% of the weights"),
+        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the initial"),
+        (["train.ema_decay=0.9"], "leaves 28% of the initial"),
         (["train.ema_decay=0.9", "train.ema_every_steps=2"], "leaves 53% of"),
         (["train.ema_decay=0.9", "train.ema_after_epochs=1"], "leaves 48% of"),
         (["train.ema_decay=0.9", "train.ema_after_epochs=2.4"], ""),

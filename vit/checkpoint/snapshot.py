@@ -59,7 +59,7 @@ class Snapshot:
             return
         with self._cuda.device(self._device):
             self._is_locked = page_lock(
-                self._memory, "memory to copy what is saved", "training waits during the copy"
+                self._memory, "memory for copies of the state", "training waits during the copy"
             )
 
     def take(

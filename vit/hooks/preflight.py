@@ -104,15 +104,15 @@ def preflight(
         worker_bytes.append(max(_worker_bytes(each, ranks * workers) for each in further_evals))
     copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
     needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
-    more = ", and eval.sets start the same number again" if further_evals else ""
-    saving = f"; {copy_bytes / MIB:.1f} MiB to copy what is saved" if copy_bytes else ""
+    more = ", and so does eval.sets" if further_evals else ""
+    saving = f"; {copy_bytes / MIB:.1f} MiB to copy the state for a save" if copy_bytes else ""
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
             f"{ranks} rank(s) with {workers} loader workers each need {needed_bytes / GIB:.2f} GiB"
             f" of memory for batches on this host ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
-            f" per worker; evaluation starts as many again{more}{saving}), but only"
+            f" per worker; evaluation starts the same number again{more}{saving}), but only"
             f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
             " eval.batch_size, or give the job more memory"
         )
