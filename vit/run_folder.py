@@ -71,7 +71,7 @@ MOUNTED_BUCKETS = (
 )
 """The kernel's names for file systems that store files in an object store."""
 LOCK_WAIT_S = 15.0
-"""How long a new process waits for the lock, because the previous process may still be saving.
+"""The time that a new process waits for the lock, because the previous process may still be saving.
 Saving a large checkpoint takes about this long."""
 
 
@@ -197,7 +197,7 @@ class RunLock:
             if not is_announced:
                 is_announced = True
                 print(
-                    f"{self._run_dir}: waiting up to {LOCK_WAIT_S:.0f} s until {holder} ends",
+                    f"{self._run_dir}: waiting up to {LOCK_WAIT_S:.0f} s for {holder} to end",
                     file=sys.stderr,
                 )
             time.sleep(0.2)

@@ -130,7 +130,7 @@ def test_print_config_without_data_assumes_and_reports_imagenets_size(capsys, mo
         shown["gflop_per_image"]
         == "35.13 forward, a multiply-add counts as 2 (papers count 1: 17.56)"
     )
-    assert shown["checkpoint_mb"].startswith("1,385.1 (weights, optimizer, average)")
+    assert shown["checkpoint_mb"].startswith("1,385.1 (weights, optimizer, EMA)")
     assert shown["parameters_gib"].startswith("1.61 on each rank")
     run_here(
         "launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere"

@@ -12,9 +12,9 @@ older checkpoints are removed. `vit.checkpoint.saver` decides when and in which 
                                 and of itself (vit/run_folder.py)
       latest                    "step_00012500"
 
-There are no pickles. torch.distributed.checkpoint's `HuggingFaceStorageReader` can read the tensor
-file. That class can also read sharded files, which its writer creates under FSDP2, on another
-number of ranks, so sharded training could use this format.
+Checkpoints contain no pickles. torch.distributed.checkpoint's `HuggingFaceStorageReader` can read
+the tensor file. It also reads sharded files, written under FSDP2, on another number of ranks, so
+sharded training could use this format.
 """
 
 from __future__ import annotations

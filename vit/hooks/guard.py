@@ -1,8 +1,8 @@
 """Detect loss spikes and non-finite gradients; skip the update, stop the run, or rewind.
 
-1. `Guard.limits` computes limits for loss and gradient norm from earlier steps, up to the second
-   last. Their results are read before a step is queued, so all ranks and resumed runs use the same
-   limits.
+1. `Guard.limits` computes limits for loss and gradient norm from the steps up to two before the
+   current one. Their results are read before a step is queued, so all ranks and resumed runs use
+   the same limits.
 2. The device skips the update if a limit is exceeded. The decision uses sums over all ranks, in
    vit.step.
 3. One step later, the host reads the decision. `Guard.judge` then continues, stops the run, or

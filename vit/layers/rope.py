@@ -2,8 +2,8 @@
 
 This extends Su et al. 2021 (arXiv 2104.09864) to two axes: half of a head's channel pairs rotate
 with the row, half with the column, each pair at its own frequency. The product of a rotated query
-and a rotated key depends only on their distance. There are no weights, so a model can accept other
-image sizes. The coordinates then depend on `rope_type`:
+and a rotated key depends only on their distance. Rotary embeddings have no weights, so a model can
+accept other image sizes. The coordinates then depend on `rope_type`:
 
 axial   Rows and columns count from 0. Frequencies fall from 1 to nearly 1 / 10,000. Neighboring
         channels are a pair. Larger images have larger coordinates (ViT-5: wangf3014/ViT-5:rope.py).

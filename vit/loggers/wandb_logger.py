@@ -41,7 +41,7 @@ ANNOUNCE_S = 6.0
 """The duration after which an upload is announced. If the server does not answer, the upload has
 been canceled by then."""
 LIMITS_S = {"start": 30.0, "run": 3.0, "offline run": 30.0, "end": FINISH_S + 30.0}
-"""How long `close` waits for each event of the process.
+"""The time that `close` waits for each event of the process.
 
 A "run" that does not open online is opened offline instead. An "offline run" has no alternative, so
 its limit is long. Only a slow disk or a busy machine delays it.

@@ -35,7 +35,7 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Kind:
-    """How to create an optimizer and its state."""
+    """The functions that create an optimizer and its state."""
 
     create: Callable[[Groups, Any], torch.optim.Optimizer]
     """Creates the optimizer from the groups and the section `optim` of the config."""
