@@ -1,16 +1,16 @@
-"""Vision Transformers from ImageNet-scale archives to trained, evaluated and used models.
+"""Train, evaluate and use Vision Transformers.
 
     import vit
 
     config = vit.load_config("configs/demo.yaml", ["train.steps=100"])
-    vit.fit(config)                         # what launch/train.py does
-    trained = vit.load("runs/demo")         # a run, a file of weights, a model folder, or a name of
+    vit.fit(config)                         # the same as launch/train.py
+    trained = vit.load("runs/demo")         # or a weights file, a model folder, or a model name on
                                             # the Hugging Face hub (timm/NAME, hf-hub:OWNER/REPO)
     trained.classify("photo.jpg")           # [("seven", 0.93), ("one", 0.04), ...]
 
-Your own training loop needs `create_model`, `open_split`, `create_loader` and `evaluate_model`
-(docs/own_loop.md). These names and their arguments are stable. A name is imported when it is first
-used, so data preparation works without torch, and starts in a tenth of the time.
+Use `create_model`, `open_split`, `create_loader` and `evaluate_model` in your own training loop
+(docs/own_loop.md). These names and their arguments are stable. Each name is imported on first use,
+so data preparation starts quickly and does not need torch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODULES = {
     "load_config": "vit.config.io",
     "open_split": "vit.data.shards.data_set",
 }
-"""A name of the Python interface -> the module that has it."""
+"""The module that defines each public name."""
 __all__ = [
     "__version__",
     "create_loader",

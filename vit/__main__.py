@@ -1,12 +1,12 @@
-"""Run a command of launch/ or data_prep/ from an installed package: `vitline COMMAND ...`.
+"""Run a command of an installed package: `vitline COMMAND ...`.
 
     vitline train --config vit_b16 data.root=/data/imagenet
     torchrun --nproc_per_node=8 -m vit train --config vit_b16 data.root=/data/imagenet
     vitline prep imagefolder PHOTOS --out /data/photos
 
-A command runs the file of that name in launch/, as `python launch/NAME.py` does. An installed
-package has a copy of launch/ inside `vit`. `prep` runs a module of data_prep. A recipe can be given
-by name: `--config vit_b16` is configs/vit_b16.yaml unless a file `vit_b16` exists.
+`vitline NAME` runs launch/NAME.py, and `vitline prep NAME` runs a module of data_prep. An installed
+package contains a copy of launch/ inside `vit`. `--config` accepts the name of a recipe: `--config
+vit_b16` reads configs/vit_b16.yaml unless a file named `vit_b16` exists.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ COMMANDS = sorted(path.stem for path in LAUNCH.glob("*.py") if path.stem != "che
 
 
 def main() -> None:
-    """Run the command that the command line names. Exit status 2 if it names none of them."""
+    """Run the command given in `sys.argv`, or exit with status 2 if it is unknown."""
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     if name in COMMANDS:
         script = LAUNCH / f"{name}.py"
         sys.argv = [str(script), *sys.argv[2:]]
-        # `python launch/NAME.py` puts this folder first: the scripts import check_versions from it.
+        # The scripts import check_versions, so add their folder to the path as python would.
         sys.path.insert(0, str(LAUNCH))
         runpy.run_path(str(script), run_name="__main__")
     elif name == "prep":
@@ -59,20 +59,20 @@ def main() -> None:
 
 
 def refuse(command: str, hint: str, listing: str) -> NoReturn:
-    """Exit with status 2: `command` is unknown, and the command `listing` lists the known ones."""
+    """Print that `command` is unknown and which command lists the known ones; exit with status
+    2."""
     print(
-        f"error: unknown command {command!r}{hint}: {listing} lists the commands", file=sys.stderr
+        f"error: unknown command {command!r}{hint}: run {listing} to list the commands",
+        file=sys.stderr,
     )
     raise SystemExit(2)
 
 
 def usage() -> str:
-    """Return the list of commands, each with the first line of its docstring."""
+    """Return a list of all commands with the first line of each docstring."""
     lines = [f"  {name:10} {_first_line(LAUNCH / f'{name}.py')}" for name in COMMANDS]
-    lines.append(
-        f"  {'prep':10} Write, index, verify and describe shards: `prep` alone lists its commands."
-    )
-    last = "Each has --help; `vitline --version` prints the version."
+    lines.append(f"  {'prep':10} Write, index, verify and describe shards: see `vitline prep`.")
+    last = "Every command has --help. `vitline --version` prints the version."
     return "\n".join(["usage: vitline COMMAND ...", "", *lines, "", last])
 
 

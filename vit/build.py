@@ -1,9 +1,9 @@
-"""`build` makes a `Run` from a config: everything that `vit.train.train` needs.
+"""Build a `Run` from a config: everything that `vit.train.train` needs.
 
-It opens and checks the data, and derives all numbers of the plan from them. It creates model,
-optimizer and step, and fills them from the newest checkpoint if the run folder has one. It opens
-the record last, when everything else has succeeded. `Parts` has the hooks and functions that the
-config adds to a plain run.
+`build` opens and checks the data and computes the plan. It creates the model, the optimizer and the
+training step, and loads the newest checkpoint if the run folder has one. metrics.jsonl is opened
+last, after everything else has succeeded. `Parts` contains the hooks and functions that the config
+adds to a plain run.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from vit.training.run_data import as_trained, open_data
 def build(
     config: Config, world: World, allow_change: Iterable[str] = (), parts: Parts | None = None
 ) -> Run:
-    """Build the run of `config`, from its newest checkpoint if its folder has one.
+    """Build the run described by `config`, from its newest checkpoint if one exists.
 
-    allow_change: settings that may differ from the checkpoint's. parts: the result of
-    `vit.extras.compose.parts_of` for `config`. Raises ValueError for mistakes, and
-    `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, also while it waits for
-    other ranks.
+    allow_change: settings that may differ from those in the checkpoint. parts: the result of
+    `vit.extras.compose.parts_of` for `config`. Raises ValueError for mistakes in the config or the
+    data. Raises `vit.distributed.exit.Interrupted` after SIGTERM, SIGHUP or SIGINT, even while this
+    rank waits for other ranks.
     """
     parts = parts or Parts()
     place = parts.open_place(config, world)
@@ -52,14 +52,14 @@ def build(
     lock = RunLock(place.folder)
     signals = StopSignals()
     try:
-        # 1. Lock the folder. Part 6 creates and locks it if it does not exist yet, so that a config
-        # with a mistake leaves no folder.
+        # 1. Lock the run folder if it exists. A new folder is created and locked only in part 6, so
+        # that a mistake in the config does not leave an empty folder behind.
         check_same_settings(config_io.to_dict(config), world)
         world.main_first(lambda: place.lock(lock) if world.is_main else None)
         run = _build(
             config, world, set(allow_change), parts=parts, place=place, lock=lock, signals=signals
         )
-        # From now on a signal raises no error: the loop reads it and stops after the step.
+        # From now on, signals only set a flag. The training loop reads it and stops after the step.
         signals.remember_only()
     except BaseException as error:
         signals.restore()
@@ -82,7 +82,7 @@ def _build(
     times = StartTimes(world.joined_s)
     settings = config_io.to_dict(config)
 
-    # 2. Data and plan. The cheap checks come first, so that a mistake is reported within a second.
+    # 2. Data and plan. Cheap checks run first, so that mistakes are reported within a second.
     data = open_data(config, world)
     config = as_trained(config, data)
     objective = parts.create_objective(config, data, world)
@@ -93,7 +93,7 @@ def _build(
     newest = find_checkpoint(place.folder, settings, facts, allowed, world)
     times.end("checkpoint")
 
-    # 3. The model. All ranks draw the same weights or load the same file, or a checkpoint follows.
+    # 3. The model. All ranks start from equal weights: the same seed, file or checkpoint.
     with world.fail_together(), nullcontext() if newest is None else undrawn():
         torch.manual_seed(config.train.seed)
         model = create_trained_model(config, data.num_classes)
@@ -115,7 +115,7 @@ def _build(
     evaluators = create_evaluators(config, data.sets, data.image_format, train_step)
     times.end("model")
 
-    # 5. Copy the checkpoint into the existing tensors, because DDP and the average refer to them.
+    # 5. Copy the checkpoint into the existing tensors, because DDP and the EMA refer to them.
     state = RunState(facts={**facts, "grid_size": grid_size(model)})
     if newest is not None:
         folder, info = newest
@@ -124,12 +124,12 @@ def _build(
         checkpoints.load_checkpoint(folder, train_step)
         times.end("checkpoint")
 
-    # 6. The record. Rank 0 goes first, because it creates the folder.
+    # 6. metrics.jsonl. Rank 0 goes first because it creates the folder.
     record = world.main_first(
         lambda: start_record(config, world, place.folder, lock, data, notes, state, train_step)
     )
     with world.fail_together():
-        place.push()  # if the run has a URL, the URL has the run from now on
+        place.push()  # upload the first files if run.dir is a URL
     beside = [hook.saved for hook in parts.hooks if hook.saved is not None]
     keep_last = config.checkpoint.keep_last
     saved_as = config_io.to_dict(config)
@@ -155,7 +155,7 @@ def _build(
 def _config_of_step(
     config: Config, newest: tuple[Path, dict[str, Any]] | None, plan: Plan
 ) -> Config:
-    """Return `config`, without compilation if the run is over: no step would use it."""
+    """Return `config`, without compilation if the run has already finished all steps."""
     if newest is None or not checkpoints.state_of(newest[1]).is_over(plan):
         return config
     return config_io.with_settings(config, {"train.compile": False})

@@ -1,4 +1,4 @@
-"""Create the training step of a config: compile and wrap the model, make the optimizer."""
+"""Create the training step: compile and wrap the model, and create the optimizer."""
 
 from __future__ import annotations
 
@@ -29,18 +29,19 @@ def create_train_step(
     create_reduce: Callable[..., Reduce] = data_parallel,
     is_filled_later: bool = False,
 ) -> TrainStep:
-    """Move `model` to its device, compile and wrap it, and create all that updates it.
+    """Move `model` to its device, compile and wrap it, and create everything that updates it.
 
-    is_filled_later: a checkpoint will replace all values on each rank.
+    is_filled_later: whether a checkpoint will replace all values on every rank.
     """
     model.to(world.device)
-    # The order matters. The moving average copies the model, so it comes before compilation. The
-    # optimizer refers to the parameters, so it comes after the wrapping. DDP keeps the parameters.
-    # `fully_shard` would replace them, and then the average would have to come after it as well.
+    # The order matters. The EMA copies the model, so it is created before compilation. The
+    # optimizer refers to the parameters, so it is created after the wrapping. DDP keeps the
+    # parameter objects. `fully_shard` replaces them, so with it the EMA would have to be created
+    # after the wrapping too.
     ema = create_average(model, config.train, plan.steps_per_epoch)
     with world.fail_together():
         checkpoint_activations(model, config.train.activation_checkpointing)
-    # The average is compiled because it is evaluated as often as the model.
+    # Compile the EMA too, because it is evaluated as often as the model.
     averages = [] if ema is None else [ema.module]
     why_eager = compile_models(config.train, [model, *averages, *objective.models], world)
     reduce = create_reduce(model, config, plan, world, is_filled_later)

@@ -1,7 +1,7 @@
-"""Fine-tune weights and report the gain, image by image.
+"""Fine-tune weights and compare predictions before and after on each validation image.
 
-The weights are evaluated before and after training, on the same validation images. The evaluation
-before it runs at the size that they were trained at, and at the new size.
+The original weights are evaluated on the same validation images, at their own image size and at the
+new image size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vit.training.metrics import paired_difference
 from vit.weights.files import LoadedWeights, fingerprint, read_weights
 
 VIEW_KEYS = ("crop_pct", "resize_px", "crop_mode", "resizer")
-"""Settings in `eval` that depend on the image size."""
+"""The settings in `eval` that depend on the image size."""
 
 
 def finetune(
@@ -45,12 +45,12 @@ def finetune(
     out: TextIO,
     as_json: bool,
 ) -> None:
-    """Fine-tune `loaded` by `tuned`, and print the accuracy before and after to `out`.
+    """Fine-tune `loaded` as `tuned` describes, and print the accuracy before and after to `out`.
 
-    base: the config of `loaded`; None, with the reason in `problem`, if they cannot be evaluated
-    before. build_run: builds the run of `tuned` (`vit.extras.compose.build_run`). as_json: also
-    print one object on stdout, as `launch/eval.py` describes it. Raises ValueError if the run in
-    the folder began with different weights.
+    base: the config of `loaded`, or None if the weights cannot be evaluated before training;
+    `problem` then gives the reason. build_run: builds the run of `tuned`
+    (`vit.extras.compose.build_run`). as_json: also print one JSON object on stdout (see
+    `launch/eval.py`). Raises ValueError if the run in the folder started from different weights.
     """
     assert tuned.run.dir is not None, "load_config names the run folder"
     with world.fail_together():
@@ -65,27 +65,27 @@ def finetune(
     selected = tuned.init.select_classes
     if base is not None and split.num_classes != loaded.num_classes and not selected:
         problem = (
-            f"{loaded.path} knows {loaded.num_classes} classes, {split.root} has"
+            f"{loaded.path} has {loaded.num_classes} classes, but {split.root} has"
             f" {split.num_classes}"
         )
     before: dict[str, Result] = {}
     if base is not None and not problem:
         before = _evaluate_before(loaded, base, tuned, world, out)
     elif world.is_main:
-        print(f"no accuracy before: {problem}", file=out)
+        print(f"accuracy before fine-tuning not measured: {problem}", file=out)
 
     if train(build_run(tuned, world)) == "stopped":
         if world.is_main:
             print(
-                f"fine-tuning was stopped before its end and is saved in {tuned.run.dir}: the same"
-                " command continues it",
+                f"fine-tuning was stopped early and saved in {tuned.run.dir}: run the same command"
+                " to continue",
                 file=out,
             )
             if as_json:
                 print(json.dumps({"stopped": True, "run": tuned.run.dir}))
         return
 
-    world.barrier()  # rank 0 writes the weights, and may still be drawing the report
+    world.barrier()  # rank 0 writes the weights, and may still draw the report
     trained = read_once(lambda: read_weights(local_folder(tuned.run)), world)
     after = evaluate_weights(trained, tuned, world, out)
     if not world.is_main:
@@ -100,12 +100,12 @@ def finetune(
         size = tuned.model.size_text()
         against = {
             "before": f"base at {base.model.size_text()}",
-            "before_resized": f"base at {size}, untrained there",
+            "before_resized": f"base at {size}, not trained at this size",
         }
         num_images = split.num_samples
-        print(f"fine-tuned at {size}, image by image on the same {num_images}:", file=out)
+        print(f"fine-tuned at {size}, compared on the same {num_images} images:", file=out)
         for name, difference in differences.items():
-            print(f"  against the {against[name]}: {difference}", file=out)
+            print(f"  compared with the {against[name]}: {difference}", file=out)
     if as_json:
         summary = after.as_json | {name: result.as_json for name, result in before.items()}
         summary["difference"] = {name: asdict(value) for name, value in differences.items()}
@@ -113,9 +113,9 @@ def finetune(
 
 
 def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
-    """Raise ValueError if the run in `run_dir` began with different weights.
+    """Raise ValueError if the run in `run_dir` started from different weights.
 
-    place: the folder or URL to name in the message.
+    place: the folder or URL shown in the message.
     """
     checkpoint = newest_checkpoint(run_dir)
     if checkpoint is None:
@@ -123,21 +123,21 @@ def _check_same_start(run_dir: Path, loaded: LoadedWeights, place: str) -> None:
     _, info = checkpoint
     if info["facts"].get("init_sha256") not in (None, fingerprint(loaded.weights)):
         raise ValueError(
-            f"{shown(place)} was fine-tuned from other weights than {loaded.path} holds now: use"
-            " another run.dir, or remove it"
+            f"{shown(place)} was fine-tuned from weights that differ from those in {loaded.path}:"
+            " set another run.dir, or remove that run"
         )
 
 
 def _evaluate_before(
     loaded: LoadedWeights, base: Config, tuned: Config, world: World, out: TextIO
 ) -> dict[str, Result]:
-    """Evaluate `loaded` on the images of `tuned`, at the size of `base` and at that of `tuned`."""
+    """Evaluate `loaded` on the images of `tuned`, at the image sizes of `base` and `tuned`."""
     settings = {
         "data.root": tuned.data.root,
         "data.val_split": tuned.data.val_split,
         "data.num_workers": tuned.data.num_workers,
         "eval.batch_size": tuned.eval.batch_size,
-        # The sets of `base` are on its own classes, so their results could not be compared.
+        # The evaluation sets of `base` use its own classes, so the results would not be comparable.
         "eval.sets": {},
         "eval.best_by": VAL,
     }

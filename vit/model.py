@@ -1,22 +1,22 @@
-"""The Vision Transformer: images in, logits out.
+"""The Vision Transformer: a model that maps images to logits.
 
-With B images, C channels, H x W pixels, a grid of h x w patches, P prefix tokens (class token,
-registers), N = P + h*w tokens and D = `embed_dim`:
+Notation: B images, C channels, H x W pixels, a grid of h x w patches, P prefix tokens (class token,
+registers), N = P + h*w tokens, and D = `embed_dim`.
 
-1. Patches    (B, C, H, W) -> (B, h*w, D)    one linear map per patch        patch_embed
-2. Positions  (B, h*w, D)  -> (B, N, D)      class token in front, plus      cls_token, pos_embed
+1. Patches    (B, C, H, W) -> (B, h*w, D)    one linear map for all patches  patch_embed
+2. Positions  (B, h*w, D)  -> (B, N, D)      prepend the class token, add    cls_token, pos_embed
                                              a learned position per token
-3. Blocks     (B, N, D)    -> (B, N, D)      `depth` times attention, MLP    blocks
+3. Blocks     (B, N, D)    -> (B, N, D)      `depth` x (attention, MLP)      blocks
 4. Pooling    (B, N, D)    -> (B, D)         class token, or patch mean      norm, fc_norm
 5. Head       (B, D) -> (B, num_classes)     linear, optional tanh layer     pre_logits, head
 
-The equations are those of Dosovitskiy et al. 2021 (arXiv 2010.11929), quoted at the lines that
-compute them. Additions of later recipes, such as rotary positions, are off by default; each has an
-argument of `VisionTransformer` and a module in `vit.layers`. Arguments and state-dict keys are
-timm's (huggingface/pytorch-image-models:timm/models/vision_transformer.py), so that either program
-loads the other's weights without a mapping. `timm/<name>` makes one of timm's own models.
+Comments quote the equations of Dosovitskiy et al. 2021 (arXiv 2010.11929). Later additions, such as
+rotary positions, are off by default. Each has an argument of `VisionTransformer` and a module in
+`vit.layers`. Argument names and state-dict keys are those of timm
+(huggingface/pytorch-image-models:timm/models/vision_transformer.py), so each library can load the
+other's weights. The name `timm/<name>` creates a timm model.
 
-    python -m vit.model vit_b16 --image-size 224     shapes at each stage, parameters, GFLOP
+    python -m vit.model vit_b16 --image-size 224     print shapes, parameters and GFLOP
 """
 
 from __future__ import annotations
@@ -56,18 +56,18 @@ def create_model(
     num_classes: int | None = None,
     **fields: Any,
 ) -> nn.Module:
-    """Create a model by name, with fresh weights.
+    """Create a model by name, with newly initialized weights.
 
     Args:
-        name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, without
-            its weights; or a `ModelConfig`, which gives name and arguments.
-        image_size: pixels, one number or (height, width); 224 by default.
-        num_classes: outputs of the head; 1,000 by default.
+        name: `vit_{size}{patch}` (sizes: `PRESETS`), such as vit_b16; or `timm/<name>`, which is
+            created without pretrained weights; or a `ModelConfig`.
+        image_size: height and width in pixels, or one number for both; 224 by default.
+        num_classes: number of outputs of the head; 1,000 by default.
         fields: further arguments of `VisionTransformer`, or of timm's constructor for
-            `timm/<name>`. They override the name and the `ModelConfig`.
+            `timm/<name>`. They override the values of `name`.
 
     Raises:
-        ValueError: an unknown name, with the nearest that exists; values that do not fit together.
+        ValueError: the name is unknown, or arguments contradict each other.
     """
     named_fields = {"image_size": image_size, "num_classes": num_classes}
     fields |= {key: value for key, value in named_fields.items() if value is not None}
@@ -90,7 +90,7 @@ def create_model(
 class Attention(nn.Module):
     """Multi-head self-attention (appendix A): (B, N, D) -> (B, N, D).
 
-    qk_norm: whether queries and keys have a norm. rope_type: how rotary positions turn them.
+    qk_norm: whether to normalize queries and keys. rope_type: the type of rotary embedding.
     """
 
     def __init__(
@@ -118,10 +118,10 @@ class Attention(nn.Module):
     def project(self, x: Tensor, rope: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries, keys and values, each (B, heads, N, head_dim).
 
-        rope: of `vit.layers.rope.RotaryEmbedding`.
+        rope: the table computed by `vit.layers.rope.RotaryEmbedding`.
         """
-        # [q, k, v] = z U_qkv (equation 5). The outputs are ordered (q/k/v, head, channel): any
-        # other order would load timm's weights without an error and compute something else.
+        # [q, k, v] = z U_qkv (equation 5). The outputs are ordered (q/k/v, head, channel), as in
+        # timm. In any other order, timm's weights would load but give wrong results.
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
         q = self.q_norm(q)
@@ -133,9 +133,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rope: Tensor | None = None) -> Tensor:
         q, k, v = self.project(x, rope)
-        # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel. The N x N attention
-        # matrix is never in memory, so the report computes it again for its attention maps. The
-        # function does not know `self.training`, so this line sets dropout to 0 in evaluation.
+        # softmax(q k^T / sqrt(head_dim)) v (equations 6, 7) in one kernel, which never stores the N
+        # x N attention matrix. The function does not know `self.training`, so dropout must be set
+        # to 0 in evaluation.
         dropout = self.attn_drop if self.training else 0.0
         x = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout)
         # [SA_1; ...; SA_heads] U_msa (equation 8)
@@ -143,7 +143,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Two linear layers with a GELU between them, per token: (B, N, D) -> (B, N, D)."""
+    """Two linear layers with a GELU between them, applied to each token: (B, N, D) -> (B, N, D)."""
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):
         super().__init__()
@@ -153,7 +153,7 @@ class Mlp(nn.Module):
         self.drop2 = nn.Dropout(drop)
 
     def forward(self, x: Tensor) -> Tensor:
-        # The exact GELU: published weights were trained with it, not with the tanh approximation.
+        # Use the exact GELU, not the tanh approximation: published weights were trained with it.
         x = self.drop1(F.gelu(self.fc1(x)))
         return self.drop2(self.fc2(x))
 
@@ -161,8 +161,8 @@ class Mlp(nn.Module):
 class Block(nn.Module):
     """One pre-norm encoder block: (B, N, D) -> (B, N, D).
 
-    Both residual branches may have LayerScale (`init_values`) and stochastic depth. It is either a
-    mask (`drop_paths`), or `rows`: the samples that compute a branch (vit/layers/drop_path.py).
+    Both residual branches may use LayerScale (`init_values`) and stochastic depth. Stochastic depth
+    is either a mask (`drop_paths`) or a subset of samples (`rows`, see vit/layers/drop_path.py).
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Block(nn.Module):
         init_values: float | None,
     ):
         super().__init__()
-        # The names, and their order, are those of timm's state dict.
+        # Names and order match timm's state dict.
         self.norm1 = norm(dim)
         self.attn = attn
         self.ls1 = nn.Identity() if init_values is None else LayerScale(dim, init_values)
@@ -189,7 +189,7 @@ class Block(nn.Module):
             attn_rows, mlp_rows = rows
             x = add_branch(x, lambda tokens: self._attn_branch(tokens, rope), attn_rows)
             return add_branch(x, self._mlp_branch, mlp_rows)
-        # The residual path has no norm, so the model normalises the last block's output.
+        # The residual path is not normalized, so the model normalizes the output of the last block.
         # z' = MSA(LN(z)) + z (equation 2)
         x = x + self.drop_path1(self._attn_branch(x, rope))
         # z = MLP(LN(z')) + z' (equation 3)
@@ -206,17 +206,17 @@ MLPS = {"mlp": Mlp, "swiglu": SwiGLU, "swiglu_packed": SwiGLUPacked}
 
 
 class VisionTransformer(nn.Module):
-    """A ViT for one image size.
+    """A Vision Transformer for one image size.
 
-    Args: those of `ModelConfig` in vit/config/model_section.py: a sentence and the source of each.
+    Args: see `ModelConfig` in vit/config/model_section.py, which documents each with its source.
 
     Raises:
-        ValueError: values that do not fit together, with values that do.
+        ValueError: arguments contradict each other. The message suggests valid values.
     """
 
     pos_embed: Tensor | None
     distilled_training = False
-    """timm's name: in training give both heads' logits, for a teacher and for labels."""
+    """In training, return the logits of both heads for distillation (timm's attribute)."""
 
     def __init__(
         self,
@@ -299,17 +299,17 @@ class VisionTransformer(nn.Module):
         self.init_weights()
 
     def _create_tokens(self, class_token: bool, dist_token: bool, regs: int, pos: str) -> None:
-        """Create the position embeddings, which are added to the patches, and the prefix tokens."""
+        """Create the prefix tokens and the position embeddings that are added to the patches."""
         dim = self.embed_dim
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, regs, dim)) if regs else None
-        # The class token gets a position because timm's weights have it, and without it all later
-        # positions would shift by one. DeiT III has none (`no_embed_class`): the token is learned.
+        # The class token has a position because it has one in timm's weights. In DeiT III it has
+        # none (`no_embed_class`), because the token is learned anyway.
         num_prefix_tokens = 0 if self.no_embed_class else self.num_prefix_tokens
         positions = torch.empty(1, num_prefix_tokens + math.prod(self.grid_size), dim)
         if pos == "sincos2d":
-            # Saved although it could be computed again, so that every state dict has positions to
-            # resample for a different image size.
+            # Stored in the state dict although it is a constant, so that every checkpoint has
+            # positions to resample to other image sizes.
             self.register_buffer("pos_embed", positions)
         else:
             self.pos_embed = nn.Parameter(positions) if pos == "learn" else None
@@ -318,9 +318,9 @@ class VisionTransformer(nn.Module):
     def _create_head(
         self, norm: NormOf, num_heads: int, mlp_ratio: float, representation_size: int | None
     ) -> None:
-        """Create norm, pooling and head, which make logits of the last block's tokens."""
+        """Create the norm, the pooling and the head, which compute logits from the tokens."""
         dim = self.embed_dim
-        # With "avg" timm normalises after pooling, not before, and calls that norm `fc_norm`.
+        # With "avg", timm normalizes after pooling and names that norm `fc_norm`.
         pools_patches = self.global_pool == "avg"
         self.norm = nn.Identity() if pools_patches else norm(dim)
         pool = partial(AttentionPool, dim, num_heads)
@@ -335,14 +335,14 @@ class VisionTransformer(nn.Module):
         self.head_dist = None if self.dist_token is None else nn.Linear(dim, self.num_classes)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """images: (B, C, H, W) float -> logits: (B, num_classes)."""
+        """Compute logits, (B, num_classes), from images, (B, C, H, W) float."""
         return self.forward_head(self.forward_features(images))
 
     def forward_features(self, images: Tensor) -> Tensor:
-        """images: (B, C, H, W) float -> tokens: (B, N, D), the class token first, then registers.
+        """Compute tokens, (B, N, D), from images, (B, C, H, W) float. Prefix tokens come first.
 
-        With `global_pool="avg"` they are not normalised yet, because the norm follows the pooling.
-        Raises ValueError if C, H or W differ from the model's, unless `take_sizes` has added them.
+        With `global_pool="avg"`, the norm follows the pooling, so the tokens are not normalized.
+        Raises ValueError if C, H or W differ from the model's, unless `take_sizes` added them.
         """
         other = self.other_sizes.find(images)
         if other is None:
@@ -355,16 +355,16 @@ class VisionTransformer(nn.Module):
         return self.norm(self.blocks(x, table))
 
     def add_tokens(self, x: Tensor, other: AtSize | None = None) -> Tensor:
-        """x: (B, h*w, D) of `patch_embed` -> (B, N, D), with prefix tokens and positions.
+        """Add prefix tokens and positions to `x`: (B, h*w, D) -> (B, N, D).
 
-        other: positions of the images' size, if it is not the model's.
+        other: positions for the size of the images, if it differs from the model's.
         """
         positions = self.pos_embed
         if other is not None and positions is not None:
             with without_autocast(x.device):
                 positions = other.positions(positions)
         if positions is None:
-            # The residual path keeps the number format of the weights, also under autocast.
+            # The residual path keeps the dtype of the weights, even under autocast.
             x = x.to(self.patch_embed.proj.weight.dtype)
         elif self.no_embed_class:
             x = x + positions
@@ -375,9 +375,9 @@ class VisionTransformer(nn.Module):
         return x if positions is None or self.no_embed_class else x + positions
 
     def forward_head(self, tokens: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """tokens: (B, N, D) of `forward_features` -> logits: (B, num_classes).
+        """Compute logits, (B, num_classes), from the tokens of `forward_features`, (B, N, D).
 
-        The logits have the dtype of the head's weight, also under autocast.
+        The logits have the dtype of the head's weight, even under autocast.
         """
         if self.global_pool == "token":
             x = tokens[:, 0]  # y = LN(z_L^0) (equation 4)
@@ -385,35 +385,35 @@ class VisionTransformer(nn.Module):
             x = self.attn_pool(tokens[:, self.num_prefix_tokens :])
         else:
             x = tokens[:, self.num_prefix_tokens :].mean(dim=1)
-        # No autocast here: bf16 has 8 significant bits, so for one image in 400 the two largest of
-        # 1,000 logits would be equal, and the smaller class number would win. The head is less than
-        # a thousandth of the operations.
+        # Disable autocast: bf16 has only 8 significant bits, so the two largest of 1,000 logits
+        # would be equal for one image in 400, and argmax would choose the lower class number. The
+        # head costs less than a thousandth of the operations.
         with without_autocast(x.device):
             x = self.fc_norm(x).to(self.head.weight.dtype)
             logits = self.head(self.pre_logits(x))
             if self.head_dist is None:
                 return logits
             distilled_logits = self.head_dist(tokens[:, 1].to(logits.dtype))
-            # In training the second head learns from the teacher. In evaluation both heads count.
+            # In training, the second head learns from the teacher.
             if self.training and self.distilled_training:
                 return logits, distilled_logits
             return (logits + distilled_logits) / 2
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights, also after `to_empty` has moved a model from the meta device.
+        """Initialize all weights, even after `to_empty` has moved a model off the meta device.
 
         - Linear layers, learned positions, registers (DINOv3, ViT-5), distillation token (DeiT):
-          normal, std 0.02; class token: normal, std 1e-6; biases 0 (`init_weights_vit_timm`).
-        - Patches: LeCun's (google-research/vision_transformer:vit_jax/models_vit.py).
+          normal, std 0.02. Class token: normal, std 1e-6. Biases: 0 (`init_weights_vit_timm`).
+        - Patches: LeCun normal (google-research/vision_transformer:vit_jax/models_vit.py).
         - Head: 0 (the same file, and appendix B.1.1), so that the first loss is ln(num_classes).
         - Norms and other modules: their own `reset_parameters`.
-        - With `weight_init`: the draws of timm or JAX where they differ (`vit.layers.init`).
+        - `weight_init` replaces these by the rules of timm or JAX (`vit.layers.init`).
         """
-        # Do not reorder the draws: a seed would give different weights.
+        # Do not reorder these calls: the same seed would give different weights.
         for module in self.modules():
             if isinstance(module, nn.Linear):
-                # As in timm, nothing is cut: torch truncates at -2 and 2, not at two deviations.
+                # As in timm, this is barely truncated: torch's bounds are -2 and 2, not two stds.
                 nn.init.trunc_normal_(module.weight, std=0.02)
             elif not isinstance(module, nn.Conv2d):
                 getattr(module, "reset_parameters", lambda: None)()
@@ -437,10 +437,10 @@ class VisionTransformer(nn.Module):
         draw_as(self.weight_init, self, self.patch_embed.proj, heads)
 
     def no_weight_decay(self) -> set[str]:
-        """Return the parameters with several dimensions that are not weights of a linear map.
+        """Return the names of parameters that get no weight decay, as timm's method does.
 
-        timm's convention; `vit.optim` reads it. Biases, norms and scales have one dimension. Add
-        each new token or embedding to this set: otherwise it gets weight decay.
+        `vit.optim` reads this set. Biases, norms and scales have one dimension, so they are not in
+        it. Add every new token or embedding here, or it will get weight decay.
         """
         return {"pos_embed", "cls_token", "dist_token", "reg_token", "attn_pool.latent"}
 

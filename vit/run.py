@@ -1,22 +1,22 @@
-"""A run, and its hooks: `vit.train` calls a method of each `Hook` at each moment of a run.
+"""The `Run` and its hooks: `vit.train` calls the methods of each `Hook` during training.
 
-The config alone decides which hooks a run has, so all ranks have the same hooks in the same order.
+The hooks depend only on the config, so all ranks call the same hooks in the same order.
 A hook overrides the methods that it needs:
 
-    opened      after data and plan, before the model: refuse what cannot work
-    begin       when training begins, or begins again after it went back to a checkpoint
+    opened      after data and plan, before the model: reject a config that cannot work
+    begin       when training begins, or restarts from an earlier checkpoint
     limits      before a step
     queued      after a step was queued, while the device computes it
     read        one step later, when the step's numbers are on the host
-    skipped     in place of a step that is not trained on
-    verify      before evaluating and saving, at the end of an epoch and at a stop
+    skipped     instead of a step that is skipped
+    verify      before evaluating and saving, at the end of an epoch, and when the run stops
     evaluated   after an evaluation
     failed      when an error ends the run
     ended       when the run has ended, on rank 0
 
-A hook must not read the device, because training would wait for it: `read` gets the numbers that
-are already on the host. Collectives are allowed in `opened`, `begin`, `read` and `verify`, which
-all ranks call at the same step.
+A hook must not read from the device, because training would wait for it. `read` receives numbers
+that are already on the host. Collectives are allowed in `opened`, `begin`, `read` and `verify`,
+because all ranks call these methods at the same step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from vit.training.step_result import Limits, StepValues
 
 
 class GoBack(Exception):
-    """The run goes back to its newest checkpoint; raised on all ranks after the same step."""
+    """An event that makes the run return to its newest checkpoint; all ranks raise it together."""
 
     def apply(self, run: Run) -> None:
         """Load the state from which `run` continues."""
@@ -57,44 +57,44 @@ class GoBack(Exception):
 
 
 class Hook:
-    """A hook that does nothing; the base of all others."""
+    """The base class of all hooks. Its methods do nothing."""
 
     saves_start = False
-    """Whether the state before the first step is saved."""
+    """Whether to save a checkpoint before the first step."""
     saved: SavedBeside | None = None
-    """A file that each save writes beside the state; set by `opened` at the latest."""
+    """A file that is written with every checkpoint; set by `opened` at the latest."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """Return notes and facts for the start of the run. Raises ValueError on all ranks."""
+        """Return notes and facts about the start of the run. Raises ValueError on all ranks."""
         return Notes()
 
     def begin(self, run: Run) -> None:
-        """Prepare for the step in `run.state`, the first one that will be trained."""
+        """Prepare for the step in `run.state`, which is trained next."""
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits above which the update at `step` is skipped; the same on all ranks."""
+        """Return the limits above which the update at `step` is skipped, equal on all ranks."""
         return None
 
     def queued(self, batch: Batch) -> None:
         """Use the batch of the step that was just queued."""
 
     def read(self, step: int, values: StepValues) -> Exception | None:
-        """Return an error that ends training after `step`, or a `GoBack`; the same on all ranks."""
+        """Return an error that ends training after `step`, or a `GoBack`; equal on all ranks."""
         return None
 
     def skipped(self, step: int) -> None:
-        """Count a step that is not trained on."""
+        """Count a step that training skips."""
 
     def verify(self, is_end: bool) -> None:
         """Raise an error if the run must not be evaluated or saved.
 
-        is_end: whether an epoch or an attempt ends, which adds a line to the record.
+        is_end: whether an epoch or an attempt ends; if so, add a line to metrics.jsonl.
         """
 
     def evaluated(self, step: int, values: dict[str, Any]) -> tuple[dict[str, Any], str]:
-        """Return values to add to the line of the record, and a line for the log or "".
+        """Return values to add to the line of metrics.jsonl, and a line for the log or "".
 
-        values: the results in the line of the record.
+        values: the results that the line of metrics.jsonl already contains.
         """
         return {}, ""
 
@@ -102,32 +102,32 @@ class Hook:
         """Add notes to `error`."""
 
     def ended(self, run: Run, outcome: Outcome) -> None:
-        """Finish on rank 0; the record is still open."""
+        """Do the last work of the run on rank 0, while metrics.jsonl is still open."""
 
 
 @dataclass
 class Run:
-    """A run that is ready to be trained, from its first step or from a checkpoint."""
+    """A run that is ready to train, from its first step or from a checkpoint."""
 
     config: Config
     world: World
     plan: Plan
     batches: AugmentedBatches
     evaluators: list[Evaluator]
-    """One for each split; the first for `data.val_split`."""
+    """One evaluator per split, beginning with `data.val_split`."""
     train_step: TrainStep
     state: RunState
     record: Record
     saver: Saver
     hooks: Sequence[Hook]
-    """The same on all ranks, in the order in which they are called."""
+    """The hooks in the order in which they are called, equal on all ranks."""
     place: Place
     signals: StopSignals
     start_times: StartTimes
     is_prepared: bool = False
     """Whether this process has called `TrainStep.prepare`."""
     watch: Watch = field(init=False)
-    """Ends all ranks if one of them hangs; begins with the training."""
+    """The watchdog that ends all ranks if one hangs; it starts when training starts."""
 
     def __post_init__(self) -> None:
         self.watch = Watch(self.world, self.config.run.hang_timeout_s, self._end_hung)
@@ -138,27 +138,27 @@ class Run:
         return self.place.folder
 
     def models(self) -> dict[str, nn.Module]:
-        """Return the model, and its moving average if there is one, by name: model and ema."""
+        """Return the model as "model" and, if the run has one, the EMA model as "ema"."""
         ema = self.train_step.ema
         return {"model": self.train_step.model} | ({} if ema is None else {"ema": ema.module})
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits for the update at `step`, from the first hook that has any."""
+        """Return the limits for the update at `step`, from the first hook that sets any."""
         of_hooks = (hook.limits(step) for hook in self.hooks)
         return next((limits for limits in of_hooks if limits is not None), None)
 
     def verify(self, is_end: bool) -> None:
-        """Call `Hook.verify` of all hooks."""
+        """Call `Hook.verify` of every hook."""
         for hook in self.hooks:
             hook.verify(is_end)
 
     def _end_hung(self, verdict: Verdict) -> None:
-        """Record why the run hangs, and end the process; called by the watch in its thread."""
+        """Record why the run hangs, and end the process; the watchdog calls this in its thread."""
         self._record_error(verdict.message)
         leave_hung(verdict)
 
     def _record_error(self, reason: str) -> None:
-        with suppress(ValueError):  # a full disk: the first error is the one to report
+        with suppress(ValueError):  # on a full disk, report only the first error
             self.record.write("end", self.state.step, outcome="error", reason=reason)
 
     def __enter__(self) -> Run:
@@ -167,10 +167,10 @@ class Run:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
-        """Wait for the last write, close the record, and release the folder and the signals."""
+        """Wait for the last write, close metrics.jsonl, and release the folder and the signals."""
         self.watch.close()
         try:
-            # A second Ctrl-C must end the process, but the writing thread may wait forever.
+            # A second Ctrl-C must end the process even if the writing thread never returns.
             self.saver.close(at_once=isinstance(error, KeyboardInterrupt))
             if isinstance(error, Exception):
                 self._record_error(problem_of(error))
@@ -181,30 +181,30 @@ class Run:
                 evaluator.close()
             self.place.leave(error)
             self.record.close()
-            # Keep the handlers while other ranks run: rank 0 may still draw the report, and a
-            # signal must not kill a rank that waits for it.
+            # Keep the handlers while other ranks run: rank 0 may still be drawing the report, and a
+            # signal must not kill the ranks that wait for it.
             if error is not None or self.world.size == 1:
                 self.signals.restore()
 
 
 def no_weights(model: nn.Module, config: Config, data: RunData, world: World) -> dict[str, Any]:
-    """Leave the weights of `model` as they were drawn, and return no facts.
+    """Keep the initial weights of `model`, and return no facts.
 
-    Raises ValueError for a config that starts from a file, which `vit.extras.compose` reads.
+    Raises ValueError if the config starts from a file, which only `vit.extras.compose` can load.
     """
     if config.init.checkpoint is not None:
-        raise ValueError("init.checkpoint: build the run by vit.extras.compose.build_run")
+        raise ValueError("init.checkpoint: build this run with vit.extras.compose.build_run")
     return {}
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run that depend on the config; the defaults make a plain run."""
+    """The parts of a run that depend on the config. The defaults give a plain run."""
 
     hooks: tuple[Hook, ...] = ()
-    """The same on all ranks, in the order in which they are called."""
+    """The hooks in the order in which they are called, equal on all ranks."""
     open_place: Callable[[Config, World], Place] = open_folder
     create_objective: Callable[..., Objective] = supervised
     create_reduce: Callable[..., Reduce] = data_parallel
     load_weights: Callable[[nn.Module, Config, RunData, World], dict[str, Any]] = no_weights
-    """Fills a new model from a file, and returns facts about its weights."""
+    """A function that loads a file into a new model and returns facts about its weights."""

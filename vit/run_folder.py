@@ -1,22 +1,22 @@
-"""The folder of a run: its place (`Place`), the names of its files, the lock of the process that
-trains, the mark of a stopped run, and `checkpoint.json`.
+"""The run folder: file names, the lock of the training process, the mark of a stopped run, and
+`checkpoint.json`.
 
     runs/<name>/
-      config.yaml            the resolved config; command, commit and versions in its header
-      metrics.jsonl          the record, see vit.loggers.record
+      config.yaml            the resolved config; its header has command, commit and versions
+      metrics.jsonl          metrics and events, see vit.loggers.record
       predictions.npz        predicted class of each validation image, from the newest evaluation
       samples/               loss of each training image in each epoch, see vit.hooks.sample_losses
-      checkpoints/           full state, see vit.checkpoint.checkpoint
+      checkpoints/           full training state, see vit.checkpoint.checkpoint
       weights/               last, best (and last_ema, best_ema), for evaluation and other tools;
-                             config.json and a link, model.safetensors, by which timm opens it
+                             config.json and a link model.safetensors, which timm opens
       export/                folders for other programs, see launch/export.py
       report/                index.html and its pictures, see vit.extras.report
-      stopped_early          only while the run was asked to stop and is not finished
-      .lock                  held by the process that trains
+      stopped_early          exists while the run is stopped but not finished
+      .lock                  locked by the process that trains
 
-`checkpoint.json` has size and sha256 of each file beside it, and a hash of itself, so that a
-flipped bit cannot change the step, the config or the weights unnoticed. This module does not import
-torch, because programs that copy runs and batch scripts use it.
+`checkpoint.json` stores the size and sha256 of each file beside it, and a hash of its own content.
+A flipped bit therefore cannot change the step, the config or the weights unnoticed. This module
+does not import torch, because batch scripts and programs that copy runs use it.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ PREDICTIONS_FILE = "predictions.npz"
 SAMPLES_FOLDER = "samples"
 CHECKPOINTS = "checkpoints"
 INFO_FILE = "checkpoint.json"
-"""In each folder of `CHECKPOINTS`; written last, so a checkpoint that has it is complete."""
+"""The file written last in each checkpoint folder, so a checkpoint that has it is complete."""
 LATEST_FILE = f"{CHECKPOINTS}/latest"
 TIMM_CONFIG_FILE = "config.json"
-"""In `weights/`: what timm and transformers need to make the model."""
+"""The file in `weights/` from which timm and transformers create the model."""
 REPORT_FOLDER = "report"
 STOPPED_FILE = "stopped_early"
 LOCK_FILE = ".lock"
@@ -69,48 +69,48 @@ MOUNTED_BUCKETS = (
     "fuse.rclone",
     "fuse.s3fs",
 )
-"""The kernel's names of file systems that are an object store underneath."""
+"""The kernel's names for file systems that store files in an object store."""
 LOCK_WAIT_S = 15.0
-"""Time that a new process waits for the lock: about the time that saving a large checkpoint takes,
-because the previous process may still be saving."""
+"""The time that a new process waits for the lock, because the previous process may still be saving.
+Saving a large checkpoint takes about this long."""
 
 
 def weights_file(run_dir: Path, name: str, averaged: bool = False) -> Path:
-    """Return the file of the weights `name` (last or best), or of their average."""
+    """Return the path of the weights `name` ("last" or "best"), or of their EMA."""
     return run_dir / "weights" / f"{name}{'_ema' if averaged else ''}.safetensors"
 
 
 def complete_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the checkpoint folders of a run, newest first."""
+    """Return the complete checkpoint folders of a run, newest first."""
     before: list[Path] | None = None
     while True:
         folders = sorted((run_dir / CHECKPOINTS).glob("step_*"), reverse=True)
         complete = [folder for folder in folders if (folder / INFO_FILE).is_file()]
-        # A live run may have replaced all listed checkpoints with newer ones: list again.
+        # A live run may have replaced all listed checkpoints with newer ones, so list them again.
         if complete or folders == before:
             return complete
         before = folders
 
 
 def newest_run(argument: str, *names: str) -> Path:
-    """Return the folder in runs/ with the most recently changed of the files `names`; print it.
+    """Return the run in runs/ whose file `names` changed most recently, and print its path.
 
-    argument: the missing argument, for messages. Raises ValueError if no folder has such a file.
+    argument: the missing argument, shown in messages. Raises ValueError if no run has such a file.
     """
     paths = [path for name in names for path in Path("runs").glob(f"*/{name}")]
     if not paths:
         raise ValueError(
-            f"no {argument} given and none under runs/: train one first, or name a run folder"
+            f"no {argument} given and none under runs/: train one first, or give a run folder"
         )
     newest = max(paths, key=lambda path: path.stat().st_mtime)
     run_dir = Path(*newest.parts[:2])
     if is_main_process():
-        print(f"{argument} not given: taking the newest run, {run_dir}", file=sys.stderr)
+        print(f"{argument} not given: using the newest run, {run_dir}", file=sys.stderr)
     return run_dir
 
 
 def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
-    """Write the file that marks a run as stopped at `step` but not finished; Slurm's script reads
+    """Write the file that marks a run as stopped at `step` but not finished. The Slurm script reads
     it."""
     text = json.dumps({"step": step, "signal": signal_name})
     with replacing(run_dir / STOPPED_FILE) as file:
@@ -118,8 +118,8 @@ def mark_stopped(run_dir: Path, step: int, signal_name: str) -> None:
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove the unfinished files of killed processes from a run folder, whose lock the caller
-    holds. Raises OSError."""
+    """Remove unfinished files of killed processes from a run folder. The caller must hold the lock.
+    Raises OSError."""
     for checkpoint in (run_dir / CHECKPOINTS).glob(".tmp_*"):
         shutil.rmtree(checkpoint)
     for name in (".", "weights", SAMPLES_FOLDER, REPORT_FOLDER):
@@ -127,11 +127,11 @@ def remove_unfinished(run_dir: Path) -> None:
 
 
 class RunLock:
-    """Keeps a second process from writing to a run folder.
+    """A lock that prevents a second process from writing to a run folder.
 
-    A POSIX record lock: it ends with its process, is not inherited by loader workers, and works
-    over NFS. It also ends when this process closes *any* handle of the file, so it is acquired
-    once, and `is_in_use` must not be called by the process that holds it.
+    This is a POSIX record lock: it ends with its process, loader workers do not inherit it, and it
+    works over NFS. It also ends when this process closes any handle of the file. The file is
+    therefore opened only once, and a process that holds the lock must not call `is_in_use`.
     """
 
     def __init__(self, run_dir: Path):
@@ -144,10 +144,11 @@ class RunLock:
         return self._file is not None
 
     def acquire(self) -> None:
-        """Take the lock, unless it is held already.
+        """Take the lock, unless this process holds it already.
 
-        Waits up to `LOCK_WAIT_S` for the process that holds it: after the launcher was killed, the
-        ranks of the previous attempt may still be saving. Raises ValueError if it still runs.
+        Waits up to `LOCK_WAIT_S` for another process to release the lock, because the ranks of a
+        killed launcher may still be saving. Raises ValueError if that process is still running
+        afterwards.
         """
         if self._file is not None:
             return
@@ -165,8 +166,8 @@ class RunLock:
             file.close()
             raise
         file.truncate(0)
-        # Unbuffered: a write that a full disk refuses must not be repeated when the file is closed.
-        # The text only names the process in messages, so the lock works without it.
+        # Unbuffered, so that a write that fails on a full disk is not repeated on closing. The lock
+        # works without this text, which only names the process in messages.
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}\n".encode())
         self._file = file
@@ -183,8 +184,8 @@ class RunLock:
                 holder = file.read().strip() or "another process"
             except OSError as error:  # a file system without locks
                 print(
-                    f"{self._run_dir}: cannot be locked here ({error.strerror}): make sure that"
-                    f" only one run uses it{_mount_hint(self._run_dir)}",
+                    f"{self._run_dir}: this file system has no locks ({error.strerror}): make sure"
+                    f" that only one run uses this folder{_mount_hint(self._run_dir)}",
                     file=sys.stderr,
                 )
                 return
@@ -202,39 +203,41 @@ class RunLock:
             time.sleep(0.2)
 
     def is_in_place(self) -> bool:
-        """Whether the folder is still the one that was locked: not removed, moved or replaced."""
+        """Return whether the locked folder still exists at its path: not removed, moved or
+        replaced."""
         if self._file is None:
             return True
         try:
             return os.path.samestat(
                 os.fstat(self._file.fileno()), os.stat(self._run_dir / LOCK_FILE)
             )
-        except OSError:  # no such file; or NFS, whose file is gone
+        except OSError:  # the file is missing, or its NFS handle is stale
             return False
 
     def check_in_place(self) -> None:
         """Raise ValueError if the folder was removed, moved or replaced since it was locked.
 
-        Other processes then see no lock at its path: a second run may already be writing there.
+        Other processes would find no lock at its path, so a second run may already write there.
         """
         if not self.is_in_place():
             raise ValueError(
                 f"run.dir={self._run_dir}: was removed, moved or replaced while the run was using"
-                " it, so nothing more is saved there. If it was moved, move it back: the same"
-                " command continues from its newest checkpoint"
+                " it, so nothing more is saved. If the folder was moved, move it back, and run"
+                " the same command to continue from its newest checkpoint"
             )
 
     def release(self) -> None:
-        """Let another process use the folder."""
+        """Release the lock, so that another process can use the folder."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
 
 def _check_renames(run_dir: Path) -> None:
-    """Raise ValueError if folders cannot be renamed, because a checkpoint is completed by a rename.
+    """Raise ValueError if folders in `run_dir` cannot be renamed.
 
-    That is the case in a bucket that is mounted as a folder.
+    Completing a checkpoint requires a rename. A bucket that is mounted as a folder may not support
+    it.
     """
     probe = temporary_beside(run_dir / "renamed")
     renamed = temporary_beside(run_dir / "renamed")
@@ -244,8 +247,8 @@ def _check_renames(run_dir: Path) -> None:
         probe.rename(renamed)
     except OSError as error:
         raise ValueError(
-            f"run.dir={run_dir}: folders cannot be written and renamed there ({error.strerror}), as"
-            f" a checkpoint needs it: choose another folder{_mount_hint(run_dir)}"
+            f"run.dir={run_dir}: folders cannot be written and renamed there ({error.strerror}),"
+            f" but checkpoints require it: choose another folder{_mount_hint(run_dir)}"
         ) from None
     finally:
         for folder in (probe, renamed):
@@ -253,28 +256,30 @@ def _check_renames(run_dir: Path) -> None:
 
 
 def _mount_hint(run_dir: Path, root: Path = Path("/")) -> str:
-    """Return a remedy if `run_dir` is on a mounted store, else "". root: the folder of `proc`."""
+    """Return a remedy if `run_dir` is on a FUSE mount, else "". root: the parent of `proc`."""
     kind = file_system(run_dir, root)
     if not kind.startswith("fuse"):
         return ""
     return (
-        f"; it is mounted ({kind}): a bucket's own URL, as run.dir=s3://bucket/name, or"
-        f" run.dir=file://{run_dir.absolute()} needs no locks and no renames (docs/resume.md)"
+        f"; it is mounted ({kind}): use the URL of the bucket instead, such as"
+        f" run.dir=s3://bucket/name, or run.dir=file://{run_dir.absolute()}, which needs no locks"
+        " or renames (docs/resume.md)"
     )
 
 
 def mount_note(run_dir: Path, root: Path = Path("/")) -> str:
-    """Return a note for the user if `run_dir` is in a mounted bucket, else ""."""
+    """Return a warning if `run_dir` is in a mounted bucket, else ""."""
     if file_system(run_dir, root) not in MOUNTED_BUCKETS:
         return ""
     return (
-        "a mounted bucket locks for this machine alone, and renames by copying: two jobs may use"
-        f" the run at once, and a kill may leave half a checkpoint{_mount_hint(run_dir, root)}"
+        "a mounted bucket locks only on this machine and renames by copying: two jobs may use the"
+        " run at the same time, and a killed job may leave an incomplete"
+        f" checkpoint{_mount_hint(run_dir, root)}"
     )
 
 
 def is_in_use(run_dir: Path) -> bool | None:
-    """Return whether another process is training in `run_dir`; None if the lock is unreadable."""
+    """Return whether another process trains in `run_dir`, or None if the lock is unreadable."""
     try:
         with (run_dir / LOCK_FILE).open("rb") as file:
             fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -288,20 +293,20 @@ def is_in_use(run_dir: Path) -> bool | None:
 
 
 SEAL = "sha256_of_the_rest"
-"""Key of the hash of all other values; the first checkpoints had none."""
+"""The key of the hash of all other values. Checkpoints of the first versions have none."""
 
 
 class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is missing or has changed; the message is one line."""
+    """An error for a checkpoint with a missing or changed file. The message is one line."""
 
 
 class UnreadableCheckpoint(DamagedCheckpoint):
-    """The system refuses to read a checkpoint, which may be intact; the message is one line."""
+    """An error for a checkpoint that cannot be read but may be intact. The message is one line."""
 
 
 @contextmanager
 def reading(folder: Path) -> Iterator[None]:
-    """Turn an OSError about the files in `folder` into an error of this module."""
+    """Turn an OSError about files in `folder` into an error of this module."""
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -314,23 +319,23 @@ def reading(folder: Path) -> Iterator[None]:
 
 
 def sealed(info: dict[str, Any]) -> dict[str, Any]:
-    """Return `info` with the hash of its values."""
-    plain = json.loads(json.dumps(info))  # tuples become lists, as a reader will see them
+    """Return `info` with a hash of its values."""
+    plain = json.loads(json.dumps(info))  # tuples become lists, as in the file
     return {**plain, SEAL: _digest(plain)}
 
 
 def read_info_file(folder: Path) -> dict[str, Any]:
     """Return the content of `checkpoint.json`.
 
-    Raises DamagedCheckpoint if it has changed, or another program wrote it, and
-    UnreadableCheckpoint.
+    Raises DamagedCheckpoint if the file has changed or another program wrote it, and
+    UnreadableCheckpoint if the file cannot be read.
     """
     try:
         with reading(folder):
             content = (folder / INFO_FILE).read_bytes()
         info = json.loads(content)
         info["format_version"] = int(info["format_version"])
-        # Readers rely on these values: a missing one is an error here, not later.
+        # Readers need these values, so a missing one must raise an error in this function.
         info["step"], info["config"], info["facts"], dict(info["files"])
     except UnreadableCheckpoint:
         raise
@@ -347,7 +352,7 @@ def read_info_file(folder: Path) -> dict[str, Any]:
 
 
 def checked_info(folder: Path) -> dict[str, Any]:
-    """Return the content of `checkpoint.json` after checking the files that it names. Raises the
+    """Return the content of `checkpoint.json` after checking the files that it lists. Raises the
     errors of `read_info_file` and `check_files`."""
     info = read_info_file(folder)
     check_files(folder, info)
@@ -355,7 +360,7 @@ def checked_info(folder: Path) -> dict[str, Any]:
 
 
 def check_files(folder: Path, info: dict[str, Any]) -> None:
-    """Raise DamagedCheckpoint if size or hash of a file differ from those in `info`, and
+    """Raise DamagedCheckpoint if the size or hash of a file differs from `info`, and
     UnreadableCheckpoint if a file cannot be read."""
     for name, expected in info["files"].items():
         path = folder / name
@@ -380,7 +385,7 @@ def _digest(info: dict[str, Any]) -> str:
 
 
 def _sha256(path: Path, meter: Meter) -> str:
-    """Return the hash of a file; `meter` counts MiB."""
+    """Return the sha256 of a file. `meter` counts MiB."""
     digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(2**24):
@@ -390,10 +395,10 @@ def _sha256(path: Path, meter: Meter) -> str:
 
 
 class Place:
-    """A folder that holds a run; only rank 0 calls the methods."""
+    """The folder of a run. Only rank 0 calls its methods."""
 
     is_lost = False
-    """Whether another job has taken the run over."""
+    """Whether another job has started to write to the run."""
     setting = "run.dir"
     """The setting that names the folder."""
 
@@ -401,43 +406,45 @@ class Place:
         self.folder = folder
 
     def lock(self, lock: RunLock) -> None:
-        """Keep other jobs from writing to the run."""
+        """Prevent other jobs from writing to the run."""
         if self.folder.is_dir():
             lock.acquire()
             self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
-        """Remove the unfinished files of killed processes."""
-        with suppress(OSError):  # the next write reports why it fails
+        """Remove unfinished files of killed processes."""
+        with suppress(OSError):  # the next write reports the error
             remove_unfinished(self.folder)
 
     def check(self) -> None:
-        """Raise ValueError if another job has taken the run over."""
+        """Raise ValueError if another job has started to write to the run."""
 
     def push(self) -> float | None:
-        """Upload new files; return the seconds it took, or None if the run has no URL."""
+        """Upload new files. Return the seconds this took, or None if the run has no URL."""
         return None
 
     def address(self) -> str:
-        """Return the URL to which the folder is copied, or "" if there is none."""
+        """Return the URL to which the folder is copied, or "" if it has none."""
         return ""
 
     def leave(self, error: BaseException | None) -> None:
-        """Let another job take the run over. error: the error that ended the run, if any."""
+        """Let other jobs write to the run. error: the error that ended the run, if any."""
 
 
 def open_folder(config: Config, world: World) -> Place:
-    """Return the run's folder. Raises ValueError for a URL: `vit.extras.compose` opens those."""
+    """Return the run's folder. Raises ValueError for a URL, which `vit.extras.compose` opens."""
     assert config.run.dir is not None, "load_config names the run folder"
     if is_url(config.run.dir):
-        raise ValueError(f"run.dir={config.run.dir}: build the run by vit.extras.compose.build_run")
+        raise ValueError(
+            f"run.dir={config.run.dir}: build this run with vit.extras.compose.build_run"
+        )
     return Place(Path(config.run.dir))
 
 
 def local_folder(run: RunConfig) -> Path:
-    """Return the folder that the run writes to: `run.dir`, or the local copy of a URL.
+    """Return the folder to which the run writes: `run.dir`, or the local copy of a URL.
 
-    Raises ValueError if no disk of this machine is known for a copy.
+    Raises ValueError if no local disk is known for the copy.
     """
     assert run.dir is not None, "load_config names the run folder"
     if not is_url(run.dir):
@@ -446,9 +453,9 @@ def local_folder(run: RunConfig) -> Path:
 
 
 def cache_of(url: str, kind: str) -> Path:
-    """Return the folder for a copy of `url` on a disk of this machine; it has the run's name.
+    """Return the folder on a local disk for a copy of `url`; its name is that of the run.
 
-    kind: "runs", or "fetched" for a copy that is only read. Raises ValueError as `local_folder`.
+    kind: "runs", or "fetched" for a read-only copy. Raises ValueError as `local_folder` does.
     """
     name = bare(url).rstrip("/")
     digest = hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -456,18 +463,19 @@ def cache_of(url: str, kind: str) -> Path:
         place = default_folder()
     except ShardError:
         raise ValueError(
-            f"{shown(url)}: no folder on a disk of this machine is known for the run's working"
-            " copy: name one with run.local_dir, as /scratch/name, or set TMPDIR"
+            f"{shown(url)}: no local disk is known for the run's working copy: set run.local_dir,"
+            " as in run.local_dir=/scratch/name, or set TMPDIR"
         ) from None
-    with suppress(OSError):  # the next write reports why it fails
+    with suppress(OSError):  # the next write reports the error
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
     return place / kind / digest / name.rpartition("/")[2]
 
 
 def local_copy(run: object, only_weights: bool = False) -> Path:
-    """Return `run` if it is a path; else fetch the run at that URL, and return the copy's folder.
+    """Return `run` if it is a path. If it is a URL, download the run and return the local folder.
 
-    only_weights: fetch only weights and record. Raises as `vit.extras.remote_runs.reading`.
+    only_weights: download only weights and metrics.jsonl. Raises the errors of
+    `vit.extras.remote_runs.reading`.
     """
     if not is_url(run):
         return Path(str(run))

@@ -1,10 +1,9 @@
-"""Train a run: step, evaluate and save, until the last step or a signal.
+"""Train a run until the last step or a signal, with evaluations and checkpoints.
 
-`vit.build.build` makes the `Run`, and this module has the loop. There is one clock: `step` is the
-number of global batches attempted, and order, learning rate and all seeds are functions of it. So a
-run that resumes from a checkpoint continues bit for bit as if it had never stopped. The host reads
-the result of a step when the next step is already queued, so the device never waits for Python.
-Everything else that a run does is a hook (`vit.run`).
+`vit.build.build` creates the `Run`, and this module contains the loop. `step` is the number of
+global batches so far. Data order, learning rate and all seeds depend only on it, so a resumed run
+continues bit for bit as if it had never stopped. The host reads the result of a step after queueing
+the next step, so the device never waits for Python. Everything else is a hook (`vit.run`).
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from vit.run_folder import STOPPED_FILE, mark_stopped
 
 
 def train(run: Run) -> Outcome:
-    """Train to the last step or to a signal; return "finished" or "stopped".
+    """Train until the last step or a signal, and return "finished" or "stopped".
 
-    Both save a checkpoint. Raises ValueError if training diverges or a disk is full.
+    A checkpoint is saved in both cases. Raises ValueError if training diverges or a disk is full.
     """
     with run, collect_garbage_at_log_lines():
         try:
@@ -30,8 +29,8 @@ def train(run: Run) -> Outcome:
                 try:
                     return _train_from_state(run)
                 except GoBack as event:
-                    # The ranks now wait for each other through the store, without marks for the
-                    # watch. `_train_from_state` starts it again.
+                    # The ranks now wait for each other without telling the watchdog, so stop it.
+                    # `_train_from_state` starts it again.
                     run.watch.close()
                     run.saver.finish()
                     event.apply(run)
@@ -50,7 +49,7 @@ def _train_from_state(run: Run) -> Outcome:
         for hook in run.hooks:
             hook.begin(run)
         if run.world.is_main:
-            # The file is left from the previous attempt. A signal in this one writes it again.
+            # Remove the file of the previous attempt. A new signal writes it again.
             (run.folder / STOPPED_FILE).unlink(missing_ok=True)
         run.train_step.model.train()
         run.watch.start()
@@ -67,7 +66,7 @@ def _train_from_state(run: Run) -> Outcome:
 
 
 def _open_loader(run: Run) -> Loader:
-    """Open a loader that begins with the batch of the step in `run.state`."""
+    """Open a loader whose first batch is that of the step in `run.state`."""
     data = run.config.data
     return Loader(
         run.batches,
@@ -83,58 +82,58 @@ def _open_loader(run: Run) -> Loader:
 
 
 def _evaluate_and_save(run: Run, monitor: Monitor, first_step: int) -> None:
-    """Evaluate and save if either is due before this step; set `monitor.stop` after a signal.
+    """Evaluate and save if due before this step. Set `monitor.stop` after a signal.
 
     first_step: the first step of this attempt.
     """
     step = run.state.step
     is_last = step == run.plan.total_steps
-    # At the first step of an attempt an evaluation is due only if a signal interrupted it in the
+    # At the first step of an attempt, an evaluation is due only if a signal interrupted it in the
     # previous attempt.
     evaluation_due = run.state.is_evaluation_due(run.plan)
     save_due = step % run.config.checkpoint.every_steps == 0 or is_last
     if step == first_step:
-        # The checkpoint already has this step. A new run has no checkpoint, and saves its start
-        # only for a hook that may go back to it.
+        # This step is already in the checkpoint. A new run has no checkpoint, and saves its initial
+        # state only for hooks that may return to it.
         is_start = step == 0 and any(hook.saves_start for hook in run.hooks)
         save_due = evaluation_due or is_start
 
-    # Before evaluating and saving: batches that differ from the planned order raise an error, and
-    # must not get into a checkpoint.
+    # Verify before evaluating and saving: a batch that differs from the planned order raises an
+    # error and must not get into a checkpoint.
     is_epoch_end = step % run.plan.steps_per_epoch == 0 or is_last
     if is_epoch_end or save_due:
         run.verify(is_epoch_end)
-    # `pause` waits until the device has finished the previous step, and may set `monitor.stop`. So
-    # it is called only when training pauses anyway.
+    # `pause` waits for the device to finish the previous step and may set `monitor.stop`, so call
+    # it only when training pauses anyway.
     if evaluation_due or save_due or monitor.stop:
         monitor.pause()
     weights = set[str]()  # names of the files in `weights/` to write
     if evaluation_due and not monitor.stop:
         weights = evaluate(run, monitor)  # sets `monitor.stop` if a signal interrupts it
     if monitor.stop:
-        run.verify(is_end=True)  # the epoch so far; does nothing at an epoch's end
+        run.verify(is_end=True)  # the unfinished epoch; does nothing at the end of an epoch
     if save_due or monitor.stop or weights:
         _save(run, monitor, save_due or monitor.stop, weights)
 
 
 def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
-    """Queue a step, and read the result of the previous one."""
+    """Queue a step, and read the result of the previous step."""
     step = run.state.step
     run.watch.mark(step, "waiting for its data")
     batch = next(loader)
     run.watch.mark(step, "in the step")
     if not run.is_prepared:
         run.is_prepared = True
-        # In every process, also when it resumes: DDP must get the same buckets as in the first
-        # attempt, because sums depend on them. The time counts as start-up, not as training.
+        # Every process must do this, even when it resumes: sums depend on DDP's buckets, which must
+        # match those of the first attempt. The time counts as startup, not as training.
         with run.watch.away(step, "compiling"):
             run.train_step.prepare(batch)
         run.start_times.end("workers and first batch")
         run.start_times.tell(run.record, step)
     if not monitor.is_started:
         monitor.start_clock()
-    # Forward, backward, update: vit/step.py. The stop flag is part of the sums that the ranks
-    # exchange in each step, so all ranks stop at the same step.
+    # vit/step.py runs forward, backward and update. The ranks sum their stop flags in each step, so
+    # all ranks stop at the same step.
     stop = bool(run.signals.received) or run.saver.has_failed
     result = run.train_step(batch, step, stop, monitor.rank_report(step), run.limits(step))
     monitor.queue(step, result, batch.bad_keys)  # reads the previous step
@@ -144,10 +143,10 @@ def _do_step(run: Run, monitor: Monitor, loader: Loader) -> None:
 
 
 def _save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) -> None:
-    """Copy the state; a thread then writes a checkpoint, and `weights/<name>.safetensors`.
+    """Copy the state. A thread then writes a checkpoint and `weights/<name>.safetensors`.
 
-    The weights are in the checkpoint as well. They get files of their own after an evaluation, at a
-    stop and at the end, because that is when users need them.
+    Weights are also in the checkpoint. Separate weights files are written only after an evaluation,
+    when the run stops and when it finishes, because users need them only then.
     """
     state = run.state
     run.record.progress(state.step, f"step {state.step}: saving")
@@ -159,30 +158,30 @@ def _save(run: Run, monitor: Monitor, with_checkpoint: bool, weights: set[str]) 
 
 
 def _finish(run: Run, monitor: Monitor) -> Outcome:
-    """Wait for the last save; report the outcome in the run folder, the record and the log."""
+    """Wait for the last save, and report the outcome in the run folder and the log."""
     state = run.state
     with run.watch.away(state.step, "waiting for its save"):
         run.saver.finish()
-    run.watch.close()  # only rank 0 has work from now on, and the other ranks make no more marks
+    run.watch.close()  # from now on only rank 0 works, and the other ranks send no more marks
     outcome: Outcome = "finished" if state.is_finished(run.plan) or not monitor.stop else "stopped"
     if not run.world.is_main:
         return outcome
     if outcome == "stopped":
         mark_stopped(run.folder, state.step, run.signals.received or "of another rank")
         run.record.say(
-            f"stopped at step {state.step} of {run.plan.total_steps}, saved; the same command"
-            " continues from here"
+            f"stopped at step {state.step} of {run.plan.total_steps}, saved; run the same command"
+            " to continue"
         )
     elif state.evaluated_step < 0:
         run.record.say(
-            f"not evaluated: the run has {state.step} steps, and an evaluation is due"
-            f" every {run.plan.eval_every_steps} steps (eval.every_steps, eval.every_epochs);"
-            f" python launch/eval.py {quote(str(run.folder))} evaluates its weights"
+            f"not evaluated: the run has only {state.step} steps, but evaluates every"
+            f" {run.plan.eval_every_steps} steps (eval.every_steps, eval.every_epochs): run python"
+            f" launch/eval.py {quote(str(run.folder))} to evaluate its weights"
         )
     run.record.write("end", state.step, outcome=outcome, elapsed_s=round(monitor.elapsed_s(), 1))
     for hook in run.hooks:
         hook.ended(run, outcome)
     run.place.push()
     if address := run.place.address():
-        run.record.say(f"run folder: {address}, complete there up to step {state.step}")
+        run.record.say(f"run folder: {address}, uploaded up to step {state.step}")
     return outcome

@@ -77,5 +77,7 @@ def test_the_best_weights_never_come_from_an_abandoned_branch(config, tmp_path, 
     assert step == 6
     assert best.keys() == last.keys()
     assert all(torch.equal(best[name], value) for name, value in last.items())
-    reason = "of step 6, which the run has left" if present == "discarded" else "gone or damaged"
+    reason = (
+        "from step 6, which the run has not" if present == "discarded" else "missing or damaged"
+    )
     assert f"best.safetensors is {reason}" in messages

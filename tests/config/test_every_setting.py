@@ -64,7 +64,7 @@ ONLY_WHERE_OR_HOW_FAST = {
     "log.tensorboard": "where the record is shown",
     "log.report": "where the record is shown",
 }
-REFUSED = {"distill.teacher_model": "its run says which model it is: remove distill.teacher_model"}
+REFUSED = {"distill.teacher_model": "its run stores the model: remove distill.teacher_model"}
 """Settings that these runs refuse -> the message."""
 IN_THE_LOOP: dict[str, dict[str, Any]] = {
     "checkpoint.every_steps": {"train.steps": 4},

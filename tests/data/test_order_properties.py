@@ -275,7 +275,7 @@ def test_if_copies_would_mix_the_error_lists_possible_numbers_of_lanes(tmp_path)
         order_of(config_of(tmp_path, *repeated))
     assert "data.aug_repeats=3: with data.num_lanes=16" in str(caught.value)
     assert str(caught.value).endswith(
-        "choose data.num_lanes out of [1, 2, 4, 8], or another augment.mix_group_size"
+        "choose data.num_lanes from [1, 2, 4, 8], or another augment.mix_group_size"
     )
     for lanes in (1, 2, 4, 8):
         assert (

@@ -206,7 +206,7 @@ def test_a_run_with_an_empty_cache_reports_the_amount_to_fetch(web, tmp_path, mo
     all_bytes = sum(block.num_bytes for block in split.tars.blocks(range(3)))
     gb = f"{all_bytes / 1e9:.2f} GB"
     expected = (
-        f"filling the cache: the next 8 batches of a rank lie in {gb} of blocks, of which {gb} are"
+        f"filling the cache: the next 8 batches of a rank need {gb} of blocks, of which {gb} are"
         f" not in {tmp_path}/cache yet"
     )
     assert note.startswith(expected)

@@ -124,7 +124,7 @@ def test_uses_and_names_the_newest_run_without_a_checkpoint(trained_run, tmp_pat
     (tmp_path / "runs" / "mine").symlink_to(trained_run)
     done = run("launch/eval.py", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "taking the newest run, runs/mine" in done.stderr
+    assert "using the newest run, runs/mine" in done.stderr
     assert json.loads(done.stdout) == evaluate(trained_run)
 
 

@@ -96,7 +96,9 @@ def test_refuses_ranks_with_different_settings(tmp_path, config, word, differenc
         assert done.returncode == 0, done.stderr
         return
     assert "error: rank 1 on " in done.stderr
-    assert f" was started with other settings than rank 0:\n  {difference}\nStart" in done.stderr
+    assert (
+        f" was started with settings that differ from rank 0:\n  {difference}\nStart" in done.stderr
+    )
     assert done.returncode != 0
     assert not run_dir.exists()
 

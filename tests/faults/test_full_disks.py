@@ -346,7 +346,7 @@ def test_wandb_ends_with_one_line(disk):
     view = WandbProcess(disk / "run", "project", "offline", {}, [], Rows([], 0), messages.append)
     view.send(step=1, numbers={"train/loss": 1.0})
     view.close()
-    lost = "metrics.jsonl has all that it could take"
+    lost = "metrics.jsonl has what fits on the disk"
     assert messages == [f"wandb: stopped (No space left on device); {lost}"]
 
 

@@ -79,7 +79,7 @@ def test_training_reports_waits_for_data_and_records_the_loaders_rate(
         monitor.flush()
     record.close()
     line = (
-        r"^data-bound: (\d+)% of the time was spent on waiting for images; the loader makes"
+        r"^data-bound: (\d+)% of the time was spent waiting for images; the loader can load"
         r" ([\d.]+) images/s; (.*)"
     )
     messages = re.findall(line, capsys.readouterr().err, re.MULTILINE)
@@ -148,8 +148,8 @@ def test_waits_of_all_ranks_are_summed_up():
     [
         ("decode_s", "--resize-short-side 256"),
         ("resize_s", "--resize-short-side 256"),
-        ("read_s", "look at the disk and the network"),
-        ("store_s", "look at the network and the store"),
+        ("read_s", "check the disk and the network"),
+        ("store_s", "check the network and the storage"),
     ],
 )
 def test_the_remedy_fits_the_slowest_part(slowest, remedy, max_s, num_workers):
@@ -194,7 +194,7 @@ def test_names_the_slow_rank_with_its_host(others_s, suffix, config, tmp_path, c
         if not others_s:
             assert (line["data_wait_rank"], line["data_wait_host"]) == (2, "far")
     messages = capsys.readouterr().err
-    assert f"spent on waiting for images{'' if suffix[0] == ';' else ' '}{suffix}" in messages
+    assert f"spent waiting for images{'' if suffix[0] == ';' else ' '}{suffix}" in messages
     assert ("(rank 2) |" in messages) == (not others_s)
 
 
@@ -239,8 +239,8 @@ def test_records_which_of_three_ranks_has_a_stalled_loader(config, tmp_path):
     assert slowest["data_wait_max_s"] > 6.9, "at least until it was reported"
     assert slowest["data_wait_s"] >= slowest["data_wait_max_s"] > 1.5 * slowest["data_wait_mean_s"]
     pattern = (
-        r"data-bound: \d+% of the time was spent on waiting for images of rank 2 on .* s\); its"
-        r" time: .*see what else runs on this host"
+        r"data-bound: \d+% of the time was spent waiting for images of rank 2 on .* s\); its"
+        r" time: .*check what else runs on this host"
     )
     assert re.search(pattern, output), output
     assert re.search(r"data wait \d+% \(rank 2\) \| loss", output), output

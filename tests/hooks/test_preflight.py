@@ -196,7 +196,9 @@ def test_the_copy_for_saving_needs_memory_on_the_host_of_rank_0(config, tmp_path
     for rank, expected in enumerate((0.5, 0.5, 0.0)):
         report = check(tiny(config), little, rank=rank, saved_bytes=GIB // 2)
         assert report.numbers["save_copy_gib"] == expected
-    with pytest.raises(ValueError, match=r"; 2048\.0 MiB to copy what is saved\), 1\.00 GiB are"):
+    with pytest.raises(
+        ValueError, match=r"; 2048\.0 MiB to copy the state for a save\), but only 1\.00 GiB are"
+    ):
         check(tiny(config), little, saved_bytes=2 * GIB)
 
 
@@ -251,7 +253,7 @@ def test_reports_whether_memory_suffices(config, tmp_path):
             " .",
         )
         message = (
-            "JPEGs are decoded by simplejpeg, at 0.6 of the speed: _native.so belongs to another"
+            "JPEGs are decoded by simplejpeg, at 0.6 times the speed: _native.so belongs to another"
         )
         assert any(
             note.startswith(message) for note in check(tiny(config), enough).numbers["notes"]
@@ -289,7 +291,7 @@ def test_more_workers_than_cores_are_reported(config, tmp_path):
     )
     report = check(tiny(config, "data.num_workers=4"), one_core)
     assert report.numbers["notes"] == [
-        "4 loader workers on 1 core(s) take turns: data.num_workers=1 is as fast, in less memory"
+        "4 loader workers share 1 core(s): data.num_workers=1 is as fast and needs less memory"
     ]
     assert report.lines[2] == f"note: {report.numbers['notes'][0]}"
     assert check(tiny(config, "data.num_workers=1"), one_core).numbers["notes"] == []
@@ -308,7 +310,7 @@ def test_idle_cores_of_ranks_on_the_cpu_are_reported(config, tmp_path, monkeypat
         assert check(tiny(config), tmp_path).numbers["notes"] == []
     finally:
         torch.set_num_threads(before)
-    assert note.startswith("each of 2 ranks computes in 1 thread(s) on 16 cores")
+    assert note.startswith("each of 2 ranks computes with 1 thread(s) on 16 cores")
     assert "export OMP_NUM_THREADS=8" in note
 
 
@@ -320,8 +322,8 @@ def test_a_container_with_too_little_shared_memory_for_nccl(config, tmp_path, mo
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(2), raising=False)
     assert check(tiny(config), tmp_path).numbers["notes"] == []
     assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == [
-        "/dev/shm has 0.06 GiB free, NCCL needs 1 between the GPUs of a host:"
-        " docker run --shm-size=1g (batches need nothing there)"
+        "/dev/shm has 0.06 GiB free, but NCCL needs 1 GiB between the GPUs of a host:"
+        " use docker run --shm-size=1g (batches do not need it)"
     ]
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=2**30))
     assert check(tiny(config), tmp_path, "cuda").numbers["notes"] == []
@@ -346,8 +348,8 @@ def test_too_few_open_files_are_a_note_with_the_command(config, tmp_path, monkey
     monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 200))
     monkeypatch.setattr(resource, "setrlimit", lambda which, limits: None)
     assert check(tiny(config), tmp_path).numbers["notes"] == [
-        "the limit of 200 open files is low: some shards are opened again for each"
-        " image: `ulimit -n 264` before the start, or ask the administrator"
+        "the limit of 200 open files is low, so some shards are opened again for each"
+        " image: run `ulimit -n 264` before the start, or ask the administrator"
     ]
 
 
@@ -386,7 +388,7 @@ def test_a_precision_that_the_cpu_emulates_is_reported_with_the_remedy():
     )
     bf16, fp32 = done.stdout.splitlines()
     assert re.fullmatch(
-        r"this CPU \(\w+\) has no instructions for bf16, which is emulated: matrix products take"
+        r"this CPU \(\w+\) has no bf16 instructions, so bf16 is emulated: matrix products take"
         r" about \d+ times as long as in fp32: "
         "set train.precision=fp32",
         bf16,
@@ -414,9 +416,9 @@ def test_notes_a_drop_path_that_drops_nothing(config, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["train.ema_decay=0.9999"], "leaves 100% of the weights that it begins"),
-        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the weights"),
-        (["train.ema_decay=0.9"], "leaves 28% of the weights"),
+        (["train.ema_decay=0.9999"], "leaves 100% of the initial weights"),
+        (["train.ema_decay=0.9999", "init.checkpoint=FILE"], "leaves 100% of the initial"),
+        (["train.ema_decay=0.9"], "leaves 28% of the initial"),
         (["train.ema_decay=0.9", "train.ema_every_steps=2"], "leaves 53% of"),
         (["train.ema_decay=0.9", "train.ema_after_epochs=1"], "leaves 48% of"),
         (["train.ema_decay=0.9", "train.ema_after_epochs=2.4"], ""),
@@ -434,4 +436,4 @@ def test_notes_an_average_that_cannot_move(settings, expected, config, tmp_path,
         pass
     printed = capfd.readouterr().err
     assert expected in printed
-    assert printed.count("in the average, which eval, predict and export take") == bool(expected)
+    assert printed.count("in the EMA, which eval, predict and export use") == bool(expected)

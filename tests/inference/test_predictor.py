@@ -91,11 +91,11 @@ def test_weights_of_other_programs_are_identified_by_the_file_name(tmp_path):
     trained = vit.load(path)
     assert trained.preprocess.view.resizer == "pillow"
     assert trained.class_names[281] == "tabby, tabby cat"
-    assert trained.notes == ("1,000 classes without names are taken for ImageNet-1k's",)
+    assert trained.notes == ("1,000 classes without names are assumed to be those of ImageNet-1k",)
     assert len(trained.class_names) == 1000
     names = [f"name {number}" for number in range(1000)]
     assert vit.load(path, class_names=names).class_names == tuple(names)
-    with pytest.raises(ValueError, match=r"3 names of classes are given, .* has 1000 classes"):
+    with pytest.raises(ValueError, match=r"3 class names were given, .* has 1000 classes"):
         vit.load(path, class_names=["a", "b", "c"])
 
 

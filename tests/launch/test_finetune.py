@@ -83,8 +83,8 @@ def test_accuracy_before_at_both_sizes_and_after_and_the_paired_difference(
         )
         assert difference["points"] == pytest.approx(after["top1"] - result[name]["top1"])
         assert difference["low"] <= difference["points"] <= difference["high"]
-    assert "against the base at 16x16:" in done.stderr
-    assert "against the base at 24x24, untrained there:" in done.stderr
+    assert "compared with the base at 16x16:" in done.stderr
+    assert "compared with the base at 24x24, not trained at this size:" in done.stderr
 
 
 def test_flags_are_settings_of_the_fine_tuning(base, tmp_path, shards):
@@ -123,7 +123,7 @@ def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
     )
     done = finetune(base, tmp_path, root, "init.reset_head=true", "--json")
     assert done.returncode == 0, done.stderr
-    assert "knows 3 classes" in done.stderr
+    assert "has 3 classes, but" in done.stderr
     result = json.loads(done.stdout)
     assert result["num_images"] == 8
     assert "before" not in result
@@ -162,7 +162,7 @@ def test_stopped_fine_tuning_exits_with_0_and_the_same_command_resumes(base, tmp
         family.process.send_signal(signal.SIGTERM)
         output, _ = family.communicate(240)
     assert family.process.returncode == 0, output
-    assert "the same command continues it" in output
+    assert "run the same command to continue" in output
     assert (tmp_path / "tuned" / "stopped_early").exists()
     assert finetune(base, tmp_path, shards, steps=60).returncode == 0
     assert final_state(tmp_path / "tuned", 60) == final_state(whole / "tuned", 60), "bit for bit"
@@ -184,5 +184,5 @@ def test_detects_a_replaced_base_under_the_same_path(base, tmp_path, shards):
     before = (tmp_path / "tuned" / "metrics.jsonl").read_bytes()
     done = finetune(mine, tmp_path, shards, steps=2)
     assert done.returncode == 2
-    assert "was fine-tuned from other weights than" in done.stderr
+    assert "was fine-tuned from weights that differ from" in done.stderr
     assert (tmp_path / "tuned" / "metrics.jsonl").read_bytes() == before

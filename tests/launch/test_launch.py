@@ -121,15 +121,16 @@ def test_print_config_without_data_assumes_and_reports_imagenets_size(capsys, mo
         if line.startswith("#   ")
     )
     assert shown["training_images"].startswith(
-        "1,281,167 (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened:"
-        " nowhere: no"
+        "1,281,167 (assumed, as in ImageNet-1k, because the data cannot be opened; all steps are"
+        " assumed too: nowhere: no"
     )
     assert shown["total_steps"] == str(300 * (1_281_167 // 4096))
     assert shown["classes"] == "1000 (assumed)"
     assert (
-        shown["gflop_per_image"] == "35.13 forward, 2 for each multiply-add (papers count 1: 17.56)"
+        shown["gflop_per_image"]
+        == "35.13 forward, a multiply-add counts as 2 (papers count 1: 17.56)"
     )
-    assert shown["checkpoint_mb"].startswith("1,385.1 (weights, optimizer, average)")
+    assert shown["checkpoint_mb"].startswith("1,385.1 (weights, optimizer, EMA)")
     assert shown["parameters_gib"].startswith("1.61 on each rank")
     run_here(
         "launch/train.py", "--config", "configs/demo.yaml", "--print-config", "data.root=nowhere"
@@ -150,7 +151,7 @@ def test_print_config_does_not_wait_for_a_server_that_is_away(capsys, monkeypatc
         )
         assert len(web.requests) == 1
     assert (
-        f"for the data cannot be opened: {web.url}/set/_info.json: the server answers 503"
+        f"all steps are assumed too: {web.url}/set/_info.json: the server answers 503"
         in capsys.readouterr().out
     )
 
@@ -194,9 +195,9 @@ def test_a_short_run_shows_what_it_did_and_that_it_was_not_evaluated(tmp_path, s
     assert not metrics(tmp_path / "run", "eval")
     messages = capfd.readouterr().err
     assert (
-        "not evaluated: the run has 28 steps, and an evaluation is due every 29 steps"
-        f" (eval.every_steps, eval.every_epochs); python launch/eval.py"
-        f" {tmp_path / 'run'} evaluates its weights\n" in messages
+        "not evaluated: the run has only 28 steps, but evaluates every 29 steps"
+        f" (eval.every_steps, eval.every_epochs): run python launch/eval.py"
+        f" {tmp_path / 'run'} to evaluate its weights\n" in messages
     )
 
 

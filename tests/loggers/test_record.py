@@ -62,7 +62,7 @@ def test_writes_a_file_again_that_was_removed_or_replaced(tmp_path, capsys):
     assert [line["step"] for line in written(tmp_path)] == [1, 2, 3, 4]
     assert written(tmp_path)[0]["name"] == "ä"
     messages = capsys.readouterr().err
-    assert messages.count("metrics.jsonl: was removed or replaced while the run wrote to it") == 2
+    assert messages.count("metrics.jsonl: was removed or replaced during the run") == 2
 
 
 def test_does_not_touch_the_record_of_a_run_that_replaced_a_moved_one(tmp_path):

@@ -142,7 +142,7 @@ def test_online_each_line_arrives_once_under_one_id_over_restarts(
     # this message appears only if uploading takes seconds
     messages = [line for line in capfd.readouterr().err.splitlines() if "uploading" not in line]
     url = f"wandb: {server.url}/me/vit/runs/{run_id}"
-    refused = "wandb: steps that come again keep their first values there (no rewind: CommError:"
+    refused = "wandb: repeated steps keep their first values on W&B (rewind failed: CommError:"
     assert messages[0] == messages[-1] == url
     assert [line.startswith(refused) for line in messages[1:-1]] == [True] * (not can_rewind)
     assert set(server.names) == {run_id}

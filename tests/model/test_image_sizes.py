@@ -122,5 +122,5 @@ def test_rejects_indivisible_sizes_and_timm_models():
     with pytest.raises(ValueError, match="image height 20 is not a multiple of patch height 8"):
         take_sizes(VisionTransformer(OWN, **TINY), [(20, 24)])
     guest = create_model("timm/vit_tiny_patch16_224", 32, 10, depth=1)
-    with pytest.raises(ValueError, match="timm's VisionTransformer takes images of 32x32 only"):
+    with pytest.raises(ValueError, match="timm's VisionTransformer accepts only images of 32x32"):
         take_sizes(guest, [(16, 16)])

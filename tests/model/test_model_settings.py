@@ -41,15 +41,15 @@ def test_rejects_impossible_settings_and_suggests_working_ones(fields, message):
     ("fields", "message"),
     [
         ({"rope_type": "mixed"}, "rope_type is 'mixed': expected None or 'axial' or 'dinov3'"),
-        ({"rope_type": "axial", "head_dim": 6}, "a head has 6, it needs a multiple of 4"),
+        ({"rope_type": "axial", "head_dim": 6}, "head_dim must be a multiple of 4, not 6"),
         ({"rope_temperature": 10.0}, "rope_temperature has no effect without rope_type"),
         (
             {"rope_type": "axial", "rope_reg_temperature": 100.0, "reg_tokens": 3},
-            "it needs rope_type 'axial' and reg_tokens 4, 9, 16 and so on, not 'axial' and 3",
+            "set rope_type 'axial' and reg_tokens 4, 9, 16 and so on, not 'axial' and 3",
         ),
         (
             {"rope_type": "axial", "rope_reg_temperature": 100.0, "reg_tokens": 1},
-            "it needs rope_type 'axial' and reg_tokens 4, 9, 16 and so on, not 'axial' and 1",
+            "set rope_type 'axial' and reg_tokens 4, 9, 16 and so on, not 'axial' and 1",
         ),
         (
             {"rope_type": "axial", "head_dim": 4, "rope_temperature": 100.0},
@@ -68,9 +68,9 @@ def test_rejects_impossible_settings_and_suggests_working_ones(fields, message):
             "rope_type 'dinov3' has no effect on an im.*patch_drop_rate 0.5 has no effect on an im",
         ),
         ({"rope_type": "dinov3", "ref_feat_shape": 14}, "ref_feat_shape has no effect with"),
-        ({"mlp_layer": "swiglu_packed", "mlp_ratio": 1.1}, "needs an even width, not 35"),
+        ({"mlp_layer": "swiglu_packed", "mlp_ratio": 1.1}, "must give an even width, not 35"),
         ({"patch_drop_rate": 1.0}, "patch_drop_rate is 1.0: expected 0 <= rate < 1"),
-        ({"num_heads": 5}, "nearest number of heads is 4, or give head_dim"),
+        ({"num_heads": 5}, "nearest number of heads is 4, or set head_dim"),
         ({"num_heads": 5, "head_dim": 8, "global_pool": "map"}, "nearest number of heads is 4$"),
         ({"norm_layer": "batchnorm", "mlp_layer": "moe"}, "norm_layer is 'batch.*mlp_layer is 'm"),
     ],
@@ -108,7 +108,7 @@ def test_rejected_rotations_would_have_no_effect(fields, more):
         ("ViT-B16", "did you mean .*vit_b16"),
         ("vit_b0", "expected vit_"),
         ("timm/vit_base_patch16_223", "did you mean vit_base_patch16_224"),
-        ("timm/vit_tiny_patch16_224.nobody", "cannot make 'vit_tiny_patch16_224.nobody'"),
+        ("timm/vit_tiny_patch16_224.nobody", "cannot create 'vit_tiny_patch16_224.nobody'"),
     ],
 )
 def test_unknown_names_are_refused_with_the_nearest(name, message):
@@ -125,7 +125,7 @@ def test_reports_settings_that_a_timm_model_lacks_with_the_remedy():
     assert (
         str(caught.value)
         == "timm's resnet18 has no depth, embed_dim, num_heads: set model.depth=null"
-        " model.embed_dim=null model.num_heads=null, or leave them out of the config"
+        " model.embed_dim=null model.num_heads=null, or remove these settings from the config"
     )
     create_model("timm/resnet18", 32, 10, drop_path_rate=0.1)
 

@@ -168,7 +168,7 @@ def test_networks_of_stages_have_timms_layers():
     config = AdamWConfig(weight_decay=0.05, layer_decay=0.7, layer_decay_form="timm")
     expected = scales(param_groups_layer_decay(model, 0.05, layer_decay=0.7), model)
     assert scales(parameter_groups(model, config), model) == expected
-    with pytest.raises(ValueError, match=r"has no blocks to count: set optim\.layer"):
+    with pytest.raises(ValueError, match=r"has no list of blocks: set optim\.layer"):
         parameter_groups(model, AdamWConfig(layer_decay=0.7))
 
 
@@ -212,12 +212,12 @@ def test_matrices_of_the_blocks_are_their_linear_maps():
 
 
 def test_a_network_without_matrices_is_an_error():
-    with pytest.raises(ValueError, match=r"set optim\.matrices=timm, or another optim\.name"):
+    with pytest.raises(ValueError, match=r"set optim\.matrices=timm, or use another optim\.name"):
         parameter_groups(timm.create_model("test_resnet"), MuonConfig(name="muon"))
 
 
 def test_rejects_an_unknown_depth():
-    with pytest.raises(ValueError, match="Sequential has no blocks to count: remove it"):
+    with pytest.raises(ValueError, match="Sequential has no list of blocks: remove it"):
         parameter_groups(
             nn.Sequential(nn.Linear(2, 2)), NAdamWConfig(name="nadamw", layer_decay=0.5)
         )

@@ -237,5 +237,7 @@ def test_a_config_and_its_plan_give_the_rates(tmp_path):
     assert [learning_rate(step) for step in range(40)] == pytest.approx(expected)
     assert (weight_decay(0), weight_decay(20)) == pytest.approx((0.04, 0.22))
     values["schedule"]["cooldown_epochs"] = 7
-    with pytest.raises(ValueError, match=r"\(warm-up 10, cool-down 35 steps\) exceed the run's 40"):
+    with pytest.raises(
+        ValueError, match=r"\(warm-up 10, cool-down 35 steps\) exceed the 40 steps of the run"
+    ):
         make_plan(from_dict(values, "test"), num_samples=50, world_size=1)

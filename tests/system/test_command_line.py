@@ -130,7 +130,12 @@ def test_evaluation_and_prediction_reject_numbers_with_the_same_message():
         (["trian"], 2, "", r"error: unknown command 'trian' \(did you mean train\b.*\?\): vitline"),
         (["prep", "mnits"], 2, "", r"error: unknown command 'prep mnits' \(did you mean mnist"),
         (["prep", "--help"], 0, r"python -m data_prep\.imagenet ", ""),
-        (["xyz123"], 2, "", r"error: unknown command 'xyz123': vitline --help lists the commands"),
+        (
+            ["xyz123"],
+            2,
+            "",
+            r"error: unknown command 'xyz123': run vitline --help to list the commands",
+        ),
         (["--version"], 0, r"vitline 0\.\d+\.\d+\n", ""),
         (["--help"], 0, r"usage: vitline COMMAND", ""),
         ([], 2, r"usage: vitline COMMAND", ""),

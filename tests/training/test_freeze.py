@@ -230,9 +230,7 @@ def test_the_planner_counts_less_memory():
 
 
 def test_rejects_parts_that_cannot_be_frozen():
-    with pytest.raises(
-        ValueError, match=r"init.freeze=4 blocks, but the model has 3: give at most"
-    ):
+    with pytest.raises(ValueError, match=r"init.freeze=4 blocks, but the model has 3: set at most"):
         freeze(model_of(), 4)
     with pytest.raises(ValueError, match=r"conv1.1 is a batch norm, whose statistics would change"):
         freeze(create_model("timm/resnet10t", 32, 5), "backbone")

@@ -124,9 +124,9 @@ def test_balanced_weights_are_scikit_learns_for_the_drawn_images():
 
 def test_reports_class_weights_that_fit_no_classes_in_one_line():
     train_set = train_set_of_labels(np.array([0, 0, 2]), 3)
-    with pytest.raises(ValueError, match=r"has 2 numbers, the model has 3 classes: give one for"):
+    with pytest.raises(ValueError, match=r"has 2 numbers, but the model has 3 classes: give one"):
         choose_class_weights(LossConfig(class_weights=(1.0, 2.0)), train_set, 3)
-    with pytest.raises(ValueError, match=r"no image of 1 of 3 classes is trained on \('b'\): give"):
+    with pytest.raises(ValueError, match=r"1 of 3 classes have no training images \('b'\): give"):
         choose_class_weights(LossConfig(class_weights="balanced"), train_set, 3)
     assert choose_class_weights(LossConfig(), train_set, 3) is None
     stream = {"reader": "webdataset", "stream": "pipe:cat a.tar", "num_samples": 9}

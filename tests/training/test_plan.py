@@ -39,7 +39,7 @@ class TestPlan:
             ValueError,
             match=(
                 r"data.global_batch_size=100 is not a multiple of 3 ranks: use 99 or 102, or a"
-                r" number of ranks out of \[1, 2, 4"
+                r" number of ranks from \[1, 2, 4"
             ),
         ):
             self.plan(tmp_path, 3, "data.global_batch_size=100")

@@ -204,8 +204,8 @@ def test_classes_are_found_by_name(tmp_path):
 @pytest.mark.parametrize(
     ("names", "problem"),
     [
-        (["ant", "bee", "cow"], "does not know 3 of the data's 3 classes .*are dog, class2"),
-        ([], "knows 4 classes, the data have 3, and no names say which"),
+        (["ant", "bee", "cow"], "lacks 3 of the data's 3 classes .*are dog, class2"),
+        ([], "has 4 classes, but the data have 3, and class names"),
     ],
 )
 def test_other_classes_are_refused(tmp_path, names, problem):
@@ -216,7 +216,7 @@ def test_other_classes_are_refused(tmp_path, names, problem):
 
 def test_other_channels_are_refused(tmp_path):
     path = weights_file(tmp_path / "w.safetensors", in_chans=1, data={"mean": [0.5], "std": [0.5]})
-    with pytest.raises(ValueError, match=r"1 channel\(s\), model.in_chans is 3"):
+    with pytest.raises(ValueError, match=r"1 channel\(s\), but model.in_chans is 3"):
         load_teacher(settings(teacher=str(path)), NAMES, 3, ALONE)
 
 
@@ -317,7 +317,7 @@ def test_any_number_of_ranks_learns_the_same_and_no_checkpoint_has_the_teacher(
         [line["loss"] for line in metrics(tmp_path / name, "train")] for name in ("one", "two")
     ]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4), "the ranks only change the rounding"
-    assert "which no MFU counts; soft at temperature 2" in done.stderr
+    assert "not counted in MFU; soft at temperature 2" in done.stderr
     (start,) = metrics(tmp_path / "two", "start")
     loaded = read_weights(teacher)
     sha256 = fingerprint(loaded.weights)

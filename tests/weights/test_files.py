@@ -320,7 +320,7 @@ def test_the_note_names_settings_that_change_a_timm_model(tmp_path):
     with pytest.raises(WeightsError, match="of a different shape") as caught:
         load_initial_weights(create_model(named), settings, data, world)
     assert str(caught.value).endswith(
-        "; the config's model.embed_dim, model.depth, model.num_heads replace what"
-        " timm/vit_tiny_patch16_224 has: for the model of that name set model.embed_dim=null"
+        "; the config's model.embed_dim, model.depth, model.num_heads override the settings of"
+        " timm/vit_tiny_patch16_224: to use that model unchanged, set model.embed_dim=null"
         " model.depth=null model.num_heads=null"
     )

@@ -33,7 +33,7 @@ def test_the_command_for_own_photos_yields_a_model_better_than_chance(shards, tm
     settings = dict(word.split("=", 1) for word in [*page_overrides, *TINY, *HERE, *places])
     overrides = [f"{key}={value}" for key, value in settings.items()]
     run_here("launch/train.py", "--config", REPOSITORY / recipe, *overrides)
-    assert "in the average, which" not in capfd.readouterr().err
+    assert "in the EMA, which" not in capfd.readouterr().err
     trained = vit.load(tmp_path / "probe")
     split = open_split(shards, "val")
     images = [split.read(number) for number in range(split.num_samples)]

@@ -1,10 +1,9 @@
-"""Write and read the full state of a run; a checkpoint is either complete or absent.
+"""Write and read checkpoints of the full training state. A checkpoint is complete or absent.
 
-`TrainStep` holds everything that an update changes. Its tensors get flat names and go into one
-safetensors file; `RunState` and the config go into `checkpoint.json`. Both are written into a
-hidden folder and flushed to disk. Then the folder is renamed, so a folder with its final name is
-complete. After that `latest` is updated, and older checkpoints are removed. `vit.checkpoint.saver`
-decides when to write, and in which thread.
+The tensors of `TrainStep` are written to one safetensors file. `RunState` and the config are
+written to `checkpoint.json`. Both files are written to a hidden folder and flushed to disk. Then
+the folder is renamed, so a folder with its final name is complete. Finally `latest` is updated, and
+older checkpoints are removed. `vit.checkpoint.saver` decides when and in which thread to write.
 
     runs/<name>/checkpoints/
       step_00012500/
@@ -13,9 +12,9 @@ decides when to write, and in which thread.
                                 and of itself (vit/run_folder.py)
       latest                    "step_00012500"
 
-No pickles. The tensor file is what torch.distributed.checkpoint's `HuggingFaceStorageReader` reads.
-That also reads the sharded files that its writer makes under FSDP2, on another number of ranks, so
-sharded training can keep this format.
+Checkpoints contain no pickles. torch.distributed.checkpoint's `HuggingFaceStorageReader` can read
+the tensor file. It also reads sharded files, written under FSDP2, on another number of ranks, so
+sharded training could use this format.
 """
 
 from __future__ import annotations
@@ -60,21 +59,22 @@ STATE_FILE = "state.safetensors"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; the message is one line."""
+    """A checkpoint cannot be read or written. The message is one line."""
 
 
 class UnreadableError(CheckpointError):
-    """A checkpoint that the system refuses to read, and that may be intact."""
+    """A checkpoint cannot be read, but it may be intact."""
 
 
 class NewerFormatError(CheckpointError):
-    """A complete checkpoint that only newer code can read."""
+    """A complete checkpoint was written by a newer version of the code."""
 
 
 def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
-    """Return all tensors of the state by their names in the file: the live tensors, not copies.
+    """Return all tensors of the state by their names in the file, without copying them.
 
-    With DDP rank 0 has all of them. With sharded parameters (FSDP2) the ranks would have to gather.
+    With DDP, rank 0 has all tensors. With sharded parameters (FSDP2), they would have to be
+    gathered.
     """
     tensors = {f"model.{name}": value for name, value in train_step.model.state_dict().items()}
     if train_step.ema is not None:
@@ -93,9 +93,9 @@ def named_tensors(train_step: TrainStep) -> dict[str, Tensor]:
 
 
 def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
-    """Raise CheckpointError unless `needed_bytes` are free for a save at `step`.
+    """Raise CheckpointError unless the disk has `needed_bytes` for a save at `step`.
 
-    Before it looks, it removes the unfinished files of killed processes.
+    Unfinished files of killed processes are removed first.
     """
     folder = checkpoint_folder(run_dir, step)
     try:
@@ -106,8 +106,8 @@ def check_room(run_dir: Path, step: int, needed_bytes: int) -> None:
         raise _unwritable(folder, error) from None
     if free_bytes < needed_bytes * 1.01 + 2**20:
         raise CheckpointError(
-            f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, the disk has"
-            f" {free_bytes / 2**20:,.1f} MiB free; earlier checkpoints are untouched. Free some"
+            f"{folder}: needs {needed_bytes / 2**20:,.1f} MiB, but the disk has only"
+            f" {free_bytes / 2**20:,.1f} MiB free; earlier checkpoints are unchanged. Free some"
             " space and run the same command again"
         )
 
@@ -120,11 +120,11 @@ def write_checkpoint(
     world_size: int,
     keep_last: int,
 ) -> tuple[Path, str]:
-    """Write `step_<n>`, and remove all but the newest `keep_last`; return the folder, and the
-    sha256 of its tensors.
+    """Write `step_<n>`, remove all but the newest `keep_last` checkpoints, and return the folder
+    and the sha256 of its tensors.
 
-    tensors: by the names in the file. state: the fields of `RunState`. Raises CheckpointError if
-    the folder cannot be written; the previous checkpoint then stays as it was.
+    tensors: by their names in the file. state: the fields of `RunState`. Raises CheckpointError if
+    the folder cannot be written. The previous checkpoint is then unchanged.
     """
     folder = checkpoint_folder(run_dir, state["step"])
     try:
@@ -145,9 +145,9 @@ def write_checkpoint(
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, so that it is complete or absent at every moment."""
-    # If the process is killed now, the next save removes the hidden folder. Half a checkpoint under
-    # its final name would look complete, or keep gigabytes that no save removes.
+    """Remove a checkpoint, so that it is complete or absent at any time."""
+    # If the process is killed now, the next save removes the hidden folder. A partly removed folder
+    # with its final name would look complete, or take disk space forever.
     hidden = _hidden(folder)
     folder.rename(hidden)
     shutil.rmtree(hidden)
@@ -160,15 +160,15 @@ def checkpoint_folder(run_dir: Path, step: int) -> Path:
 
 def _unwritable(folder: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are untouched: free"
+        f"{folder}: cannot be written ({error.strerror}); earlier checkpoints are unchanged: free"
         " some space or fix the permissions, and run the same command again"
     )
 
 
 def update_info(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """Replace the state in the info of a checkpoint of the same step; its tensors are the same.
+    """Replace the state in the info of a checkpoint of the same step; keep its tensors.
 
-    Needed when a resumed run repeats an interrupted evaluation.
+    This is needed when a resumed run repeats an interrupted evaluation.
     """
     info = read_info(folder, verify=False)
     _write_info(folder, info | state)
@@ -227,16 +227,16 @@ def _set_aside(folder: Path) -> Path:
 
 
 def read_info(folder: Path, verify: bool = True) -> dict[str, Any]:
-    """Return the content of `checkpoint.json`; with `verify`, check sizes and hashes of the files.
+    """Return the content of `checkpoint.json`. With `verify`, check the sizes and hashes of files.
 
-    Raises CheckpointError if it is damaged or was not written by this project.
+    Raises CheckpointError if the checkpoint is damaged or was not written by this project.
     """
     try:
         info = read_info_file(folder)
         if info["format_version"] > FORMAT_VERSION:
             raise NewerFormatError(
-                f"{folder}: written by a newer release (format {info['format_version']}, this one"
-                f" reads up to {FORMAT_VERSION}): update the code"
+                f"{folder}: written by a newer release (format {info['format_version']}, but this"
+                f" release reads formats up to {FORMAT_VERSION}): update the code"
             )
         if verify:
             check_files(folder, info)
@@ -253,9 +253,9 @@ def newest_checkpoint(
     """Return the newest checkpoint of a run and its info, or None if the run has none.
 
     verify: compare sizes and hashes, rename damaged checkpoints, report them to `say` and try the
-    next older one; only one rank may do that. Raises CheckpointError if all checkpoints are
-    damaged. It does so at each start until a user acts, because an automatic restart must not start
-    the run over.
+    next older one. Only one rank may do this. Raises CheckpointError if all checkpoints are
+    damaged. The error is repeated at each start until a user acts, because an automatic restart
+    must not start the run over.
     """
     try:
         candidates, has_one = _listed(run_dir)
@@ -265,39 +265,41 @@ def newest_checkpoint(
         try:
             return folder, read_info(folder, verify)
         except CheckpointError as error:
-            if not folder.exists():  # a live run has replaced it with a newer one
+            if not folder.exists():  # a live run has replaced it with a newer checkpoint
                 return newest_checkpoint(run_dir, verify, say)
-            # Not damaged, so keep the folder under its name.
+            # The checkpoint is not damaged, so do not rename it.
             if not verify or isinstance(error, (NewerFormatError, UnreadableError)):
                 raise
-            say(f"{error}; set aside as {_set_aside(folder).name}, trying the one before")
+            say(f"{error}; set aside as {_set_aside(folder).name}, trying the previous checkpoint")
     if candidates or (verify and has_one):
         raise CheckpointError(
-            f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or gone; put a good one back, or"
-            " remove this folder, and the same command starts over"
+            f"{run_dir / CHECKPOINTS}: all checkpoints are damaged or missing; restore a good one,"
+            " or remove this folder and run the same command to start over"
         )
     return None
 
 
 def _listed(run_dir: Path) -> tuple[list[Path], bool]:
-    """Return the complete checkpoints of a run, newest first, and whether it has ever had one.
+    """Return the complete checkpoints of a run, newest first, and whether it ever had one.
 
     Raises UnreadableCheckpoint.
     """
     with reading(run_dir / CHECKPOINTS):
-        # `listdir` raises for a folder without permission, which `glob` would take for empty.
+        # For a folder without permission, `listdir` raises an error, but `glob` would return
+        # nothing.
         names = os.listdir(run_dir / CHECKPOINTS) if (run_dir / CHECKPOINTS).exists() else []
         return complete_checkpoints(run_dir), Path(LATEST_FILE).name in names
 
 
 def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
-    """Copy a checkpoint's tensors into `train_step`, in place, on all ranks; rank 0 reads it.
+    """Copy a checkpoint's tensors into `train_step`, in place, on all ranks.
 
-    Raises CheckpointError on rank 0 if names or shapes differ, and AlreadyReported on the others.
+    Rank 0 reads the checkpoint. Raises CheckpointError on rank 0 if names or shapes differ, and
+    AlreadyReported on the other ranks.
     """
     targets = named_tensors(train_step)
     world = train_step.world
-    with world.fail_together():  # reading may take longer than a collective waits
+    with world.fail_together():  # reading may exceed the timeout of a collective
         if world.is_main:
             _read_into(targets, folder)
     world.broadcast_(targets.values())
@@ -305,7 +307,7 @@ def load_checkpoint(folder: Path, train_step: TrainStep) -> None:
 
 def state_of(info: dict[str, Any]) -> RunState:
     """Return the state in the content of `checkpoint.json`."""
-    # A field that is newer than the checkpoint gets its default.
+    # Fields that the checkpoint is too old to contain get their defaults.
     names = {field.name for field in fields(RunState)} & info.keys()
     return RunState(**{name: info[name] for name in names})
 
@@ -313,7 +315,7 @@ def state_of(info: dict[str, Any]) -> RunState:
 def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
     try:
         with safe_open(folder / STATE_FILE, framework="pt") as file:
-            # safetensors' file object has `keys`, but is not a dict.
+            # The file object of safetensors has `keys` but is not a dict.
             names = file.keys()
             shapes = {name: file.get_slice(name).get_shape() for name in names}
             _check_fit(folder, targets, shapes)
@@ -324,13 +326,13 @@ def _read_into(targets: dict[str, Tensor], folder: Path) -> None:
 
 
 def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[int]]) -> None:
-    """Raise CheckpointError if the names or `shapes` in a checkpoint are not those of `targets`."""
+    """Raise CheckpointError if names or `shapes` in a checkpoint differ from `targets`."""
     wrong = [f"lacks {name}" for name in sorted(targets.keys() - shapes)]
-    wrong += [f"has {name}, unknown here" for name in sorted(shapes.keys() - targets)]
+    wrong += [f"has {name}, which the run lacks" for name in sorted(shapes.keys() - targets)]
     for name in sorted(shapes.keys() & targets):
         target_shape = list(targets[name].shape)
         if list(shapes[name]) != target_shape:
-            wrong.append(f"has {name} as {list(shapes[name])}, here {target_shape}")
+            wrong.append(f"has {name} as {list(shapes[name])}, the run as {target_shape}")
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
@@ -339,14 +341,14 @@ def _check_fit(folder: Path, targets: dict[str, Tensor], shapes: dict[str, list[
 
 
 def mark_interrupted(folder: Path, number: signal.Signals, lock: RunLock, is_new: bool) -> None:
-    """Mark the run as stopped if this process owns the folder, so that Slurm's script queues the
-    job again."""
-    # A new run that is preempted (SIGTERM) gets a mark although it may have no folder yet. A new
-    # run that a user ends by Ctrl-C gets none, although it may already hold the lock.
+    """Mark the run as stopped if this process owns the folder. The Slurm script then queues the job
+    again."""
+    # A new run that is preempted (SIGTERM) gets a mark although its folder may not exist yet. A new
+    # run that a user stops with Ctrl-C gets no mark although it may already have the lock.
     owns_folder = number == signal.SIGTERM if is_new else lock.is_held
     if not owns_folder:
         return
-    with suppress(OSError, CheckpointError):  # the signal is what to report
+    with suppress(OSError, CheckpointError):  # report only the signal
         folder.mkdir(parents=True, exist_ok=True)
         newest = newest_checkpoint(folder)
         mark_stopped(folder, newest[1]["step"] if newest else 0, number.name)

@@ -1,8 +1,8 @@
-"""Find the checkpoint that a run continues from, and check that it belongs to the run.
+"""Find the checkpoint from which a run resumes, and check that it fits the run.
 
-Rank 0 takes the newest checkpoint that is not damaged, compares its settings and data with those of
-this attempt, and broadcasts the result. `vit.build` then loads it: rank 0 reads the files, and the
-other ranks get the values from rank 0.
+Rank 0 takes the newest undamaged checkpoint, compares its settings and data with those of this
+attempt, and broadcasts the result. `vit.build` then loads it: rank 0 reads the files and broadcasts
+the values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vit.system.urls import bare
 from vit.training.plan import Plan
 
 BEFORE_IT_EXISTED = {("train", "ema_warmup"): True}
-"""Values that the code used before a setting existed, if they are not the setting's default."""
+"""Values that the code used before a setting existed, if they differ from its default."""
 
 
 _NOT_DATA = {"micro_batch_size": "data.micro_batch_size:", "kernels": "computed by"}
-"""Facts that decide the bits of `train.exact_over_ranks`, each with its words in a message."""
+"""Facts that decide the bits of `train.exact_over_ranks`, with their text in messages."""
 
 
 OF_A_HOST = {
@@ -58,11 +58,11 @@ OF_A_HOST = {
 def find_checkpoint(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str], world: World
 ) -> tuple[Path, dict] | None:
-    """Return the checkpoint to continue from and its info, or None in a new folder.
+    """Return the checkpoint from which to resume and its info, or None in a new folder.
 
-    Every rank calls it. settings: the result of `config_io.to_dict`; facts: further values that
-    must be the same; allowed: settings that may differ. Raises ValueError if the checkpoint belongs
-    to another run.
+    All ranks must call this. settings: the result of `config_io.to_dict`. facts: other values that
+    must match. allowed: settings that may differ. Raises ValueError if the checkpoint belongs to
+    another run.
     """
 
     def read_newest() -> tuple[str, dict] | None:
@@ -79,14 +79,14 @@ def find_checkpoint(
 def fit_state(
     state: RunState, folder: Path, facts: dict[str, Any], plan: Plan, world: World
 ) -> None:
-    """Fit the state of a checkpoint in `folder` to this attempt, in place; every rank calls it.
+    """Update the state of a checkpoint for this attempt, in place. All ranks must call this.
 
-    Raises ValueError if it is beyond the end of the run.
+    Raises ValueError if the step of the checkpoint exceeds the steps of the run.
     """
     with world.fail_together():
         if state.step > plan.total_steps:
             raise ValueError(
-                f"{folder} has come to step {state.step}, the run is to end at"
+                f"{folder} has reached step {state.step}, but the run ends at step"
                 f" {plan.total_steps}: nothing is left to train"
             )
     if not state.is_finished(plan):
@@ -96,20 +96,20 @@ def fit_state(
 
 
 def renew_bits(stored: dict[str, Any], facts: dict[str, Any]) -> None:
-    """Replace the facts in `stored` that decide the bits by those in `facts`, because a resume may
-    have switched `train.exact_over_ranks` on or off."""
+    """Replace the facts in `stored` that decide the bits by those in `facts`, because
+    `train.exact_over_ranks` may have changed."""
     for key in _NOT_DATA:
         stored.pop(key, None)
     stored |= {key: facts[key] for key in _NOT_DATA if key in facts}
 
 
 def restart_best(folder: Path, state: RunState, world: World) -> None:
-    """Reset the best result if the file of the best weights does not belong to `state`.
+    """Reset the best result if the file of the best weights does not match `state`.
 
-    Weights are written before the checkpoint that refers to them. If training was killed in
-    between, or the newest checkpoint is damaged, the file is from a step that this run has yet to
-    reach. It may reach that step with a different result, on a different number of ranks or with
-    settings that may change. Every rank calls it.
+    Weights are written before the checkpoint that refers to them. If training was killed before
+    that checkpoint was written, or it is damaged, the file is from a step that this run has not
+    reached yet. The result at that step may differ, for example on another number of ranks. All
+    ranks must call this.
     """
     if state.best_top1 < 0:
         return
@@ -120,28 +120,32 @@ def restart_best(folder: Path, state: RunState, world: World) -> None:
             with safe_open(path, framework="pt") as file:
                 step = int(file.metadata()["step"])
         except (SafetensorError, OSError, KeyError, TypeError, ValueError):
-            return f"{path} is gone or damaged"
-        return f"{path} is of step {step}, which the run has left" if step > state.step else ""
+            return f"{path} is missing or damaged"
+        return (
+            f"{path} is from step {step}, which the run has not reached"
+            if step > state.step
+            else ""
+        )
 
     if reason := world.broadcast_from_main(check_best_file):
         state.best_top1 = -1.0
         state.best_loss = None
         if world.is_main:
-            print(f"note: {reason}: the best from here on takes its place", file=sys.stderr)
+            print(f"note: {reason}: the next best weights will replace it", file=sys.stderr)
 
 
 def may_change(key: str) -> bool:
-    """Return whether a resumed run may have a different value for the setting `section.name`."""
+    """Return whether the setting `section.name` may change when a run resumes."""
     section, _, name = key.partition(".")
     field = Config.model_fields[section]
     if MAY_CHANGE in field.metadata:
         return True
-    fields = getattr(field.annotation, "model_fields", {})  # none in a union, such as `optim`
+    fields = getattr(field.annotation, "model_fields", {})  # empty for a union, such as `optim`
     return name in fields and MAY_CHANGE in fields[name].metadata
 
 
 def _shared(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks: all but those in `OF_A_HOST`."""
+    """Return the settings that must be equal on all ranks: all except `OF_A_HOST`."""
     return {
         f"{section}.{name}": value
         for section, values in settings.items()
@@ -158,7 +162,7 @@ def settings_sha256(settings: dict[str, Any]) -> str:
 def check_same_settings(settings: dict[str, Any], world: World) -> None:
     """Raise ValueError on rank 0, and AlreadyReported on the others, if settings of ranks differ.
 
-    Otherwise the ranks would train different models, or wait for each other forever.
+    Otherwise the ranks would train different models or wait for each other forever.
     """
     own = int(settings_sha256(settings), 16)
     ends = torch.tensor([own, -own], device=world.device)
@@ -176,8 +180,8 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
             f"  {key}: {old} on rank 0, {new} on rank {rank}" for key, (old, new) in differing
         )
         raise ValueError(
-            f"rank {rank} on {world.host_of(rank)} was started with other settings than rank 0:\n"
-            f"{listed}\nStart all with the same command and the same config file"
+            f"rank {rank} on {world.host_of(rank)} was started with settings that differ from rank"
+            f" 0:\n{listed}\nStart all ranks with the same command and the same config file"
         )
 
     world.broadcast_from_main(report)
@@ -186,8 +190,7 @@ def check_same_settings(settings: dict[str, Any], world: World) -> None:
 def _newest_of_this_run(
     folder: Path, settings: dict[str, Any], facts: dict[str, Any], allowed: set[str]
 ) -> tuple[Path, dict] | None:
-    """Return the newest checkpoint that is not damaged. Raises ValueError if it belongs to another
-    run."""
+    """Return the newest undamaged checkpoint. Raises ValueError if it belongs to another run."""
     newest = checkpoints.newest_checkpoint(
         folder, verify=True, say=lambda text: print(text, file=sys.stderr)
     )
@@ -204,9 +207,9 @@ def check_belongs(
     facts: dict[str, Any],
     allowed: set[str],
 ) -> None:
-    """Raise ValueError if `path` belongs to another run; arguments as in `find_checkpoint`.
+    """Raise ValueError if `path` belongs to another run. Arguments as in `find_checkpoint`.
 
-    info: the content of its `checkpoint.json`.
+    info: the content of the checkpoint's `checkpoint.json`.
     """
     changed = _changed_settings(info["config"], str(path), settings)
     changed = {key: values for key, values in changed.items() if key not in allowed}
@@ -216,7 +219,7 @@ def check_belongs(
         hint = f", or accept a change with --allow-change {next(iter(changed))}" if changed else ""
         if any(_changes_bits(key, info["facts"], facts) for key in _NOT_DATA):
             hint += (
-                "; or go on without the same bits: train.exact_over_ranks=false --allow-change"
+                "; or continue with different bits: train.exact_over_ranks=false --allow-change"
                 " train.exact_over_ranks"
             )
         differences = "\n".join(lines)
@@ -230,7 +233,7 @@ def _changed_settings(
     stored: dict[str, Any], source: str, settings: dict[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings that changed although they must not: dotted key -> (old, new)."""
-    # `from_dict` gives settings that are newer than the checkpoint their defaults.
+    # `from_dict` sets settings that the checkpoint is too old to contain to their defaults.
     old_values = config_io.to_dict(config_io.from_dict(stored, source))
     for (section, key), value in BEFORE_IT_EXISTED.items():
         if key not in stored.get(section, {}) and settings["train"]["ema_decay"] is not None:
@@ -238,21 +241,21 @@ def _changed_settings(
     return {
         key: (old, new)
         for key, (old, new) in config_io.differences(old_values, settings).items()
-        # `bare`: a URL with another login names the same data
+        # `bare`: URLs that differ only in their login refer to the same data
         if not may_change(key) and bare(str(old)) != bare(str(new))
     }
 
 
 def _changes_bits(key: str, old: dict[str, Any], new: dict[str, Any]) -> bool:
-    """Return whether both have the fact `key` of `_NOT_DATA`, with different values.
+    """Return whether both dicts have the fact `key` of `_NOT_DATA` with different values.
 
-    If only one has it, this resume switches `train.exact_over_ranks`: a change of a setting.
+    If only one has it, `train.exact_over_ranks` was changed, which is reported as a setting.
     """
     return key in old and key in new and old[key] != new[key]
 
 
 def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
-    """Return a line for each fact about the data that differs from the stored one."""
+    """Return a line for each fact about the data that differs from the stored value."""
     old = {"chosen": "all samples", **stored}
     new = {"chosen": "all samples", **facts}
     old_names = old.pop("class_names", [])
@@ -271,7 +274,7 @@ def _changed_facts(stored: dict[str, Any], facts: dict[str, Any]) -> list[str]:
         and old.get(key) != value
         and (key not in _NOT_DATA or _changes_bits(key, old, new))
     ]
-    # Not strict: data without class names have an empty list.
+    # Not strict, because data without class names have an empty list.
     pairs = zip(old_names, new_names, strict=False)
     renamed = [label for label, (before, after) in enumerate(pairs) if before != after]
     if renamed:

@@ -1,15 +1,14 @@
-"""Save while training continues: training waits for a copy in memory, and a thread writes it.
+"""Save while training continues: training waits only for a copy in memory.
 
-    training   ... step | save: wait for the thread, test the disk's room, copy | step | step ...
-    thread                                                \\- losses, weights, state,
-                                                             checkpoint.json, rename, `latest`,
-                                                             remove older ones
+    training   ... step | save: wait for the thread, check disk space, copy | step | step ...
+    thread                                                                  \\- losses, weights,
+                                  state, checkpoint.json, rename, `latest`, remove older ones
 
-If the run's place has a URL, the thread then uploads the new files (`vit.run_folder.Place`). Saves
-are written one at a time, in the order of the calls. Each writes the weights first, so a complete
-checkpoint never refers to missing weights. After an error of the thread all ranks stop at the next
-step, by the flag that a signal also sets (`has_failed`). Rank 0 then raises the error while the
-other ranks wait for it.
+If `run.dir` is a URL, the thread then uploads the new files (`vit.run_folder.Place`). Saves are
+written one at a time, in the order of the calls. Each save writes the weights first, so a complete
+checkpoint never refers to missing weights. If the thread fails, all ranks stop at the next step,
+through the flag that signals also use (`has_failed`). Rank 0 then raises the error while the other
+ranks wait for it.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ from vit.weights.save import HUB_FILES, cannot_write, save_weights
 
 
 class SavedBeside(Protocol):
-    """Data that each save writes before its checkpoint, such as losses of images."""
+    """Data that each save writes before its checkpoint, such as sample losses."""
 
     def collect(self) -> Any:
-        """Return the data of all ranks since the last call; every rank calls it."""
+        """Return the data of all ranks since the last call. All ranks must call this."""
 
     def new_bytes(self, collected: Any) -> int:
-        """Return by how much the run folder grows when `collected` is written."""
+        """Return the number of bytes by which the run folder grows when `collected` is written."""
 
     def write(self, collected: Any) -> None:
-        """Write `collected` on rank 0, in the saver's thread. Raises OSError with the file."""
+        """Write `collected` on rank 0, in the saver's thread. Raises OSError with the file name."""
 
 
 class Saver:
-    """Writes checkpoints and weights of a run on rank 0; every rank makes the same calls.
+    """Writes checkpoints and weights of a run on rank 0. All ranks must make the same calls.
 
-    config: the result of `config_io.to_dict`. class_names: those of the training data. record: gets
-    a line for each complete checkpoint. beside: further data that each save writes.
+    config: the result of `config_io.to_dict`. class_names: the class names of the training data.
+    record: receives a line for each complete checkpoint. beside: other data to write at each save.
     """
 
     def __init__(
@@ -82,12 +81,12 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._complete: deque[tuple[int, dict[str, Any]]] = deque()
-        """Step and values of the lines that are not yet in the record."""
+        """Step and values of lines that are not yet in metrics.jsonl."""
 
     @property
     def has_failed(self) -> bool:
-        """Whether the thread has failed, or another job has taken the run over. The next call of
-        `save` or `finish` raises the error."""
+        """Whether the thread has failed, or another job writes to the run. The next call of `save`
+        or `finish` raises the error."""
         return self._error is not None or self._place.is_lost
 
     def prepare(self) -> None:
@@ -97,15 +96,15 @@ class Saver:
             self._start(self._snapshot.prepare)
 
     def save(self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...] = ()) -> None:
-        """Start to write a checkpoint, and the files `weights` (last, best) in `weights/`.
+        """Start to write a checkpoint, and the files `weights` ("last", "best") in `weights/`.
 
-        Waits for the previous save. Raises CheckpointError if that save failed or the disk has no
-        room for this one, and ValueError if the folder was removed or replaced; on all ranks, as
-        described at `World.fail_together`.
+        Waits for the previous save. Raises CheckpointError if that save failed or the disk is too
+        full for this one, and ValueError if the folder was removed or replaced. Errors are raised
+        on all ranks, see `World.fail_together`.
         """
         began = time.perf_counter()
         collected = [each.collect() for each in self._beside]
-        self.prepare()  # not called yet at a save before the first step
+        self.prepare()  # does nothing, except at a save before the first step
         with self._world.fail_together():
             if self._world.is_main:
                 self._wait()
@@ -127,10 +126,10 @@ class Saver:
         )
 
     def report(self) -> None:
-        """Write a line for each checkpoint that was completed since the last call; called after
-        each step."""
-        # Only after the first step: allocating gigabytes would slow down the first step of a
-        # resumed run.
+        """Write a line for each checkpoint completed since the last call. Called after each
+        step."""
+        # Call this only after the first step: allocating gigabytes would slow down the first step
+        # of a resumed run.
         self.prepare()
         self._tell_complete()
 
@@ -148,7 +147,7 @@ class Saver:
         """Wait for the thread, and free the memory. Errors of the thread are ignored, because
         another error has already ended the run.
 
-        at_once: do not wait; the end of the process ends the thread and its unfinished save.
+        at_once: do not wait; the thread and its unfinished save end with the process.
         """
         if self._thread is not None and not at_once:
             self._thread.join()
@@ -160,7 +159,7 @@ class Saver:
             self._snapshot = None
 
     def _start(self, work: Callable[[], None]) -> None:
-        # A daemon thread, so that a process that must end at once does not wait for it.
+        # Use a daemon thread, so that a process that must exit immediately does not wait for it.
         self._thread = threading.Thread(target=self._run, args=(work,), name="saver", daemon=True)
         self._thread.start()
 
@@ -171,7 +170,7 @@ class Saver:
             self._error = error
 
     def _wait(self) -> None:
-        """Wait for the thread; raise its error, if there is one."""
+        """Wait for the thread, and raise its error if it failed."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -187,8 +186,8 @@ class Saver:
         collected: list[Any],
         blocked_s: float,
     ) -> None:
-        """Write the copy; runs in the thread."""
-        assert self._snapshot is not None, "save has taken it"
+        """Write the copy, in the thread."""
+        assert self._snapshot is not None, "save has made it"
         began = time.perf_counter()
         self._write_lines(collected)
         self._snapshot.wait()
@@ -219,12 +218,12 @@ class Saver:
         self._complete.append((state["step"], values))
 
     def _describe_weights(self, num_classes: int) -> None:
-        """Make `weights/` a folder that timm and transformers open, with the model's config, and a
-        link of the name that they look for to the last weights (averaged if there are any)."""
+        """Let timm and transformers open `weights/`: write the model's config, and link the file
+        name that they expect to the last weights (the EMA if it exists)."""
         config = config_io.from_dict(self._config, "the run's config")
         model = self._train_step.model
         content = timm_config(Subject(model, config, num_classes, self._class_names))
-        if content is None:  # timm has no such model
+        if content is None:  # timm lacks this model
             return
         last = weights_file(self._run_dir, "last", self._train_step.ema is not None)
         path = last.with_name(TIMM_CONFIG_FILE)
@@ -233,13 +232,13 @@ class Saver:
             write_json(path, content)
         except OSError as error:
             raise cannot_write(path, error) from error
-        # A link needs no second copy, and may point to a file that is written later. On a file
-        # system without links timm takes another file.
+        # A link needs no second copy, and may point to a file that does not exist yet. On a file
+        # system without links, timm opens another file.
         with suppress(OSError):
             link_to(last.name, last.with_name(HUB_FILES[0]))
 
     def _write_lines(self, collected: list[Any]) -> None:
-        """Write everything to disk that the checkpoint refers to, such as lines of the record."""
+        """Write everything to which the checkpoint refers, such as lines of metrics.jsonl."""
         try:
             for each, values in zip(self._beside, collected, strict=True):
                 each.write(values)
@@ -248,7 +247,7 @@ class Saver:
             raise cannot_write(Path(error.filename or self._run_dir), error) from None
 
     def _files(self, names: tuple[str, ...]) -> Iterator[tuple[Path, bool, dict[str, Tensor]]]:
-        """Yield path, `averaged` and tensors of each file of weights."""
+        """Yield path, `averaged` and tensors of each weights file."""
         assert self._snapshot is not None, "the main rank has one"
         for prefix, averaged in (("model.", False), ("ema.", True)):
             tensors = {
@@ -260,8 +259,8 @@ class Saver:
                 yield weights_file(self._run_dir, name, averaged), averaged, tensors
 
     def _metadata(self, state: dict[str, Any], averaged: bool) -> dict[str, str]:
-        """Return the description of model, data and step that makes a file of weights usable
-        without the run folder."""
+        """Return a description of model, data and step, which makes a weights file usable without
+        the run folder."""
         return {
             "format": "pt",
             "config": json.dumps(self._config),
@@ -275,14 +274,14 @@ class Saver:
     def _needed_bytes(
         self, state: RunState, with_checkpoint: bool, weights: tuple[str, ...]
     ) -> int:
-        """Return the most by which the run folder grows during this save."""
+        """Return the largest number of bytes by which this save lets the run folder grow."""
         assert self._snapshot is not None, "the main rank has one"
         grown = replaced = 0
         for path, _, tensors in self._files(weights):
             size = sum(tensor.nbytes for tensor in tensors.values())
             old = path.stat().st_size if path.exists() else 0
             grown += max(size - old, 0)
-            # The old file is removed when the new one is complete, so both exist for a while.
+            # The old file is removed only when the new one is complete, so both exist for a while.
             replaced = max(replaced, min(size, old))
         is_new = with_checkpoint and not checkpoint_folder(self._run_dir, state.step).exists()
         return grown + max(self._snapshot.num_bytes if is_new else 0, replaced)

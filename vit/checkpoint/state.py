@@ -11,75 +11,75 @@ from vit.training.plan import Plan
 
 
 def rank(top1: float, loss: float | None) -> tuple[float, float]:
-    """Return a key that is larger for the better of two results, by accuracy and then by loss."""
+    """Return a sort key that is larger for better results, by accuracy and then by loss."""
     return top1, -loss if loss is not None and math.isfinite(loss) else -math.inf
 
 
 @dataclass
 class RunState:
-    """Counters and facts of a run. Its fields are keys of `checkpoint.json`."""
+    """Counters and facts of a run. The fields are keys of `checkpoint.json`."""
 
     step: int = 0
-    """Global batches attempted, which is also the position in the data."""
+    """The number of global batches so far, which is also the position in the data."""
     updates_skipped: int = 0
-    """Number of skipped updates in the complete run."""
+    """The number of skipped updates in the whole run."""
     updates_skipped_in_a_row: int = 0
-    """Number of skipped updates since the last good update."""
+    """The number of skipped updates since the last successful update."""
     rewinds: int = 0
-    """Number of times that the run went back to a checkpoint (`vit.hooks.guard`)."""
+    """The number of rewinds to a checkpoint (`vit.hooks.guard`)."""
     passed_over: list[list[int]] = field(default_factory=list)
-    """Ranges of batches that are not trained on: first step, and the step after the last."""
+    """Ranges of skipped batches: the first step, and the step after the last."""
     recent: list[list[float]] = field(default_factory=list)
-    """Step, loss and gradient norm of the newest steps, from which spike limits are computed."""
+    """Step, loss and gradient norm of recent steps, from which spike limits are computed."""
     interval_losses: list[float] = field(default_factory=list)
-    """Losses of the steps since the last line of metrics; the next line has their mean."""
+    """The losses of all steps since the last line of metrics. The next line contains their mean."""
     checked_step: int = 0
-    """First batch whose checksum is not yet in the record."""
+    """The first batch whose checksum is not yet in metrics.jsonl."""
     sample_checksum: int = 0
-    """Checksum of the samples from `checked_step` on (`vit.hooks.order_check`)."""
+    """The checksum of the samples from `checked_step` on (`vit.hooks.order_check`)."""
     bad_images: int = 0
-    """Training images that could not be decoded and were ignored."""
+    """The number of training images that could not be decoded and were ignored."""
     evaluated_step: int = -1
     """The step of the newest evaluation."""
     best_top1: float = -1.0
-    """Best top-1 accuracy so far, in percent."""
+    """The best top-1 accuracy so far, in percent."""
     best_loss: float | None = None
-    """The loss of that evaluation; None if it was not finite, or in old checkpoints."""
+    """The loss of the best evaluation; None if it was not finite, or in old checkpoints."""
     best_set: str = VAL
-    """The set of that evaluation: `eval.best_by`."""
+    """The set of the best evaluation: `eval.best_by`."""
     restarts: int = 0
-    """Number of times that the run was resumed."""
+    """The number of times that the run was resumed."""
     elapsed_s: float = 0.0
-    """Time spent on the run in all attempts, including evaluation and saving."""
+    """The time spent on the run in all attempts, including evaluation and saving."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """Values that must be the same after a resume: the data's fingerprint, the model's classes."""
+    """Values that must match after a resume: the hash of the data, the classes of the model."""
 
     def is_passed_over(self, step: int) -> bool:
-        """Return whether the batch of `step` is not trained on."""
+        """Return whether the batch of `step` is skipped."""
         return any(first <= step < stop for first, stop in self.passed_over)
 
     def num_passed_over(self, step: int) -> int:
-        """Return how many batches before `step` are not trained on."""
+        """Return how many batches before `step` are skipped."""
         ranges = (range(first, min(stop, step)) for first, stop in self.passed_over)
         return len(set().union(*ranges))
 
     def is_evaluation_due(self, plan: Plan) -> bool:
-        """Return whether an evaluation at this step is planned and was not made yet."""
+        """Return whether an evaluation at this step is planned but not done yet."""
         return plan.evaluates_at(self.step) and self.evaluated_step < self.step
 
     def is_finished(self, plan: Plan) -> bool:
-        """Return whether nothing is left to train and to evaluate."""
+        """Return whether nothing is left to train or evaluate."""
         return self.step == plan.total_steps and not self.is_evaluation_due(plan)
 
     def is_over(self, plan: Plan) -> bool:
-        """Return whether nothing is left to do, also if `step` is past the plan's end."""
+        """Return whether nothing is left to do, even if `step` is past the end of the plan."""
         return self.step > plan.total_steps or self.is_finished(plan)
 
     def take_best(self, best_set: str, *results: tuple[float, float]) -> bool:
-        """Keep the best of `results`, pairs of top-1 and loss; return whether it is a new best.
+        """Store the best of `results`, pairs of top-1 and loss; return whether it is a new best.
 
-        If accuracies are equal the smaller loss is better, because few images give few different
-        accuracies. A best result on a different set is not comparable, and is dropped.
+        If accuracies are equal, the smaller loss is better, because small sets often give equal
+        accuracies. A best result on a different set is not comparable, so it is dropped.
         """
         if best_set != self.best_set:
             self.best_set = best_set

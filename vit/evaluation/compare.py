@@ -1,7 +1,7 @@
-"""Evaluate weights from files on all sets of a config, and compare them image by image.
+"""Evaluate weights files on all sets of a config, and compare several files image by image.
 
-weights -> model -> `Evaluator` -> lines and JSON; for several weights also a table with the paired
-difference of each to the first
+Each file is loaded into a model and evaluated by an `Evaluator`. With several files, a table shows
+the paired difference of each to the first file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vit.weights.files import LoadedWeights, load_weights
 
 
 class Result(NamedTuple):
-    """The evaluation of weights, the same on every rank."""
+    """The evaluation of one weights file, equal on all ranks."""
 
     evaluation: Evaluation
     """The result on `data.val_split`."""
@@ -49,7 +49,7 @@ class Result(NamedTuple):
     sets: dict[str, tuple[EvalSet, Evaluation]]
     """All sets by name, `data.val_split` first."""
     probed: tuple[Probed, ...] = ()
-    """Results of k-NN and a linear probe on `data.val_split`."""
+    """The results of k-NN and linear probe on `data.val_split`."""
 
 
 def evaluate_weights(
@@ -60,23 +60,23 @@ def evaluate_weights(
     selected: bool = False,
     probes: Asked | None = None,
 ) -> Result:
-    """Evaluate `loaded` on the validation split of `config` and on `eval.sets`; print it to `out`.
+    """Evaluate `loaded` on the validation split and `eval.sets` of `config`, and print to `out`.
 
-    `config` may have a different image size than the weights were trained at: positions are
-    resampled. selected: use only the head's rows for the data's classes, matched by name. probes:
-    further classifications by the features. Raises ValueError if the data have more classes than
-    the weights, or classes that cannot be selected, and as `open_sets` and `run_probes`.
+    The image size of `config` may differ from that of the weights; position embeddings are then
+    resampled. selected: use only the logits of the data's classes, matched by name. probes: the
+    probes of the features to run. Raises ValueError if the data have more classes than the weights,
+    or classes that cannot be matched. Raises the errors of `open_sets` and `run_probes`.
     """
     split = open_split(config.data, config.data.val_split, world)
     # A label beyond the head has no logit. Fewer classes are allowed, because they may be the first
-    # of the weights' classes; `class_mismatch` below compares the names.
+    # classes of the weights. `class_mismatch` below compares the names.
     with world.fail_together():
         if selected:
             loaded = select_classes(loaded, split.class_names)
         assert loaded.num_classes is not None, "weights with a config have it"
         if split.num_classes > loaded.num_classes:
             raise ValueError(
-                f"{split.root}: has {split.num_classes} classes, {loaded.path} knows"
+                f"{split.root}: has {split.num_classes} classes, but {loaded.path} has"
                 f" {loaded.num_classes}: use data with the same classes"
             )
         classes = ModelClasses(loaded.num_classes, {})
@@ -86,7 +86,7 @@ def evaluate_weights(
     with world.fail_together():
         model = create_model(config.model, num_classes=loaded.num_classes)
         notes = load_weights(model, loaded.weights, loaded.grid_size)
-    # Not wrapped by DDP, because each rank evaluates its share, and only the counts are added up.
+    # Do not wrap in DDP: each rank evaluates its own images, and only the counts are summed.
     model.to(world.device)
     if world.is_main and (
         slow := precision_note(config.train.precision, world.device, "--precision")
@@ -111,7 +111,7 @@ def evaluate_weights(
     if loaded.notes or loaded.class_names is None:  # weights of another program
         notes = loaded.report(notes)
     lines = [*notes, str(result.accuracy), _calibration(result.accuracy)]
-    # Labels are compared by number, so an accuracy on different classes would look valid.
+    # Labels are compared by number, so accuracy on different classes would look valid.
     if mismatch := class_mismatch(loaded, split.class_names, split.num_classes):
         as_json["note"] = mismatch
     lines += [each.line() for each in probed]
@@ -141,7 +141,7 @@ def _evaluate_all(
     num_classes: int,
     world: World,
 ) -> dict[str, tuple[EvalSet, Evaluation]]:
-    """Return each set and its result by name, in the order of the config."""
+    """Return the set and the result for each set name, in the order of the config."""
     size = config.model.size_text()
     by_set: dict[str, tuple[EvalSet, Evaluation]] = {}
     for sets in groups:
@@ -173,13 +173,13 @@ def _evaluate_all(
 def _check_finite(
     by_set: dict[str, tuple[EvalSet, Evaluation]], loaded: LoadedWeights, precision: str
 ) -> None:
-    """Raise ValueError if a loss is NaN, because a logit on that set was NaN or infinite."""
+    """Raise ValueError if a loss is NaN, which means that a logit was NaN or infinite."""
     bad = [name for name, (_, each) in by_set.items() if not math.isfinite(each.accuracy.loss)]
     if bad:
-        finer = "give --precision fp32, or " if precision != "fp32" else ""
+        finer = "pass --precision fp32, or " if precision != "fp32" else ""
         raise ValueError(
             f"{loaded.path}: logits on {', '.join(bad)} are NaN or infinite in {precision}, so the"
-            f" accuracy means nothing: {finer}take other weights"
+            f" accuracy is meaningless: {finer}use other weights"
         )
 
 
@@ -196,7 +196,7 @@ def _calibration(accuracy: Accuracy) -> str:
 
 
 def differences_to_first(results: Sequence[Result]) -> list[dict[str, PairedDifference]]:
-    """Return set -> paired difference to the first result, for each of the later results.
+    """Return the paired difference to the first result per set, for each later result.
 
     All results must have the same sets.
     """
@@ -219,9 +219,9 @@ def differences_to_first(results: Sequence[Result]) -> list[dict[str, PairedDiff
 
 
 def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dict[str, Any]:
-    """Print one table of all results by set, and return it for `--json`.
+    """Print a table of all results by set, and return the object for `--json`.
 
-    names: a name for each of the weights.
+    names: the name of each weights file.
     """
     differences = differences_to_first(results)
     rows = [("set", "weights", "images", "top-1 %", "top-5 %", "loss", "ECE", "to the first, 95 %")]
@@ -259,7 +259,7 @@ def compare(names: Sequence[str], results: Sequence[Result], out: TextIO) -> dic
 
 
 def _numbers(result: Result) -> dict[str, dict[str, Any]]:
-    """Return the numbers of each set and of each probe by name; k-NN has neither loss nor ECE."""
+    """Return the metrics of each set and probe by name. k-NN has neither loss nor ECE."""
     numbers = {name: pair[1].accuracy.to_dict() for name, pair in result.sets.items()}
     return {**numbers, **{each.name: each.to_dict() for each in result.probed}}
 

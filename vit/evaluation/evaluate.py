@@ -1,12 +1,12 @@
-"""Exact evaluation: every image of a split once, on any number of ranks.
+"""Exact evaluation: every image is counted once, on any number of ranks.
 
 Training evaluates its models with an `Evaluator`, and `vit.evaluation.compare` evaluates weights
 from files. `vit.data.eval_sets` defines which classes are right.
 
-All ranks have the same number of batches of one shape (`vit.data.batches.EvalBatches`). Rows that
-only fill the last batches have weight 0. Counters add integers, and an error is raised if their
-total is not the number of images in the set. The predicted class of each image is kept, for
-confusion matrices and for comparing two models image by image.
+All ranks have the same number of equally shaped batches (`vit.data.batches.EvalBatches`). Padding
+rows have weight 0. Counters are integers, and a total that differs from the number of images raises
+an error. The predicted class of each image is stored for confusion matrices and for paired
+comparisons of models.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from vit.training.metrics import Accuracy, AccuracyCounter, predicted_classes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The result of one model on a set, the same on every rank."""
+    """The result of one model on one set, equal on all ranks."""
 
     accuracy: Accuracy
     predictions: Tensor
-    """(num_images,) int64 on the CPU: the predicted class of each sample in the split's order, in
-    the set's numbering of classes; -1 if a logit was NaN."""
+    """The predicted class of each sample, (num_images,) int64 on the CPU, in the order of the split
+    and with the set's class numbers; -1 if a logit was NaN."""
 
 
 class _Count:
@@ -57,12 +57,12 @@ class _Count:
         self.columns = None if scored.columns is None else scored.columns.to(device)
         self.accepted = None if scored.accepted is None else scored.accepted.to(device)
         self.counter = AccuracyCounter(device)
-        # Each rank sets its own samples, and the rest stays 0, so the sum over the ranks has all
-        # predictions.
+        # Each rank writes only its own samples, so the sum over ranks contains all predictions.
         self.predictions = torch.zeros(scored.split.num_samples, dtype=torch.int64, device=device)
 
     def add(self, logits: Tensor, batch: Batch, ids: Tensor) -> None:
-        """Add a batch whose first rows are the samples `ids` (filled,); later rows are padding."""
+        """Add a batch whose first rows are the samples `ids`, (filled,). The other rows are
+        padding."""
         if self.columns is not None:
             logits = logits[:, self.columns]
         weights = batch.weights
@@ -71,30 +71,30 @@ class _Count:
             accepted = torch.full_like(self.accepted[:1], -1).repeat(len(weights), 1)
             accepted[: len(ids)] = self.accepted[ids]
             weights = weights * (accepted >= 0).any(1)
-        # The counts stay on the device, because reading them would wait for each batch.
+        # The counts stay on the device, because reading them would wait in every batch.
         self.counter.add(logits, batch.labels, weights, accepted)
-        # Indexed by sample instead of appended, so that the order does not depend on the number of
-        # ranks or on the batch size.
+        # Write by sample number, so that the order is independent of batch size and number of
+        # ranks.
         self.predictions[ids] = predicted_classes(logits.float()[: len(ids)])
 
     def result(self, world: World) -> Evaluation:
-        """Return the sums over the ranks."""
+        """Return the result over all ranks."""
         evaluation = Evaluation(self.counter.result(world), world.sum_(self.predictions).cpu())
-        # Without this check an accuracy over only some of the images would look valid.
+        # Without this check, the accuracy over only some images would look valid.
         if evaluation.accuracy.num_images != self.scored.num_scored:
             raise RuntimeError(
-                f"evaluated {evaluation.accuracy.num_images} images, {self.scored.name!r} has"
-                f" {self.scored.num_scored}: a bug in the loader, please report it"
+                f"evaluated {evaluation.accuracy.num_images} images, but {self.scored.name!r} has"
+                f" {self.scored.num_scored}: this is a bug in the loader, please report it"
             )
         return evaluation
 
 
 class Took(NamedTuple):
-    """The time of an evaluation."""
+    """The time that an evaluation took."""
 
     seconds: float
     data_wait_s: float
-    """Wait of the rank that waited longest for its batches."""
+    """The wait for data of the rank that waited longest."""
 
 
 def create_evaluators(
@@ -103,7 +103,7 @@ def create_evaluators(
     image_format: ImageFormat,
     train_step: TrainStep,
 ) -> list[Evaluator]:
-    """Create an evaluator of the model of `train_step` for each split."""
+    """Create an evaluator for each split, for the model of `train_step`."""
     return [
         Evaluator(
             split_sets,
@@ -123,20 +123,20 @@ def create_evaluators(
 class Evaluator:
     """Evaluates models on the sets of one split.
 
-    The first evaluation starts workers, which then stay idle until the next one. `close` ends them;
-    so does dropping the object.
+    The first evaluation starts loader workers, which stay idle between evaluations. The workers end
+    when `close` is called or the object is deleted.
     """
 
     sets: tuple[EvalSet, ...]
-    """Sets of the same split, whose images are predicted once."""
+    """The sets of one split. Each image is predicted only once for all sets."""
     image_format: ImageFormat
     augment: Augment
-    """Only its `normalize` is used."""
+    """The augmentation, of which only `normalize` is used."""
     world: World
     config: EvalConfig
     precision: str = "fp32"
     num_workers: int = 0
-    """Loader processes of this rank."""
+    """The loader workers of this rank."""
     stall_timeout_s: float | None = STALL_TIMEOUT_S
     took: Took | None = field(default=None, init=False)
     """The time of the last complete evaluation."""
@@ -151,15 +151,15 @@ class Evaluator:
     def evaluate(
         self, models: dict[str, nn.Module], on_batch: Callable[[int, int], None] | None = None
     ) -> dict[str, dict[str, Evaluation]]:
-        """Evaluate all `models` on the split, which is read once; return set -> model -> result.
+        """Evaluate all `models` in one pass over the split; return set -> model -> result.
 
-        on_batch: called with (batches done, all batches) of this rank after each batch. If it
-        raises an error, this evaluation ends, and the next one begins with the first batch.
+        on_batch: called after each batch with this rank's (finished batches, all batches). If it
+        raises an error, the evaluation ends, and the next one starts with the first batch.
         """
         began_s = time.perf_counter()
         device = self.world.device
-        # Equally many batches on each rank: with fewer a rank would not join the collective in
-        # which `on_batch` checks for a signal, and the others would wait.
+        # All ranks need equally many batches: a rank with fewer would miss a collective in which
+        # `on_batch` checks for signals, and the other ranks would wait for it.
         batches = EvalBatches(
             self.split,
             self.image_format,
@@ -169,7 +169,7 @@ class Evaluator:
             world_size=self.world.size,
         )
         counts = {name: [_Count(each, device) for each in self.sets] for name in models}
-        # `eval()` switches off dropout and drop path, and freezes the statistics of batch norms.
+        # `eval()` turns off dropout and drop path, and freezes batch norm statistics.
         was_training = {name: model.training for name, model in models.items()}
         for model in models.values():
             model.eval()
@@ -180,10 +180,10 @@ class Evaluator:
                 self._add(models, batch, batches.num_filled(position), counts)
                 if on_batch is not None:
                     on_batch(position + 1, len(batches))
-        finally:  # `on_batch` raises to interrupt an evaluation
+        finally:  # `on_batch` raises an error to interrupt an evaluation
             for name, model in models.items():
                 model.train(was_training[name])
-        # The first host-device sync since the loop began.
+        # The first host-device sync since the loop started.
         results = {
             scored.name: {name: counts[name][number].result(self.world) for name in models}
             for number, scored in enumerate(self.sets)
@@ -195,13 +195,13 @@ class Evaluator:
         return results
 
     def close(self) -> None:
-        """End the workers."""
+        """End the loader workers."""
         if self._loader is not None:
             self._loader.close()
             self._loader = None
 
     def _from_first_batch(self, batches: EvalBatches) -> Loader:
-        """Return a loader of all `batches`, which are the same in each call."""
+        """Return a loader over all `batches`, which are equal in every call."""
         if self._loader is not None:
             self._loader.restart()
             return self._loader
@@ -224,10 +224,10 @@ class Evaluator:
         counts: dict[str, list[_Count]],
     ) -> None:
         """Queue the forward passes of `batch`, and add its first `filled` rows to `counts`."""
-        # Later rows only fill the batch, so that all batches have one shape: a compiled model would
-        # be compiled again for a second shape.
+        # The other rows are padding that gives all batches one shape. A compiled model would be
+        # compiled again for a second shape.
         ids = batch.ids[:filled].to(self.world.device, non_blocking=True)
-        # Once for all models and sets, because the weights and their average get the same images.
+        # Normalize once for all models and sets, because they use the same images.
         inputs = self.augment.normalize(batch.images)
         for name, model in models.items():
             with autocast(self.precision, self.world.device):
@@ -249,23 +249,23 @@ def evaluate_model(
     precision: str = "fp32",
     num_workers: int = 0,
 ) -> Accuracy:
-    """Evaluate a model on every image of a split, each once on any number of ranks.
+    """Evaluate a model on every image of a split, each once, on any number of ranks.
 
-    With `torch.distributed` initialised all ranks call it, and get the same result.
+    If `torch.distributed` is initialized, all ranks must call this and get the same result.
 
     Args:
-        model: (B, C, H, W) float32 -> (B, num_classes) logits; the device is that of its weights.
+        model: (B, C, H, W) float32 -> (B, num_classes) logits. Its weights choose the device.
         split: the result of `vit.open_split`.
-        image_size: pixels, one number or (height, width).
-        crop_pct: side of the centre crop over the shorter side of the resized image.
-        mean, std: of each channel, for images scaled to [0, 1]; one value each reads grey images.
+        image_size: height and width in pixels, or one number for both.
+        crop_pct: side of the center crop divided by the shorter side of the resized image.
+        mean, std: per channel, for images scaled to [0, 1]; a single value reads gray images.
         interpolation: `bicubic` or `bilinear`, antialiased.
-        batch_size: images in one forward pass of one rank.
-        precision: `fp32`, `bf16` or `fp16`, of the forward pass.
-        num_workers: processes of this rank that decode; 0: this process.
+        batch_size: images per forward pass and rank.
+        precision: `fp32`, `bf16` or `fp16` for the forward pass.
+        num_workers: decoding processes of this rank; 0 decodes in this process.
 
     Raises:
-        ShardError: an image that cannot be read or decoded.
+        ShardError: an image cannot be read or decoded.
     """
     device = next(model.parameters()).device
     is_distributed = dist.is_initialized()
@@ -292,11 +292,11 @@ def evaluate_model(
 def save_predictions(run_dir: Path, result: Evaluation, split: Split, step: int) -> None:
     """Write `predictions.npz`: predictions and labels, (num_images,) int64, and `step`.
 
-    Raises ValueError if it cannot be written; the previous file then stays.
+    Raises ValueError if the file cannot be written. The previous file is then unchanged.
     """
     path = run_dir / PREDICTIONS_FILE
     try:
-        # Replaced at once, so that after a kill the report can still read the previous file.
+        # Replace the file atomically, so that after a kill the report can read the previous one.
         with replacing(path) as file:
             np.savez(
                 file,

@@ -1,11 +1,11 @@
-"""Extract the features of images: the input of a model's head for each image of a split.
+"""Extract image features: the input of the model's head for each image of a split.
 
-    split -> batches as in evaluation, each rank its share -> model in evaluation mode
-    -> input of its last linear layer, kept as fp16 -> the whole matrix on every rank
+Each rank runs the model on its part of the evaluation batches and stores the input of the last
+linear layer in fp16. The sum over ranks gives every rank the whole matrix.
 
-They are timm's `forward_head(..., pre_logits=True)`: the class token, the mean of the patches, or
-the output of a hidden layer before the head. `vit.evaluation.knn` and
-`vit.evaluation.linear_probe` classify with them.
+The features equal timm's `forward_head(..., pre_logits=True)`: the class token, the mean of the
+patches, or the output of a hidden layer before the head. `vit.evaluation.knn` and
+`vit.evaluation.linear_probe` use them.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from vit.distributed.process_group import World
 from vit.layers.precision import autocast
 
 PIECE = 2**25
-"""Values that the ranks add up at a time: 64 MiB."""
+"""The number of values that the ranks sum in one call: 64 MiB."""
 
 
 def head_of(model: Any, wanted_by: str) -> nn.Linear:
-    """Return the layer that makes logits, also of a timm model.
+    """Return the linear layer that computes the logits, even of a timm model.
 
-    wanted_by: the flag that needs it. Raises ValueError if the layer is not linear.
+    wanted_by: the flag that needs the layer. Raises ValueError if the layer is not linear.
     """
     head = getattr(model, "head", None)
     if not isinstance(head, nn.Linear) and hasattr(model, "get_classifier"):
         head = model.get_classifier()
     if not isinstance(head, nn.Linear):
         raise ValueError(
-            f"{wanted_by} needs a model with a linear head; {type(model).__name__} ends in"
+            f"{wanted_by} needs a model with a linear head, but {type(model).__name__} ends in"
             f" {type(head).__name__}: omit {wanted_by}"
         )
     return head
 
 
 def feature_bytes(model: nn.Module, num_images: int, wanted_by: str) -> int:
-    """Return the size of the features of `num_images` on each rank, in bytes."""
+    """Return the size in bytes of the features of `num_images` on each rank."""
     return 2 * num_images * head_of(model, wanted_by).in_features
 
 
@@ -64,10 +64,10 @@ def extract_features(
 ) -> Tensor:
     """Return the features of all images of `split`: (N, D) float16 on the device of each rank.
 
-    Images are processed as in evaluation, in batches of `eval.batch_size`; `on_images` gets the
-    number of finished images. The rows are the same for any number of ranks. Raises ShardError for
-    an image that cannot be decoded, and ValueError for a model without a linear head, or with
-    features that are not finite in fp16.
+    Images are processed as in evaluation, in batches of `eval.batch_size`. `on_images` receives the
+    number of finished images. The rows are equal for any number of ranks. Raises ShardError if an
+    image cannot be decoded. Raises ValueError for a model without a linear head, or if features are
+    not finite in fp16.
     """
     head = head_of(model, wanted_by)
     features = torch.zeros(
@@ -95,10 +95,10 @@ def extract_features(
     was_training = model.training
     model.eval()
     try:
-        # No collective inside this block, because a rank that fails leaves it early.
+        # Call no collective in this block, because a rank that fails leaves it early.
         with world.fail_together(), loader:
             for number, batch in enumerate(loader):
-                # All batches have one shape; the last rows may have no sample.
+                # All batches have one shape, so the last rows may be padding.
                 filled = batches.num_filled(number)
                 with autocast(config.train.precision, world.device):
                     model(augment.normalize(batch.images))
@@ -108,13 +108,13 @@ def extract_features(
     finally:
         handle.remove()
         model.train(was_training)
-    # Each row is zero on all ranks but one, so the sum does not round.
+    # Each row is zero on all ranks but one, so the sum is exact.
     for piece in features.view(-1).split(PIECE):
         world.sum_(piece)
     with world.fail_together():
         if not features.isfinite().all():
             raise ValueError(
-                f"{wanted_by}: features of {split.root} {split.name!r} are not finite in fp16, in"
-                " which they are kept: the weights have diverged, or no norm is before the head"
+                f"{wanted_by}: features of {split.root} {split.name!r} are not finite in fp16: the"
+                " weights have diverged, or the model has no norm before the head"
             )
     return features

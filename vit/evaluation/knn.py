@@ -1,11 +1,11 @@
-"""Classify images by the labels of the most similar training images.
+"""Weighted k-NN: classify images by the labels of the most similar training images.
 
-DINO's weighted k-NN (Caron et al. 2021, arXiv 2104.14294; facebookresearch/dino:eval_knn.py):
-similarity is the cosine of features, and each of the k nearest training images votes for its label
-with exp(cosine / 0.07). Nothing is fitted or drawn at random.
+This is DINO's method (Caron et al. 2021, arXiv 2104.14294; facebookresearch/dino:eval_knn.py).
+Similarity is the cosine of features. Each of the k nearest training images votes for its label with
+weight exp(cosine / 0.07). Nothing is fitted or random.
 
-    queries in blocks, each rank its blocks -> against the training features, block by block
-    -> the k nearest so far -> votes -> the classes of all queries on every rank
+Each rank compares its blocks of queries with the training features block by block. Every rank gets
+the classes of all queries.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from vit.training.metrics import correct_in_top_k
 TEMPERATURE = 0.07
 """The temperature of DINO and DINOv2."""
 QUERIES = 256
-"""Images classified at a time; the same for any number of ranks, so that products have one
-shape."""
+"""The number of images classified in one block. It does not depend on the number of ranks, so all
+products have one shape."""
 NEIGHBOURS = 65_536
-"""Training images in one product: 64 MiB of similarities with `QUERIES`."""
+"""The training images in one product; with `QUERIES`, this takes 64 MiB of similarities."""
 
 
 class Voted(NamedTuple):
-    """The classes that neighbours voted for, the same on every rank."""
+    """The classes chosen by the nearest neighbors, equal on all ranks."""
 
     k: int
     predictions: Tensor
-    """(N,) int64 on the CPU: the class with most votes; the smaller number in a tie."""
+    """(N,) int64 on the CPU: the class with most votes. Ties favor the lower class number."""
     in_top5: Tensor
-    """(N,) bool on the CPU: whether the label is among the five classes with most votes; a class
-    without a vote is not among them."""
+    """(N,) bool on the CPU: whether the label has votes and is among the five classes with most
+    votes."""
 
 
 def classify(
@@ -50,28 +50,28 @@ def classify(
     world: World,
     on_queries: Callable[[int], None] = lambda done: None,
 ) -> list[Voted]:
-    """Classify `queries` by their `ks` nearest neighbours in `train`, one result for each k.
+    """Classify `queries` by their nearest neighbors in `train`, with one result for each of `ks`.
 
-    train: (N, D), queries: (M, D), on the device of the rank, equal on all ranks; labels: int64 on
-    any device. No k may exceed N. `on_queries` gets the number of finished queries.
+    train: (N, D) and queries: (M, D) on the device of the rank, equal on all ranks. labels: int64
+    on any device. No k may exceed N. `on_queries` receives the number of finished queries.
     """
     assert max(ks) <= len(train), "run_probes checks this"
     device = train.device
     train_labels = train_labels.to(device)
     labels = labels.to(device)
-    # Each rank sets the rows of its blocks, and the rest stays 0, so a sum over the ranks has all.
+    # Each rank writes only its own blocks, so the sum over ranks contains all rows.
     predictions = torch.zeros(len(ks), len(queries), dtype=torch.int64, device=device)
     in_top5 = torch.zeros_like(predictions)
     starts = range(0, len(queries), QUERIES)
     for start in starts[world.rank :: world.size]:
         rows = slice(start, start + QUERIES)
         similarity, places = nearest(queries[rows], train, max(ks))
-        # Minus 1, so that the largest vote of an image is at most 1 for any temperature.
+        # Subtract 1, so that the largest vote is at most 1 for any temperature.
         weights = ((similarity.double() - 1) / TEMPERATURE).exp()
         own = train_labels[places]
         for number, k in enumerate(ks):
             votes = torch.zeros(len(own), num_classes, dtype=torch.float64, device=device)
-            # Neighbour by neighbour, so that sums have the same order also on GPUs.
+            # Add neighbor by neighbor, so that the order of sums is fixed even on GPUs.
             for column in range(k):
                 votes.scatter_add_(1, own[:, column, None], weights[:, column, None])
             predictions[number, rows] = votes.argmax(1)
@@ -83,9 +83,9 @@ def classify(
 
 
 def nearest(queries: Tensor, train: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return cosines, descending, and indices in `train` of the `k` nearest of each query.
+    """Return cosines, descending, and `train` indices of the `k` nearest neighbors per query.
 
-    queries: (B, D), train: (N, D) of any float type -> (B, k) float32 and (B, k) int64. The result
+    queries: (B, D), train: (N, D) of any float dtype -> (B, k) float32 and (B, k) int64. The search
     is exact, because all pairs are compared.
     """
     rows = normalize(queries.float(), dim=1)

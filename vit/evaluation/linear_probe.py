@@ -1,16 +1,16 @@
-"""A linear probe: multinomial logistic regression on frozen features, to its optimum.
+"""A linear probe: multinomial logistic regression on frozen features, solved to the optimum.
 
-    features -> each with mean 0 and deviation 1 over the training images -> W, b that minimise
-    mean cross-entropy + l2 / 2 |W|^2 -> logits of the validation images
+    features -> standardized by the training images -> W, b that minimize
+                mean cross-entropy + l2 / 2 |W|^2   -> logits of the validation images
 
-The problem is convex, so it has one solution, which does not depend on learning rate, epochs, order
-or seed. CLIP (arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) fit it as well; the
-probes of big_vision and MAE come near it by SGD with augmentation. Features are standardised as MAE
-does before its linear probe, so that an `l2` has the same effect for every model.
+The problem is convex, so the result does not depend on learning rate, epochs, order or seed. CLIP
+(arXiv 2103.00020, A.3) and DINOv2 (dinov2/eval/log_regression.py) also fit it. The probes of
+big_vision and MAE approximate it by SGD with augmentation. Features are standardized, as in MAE, so
+that an `l2` has a similar effect for every model.
 
-Rank 0 runs the optimizer (scipy's L-BFGS-B, as scikit-learn). All ranks compute loss and gradient
-of their blocks of rows, and add them up in fixed point, so neither the sums nor the path of the
-optimizer depend on the number of ranks.
+Rank 0 runs the optimizer (scipy's L-BFGS-B, which scikit-learn uses). All ranks compute loss and
+gradient of their blocks of rows and sum them in fixed point, so the result does not depend on the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from vit.distributed.process_group import World
 from vit.system.meter import Meter
 
 L2_GRID = (1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6)
-"""Penalties to try, from strong to weak, each from the solution of the previous one."""
+"""The penalties to try, from strong to weak. Each fit starts from the previous solution."""
 WORSE = 2
-"""Number of penalties in a row, all worse than the best, after which the search ends."""
+"""The search ends after this many consecutive penalties that are worse than the best."""
 HELD_OUT = 10
 """Every 10th training image is held out to choose `l2`."""
 MAX_ITERATIONS = 1000
-"""The limit of CLIP; usually `GRADIENT_TOLERANCE` ends a fit."""
+"""CLIP's limit. A fit usually ends earlier, at `GRADIENT_TOLERANCE`."""
 GRADIENT_TOLERANCE = 1e-5
-"""Largest entry of the gradient at which a fit ends; scikit-learn's default is 1e-4."""
+"""The largest gradient entry at which a fit ends. scikit-learn's default is 1e-4."""
 ROWS = 8192
-"""Rows of a block; the same for any number of ranks, so that products have one shape."""
+"""The number of rows in a block, equal for any number of ranks, so all products have one shape."""
 UNIT = 2.0**-28
-"""Resolution of a sum over images: 2**21 images with losses up to 2**12 stay below 2**62."""
+"""The resolution of sums: 2**21 images with losses up to 2**12 stay below 2**62."""
 
 
 class Probe(NamedTuple):
     """A fitted probe."""
 
     weight: Tensor
-    """(classes, D) float64 on the CPU, for standardised features."""
+    """(classes, D) float64 on the CPU, for standardized features."""
     bias: Tensor
     """(classes,) float64 on the CPU."""
     l2: float
@@ -56,18 +56,18 @@ class Probe(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """The mean and factor that standardise features: (D,) float32 each."""
+    """The mean and factor that standardize features, (D,) float32 each."""
 
     mean: Tensor
     factor: Tensor
 
     def apply(self, features: Tensor) -> Tensor:
-        """features: (B, D) of any float type -> (B, D) float32."""
+        """Standardize features: (B, D) of any float dtype -> (B, D) float32."""
         return (features.float() - self.mean) * self.factor
 
 
 def scale_of(features: Tensor) -> Scale:
-    """Return the scale of `features` (N, D); a constant feature becomes 0."""
+    """Return the scale of `features`, (N, D). Constant features become 0."""
     total = torch.zeros(features.shape[1], dtype=torch.float64, device=features.device)
     squares = torch.zeros_like(total)
     for rows in features.split(ROWS):
@@ -76,14 +76,14 @@ def scale_of(features: Tensor) -> Scale:
     for rows in features.split(ROWS):
         squares += (rows.double() - mean).square().sum(0)
     deviation = (squares / len(features)).sqrt()
-    # Otherwise the rounding errors of a constant feature would be scaled to deviation 1.
+    # Do not scale the rounding errors of constant features to standard deviation 1.
     is_constant = deviation <= 1e-6 * mean.abs().clamp(min=1e-6)
     factor = torch.where(is_constant, 0.0, 1 / deviation)
     return Scale(mean.float(), factor.float())
 
 
 class Objective:
-    """Loss and gradient over the rows of `chosen`, summed over the ranks."""
+    """The loss and gradient over the rows `chosen`, summed over all ranks."""
 
     def __init__(
         self,
@@ -106,8 +106,8 @@ class Objective:
     def at(self, parameters: Tensor, l2: float) -> tuple[float, Tensor]:
         """Return the objective and its gradient, (classes, D + 1) float64 on the CPU.
 
-        parameters: (classes, D + 1) float64 on the CPU, the last column is the bias. All ranks must
-        call it.
+        parameters: (classes, D + 1) float64 on the CPU; the last column is the bias. All ranks must
+        call this.
         """
         device = self.features.device
         weight = parameters[:, :-1].float().to(device)
@@ -130,19 +130,19 @@ class Objective:
 
 
 def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
-    """Minimise `objective` from `start` (None: zeros); the same probe on every rank.
+    """Minimize `objective` from `start` (default: zeros). All ranks get the same probe.
 
     start: (classes, D + 1) float64.
     """
     world = objective.world
     shape = objective.shape
     current = torch.zeros(shape, dtype=torch.float64) if start is None else start.clone()
-    # The first entry is 1 if the others are parameters to evaluate, 0 if they are the solution.
+    # The first entry is 1 if the others are parameters to evaluate, and 0 if they are the solution.
     order = torch.zeros(1 + current.numel(), dtype=torch.float64)
     outcome = torch.zeros(2, dtype=torch.float64)
     if world.is_main:
         latest = [0.0]
-        meter = Meter(f"linear probe, l2 {l2:g}, to its optimum", MAX_ITERATIONS, "iterations")
+        meter = Meter(f"linear probe, l2 {l2:g}", MAX_ITERATIONS, "iterations")
 
         def evaluate(values: NDArray[np.float64]) -> tuple[float, NDArray[np.float64]]:
             order[0] = 1
@@ -169,7 +169,7 @@ def fit(objective: Objective, l2: float, start: Tensor | None = None) -> Probe:
                     "ftol": 0.0,
                 },
             )
-        # A failed line search also counts as optimal: it has reached the rounding of the sums.
+        # A failed line search is also optimal, because it has reached the rounding of the sums.
         outcome[1] = float(optimum.nit < MAX_ITERATIONS and optimum.nfev < 2 * MAX_ITERATIONS)
         order[0] = 0
         order[1:] = torch.from_numpy(optimum.x)
@@ -191,8 +191,8 @@ def fit_probe(
 ) -> tuple[Probe, Scale]:
     """Fit a probe to the training `features` (N, D) and `labels` (N,), equal on all ranks.
 
-    l2: None tries `L2_GRID` with every `HELD_OUT`-th image held out, and chooses the value with
-    most of these images right, the largest in a tie. The final fit is to all images.
+    l2: None tries `L2_GRID` with every `HELD_OUT`-th image held out, and chooses the value that
+    classifies most of them correctly, preferring larger values. The final fit uses all images.
     """
     labels = labels.to(features.device)
     scale = scale_of(features)
@@ -209,14 +209,14 @@ def fit_probe(
         training_part = objective_of(everything[~is_held])
         fits: list[tuple[int, float, Tensor]] = []
         for value in L2_GRID:
-            # Stop, because weaker penalties need ever more iterations, and get worse.
+            # Stop, because weaker penalties need more iterations and give worse results.
             if len(fits) > WORSE and max(fits[-WORSE:])[0] < max(fits)[0]:
                 break
             probe = fit(training_part, value, start)
             start = torch.cat([probe.weight, probe.bias[:, None]], 1)
             logits = logits_of(probe, scale, features[is_held])
-            # All ranks use rank 0's count: with different kernels ranks could choose different
-            # penalties, and wait for each other.
+            # All ranks use rank 0's count. With different kernels, ranks could otherwise choose
+            # different penalties and wait for each other.
             right = (logits.argmax(1) == labels[is_held]).sum()
             world.broadcast_([right])
             fits.append((int(right), value, start))
@@ -225,7 +225,7 @@ def fit_probe(
 
 
 def logits_of(probe: Probe, scale: Scale, features: Tensor) -> Tensor:
-    """features: (M, D) -> logits: (M, classes) float32 on their device."""
+    """Return the logits of features: (M, D) -> (M, classes) float32 on the same device."""
     weight = probe.weight.float().to(features.device)
     bias = probe.bias.float().to(features.device)
     return torch.cat([scale.apply(rows) @ weight.T + bias for rows in features.split(ROWS)])

@@ -1,10 +1,8 @@
-"""Measure the features of a frozen model by k-NN and a linear probe.
+"""Measure the features of a frozen model with k-NN and a linear probe.
 
-    model, training and validation split -> `extract_features` of both
-    -> `knn.classify`, `linear.fit_probe` -> `Probed`, one for each k and one for the linear probe
-
-The training images are all of `data.train_split`, even if the run was trained on some of them,
-processed as in evaluation. The model's own head is not used.
+`run_probes` extracts the features of training and validation images and returns one `Probed` per k
+and one for the linear probe. It uses all images of `data.train_split`, even if the run was trained
+on fewer, and processes them as in evaluation. The model's head is not used.
 """
 
 from __future__ import annotations
@@ -38,36 +36,36 @@ class Asked:
     """The probes to run."""
 
     ks: tuple[int, ...] = ()
-    """Numbers of neighbours; () for no k-NN."""
+    """The numbers of neighbors; () runs no k-NN."""
     linear: bool = False
     l2: float | None = None
-    """Penalty of the linear probe; None: chosen on held-out training images."""
+    """The penalty of the linear probe; None chooses it on held-out training images."""
 
     @property
     def flag(self) -> str:
-        """The flag that messages name as the one that needs the features."""
+        """The flag that error messages name as needing the features."""
         return KNN_FLAG if self.ks else LINEAR_FLAG
 
 
 @dataclass(frozen=True)
 class Probed:
-    """The result of one probe, the same on every rank."""
+    """The result of one probe, equal on all ranks."""
 
     name: str
-    """`knn 20` or `linear probe`; the space distinguishes it from names of sets."""
+    """`knn 20` or `linear probe`. Names of sets have no space, so they cannot be equal."""
     is_right: Tensor
-    """(N,) bool on the CPU: whether each validation image is classified right."""
+    """(N,) bool on the CPU: whether each validation image is classified correctly."""
     correct_top5: int
     num_classes: int
     num_train: int
     split: str
     settings: dict[str, Any]
-    """`k`; or `l2`, `iterations`, `is_optimal`."""
+    """`k` for k-NN; `l2`, `iterations` and `is_optimal` for the linear probe."""
     accuracy: Accuracy | None = None
     """The accuracy of the linear probe; None for k-NN, which has no probabilities."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the numbers by name."""
+        """Return the metrics by name."""
         total = len(self.is_right)
         right = int(self.is_right.sum())
         low, high = interval95(right, total)
@@ -85,11 +83,11 @@ class Probed:
         }
 
     def line(self) -> str:
-        """Return the result as a line of text."""
+        """Return the result as one line of text."""
         values = self.to_dict()
         images = f"over {self.num_train:,} images of {self.split!r}"
         if self.accuracy is not None:
-            end = "" if self.settings["is_optimal"] else ", ended before its optimum"
+            end = "" if self.settings["is_optimal"] else ", stopped before the optimum"
             fit = f"l2 {self.settings['l2']:g}, {self.settings['iterations']} iterations{end}"
             return f"linear probe {images} ({fit}): {self.accuracy}"
         right = values["correct_top1"]
@@ -111,8 +109,8 @@ def run_probes(
 ) -> list[Probed]:
     """Classify the images of `val_split` by the features of `model`.
 
-    model: on the device of the rank. Raises ValueError and ShardError: no training split, fewer
-    training images than neighbours, a model without a linear head, an image that cannot be decoded.
+    model: on the device of the rank. Raises ValueError or ShardError if there is no training split,
+    it has fewer images than neighbors, the head is not linear, or an image cannot be decoded.
     """
     with world.fail_together():
         head_of(model, probes.flag)
@@ -120,8 +118,8 @@ def run_probes(
     with world.fail_together():
         if probes.ks and max(probes.ks) > train_split.num_samples:
             raise ValueError(
-                f"--k {max(probes.ks)}: {train_split.root} {train_split.name!r} has"
-                f" {train_split.num_samples:,} images: give at most that many"
+                f"--k {max(probes.ks)}: {train_split.root} {train_split.name!r} has only"
+                f" {train_split.num_samples:,} images: pass at most that many"
             )
     num_images = train_split.num_samples + val_split.num_samples
     if world.is_main:
@@ -149,7 +147,7 @@ def run_probes(
     )
     probed: list[Probed] = []
     if probes.ks:
-        text = f"{max(probes.ks)} nearest neighbours"
+        text = f"{max(probes.ks)} nearest neighbors"
         with Meter(text, len(queries), "images", shown=world.is_main) as meter:
             voted = classify(
                 train,

@@ -1,4 +1,4 @@
-"""The parts of a run with `train.exact_over_ranks`."""
+"""The hook and the gradient sum of `train.exact_over_ranks`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from vit.training.run_data import Notes, RunData
 
 
 class ExactFacts(Hook):
-    """Makes a resume require the facts that decide the bits: micro-batch size and kernels."""
+    """Requires a resumed run to use the same micro-batch size and kernels, which decide the
+    bits."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
-        """See `Hook`; raises as `same_kernels`."""
+        """See `Hook`. Raises the errors of `same_kernels`."""
         kernels = same_kernels(world) + (", compiled" if config.train.compile else "")
         return Notes({"micro_batch_size": data.plan.micro_batch_size, "kernels": kernels})
 
@@ -25,9 +26,9 @@ class ExactFacts(Hook):
 def exact_over_ranks(
     model: nn.Module, config: Config, plan: Plan, world: World, is_filled_later: bool
 ) -> Leaves:
-    """Create the sum of gradients; arguments as `vit.training.reduce.data_parallel`.
+    """Create the exact sum of gradients; arguments as in `vit.training.reduce.data_parallel`.
 
-    Raises ValueError for a model that `check_leaves` refuses.
+    Raises ValueError for a model that `check_leaves` rejects.
     """
     with world.fail_together():
         check_leaves(model)

@@ -1,21 +1,23 @@
-"""Detect loss spikes and gradients that are not finite, and skip the update, stop, or go back.
+"""Detect loss spikes and non-finite gradients; skip the update, stop the run, or rewind.
 
-1. `Guard.limits` computes limits of loss and gradient norm from earlier steps, up to the second one
-   before this step. These have been read when the step is queued, so all ranks, and a resumed run,
-   have the same limits.
-2. The device skips the update if a limit is exceeded. It decides by sums over the ranks (vit.step).
-3. One step later, when the next step is queued, the host reads the decision. `Guard.judge` then
-   continues, stops the run, or goes back to the newest checkpoint.
+1. `Guard.limits` computes limits for loss and gradient norm from the steps up to two before the
+   current one. Their results are read before a step is queued, so all ranks and resumed runs use
+   the same limits.
+2. The device skips the update if a limit is exceeded. The decision uses sums over all ranks, in
+   vit.step.
+3. One step later, the host reads the decision. `Guard.judge` then continues, stops the run, or
+   rewinds to the newest checkpoint.
 
-A run that goes back trains again up to the bad batch, and skips the batches around that batch.
-Skipped batches and skipped updates still count as steps, so order, rates, epochs and seeds remain
-functions of the step. `RunState.passed_over` lists the skipped batches. It is written into the
-checkpoint before training continues, so a kill changes nothing.
+After a rewind, the run trains again up to the bad batch, and skips the batches around it. Skipped
+batches and updates still count as steps, so order, learning rate, epochs and seeds remain functions
+of the step. `RunState.passed_over` lists the skipped batches. It is written into the checkpoint
+before training continues, so a kill changes nothing.
 
-Skipping batches follows PaLM (arXiv 2204.02311, 5.1: back to a checkpoint about 100 steps before
-the spike, past 200 to 500 batches). Skipping updates by the last 128 steps follows
-allenai/OLMo-core's SkipStepOptimizer, whose limit is 6 standard deviations above the mean. This
-module uses median and median distance instead, because a spike in the window does not raise them.
+Skipping batches follows PaLM (arXiv 2204.02311, section 5.1: restart from a checkpoint about 100
+steps before the spike, and skip 200 to 500 batches). Skipping updates follows allenai/OLMo-core's
+SkipStepOptimizer, whose limit is 6 standard deviations above the mean of the last 128 steps. This
+module uses the median and the median absolute deviation instead, because a spike in the window does
+not raise them.
 """
 
 from __future__ import annotations
@@ -43,27 +45,27 @@ from vit.system.files import ShardError
 from vit.training.step_result import NON_FINITE, READ_LATE, Limits, StepValues
 
 NORMAL_SIGMA = 1.4826
-"""Standard deviation of a normal distribution, divided by its median distance from the median."""
+"""The standard deviation of a normal distribution divided by its median absolute deviation."""
 DONE = {"skip": "update skipped", "stop": "the run stops", "rewind": "the run goes back"}
-"""Text of each action in messages and in the record."""
+"""The text for each action in messages and metrics.jsonl."""
 NAMED_SAMPLES = 8
-"""The number of samples, those with the largest losses, that the record names of a bad batch."""
+"""The number of samples with the largest losses that metrics.jsonl lists for a bad batch."""
 
 
 class Rewind(GoBack):
-    """The run goes back to its newest checkpoint, and skips the batches around a step."""
+    """A return to the newest checkpoint that skips the batches around a step."""
 
     def __init__(self, step: int, details: dict[str, Any]):
-        """step: counted from 0. details: values for the line of the record, and its `reason`."""
+        """step: counted from 0. details: values for the line in metrics.jsonl, and its `reason`."""
         super().__init__(f"step {step + 1}: {details['reason']}")
         self.step = step
         self.details = details
 
     def state_from(self, saved: RunState, abandoned: RunState, skip_steps: int) -> RunState:
-        """Return the state to continue with: `saved`, which also skips the batches around the step.
+        """Return `saved`, changed so that the batches around the step are skipped.
 
-        saved: the checkpoint's. abandoned: the current one. Its counters and facts carry over,
-        because the checkpoint's may predate a switch of `train.exact_over_ranks`.
+        saved: the state in the checkpoint. abandoned: the current state. Its counters and facts are
+        preserved, because the checkpoint may predate a change of `train.exact_over_ranks`.
         """
         window = [max(self.step - skip_steps, saved.step), self.step + skip_steps + 1]
         return replace(
@@ -76,15 +78,15 @@ class Rewind(GoBack):
         )
 
     def apply(self, run: Run) -> None:
-        """Load the newest checkpoint; every rank calls it."""
+        """Load the newest checkpoint. All ranks must call this."""
         skip_steps = run.config.guard.rewind_skip_steps
 
         def update_checkpoint() -> tuple[str, dict[str, Any]]:
             newest = checkpoints.newest_checkpoint(run.folder, verify=True)
-            assert newest is not None, "a run that may go back saves its start"
+            assert newest is not None, "a run that may rewind saves its start"
             folder, info = newest
             state = self.state_from(checkpoints.state_of(info), run.state, skip_steps)
-            # Before training continues: after a kill the resumed run skips the same batches.
+            # Save before training continues, so that after a kill the run skips the same batches.
             checkpoints.update_info(folder, asdict(state))
             run.place.push()
             return folder.name, asdict(state)
@@ -109,7 +111,7 @@ class Rewind(GoBack):
 
 
 class Guard:
-    """Sets the limits of each step, and decides how to continue after a skipped update."""
+    """Sets the limits of each step, and decides what to do after a skipped update."""
 
     def __init__(
         self,
@@ -119,7 +121,7 @@ class Guard:
         record: Record,
         batches: AugmentedBatches | None = None,
     ):
-        """batches: the training batches, from which the record names the samples of a bad one."""
+        """batches: the training batches, which give the names of the samples of a bad batch."""
         self._settings = config.guard
         self._most_in_a_row = config.train.max_skipped_steps
         self._scales_loss = config.train.precision == "fp16"
@@ -130,14 +132,14 @@ class Guard:
         self._batches = batches if batches is not None and batches.exact else None
 
     def limits(self, step: int) -> Limits | None:
-        """Return the limits of `step`, or None without limits or with too few earlier steps."""
+        """Return the limits of `step`, or None if limits are off or too few steps are known."""
         settings = self._settings
         if settings.on_spike == "none":
             return None
         window = [
             pair
             for number, *pair in self._state.recent
-            # Only steps at the same image size, because the loss jumps when the size changes
+            # Use only steps with the same image size, because the loss jumps when the size changes
             # (`schedule.image_sizes`).
             if number <= step - READ_LATE and self._size(int(number)) == self._size(step)
         ]
@@ -152,16 +154,16 @@ class Guard:
         )
 
     def _size(self, step: int) -> tuple[int, int] | None:
-        """Return (height, width) of the images of `step`, or None if the size never changes."""
+        """Return the (height, width) of the images at `step`, or None if the size never changes."""
         if self._batches is None or not self._batches.image_format.stages:
             return None
         epoch = step // self._batches.order.steps_per_epoch
         return self._batches.image_format.in_epoch(epoch).size
 
     def judge(self, step: int, values: StepValues) -> Exception | None:
-        """Count and record a skipped update; return the error that ends the attempt, or None.
+        """Count and record a skipped update. Return an error that ends the attempt, or None.
 
-        Every rank calls it, for the same steps.
+        All ranks must call this for the same steps.
         """
         state = self._state
         limits = self.limits(step)
@@ -176,7 +178,7 @@ class Guard:
         state.updates_skipped_in_a_row += 1
         not_finite = bool(values.verdict & NON_FINITE)
         details: dict[str, Any] = {"loss": values.loss, "grad_norm": values.grad_norm}
-        # With fp16 the loss scale grows until gradients overflow: not a fault of the batch.
+        # In fp16, the loss scale grows until gradients overflow, which is not a fault of the batch.
         if not_finite and self._scales_loss and math.isfinite(values.loss):
             reason = "fp16 overflow, update skipped"
             self._record.write("fault", step + 1, reason=reason, action="skip", **details)
@@ -190,7 +192,7 @@ class Guard:
         self._record.write("fault", step + 1, reason=f"{reason}, {DONE[action]}", **details)
         self._record.say(
             f"step {step + 1}: {reason}, {DONE[action]} ({_numbers(values, limits)});"
-            f" {self._replay(step)} shows its batch"
+            f" {self._replay(step)} shows this batch"
         )
         if action == "skip":
             return self._too_many(step, values)
@@ -205,16 +207,16 @@ class Guard:
             cause = f"and guard.{key}=stop"
             remedy = f"continue with guard.{key}=skip or rewind"
         return ValueError(
-            f"step {step + 1}: {reason} ({_numbers(values, limits)}), {cause}: see its batch with"
-            f" {self._replay(step)}; lower optim.lr, lengthen the warm-up, or {remedy}; the last"
-            " checkpoint is from before"
+            f"step {step + 1}: {reason} ({_numbers(values, limits)}), {cause}: look at the batch"
+            f" with {self._replay(step)}; lower optim.lr, lengthen the warm-up, or {remedy}; the"
+            " last checkpoint was saved before this step"
         )
 
     def _too_many(self, step: int, values: StepValues) -> ValueError | None:
         count = self._state.updates_skipped_in_a_row
         if count < self._most_in_a_row:
             return None
-        problem = f"{count} updates in a row were skipped, this one as a spike"
+        problem = f"{count} updates in a row were skipped, the last because of a spike"
         remedy = "Lower optim.lr, lengthen the warm-up, or raise guard.spike_sigmas"
         if values.verdict & NON_FINITE:
             problem = f"the gradient was not finite {count} times in a row"
@@ -223,18 +225,18 @@ class Guard:
                 remedy = "Lower optim.lr, lengthen the warm-up, or use train.precision=bf16"
         return ValueError(
             f"step {step + 1}: {problem} (loss {values.loss:.4g}): training has diverged. {remedy};"
-            " the last checkpoint is from before"
+            " the last checkpoint was saved before this step"
         )
 
     def _replay(self, step: int) -> str:
         return f"python launch/replay.py {quote(str(self._run_dir))} --step {step + 1}"
 
     def _largest_losses(self, step: int, values: StepValues) -> list[tuple[str, float | None]]:
-        """Return keys and losses of the samples with the largest losses on all ranks; losses that
-        are not finite come first. [] if the samples are not known, and on all ranks but 0."""
+        """Return keys and losses of the samples with the largest losses on all ranks, non-finite
+        losses first. Returns [] if the samples are unknown, and on all ranks but 0."""
         if self._batches is None:
             return []
-        # Each rank adds its rows to zeros instead of gathering: ranks may have different numbers of
+        # Sum rows over the ranks instead of gathering, because ranks may have different numbers of
         # rows (`train.exact_over_ranks`).
         first = self._batches.first_row
         losses = torch.zeros(self._batches.order.global_batch_size, device=self._world.device)
@@ -247,7 +249,7 @@ class Guard:
         largest = by_loss[:NAMED_SAMPLES]
         samples = self._batches.order.rows(step, 0, len(batch_losses))[largest]
         named = []
-        # Keys are read from the shards. If those cannot be read now, the run continues without.
+        # Keys are read from the shards. If that fails, the run continues without them.
         with suppress(ShardError):
             for sample, loss in zip(samples.tolist(), batch_losses[largest].tolist(), strict=True):
                 named.append((self._batches.split.key(sample), _finite(loss)))
@@ -255,7 +257,7 @@ class Guard:
 
 
 class GuardHook(Hook):
-    """Skips bad updates, and then continues, stops or goes back (`guard`)."""
+    """Skips bad updates, and then continues, stops or rewinds the run (`guard`)."""
 
     def __init__(self, config: Config):
         self.saves_start = config.guard.rewinds()
@@ -274,9 +276,10 @@ class GuardHook(Hook):
 
 
 def limit_of(values: tuple[float, ...], sigmas: float) -> float:
-    """Return the median of `values` plus `sigmas` standard deviations, robustly estimated.
+    """Return the median of `values` plus `sigmas` standard deviations.
 
-    Infinite if half of the values are equal, because the estimate would be 0.
+    The deviation is estimated from the median absolute deviation. The limit is infinite if half of
+    the values are equal, because the estimate would be 0.
     """
     median = statistics.median(values)
     distance = statistics.median(abs(value - median) for value in values)
@@ -291,12 +294,12 @@ def _reason(values: StepValues, limits: Limits | None) -> str:
         names.append("loss")
     if values.grad_norm > limits.grad_norm:
         names.append("gradient norm")
-    # The device compares in float32, so it may see a value above a limit that equals it here.
+    # The device compares in float32, so it may exceed a limit that is equal in float64.
     return f"{' and '.join(names) or 'loss or gradient norm'} above the limit"
 
 
 def _numbers(values: StepValues, limits: Limits | None) -> str:
-    """Return "loss 7.21, limit 3.02; gradient norm 14.2, limit 5.1"."""
+    """Return text such as "loss 7.21, limit 3.02; gradient norm 14.2, limit 5.1"."""
     numbers = {"loss": values.loss, "gradient norm": values.grad_norm}
     maxima = (math.inf, math.inf) if limits is None else limits
     return "; ".join(

@@ -1,4 +1,4 @@
-"""Check each host, and the disk of the run folder, before the model is made."""
+"""Check each host, and the disk of the run folder, before the model is created."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vit.training.run_data import Notes, RunData
 
 
 class HostCheck(Hook):
-    """Refuses a run that does not fit its hosts, and notes settings that cost speed."""
+    """Rejects a run that does not fit its hosts, and notes settings that make it slow."""
 
     def opened(self, config: Config, world: World, data: RunData, place: Place) -> Notes:
         """See `Hook`."""
@@ -29,9 +29,9 @@ class HostCheck(Hook):
 
 
 def check_host(config: Config, world: World, data: RunData) -> tuple[Preflight, DiskNeeds]:
-    """Check this host, and compare all hosts; return also the sizes of what the run will save.
+    """Check this host, compare all hosts, and return the disk space that the run needs.
 
-    Every rank calls it. Raises ValueError as `preflight`.
+    All ranks must call this. Raises the errors of `preflight`.
     """
     with world.fail_together():
         disk = disk_needs(config, data.plan, data.num_classes)
@@ -43,7 +43,7 @@ def check_host(config: Config, world: World, data: RunData) -> tuple[Preflight, 
             data.eval_batches,
             saved_bytes=disk.checkpoint_bytes,
         )
-    # A difference between hosts would otherwise show up as a hang, or as diverging numbers.
+    # Without this check, differences between hosts would cause hangs or diverging results.
     lines = compare_hosts(world, {"JPEG decoder": decoder_name()})
     return replace(checked, lines=(*checked.lines, *lines)), disk
 

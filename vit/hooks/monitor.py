@@ -1,9 +1,9 @@
-"""Read each step one step late, count, log, call the hooks, and notice when to stop.
+"""Read the result of each step one step late, log metrics, call hooks, and detect the end.
 
-The loop queues a step on the device, and passes its result to the monitor. When the next step is
-queued, the monitor reads the numbers of the previous one, which are the same sums on every rank. At
-the end of each interval it writes a line of metrics to the record. Training time excludes
-evaluation and saving.
+The training loop queues a step on the device and passes its result to the monitor. When the next
+step is queued, the monitor reads the numbers of the previous step, which are equal on all ranks. At
+the end of each log interval it writes a line to metrics.jsonl. Evaluation and saving are not
+counted as training time.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from vit.training.plan import Plan
 from vit.training.step_result import StepResult, StepValues
 
 LOADER_COUNTS = (*TALLIED, "worker_mib", "replaced")
-"""Numbers that each rank reports of its loader for a line of metrics."""
+"""The loader statistics that each rank reports for a line of metrics."""
 NOTABLE_WAIT_SHARE = 0.1
-"""Share of waiting for data in an interval above which advice is given, and by which the share must
-change before advice is given again."""
+"""The fraction of an interval spent on waiting for data above which advice is logged. Advice is
+repeated only if the fraction changes by this much."""
 ADVICE_STEPS = 10
-"""Steps of an attempt before the first advice, because workers are still starting."""
+"""The number of steps without advice in each attempt, because workers are still starting."""
 NOTABLE_STAGE_SHARE = 0.05
-"""Share of the loader's work above which a stage is named."""
+"""The fraction of the loader's work above which a stage is named."""
 REMEDIES = {
     Stage.ORDER: "keep the index on a local disk",
-    Stage.STORE: "look at the network and the store, or let data.cache_gib keep more blocks",
+    Stage.STORE: "check the network and the storage, or let data.cache_gib keep more blocks",
     Stage.LOCK: "put data.cache_dir on a faster disk of each host",
-    Stage.READ: "look at the disk and the network",
+    Stage.READ: "check the disk and the network",
     Stage.DECODE: "write shards with --resize-short-side 256 or --restart-markers auto",
     Stage.RESIZE: "write shards with --resize-short-side 256",
-    Stage.DRAW: "draw fewer augmentations (augment.randaugment_layers)",
+    Stage.DRAW: "use fewer augmentations (augment.randaugment_layers)",
 }
-"""A remedy for each stage of the loader that is too slow."""
+"""The remedy for each stage of the loader that is too slow."""
 UNEVEN = 1.5
 """Advice names a rank that waited this many times as long as the average rank."""
 
 
 @contextmanager
 def collect_garbage_at_log_lines() -> Iterator[None]:
-    """Switch Python's automatic garbage collection off; `Monitor` collects at each line of metrics.
+    """Turn Python's automatic garbage collection off; `Monitor` collects at each line of metrics.
 
-    A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects within a step,
+    A full collection of torch's objects takes 0.7 s. If one of 512 ranks collects during a step,
     all ranks wait.
     """
     was_enabled = gc.isenabled()
@@ -68,8 +68,8 @@ def collect_garbage_at_log_lines() -> Iterator[None]:
     try:
         yield
     finally:
-        # Keep objects frozen that a program froze before it forked: collecting them would copy
-        # their memory.
+        # Keep objects frozen if a program froze them before it forked, because collecting them
+        # would copy their memory.
         if not frozen_by_others:
             gc.unfreeze()
         if was_enabled:
@@ -81,14 +81,14 @@ def _collect_garbage() -> None:
     if gc.isenabled():
         return
     gc.collect()
-    # Objects that are alive at the first line of metrics, such as compiled code, live on. Frozen
-    # objects are not visited, so later collections take less than a millisecond.
+    # Objects that are alive at the first line of metrics, such as compiled code, usually stay
+    # alive. Freezing them makes later collections take less than a millisecond.
     if not gc.get_freeze_count():
         gc.freeze()
 
 
 class Monitor:
-    """Reads the result of each step one step late, counts and logs it, and knows when to `stop`."""
+    """Reads the result of each step one step late, logs it, and decides when to `stop`."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Monitor:
         utilization: Utilization | None = None,
         weight_decay_at: Callable[[int], float | None] = lambda step: None,
     ):
-        """hooks: read the numbers of each step. utilization: None on ranks without a record.
+        """hooks: called with the numbers of each step. utilization: None on ranks that do not log.
         lr_at, weight_decay_at: as in `vit.step.TrainStep`."""
         self.hooks = hooks
         self.plan = plan
@@ -116,16 +116,16 @@ class Monitor:
         self.image_format = image_format
         self.utilization = utilization
         self.stop = False
-        """Whether training ends at this step; the same on all ranks."""
+        """Whether training ends at this step, equal on all ranks."""
         self._reported_wait_share = 0.0
         self._timed_steps = 0
-        """Steps since the start of this attempt."""
+        """The steps since the start of this attempt."""
         self._tally_before = loader.tally()
         self._wait_before_s = loader.stats.wait_s
         self._pending: tuple[int, StepResult, float, LoaderStats] | None = None
         self._is_paused = False
         self.is_started = False
-        """Whether training time is counted; that begins with the first batch."""
+        """Whether training time is counted, which starts with the first batch."""
         self._last_step_at: float
         self._run_began = time.perf_counter() - state.elapsed_s
         self._new_interval(time.perf_counter(), loader.stats)
@@ -135,16 +135,16 @@ class Monitor:
         return time.perf_counter() - self._run_began
 
     def start_clock(self) -> None:
-        """Begin to count training time; called when the first batch has arrived.
+        """Start to count training time, once the first batch has arrived.
 
-        Start-up and the wait for that batch do not count.
+        Startup and the wait for that batch do not count as training time.
         """
         self.is_started = True
         self._wait_before_s = self.loader.stats.wait_s
         self._new_interval(time.perf_counter(), self.loader.stats)
 
     def pause(self) -> None:
-        """Read the step in flight and stop the clock, because evaluation and saving follow."""
+        """Read the queued step and stop the clock, because evaluation or saving follows."""
         self.flush()
         self._is_paused = True
 
@@ -158,10 +158,10 @@ class Monitor:
         self._last_step_at = now
 
     def rank_report(self, step: int) -> tuple[float, ...]:
-        """Return the numbers that this rank reports to all others with `step`.
+        """Return the numbers that this rank sends to all ranks with `step`.
 
-        The first is how long it waited for the batch, in seconds. If a line of metrics follows, the
-        loader's counts since the last line come after it (`LOADER_COUNTS`).
+        The first number is the time that it waited for the batch, in seconds. If a line of metrics
+        follows, the loader statistics since the last line are appended (`LOADER_COUNTS`).
         """
         waited_s = self.loader.stats.wait_s - self._wait_before_s
         self._wait_before_s = self.loader.stats.wait_s
@@ -174,7 +174,7 @@ class Monitor:
         return (waited_s, *counts, self.loader.worker_bytes() / 2**20, self.loader.num_replaced)
 
     def queue(self, step: int, result: StepResult, bad_keys: tuple[str, ...] = ()) -> None:
-        """Read the previous step, which the device has finished, and keep the result of this one.
+        """Read the previous step, which the device has finished, and store the result of this step.
 
         bad_keys: samples of this rank's batch that could not be decoded.
         """
@@ -187,7 +187,7 @@ class Monitor:
         self._pending = (step, result, time.perf_counter(), self.loader.stats)
 
     def flush(self, is_next_queued: bool = False) -> None:
-        """Read the result that was kept; the device becomes idle if no further step is queued.
+        """Read the stored result. The device becomes idle if no other step is queued.
 
         Sets `stop` if a rank got a signal. Raises the error that a hook returns: `GoBack` or
         ValueError.
@@ -197,7 +197,7 @@ class Monitor:
         step, result, self._last_step_at, stats = self._pending
         self._pending = None
         values = result.read()
-        if not is_next_queued:  # reading waited for the device: that is training time
+        if not is_next_queued:  # waiting for the device is training time
             self._last_step_at = time.perf_counter()
         self.stop = self.stop or values.stop > 0
         self.state.interval_losses.append(values.loss)
@@ -217,7 +217,7 @@ class Monitor:
                 raise problem
 
     def skip(self, step: int) -> None:
-        """Read the step in flight, and report to the hooks that `step` is skipped."""
+        """Read the queued step, and tell the hooks that `step` is skipped."""
         self.flush()
         for hook in self.hooks:
             hook.skipped(step)
@@ -227,13 +227,14 @@ class Monitor:
         self._last_step_at = began
         self._stats_before = stats_before
         self._num_steps = 0
-        """Steps of this attempt in the interval; its losses may include the previous attempt's."""
+        """The steps of this attempt in the interval. Its losses may include those before a
+        resume."""
         self._waits = Waits()
 
     def _logs_after(self, step: int) -> bool:
-        """Return whether a line of metrics is written when `step` steps are done.
+        """Return whether a line of metrics is written after `step` steps.
 
-        That is also so when the image size changes, so that no rate mixes two sizes.
+        A line is also written when the image size changes, so that no rate mixes two sizes.
         """
         plan = self.plan
         stages = self.image_format.stages
@@ -241,9 +242,9 @@ class Monitor:
         return step % plan.log_every_steps == 0 or step == plan.total_steps or is_stage_end
 
     def _log(self, step: int, values: StepValues, stats: LoaderStats) -> None:
-        """Update the live line; at the end of an interval write metrics.
+        """Update the live line, and write metrics at the end of an interval.
 
-        step: number of steps done.
+        step: the number of finished steps.
         """
         plan = self.plan
         batch_size = plan.global_batch_size
@@ -319,7 +320,7 @@ class Monitor:
         loaders: list[Tally],
         loader_images_per_s: float | None,
     ) -> None:
-        """Report that training waits for data, if it is new and not the start of the workers."""
+        """Log that training waits for data, if this is new and workers are not just starting."""
         change = abs(wait_share - self._reported_wait_share)
         is_notable = wait_share >= NOTABLE_WAIT_SHARE and change >= NOTABLE_WAIT_SHARE
         if is_notable and self._timed_steps >= ADVICE_STEPS:
@@ -336,7 +337,7 @@ class Monitor:
             )
 
     def _loader_metrics(self, loaders: list[Tally], waiting: Waiting) -> dict[str, Any]:
-        """Return the sums over the loaders of all ranks, and those of the slowest rank."""
+        """Return the loader statistics summed over all ranks, and those of the slowest rank."""
         if not loaders:
             return {}
         metrics: dict[str, Any] = {
@@ -352,10 +353,10 @@ class Monitor:
         return metrics
 
     def _loader_images_per_s(self, stats: LoaderStats) -> float | None:
-        """Return how many images a second the workers of all ranks can make; None if unknown.
+        """Return how many images per second the workers of all ranks can load, or None if unknown.
 
-        Derived from this rank: the images that its workers made in the interval, and the time that
-        they spent on them.
+        The rate is estimated from the images that this rank's workers loaded in the interval and
+        the time they spent on them.
         """
         num_made = stats.num_made - self._stats_before.num_made
         busy_s = stats.busy_s - self._stats_before.busy_s
@@ -365,7 +366,7 @@ class Monitor:
 
 
 def create_monitor(run: Run, loader: Loader) -> Monitor:
-    """Create the monitor of `run`; on rank 0 it also reports the utilization of the device."""
+    """Create the monitor of `run`. On rank 0 it also reports the utilization of the device."""
     step = run.train_step
     utilization = None
     if run.world.is_main:
@@ -391,33 +392,32 @@ def create_monitor(run: Run, loader: Loader) -> Monitor:
 
 
 # --- how long training waits for data, and what to do about it ------------------------------------
-# All ranks step together, so each step waits for the slowest rank. The sums over an interval show
-# which rank waited longest. The advice names that rank's host, the stages on which its loader
-# spends its time, and a remedy.
+# All ranks step together, so each step waits for the slowest rank. The advice names the host of the
+# rank that waited longest, the stages on which its loader spends its time, and a remedy.
 
 
 class Waiting(NamedTuple):
-    """The waits of the ranks for their batches in an interval, in seconds."""
+    """The time that ranks waited for their batches in an interval, in seconds."""
 
     waited_s: float
-    """Sum over the steps of the slowest rank's wait."""
+    """The wait of the slowest rank in each step, summed over the steps."""
     max_s: float
-    """Total of the rank that waited longest."""
+    """The total wait of the rank that waited longest."""
     mean_s: float
-    """Total of a rank, on average."""
+    """The total wait averaged over the ranks."""
     rank: int
     """The rank that waited longest."""
 
     @property
     def is_uneven(self) -> bool:
-        """Whether the other ranks wait for one rank, or for a few."""
+        """Whether most ranks wait for one rank, or for a few."""
         return self.max_s > UNEVEN * self.mean_s
 
 
 class Waits:
-    """Adds up how long each rank waited for its batches.
+    """Sums how long each rank waited for its batches.
 
-    A step waits for its slowest rank, so the longest wait of each step is added up as well.
+    A step waits for its slowest rank, so the longest wait of each step is summed too.
     """
 
     def __init__(self) -> None:
@@ -425,13 +425,13 @@ class Waits:
         self._totals_s: NDArray[np.float64] = np.zeros(1)
 
     def add(self, waits_s: ArrayLike) -> None:
-        """Add the waits of a step, (ranks,)."""
+        """Add the waits of one step, (ranks,)."""
         rank_waits_s = np.asarray(waits_s, np.float64)
         self._waited_s += float(rank_waits_s.max())
         self._totals_s = self._totals_s + rank_waits_s
 
     def sum_up(self) -> Waiting:
-        """Return the sums of the steps so far."""
+        """Return the sums of all steps."""
         totals_s = self._totals_s
         rank = int(totals_s.argmax())
         return Waiting(self._waited_s, float(totals_s[rank]), float(totals_s.mean()), rank)
@@ -445,37 +445,37 @@ def advice(
     num_workers: int,
     world: World,
 ) -> str:
-    """Return advice for training that spends `share` of its time on waiting for data.
+    """Return advice for training that spends the fraction `share` of its time waiting for data.
 
-    loaders: the counts of each rank's loader, [] if unknown. images_per_s: the rate that the
+    loaders: the statistics of each rank's loader, [] if unknown. images_per_s: the rate that the
     loaders of all ranks can reach, None if unknown.
     """
     tally = loaders[waiting.rank] if loaders and waiting.is_uneven else add_up(loaders)
     shares = _shares(tally)
     remedies = [REMEDIES[shares[0][1]]] if shares else []
     work = _work(tally, shares)
-    waited = f"data-bound: {share:.0%} of the time was spent on waiting for images"
+    waited = f"data-bound: {share:.0%} of the time was spent waiting for images"
     if waiting.is_uneven:
-        remedy = ", and ".join([*remedies, "see what else runs on this host"])
+        remedy = ", and ".join([*remedies, "check what else runs on this host"])
         return (
             f"{waited} of rank {waiting.rank} on {world.host_of(waiting.rank)}"
             f" ({waiting.max_s:.1f} s, ranks on average {waiting.mean_s:.1f} s){work}; {remedy}"
         )
     rate = ""
     if images_per_s is not None:
-        rate = f"; the loader makes {digits(images_per_s)} images/s"
+        rate = f"; the loader can load {digits(images_per_s)} images/s"
     cores = num_cores()
     ranks = local_world_size()
     if max(num_workers, 1) * ranks < cores:
         workers = f"({num_workers} for each of {ranks} rank(s), {cores} cores)"
         remedies.insert(0, f"raise data.num_workers {workers}")
     else:
-        remedies.append(f"use more cores than these {cores}")
+        remedies.append(f"use more than {cores} cores")
     return f"{waited}{rate}{work}; {' or '.join(remedies)}"
 
 
 def _shares(tally: Tally) -> list[tuple[float, Stage]]:
-    """Return the share of each stage in the loaders' time, largest first; [] without work."""
+    """Return the fraction of the loaders' time per stage, largest first; [] without work."""
     stages_s = {stage: tally[f"{stage.name.lower()}_s"] for stage in REMEDIES}
     busy_s = sum(stages_s.values())
     return sorted(((s / busy_s, stage) for stage, s in stages_s.items() if s), reverse=True)

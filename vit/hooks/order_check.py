@@ -1,10 +1,10 @@
-"""Check that the ranks have trained on the samples that the order plans.
+"""Check that all ranks have trained on the samples of the planned order.
 
-Each rank looks up its planned rows of a batch, and adds up two checksums: one of the planned
-samples, and one of the samples that its loader delivered. At each save and at the end of an epoch
-it compares the two. The rows of the ranks make up the batch, so no rank needs to see the others'.
-The sum over the ranks is the same for any number of ranks. It is kept in `RunState`, so that it
-survives a kill, and goes into the record at the end of the epoch.
+Each rank looks up the planned samples of its rows, and computes two checksums: one of the planned
+samples, and one of the samples from its loader. It compares them at each save and at the end of an
+epoch. The rows of all ranks make up the batch, so each rank checks only its own. The sum over ranks
+is equal for any number of ranks. `RunState` stores it, so that it survives a kill, and it is
+written to metrics.jsonl at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vit.training.plan import Plan
 
 
 class OrderCheck:
-    """Adds up checksums of the samples from `state.step` on, and compares them with `order`.
+    """Computes checksums of samples from `state.step` on, and compares them with `order`.
 
-    The samples of a stream, which has no order (None), are only recorded.
+    Streamed samples have no order (None), so they are only recorded.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class OrderCheck:
         self._planned = 0
 
     def add(self, batch: Batch) -> None:
-        """Add this rank's rows of the batch of `state.step`."""
+        """Add this rank's rows of the batch at `state.step`."""
         self._seen = (self._seen + sample_checksum(batch.ids.numpy())) % 2**64
         if self._order is not None:
-            # Looked up in each step, while the GPU computes: for a whole epoch at its end training
-            # would wait.
+            # Look samples up in each step while the GPU computes. Looking up a whole epoch at its
+            # end would make training wait.
             rows = self._plan.rows_of(self._world.rank)
             planned = self._order.rows(self._state.step, rows.start, rows.stop)
             self._planned = (self._planned + sample_checksum(planned)) % 2**64
 
     def compare(self) -> None:
-        """Compare the checksums since the last comparison; every rank calls it.
+        """Compare the checksums since the last comparison. All ranks must call this.
 
-        Raises RuntimeError on a rank whose rows were not the planned ones, and AlreadyReported on
-        the others.
+        Raises RuntimeError on a rank whose samples differ from the plan, and AlreadyReported on the
+        other ranks.
         """
         state = self._state
         if self._compared_step == state.step:
@@ -62,9 +62,9 @@ class OrderCheck:
                 raise RuntimeError(
                     f"batches {self._compared_step} to {state.step - 1}, rows of rank"
                     f" {self._world.rank}: sample checksum {self._seen:016x}, planned"
-                    f" {self._planned:016x}: a bug in the loader, please report it"
+                    f" {self._planned:016x}: this is a bug in the loader, please report it"
                 )
-        # torch has no unsigned sum, but the sum of int64 has the same bits.
+        # torch has no unsigned sum, but the int64 sum has the same bits.
         signed = self._seen - 2**64 if self._seen >= 2**63 else self._seen
         own = torch.tensor(signed, dtype=torch.int64, device=self._world.device)
         state.sample_checksum = (state.sample_checksum + int(self._world.sum_(own))) % 2**64
@@ -73,7 +73,7 @@ class OrderCheck:
         self._planned = 0
 
     def write(self) -> None:
-        """Compare, and record the checksum since the last line; every rank calls it."""
+        """Compare, and record the checksum since the last line. All ranks must call this."""
         self.compare()
         state = self._state
         first = state.checked_step
@@ -96,7 +96,7 @@ class OrderCheck:
 
 
 class OrderHook(Hook):
-    """Compares the samples with the order, at each save and at the end of an epoch."""
+    """Compares the samples with the order at each save and at the end of each epoch."""
 
     def begin(self, run: Run) -> None:
         """See `Hook`."""

@@ -1,9 +1,9 @@
-"""Check before the first step that this host has the resources that the run needs.
+"""Check before the first step that this host has the resources for the run.
 
-They are memory for the batches of all ranks, cores for their workers, open files for the shards,
-/dev/shm (needed by NCCL only), and disk space for the files that the run will save. A run that
-cannot work is refused with a remedy. A setting that only costs speed gets a note. The numbers go
-into the record.
+The checks cover memory for the batches of all ranks, cores for workers, open files for shards,
+/dev/shm (only needed by NCCL), and disk space for saved files. A run that cannot work raises an
+error with a remedy. A setting that only makes it slow gets a note. The numbers are written to
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -33,27 +33,27 @@ from vit.training.freeze import create_trained_model
 from vit.training.plan import Plan
 
 WORKER_BYTES = (128 if sys.platform == "linux" else 352) * 2**20
-"""Memory of a loader worker: Python's objects, libraries' data and images. On other systems a
-worker is not forked from training, so it also has its own libraries. Measured at 110 MiB
-(docs/experiments/); the record has the memory that workers really use (`loader_worker_mib`)."""
+"""The memory of a loader worker: Python objects, library data and images. Outside Linux a worker is
+not forked from training, so it also loads its own libraries. The measured value is 110 MiB
+(docs/experiments/). metrics.jsonl contains the memory that workers really use
+(`loader_worker_mib`)."""
 OTHER_FILES = 256
-"""Open files of a process that are not shards: pipes, libraries, sockets."""
+"""The open files of a process that are not shards: pipes, libraries, sockets."""
 NCCL_SHM_GIB = 1
 """NVIDIA's recommendation for containers: --shm-size=1g (NCCL's documentation, Troubleshooting)."""
 TENSOR_HEADER_BYTES = 160
-"""Approximate size of a tensor's name, type, shape and offset in the header of a safetensors
-file."""
+"""The approximate size of a tensor's name, dtype, shape and offset in a safetensors header."""
 DISK_MARGIN_BYTES = 2**20
-"""Disk space for the record, predictions and `checkpoint.json`."""
+"""The disk space for metrics.jsonl, predictions and `checkpoint.json`."""
 SAVED = (
     "checkpoints/step_*/*",
     "checkpoints/.tmp_*/*",
     "weights/*.safetensors",
     f"{SAMPLES_FOLDER}/*.npy",
 )
-"""Patterns of the files that a run has saved, and later replaces or removes."""
+"""Patterns of saved files that the run later replaces or removes."""
 MISSING_BYTES = 2**28
-"""Bytes of the first batches that the cache may lack before a line explains the wait."""
+"""The bytes missing in the cache for the first batches above which a line explains the wait."""
 MIB = 2**20
 GIB = 2**30
 
@@ -63,9 +63,9 @@ class Preflight:
     """The results of the checks."""
 
     lines: tuple[str, ...]
-    """Lines for the log."""
+    """The lines for the log."""
     numbers: dict[str, Any]
-    """Values for the record."""
+    """The values for metrics.jsonl."""
 
 
 def preflight(
@@ -78,10 +78,10 @@ def preflight(
     *,
     saved_bytes: int = 0,
 ) -> Preflight:
-    """Check this host against the run; raise the limit of open files if necessary.
+    """Check this host, and raise the limit of open files if necessary.
 
-    evals: the batches of each split to evaluate on, `data.val_split` first. root: the folder of
-    `proc` and `sys`. saved_bytes: size of the state, which rank 0 copies in memory to save it.
+    evals: the batches of each evaluation split, `data.val_split` first. root: the folder of `proc`
+    and `sys`. saved_bytes: the size of the state, which rank 0 copies in memory before saving.
     Raises ValueError if the run cannot work on this host.
     """
     workers = data.num_workers
@@ -90,8 +90,8 @@ def preflight(
     ring = plan_ring(
         train.layout, train.row_unit, plan.total_steps, workers, data.prefetch_gib, on_gpu
     )
-    # Three loaders exist at the same time: those of training and of `data.val_split` are kept, and
-    # each further split has one while it is evaluated.
+    # Three loaders exist at the same time: the training loader, the loader of `data.val_split`, and
+    # the loader of another split during its evaluation.
     val, *further_evals = evals
     eval_ring = _ring(val, workers, on_gpu)
     further_bytes = max(
@@ -104,15 +104,15 @@ def preflight(
         worker_bytes.append(max(_worker_bytes(each, ranks * workers) for each in further_evals))
     copy_bytes = saved_bytes if world.host_of(world.rank) == world.host_of(0) else 0
     needed_bytes = ranks * (batch_bytes + workers * sum(worker_bytes)) + copy_bytes
-    more = ", and eval.sets again" if further_evals else ""
-    saving = f"; {copy_bytes / MIB:.1f} MiB to copy what is saved" if copy_bytes else ""
+    more = ", and so does eval.sets" if further_evals else ""
+    saving = f"; {copy_bytes / MIB:.1f} MiB to copy the state for a save" if copy_bytes else ""
     if free_bytes is not None and needed_bytes > free_bytes:
         raise ValueError(
             f"{ranks} rank(s) with {workers} loader workers each need {needed_bytes / GIB:.2f} GiB"
             f" of memory for batches on this host ({ring.num_slots} of"
             f" {ring.slot_bytes / MIB:.1f} MiB per rank, {eval_ring.num_slots} of"
             f" {eval_ring.slot_bytes / MIB:.1f} MiB to evaluate, {max(worker_bytes) / MIB:.0f} MiB"
-            f" per worker; evaluation starts as many again{more}{saving}),"
+            f" per worker; evaluation starts the same number again{more}{saving}), but only"
             f" {free_bytes / GIB:.2f} GiB are free: lower data.num_workers, data.prefetch_gib or"
             " eval.batch_size, or give the job more memory"
         )
@@ -121,7 +121,7 @@ def preflight(
     evaluated = [each.split for each in evals]
     index_bytes = train.split.index.nbytes + sum(split.index.nbytes for split in evaluated)
     local = [split for split in (*train.split.splits, *evaluated) if split.tars.cached is None]
-    # Twice as many, because readers of shards use at most half of the limit.
+    # Twice as many, because shard readers use at most half of the limit.
     needed_files = 2 * sum(len(split.filenames) for split in local) + OTHER_FILES
     numbers = {
         "train_shards": len(train.split.filenames),
@@ -166,41 +166,43 @@ def _notes(
     numbers: dict[str, Any],
     needed_files: int,
 ) -> Iterator[str]:
-    """Yield a note, with a remedy, for everything that costs speed on a host with `numbers`."""
+    """Yield a note, with a remedy, for everything that is slow on a host with `numbers`."""
     ranks = local_world_size()
     workers = ranks * data.num_workers
     cores = numbers["cores"]
     if numbers["open_files"] < needed_files:
         yield (
-            f"the limit of {numbers['open_files']:,} open files is low: some shards are opened"
-            f" again for each image: `ulimit -n {needed_files}` before the start, or ask the"
+            f"the limit of {numbers['open_files']:,} open files is low, so some shards are opened"
+            f" again for each image: run `ulimit -n {needed_files}` before the start, or ask the"
             " administrator"
         )
     yield from _cache_notes(train, ranks)
     if workers > cores:
         yield (
-            f"{workers} loader workers on {cores} core(s) take turns:"
-            f" data.num_workers={max(cores // ranks, 1)} is as fast, in less memory"
+            f"{workers} loader workers share {cores} core(s):"
+            f" data.num_workers={max(cores // ranks, 1)} is as fast and needs less memory"
         )
     threads = torch.get_num_threads()
     on_gpu = world.device.type == "cuda"
     if not on_gpu and ranks > 1 and 2 * threads * ranks <= cores:
         yield (
-            f"each of {ranks} ranks computes in {threads} thread(s) on {cores} cores, which is"
-            f" torchrun's default: `export OMP_NUM_THREADS={cores // ranks}` to use them all"
+            f"each of {ranks} ranks computes with {threads} thread(s) on {cores} cores, which is"
+            f" torchrun's default: run `export OMP_NUM_THREADS={cores // ranks}` to use all cores"
         )
     shm_gib = numbers["free_shm_gib"]
     if on_gpu and ranks > 1 and shm_gib is not None and shm_gib < NCCL_SHM_GIB:
         yield (
-            f"/dev/shm has {shm_gib:.2f} GiB free, NCCL needs {NCCL_SHM_GIB} between the GPUs of a"
-            " host: docker run --shm-size=1g (batches need nothing there)"
+            f"/dev/shm has {shm_gib:.2f} GiB free, but NCCL needs {NCCL_SHM_GIB} GiB between the"
+            " GPUs of a host: use docker run --shm-size=1g (batches do not need it)"
         )
     if native.UNAVAILABLE_REASON:
-        yield f"JPEGs are decoded by simplejpeg, at 0.6 of the speed: {native.UNAVAILABLE_REASON}"
+        yield (
+            f"JPEGs are decoded by simplejpeg, at 0.6 times the speed: {native.UNAVAILABLE_REASON}"
+        )
 
 
 def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
-    """Return the ring of batches of an evaluation, on one rank."""
+    """Return the ring buffer of evaluation batches on one rank."""
     return plan_ring(
         batches.layout,
         batches.row_unit,
@@ -213,7 +215,7 @@ def _ring(batches: EvalBatches, workers: int, on_gpu: bool) -> Ring:
 
 
 def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -> int:
-    """Return the memory of one of `num_processes` loader processes of this host."""
+    """Return the memory of one of `num_processes` loader processes on this host."""
     cached = getattr(getattr(batches.split, "tars", None), "cached", None)
     return WORKER_BYTES + (0 if cached is None else cached.process_bytes(num_processes))
 
@@ -223,7 +225,7 @@ def _worker_bytes(batches: AugmentedBatches | EvalBatches, num_processes: int) -
 
 @dataclass(frozen=True)
 class DiskNeeds:
-    """The largest size that a run's folder will have."""
+    """The largest size that the run folder will have."""
 
     checkpoint_bytes: int
     """The size of one checkpoint."""
@@ -231,7 +233,7 @@ class DiskNeeds:
     weights_bytes: int
     """The size of all files in `weights/`."""
     samples_bytes: int
-    """The size of all files with the losses of images."""
+    """The size of all files with sample losses."""
 
     @property
     def total_bytes(self) -> int:
@@ -248,19 +250,19 @@ class DiskNeeds:
 
 
 def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
-    """Compute the size of parameters, optimizer and average, without creating them."""
+    """Compute the sizes of parameters, optimizer and EMA without creating them."""
     with torch.device("meta"):
-        # With frozen parameters, which have no optimizer state.
+        # Frozen parameters have no optimizer state.
         model = create_trained_model(config, num_classes)
     copies = 1 if config.train.ema_decay is None else 2
     weights_bytes = _file_bytes([tensor.nbytes for tensor in model.state_dict().values()])
     num_saves = math.ceil(plan.total_steps / config.checkpoint.every_steps)
-    # A stream does not know its samples by number, so no losses of images are saved.
+    # A stream does not know its samples by number, so no sample losses are saved.
     keeps_losses = config.log.sample_losses if config.data.reader == "index" else 0
     num_names = 2 if plan.total_steps >= plan.eval_every_steps else 1  # last; best once evaluated
     return DiskNeeds(
         checkpoint_bytes=copies * weights_bytes + _file_bytes(state_bytes(config.optim, model)),
-        # A checkpoint is written before the oldest is removed.
+        # A new checkpoint is written before the oldest is removed.
         num_checkpoints=min(config.checkpoint.keep_last + 1, num_saves),
         weights_bytes=num_names * copies * weights_bytes,
         samples_bytes=folder_bytes(plan, keeps_losses),
@@ -270,23 +272,25 @@ def disk_needs(config: Config, plan: Plan, num_classes: int) -> DiskNeeds:
 def check_disk(
     checked: Preflight, needs: DiskNeeds, folder: Path, keep_last: int, setting: str = "run.dir"
 ) -> Preflight:
-    """Check the disk of `folder`, which is that of `setting`; return `checked` with the result.
+    """Check the disk of `folder`, and add the result to `checked`.
 
-    Files that the run has already saved count. Raises ValueError if the rest does not fit.
+    setting: the setting that names the folder. Files that the run has already saved are subtracted.
+    Raises ValueError if the rest does not fit.
     """
     saved = (path for pattern in SAVED for path in folder.glob(pattern))
     saved_bytes = sum(path.stat().st_size for path in saved if path.is_file())
-    # At least one checkpoint is written before anything is removed.
+    # At least one checkpoint is written before any file is removed.
     more_bytes = max(needs.total_bytes - saved_bytes, needs.checkpoint_bytes)
     above = (folder.absolute(), *folder.absolute().parents)
     free_bytes = shutil.disk_usage(next(each for each in above if each.is_dir())).free
     parts = needs.in_words(size_text)
     if free_bytes < more_bytes * 1.01 + DISK_MARGIN_BYTES:
-        present = f", {size_text(saved_bytes)} of it are there" if saved_bytes else ""
+        present = f", {size_text(saved_bytes)} of it already saved" if saved_bytes else ""
         raise ValueError(
             f"{setting}={folder}: the run needs {size_text(needs.total_bytes)} ({parts}{present}),"
-            f" its disk has {size_text(free_bytes)} free: make room, lower checkpoint.keep_last"
-            f" ({keep_last}, and one more while it is written), or choose another {setting}"
+            f" but the disk has only {size_text(free_bytes)} free: free some space, lower"
+            f" checkpoint.keep_last ({keep_last}, plus one while it is written), or choose another"
+            f" {setting}"
         )
     numbers = {
         "checkpoint_gib": round(needs.checkpoint_bytes / GIB, 4),
@@ -311,9 +315,9 @@ def size_text(num_bytes: int) -> str:
 
 
 def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[str]:
-    """Yield a line if the first batches have to fetch many blocks.
+    """Yield a line if many blocks of the first batches are not in the cache.
 
-    After a resume on another host, for example, all windows of the order have to be fetched.
+    This happens, for example, after a resume on another host.
     """
     if not batches.exact:
         return
@@ -333,16 +337,16 @@ def filling_notes(batches: AugmentedBatches, step: int, plan: Plan) -> Iterator[
             missing_bytes += missing
     if missing_bytes >= MISSING_BYTES:
         yield (
-            f"filling the cache: the next {last - step} batches of a rank lie in"
-            f" {needed_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are not"
-            f" in {folder} yet; `python -m vit.data.warm` fetches ahead of a job"
+            f"filling the cache: the next {last - step} batches of a rank need"
+            f" {needed_bytes / 1e9:.2f} GB of blocks, of which {missing_bytes / 1e9:.2f} GB are"
+            f" not in {folder} yet; `python -m vit.data.warm` can download them before a job"
         )
 
 
 def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
-    """Yield a note if the cache is smaller than the blocks that the order reads from at a time.
+    """Yield a note if the cache is smaller than the blocks that are read at the same time.
 
-    Blocks of remote shards would then be fetched several times.
+    Blocks of remote shards would then be downloaded several times.
     """
     order = train.order
     open_bytes = 0
@@ -362,6 +366,7 @@ def _cache_notes(train: AugmentedBatches, ranks: int) -> Iterator[str]:
             remedy = "set data.block_samples=64"
         yield (
             f"{cached.folder}: the cache of {cached.cache.limit_bytes / GIB:.1f} GiB is smaller"
-            f" than the {open_bytes / GIB:.1f} GiB that are read from at a time, so up to"
-            f" {cached.block_samples} times as much is fetched: raise data.cache_gib, or {remedy}"
+            f" than the {open_bytes / GIB:.1f} GiB that are read at the same time, so up to"
+            f" {cached.block_samples} times as much is downloaded: raise data.cache_gib, or"
+            f" {remedy}"
         )

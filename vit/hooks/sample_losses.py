@@ -1,14 +1,14 @@
-"""Save loss and margin of every training image in every epoch: 4 bytes each, and no extra time.
+"""Save loss and margin of every training image in every epoch: 4 bytes each, at no extra time.
 
-    step   both numbers come to the host with the step's other numbers, one step late (vit.step)
+    step   the numbers reach the host with the step's other numbers, one step late (vit.step)
     save   the ranks combine their numbers since the last save; the saver's thread writes them
-           before the checkpoint, so that a complete checkpoint never refers to missing losses
+           before the checkpoint, so a complete checkpoint never refers to missing losses
 
     runs/<name>/samples/epoch_0003.npy    float16 (steps_per_epoch, 2, global_batch_size)
 
 [step, 0] are the losses of a batch and [step, 1] its margins (`vit.training.metrics.margins`), row
-by row. The sample of a row is not stored, because it follows from the order (vit.data.order). NaN:
-not trained on, or not readable. The loss is that of the target in training, which is mixed if
+by row. The sample of a row is not stored, because it follows from the order (vit.data.order). NaN
+marks rows that were skipped or unreadable. The loss uses the training target, which is mixed if
 images are mixed.
 """
 
@@ -35,19 +35,19 @@ from vit.training.run_data import Notes, RunData
 from vit.training.step_result import StepValues
 
 PIECE = 2**22
-"""Rows that the ranks combine at a time: 16 MiB on each device."""
+"""The number of rows that the ranks combine in one call: 16 MiB on each device."""
 BYTES_OF_A_ROW = 4
 HEADER_BYTES = 128
-"""Size of a file's header, before its values."""
+"""The size of a file's header."""
 
 
 class Written(NamedTuple):
-    """Consecutive steps of one epoch, of all ranks."""
+    """The values of all ranks for consecutive steps of one epoch."""
 
     epoch: int
-    """Counted from 1."""
+    """The epoch, counted from 1."""
     first: int
-    """Step within the epoch, from 0."""
+    """The first step within the epoch, counted from 0."""
     values: NDArray[np.float16]
     """(steps, 2, global_batch_size)."""
 
@@ -62,7 +62,7 @@ def folder_bytes(plan: Plan, every_epochs: int) -> int:
 
 
 class SampleLosses:
-    """Gathers losses and margins of a run in `run_dir`, of every `every_epochs`th epoch."""
+    """Collects losses and margins of every `every_epochs`-th epoch of the run in `run_dir`."""
 
     def __init__(self, run_dir: Path, world: World, plan: Plan, every_epochs: int = 1):
         self._folder = run_dir / SAMPLES_FOLDER
@@ -72,7 +72,7 @@ class SampleLosses:
         self._steps: list[tuple[int, NDArray[np.int32]]] = []
 
     def add(self, step: int, losses: NDArray[np.float32], margins: NDArray[np.float32]) -> None:
-        """Add losses and margins, (rows,) of this rank, of `step`, counted from 0 over the run."""
+        """Add this rank's losses and margins, (rows,), at `step`, counted from 0 over the run."""
         if self._is_kept(step):
             with np.errstate(over="ignore"):  # values above 65,504 become infinite
                 pairs = np.stack([losses, margins], 1).astype(np.float16)
@@ -84,21 +84,21 @@ class SampleLosses:
         self.add(step, nothing, nothing)
 
     def drop(self) -> None:
-        """Drop losses that were not collected; called before their steps are trained again."""
+        """Drop losses that were not collected, because their steps are trained again."""
         self._steps = []
 
     def collect(self) -> list[Written]:
-        """Return the numbers of all ranks since the last call; [] on all ranks but 0.
+        """Return the values of all ranks since the last call; [] on all ranks but 0.
 
-        Every rank calls it, after the same steps.
+        All ranks must call this after the same steps.
         """
         batch_size = self._plan.global_batch_size
         at_once = max(PIECE // batch_size, 1)
         collected: list[Written] = []
         for start in range(0, len(self._steps), at_once):
             steps = self._steps[start : start + at_once]
-            # Each rank adds its own columns to zeros. A sum of the bits as integers keeps each bit,
-            # also those of NaN.
+            # Each rank adds its own columns to zeros. Summing the bits as integers preserves every
+            # bit, even of NaN.
             bits = np.zeros((len(steps), batch_size), np.int32)
             rows = self._plan.rows_of(self._world.rank)
             bits[:, rows.start : rows.stop] = [pairs for _, pairs in steps]
@@ -119,20 +119,20 @@ class SampleLosses:
         return (step // self._plan.steps_per_epoch + 1) % self._every_epochs == 0
 
     def new_bytes(self, collected: list[Written]) -> int:
-        """Return by how much the folder grows when `collected` is written."""
+        """Return the number of bytes by which the folder grows when `collected` is written."""
         missing = {part.epoch for part in collected if not self._path(part.epoch).exists()}
         steps = self._plan.steps_per_epoch
         return len(missing) * steps * self._plan.global_batch_size * BYTES_OF_A_ROW
 
     def write(self, collected: list[Written]) -> None:
-        """Write the result of `collect` to the disk. Raises OSError, which names the file."""
+        """Write the result of `collect` to disk. Raises OSError, which names the file."""
         for epoch, first, values in collected:
             path = self._path(epoch)
             shape = (self._plan.steps_per_epoch, 2, self._plan.global_batch_size)
             if not path.exists() or _shape_of(path) != shape:
                 path.parent.mkdir(exist_ok=True)
                 with replacing(path) as file:
-                    # Full length from the start, so that later writes need no more disk space.
+                    # Allocate the full length, so that later writes need no more disk space.
                     np.save(file, np.full(shape, np.nan, np.float16))
             content = np.ascontiguousarray(values).tobytes()
             begin = path.stat().st_size - 2 * int(np.prod(shape)) + 4 * shape[2] * first
@@ -147,7 +147,7 @@ class SampleLosses:
 
 
 class SamplesHook(Hook):
-    """Gathers loss and margin of each training image (`log.sample_losses`)."""
+    """Collects loss and margin of each training image (`log.sample_losses`)."""
 
     saved: SampleLosses
 
@@ -170,7 +170,7 @@ class SamplesHook(Hook):
 
 
 def epoch_files(run_dir: Path) -> dict[int, Path]:
-    """Return the files of a run by epoch, counted from 1, ascending."""
+    """Return the files of a run by epoch, counted from 1, in ascending order."""
     paths = {}
     for path in (run_dir / SAMPLES_FOLDER).glob("epoch_*.npy"):
         if name := re.fullmatch(r"epoch_(\d+)\.npy", path.name):
@@ -179,22 +179,22 @@ def epoch_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_epoch(path: Path, steps_per_epoch: int, global_batch_size: int) -> NDArray[np.float16]:
-    """Map the file of an epoch, (steps_per_epoch, 2, global_batch_size).
+    """Map the file of an epoch into memory, (steps_per_epoch, 2, global_batch_size).
 
-    Raises ValueError if it is damaged, or of a run with other batches.
+    Raises ValueError if the file is damaged or has a different shape.
     """
     shape = (steps_per_epoch, 2, global_batch_size)
     file_shape = _shape_of(path)
     if file_shape != shape:
         raise ValueError(
-            f"{path}: has {file_shape or 'no'} losses and margins, the run {shape}: it is damaged,"
-            " or was written with other settings"
+            f"{path}: its shape is {file_shape or 'unreadable'}, but the run needs {shape}: the"
+            " file is damaged, or was written with other settings"
         )
     return np.load(path, mmap_mode="r")
 
 
 def _shape_of(path: Path) -> tuple[int, ...]:
-    """Return the shape of a complete file of float16, else ()."""
+    """Return the shape of a complete float16 file, else ()."""
     try:
         values = np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError):

@@ -1,4 +1,4 @@
-"""Lines of the log before the first step: the model, its batches, settings that may be mistakes."""
+"""The log lines before the first step: the model, its batches, and likely mistakes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vit.training.model_summary import count_parameters, flops_per_image
 from vit.training.plan import Plan
 
 NOTABLE_FIRST_SHARE = 0.05
-"""Share of the initial weights in the final average above which a note is logged. It is reached
+"""The share of the initial weights in the final EMA above which a note is logged. It is exceeded
 with fewer than 3 / (1 - decay) updates."""
 
 
@@ -28,7 +28,7 @@ def start_lines(
     shuffle: ShuffleQuality | None,
     state: RunState,
 ) -> Iterator[str]:
-    """Yield lines about the model, its batches, settings that may be wrong, and the run's state."""
+    """Yield lines about the model, its batches, likely mistakes, and the state of the run."""
     world = train_step.world
     model = train_step.model
     num_passes = plan.accumulation_steps
@@ -43,7 +43,7 @@ def start_lines(
     copies = ""
     if num_copies > 1:
         copies = (
-            f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images in an"
+            f"{plan.distinct_images_per_epoch:,} of {batches.order.num_samples:,} images per"
             f" epoch, {num_copies} copies of each; "
         )
     if batches.image_format.stages:
@@ -53,9 +53,9 @@ def start_lines(
         yield f"note: {emulated}"
     if train_step.why_eager:
         yield (
-            f"note: torch.compile does not work here ({train_step.why_eager}), so training is not"
-            " compiled: install a C++ compiler and Python's headers (Debian, Ubuntu: apt-get"
-            " install g++ python3-dev), or set train.compile=false"
+            f"note: torch.compile does not work on this host ({train_step.why_eager}), so training"
+            " is not compiled: install a C++ compiler and Python's headers (Debian, Ubuntu:"
+            " apt-get install g++ python3-dev), or set train.compile=false"
         )
     rate = config.model.drop_path_rate or 0.0
     in_subset = config.model.drop_path_form == "subset"
@@ -65,27 +65,27 @@ def start_lines(
         and config.model.drop_path_schedule != "constant"
     ):
         yield (
-            f"note: model.drop_path_rate={rate} drops nothing: it grows from 0 at the first block,"
-            " and there is no other: model.drop_path_schedule=constant"
+            f"note: model.drop_path_rate={rate} drops nothing: the rate of the first block is 0,"
+            " and the model has only one block: set model.drop_path_schedule=constant"
         )
     if in_subset and num_kept(plan.micro_batch_size, rate) == plan.micro_batch_size:
         yield (
-            "note: model.drop_path_form=subset drops whole samples, and of a micro-batch of"
-            f" {plan.micro_batch_size} none at model.drop_path_rate={rate}: a larger"
-            " data.micro_batch_size, or model.drop_path_form=mask"
+            f"note: model.drop_path_form=subset drops no sample at model.drop_path_rate={rate}"
+            f" from a micro-batch of {plan.micro_batch_size}: use a larger data.micro_batch_size,"
+            " or model.drop_path_form=mask"
         )
     if plan.warmup_steps >= plan.total_steps:
         yield (
-            f"note: the warm-up takes {plan.warmup_steps} steps, the run has {plan.total_steps}:"
-            " the peak learning rate is not reached"
+            f"note: the warm-up takes {plan.warmup_steps} steps, but the run has only"
+            f" {plan.total_steps}: the peak learning rate is not reached"
         )
     ema = train_step.ema
     share = 0.0 if ema is None else ema.first_share(plan.total_steps)
     if share > NOTABLE_FIRST_SHARE:
         yield (
             f"note: train.ema_decay={config.train.ema_decay} over so few steps leaves {share:.0%}"
-            " of the weights that it begins with in the average, which eval, predict and export"
-            " take: set train.ema_warmup=true, train.ema_decay=null or a smaller decay"
+            " of the initial weights in the EMA, which eval, predict and export use: set"
+            " train.ema_warmup=true, train.ema_decay=null or a smaller decay"
         )
     yield from filling_notes(batches, state.step, plan)
     if state.restarts:
@@ -97,6 +97,6 @@ def start_lines(
         best = f", best top-1 {state.best_top1:.2f} %" if state.best_top1 >= 0 else ""
         length = "train.epochs" if config.train.steps is None else "train.steps"
         yield (
-            f"{config.run.dir} is finished: {state.step} steps{best}; for more: another run.dir,"
-            f" or a larger {length} with --allow-change {length}"
+            f"{config.run.dir} is finished: {state.step} steps{best}; to train more, use another"
+            f" run.dir, or a larger {length} with --allow-change {length}"
         )

@@ -1,8 +1,8 @@
-"""Open the record of a run, and write everything that is known before the first step.
+"""Open metrics.jsonl, and write everything that is known before the first step.
 
-Config, plan, data and host of an attempt go into one `start` line, which the report and
-`vit.extras.report.replay` read later. The settings go into `config.yaml`, and the plan into the
-log. Then TensorBoard and Weights & Biases begin.
+One `start` line contains config, plan, data and host of the attempt. The report and
+`vit.extras.report.replay` read it later. Settings are written to `config.yaml`, and the plan is
+logged. Then TensorBoard and Weights & Biases are started.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def start_record(
     state: RunState,
     train_step: TrainStep,
 ) -> Record:
-    """Open the record; on rank 0 write everything that is known before the first step.
+    """Open metrics.jsonl. On rank 0, write everything that is known before the first step.
 
-    notes: those of the objective and the hooks. Raises ValueError if the folder cannot be written.
+    notes: the notes of the objective and the hooks. Raises ValueError if the folder is not
+    writable.
     """
     if not world.is_main:
         return Record(folder, config.log, False, total_steps=data.plan.total_steps)
@@ -72,7 +73,8 @@ def start_record(
     if data.batches.exact:
         labels = data.batches.split.index["label"]
         shuffle = measure_shuffle(data.batches.order, labels)
-        # `vit.extras.report.replay` compares both, so that it shows the batches of training.
+        # `vit.extras.report.replay` compares these hashes to make sure that it shows the same
+        # batches.
         trained_on["content_sha256"] = content_sha256(data.batches.split)
         trained_on["first_batch_sha256"] = rows_sha256(data.batches.order, state.step)
     peak = find_peak(world.device, config.train.precision)
@@ -104,19 +106,19 @@ def start_record(
     )
     for line in lines:
         record.say(line)
-    if not state.is_finished(data.plan):  # a command that is repeated on a finished run adds none
+    if not state.is_finished(data.plan):  # repeating the command on a finished run adds no log
         record.start_tensorboard()
         record.start_wandb({**values, "provenance": made_by})
     return record
 
 
 def _note_of_trained(evaluated: EvalSet, train_set: TrainSet) -> str:
-    """Return a note if images of a set, or byte-equal copies, are trained on; else ""."""
+    """Return a note if training uses byte-equal copies of images in a set, else ""."""
     split = evaluated.split
     count = count_equal(train_set, split)
     if not count:
         return ""
     return (
         f"note: {evaluated.name} ({split.root} {split.name!r}): {count:,} of its"
-        f" {split.num_samples:,} images are byte-equal to images that are trained on"
+        f" {split.num_samples:,} images are byte-equal to training images"
     )

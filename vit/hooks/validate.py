@@ -1,4 +1,4 @@
-"""Evaluate during training: on all sets, with a line of the record, and choose the best weights."""
+"""Evaluate on all sets during training, record the results, and choose the best weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vit.run import Run
 from vit.system.meter import Meter
 
 CHECK_STOP_EVERY_BATCHES = 8
-"""Batches between two checks whether a rank got a signal; each check is a collective."""
+"""The number of batches between checks for signals. Each check is a collective."""
 
 
 class _Interrupted(Exception):
@@ -20,11 +20,11 @@ class _Interrupted(Exception):
 
 
 def evaluate(run: Run, monitor: Monitor) -> set[str]:
-    """Evaluate the model and its moving average (EMA), and record the results.
+    """Evaluate the model and its EMA, and record the results.
 
-    Returns the names under which to save the weights: last, and best if they are the best so far.
-    If a signal interrupts the evaluation, it sets `monitor.stop` and records nothing, because the
-    resumed run evaluates again.
+    Returns the names under which to save the weights: "last", and "best" if the result is the best
+    of the run. If a signal interrupts the evaluation, `monitor.stop` is set and nothing is
+    recorded, because the resumed run evaluates again.
     """
     state = run.state
     run.watch.mark(state.step, "evaluating")
@@ -40,14 +40,14 @@ def evaluate(run: Run, monitor: Monitor) -> set[str]:
     is_best = state.take_best(best_by, *((each.top1, each.loss) for each in choosing))
     with run.world.fail_together():
         if run.world.is_main:
-            # Predictions are those of the averaged weights, if any, because users use these.
+            # Save the predictions of the EMA if it exists, because users usually take its weights.
             preferred = results[VAL].get("ema", results[VAL]["model"])
             save_predictions(run.folder, preferred, run.evaluators[0].split, state.step)
     return {"last", "best"} if is_best else {"last"}
 
 
 def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
-    """Evaluate all models on all sets: set -> model -> result. Raises `_Interrupted`."""
+    """Evaluate all models; return set -> model -> result. Raises `_Interrupted`."""
     record = run.record
     live_line = partial(record.progress, run.state.step) if record.is_live else None
     results: dict[str, dict[str, Evaluation]] = {}
@@ -70,15 +70,15 @@ def _evaluate_all(run: Run) -> dict[str, dict[str, Evaluation]]:
         try:
             results |= evaluator.evaluate(run.models(), on_batch)
         finally:
-            # The first evaluator keeps its idle workers for the next evaluation. The workers of all
-            # sets would need too much memory.
+            # The first evaluator keeps its idle workers for the next evaluation. Keeping the
+            # workers of all evaluators would need too much memory.
             if number:
                 evaluator.close()
     return results
 
 
 def _record_results(run: Run, results: dict[str, dict[str, Evaluation]]) -> None:
-    """Write the results and the values of the hooks into the record, and log them."""
+    """Write the results and the values of the hooks to metrics.jsonl, and log them."""
     step = run.state.step
     values: dict[str, Any] = {}
     for set_name, by_model in results.items():

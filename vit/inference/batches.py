@@ -1,6 +1,6 @@
-"""Batches of the images at given places, in order, decoded in the same way as for evaluation.
+"""Batches of images at given locations, in order, decoded as in evaluation.
 
-An image that cannot be read or decoded has weight 0, and the reason is in `bad_keys`. The other
+An image that cannot be read or decoded has weight 0, and `bad_keys` contains the reason. Other
 images are not affected.
 """
 
@@ -21,7 +21,7 @@ from vit.system.stages import Stage
 
 
 class PlaceBatches(Batches):
-    """Batches with each of `places` once; rows after the last place have weight 0."""
+    """Batches that contain each of `places` once. Padding rows at the end have weight 0."""
 
     def __init__(
         self, places: Sequence[Place], image_format: ImageFormat, view: EvalConfig, batch_size: int
@@ -35,14 +35,14 @@ class PlaceBatches(Batches):
         return math.ceil(len(self.places) / self.layout.num_rows)
 
     def num_filled(self, position: int) -> int:
-        """Return the number of rows of the batch at `position` with a place; these are first."""
+        """Return the number of rows in the batch at `position` that are not padding."""
         start = position * self.layout.num_rows
         return min(len(self.places) - start, self.layout.num_rows)
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Fill `rows` with the rows from `first` on of the batch at `position`.
+        """Fill `rows`, which start at row `first` of the batch at `position`.
 
-        Returns the reason for each image that could not be read or decoded, in the rows' order.
+        Returns a reason for each image that could not be read or decoded, in the order of the rows.
         """
         ids = position * self.layout.num_rows + first + np.arange(len(rows.labels))
         weights = np.zeros(len(ids), np.float32)
@@ -62,7 +62,8 @@ class PlaceBatches(Batches):
                     continue
                 except ValueError as error:
                     reasons.append(str(error))
-            # Slots are reused, so without this the row would show an image of an older batch.
+            # Buffers are reused, so without this line the row would contain an image of an older
+            # batch.
             view[:] = 0
         stages.current.enter(Stage.DRAW)
         write_rows(rows, 0, weights, np.empty((len(ids), 0)), ids)

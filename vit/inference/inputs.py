@@ -1,9 +1,9 @@
-"""Find the images to predict: files, folders, tars and lists of names become places.
+"""Find the images to predict in files, folders, tars and lists of names.
 
-Folders are searched recursively, in sorted order. Their images and tars are used. A file is an
-image by its suffix or, without a suffix, by its first bytes. A tar is not unpacked: its places are
-offsets in the tar. Arguments on the command line must exist. Names in a list are not checked until
-the image is read, because a list of a million names may be out of date.
+Folders are searched recursively, in sorted order, for images and tars. A file is an image by its
+suffix or, without a suffix, by its first bytes. A tar is not unpacked: its images are read at their
+offsets. Arguments on the command line must exist. Names in a list are not checked until the image
+is read, because a list of a million names may be out of date.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vit.data.decode.image_files import (
 from vit.system.tar_walk import FILE, TarDamaged, pread, walk
 
 FROM_STDIN = "-"
-"""The argument that stands for a list of names on stdin."""
+"""The argument that reads a list of names from stdin."""
 
 
 class Place(NamedTuple):
@@ -36,7 +36,8 @@ class Place(NamedTuple):
     offset: int = 0
     size: int = -1
     problem: str = ""
-    """The reason why the place has no image: a folder that cannot be listed, or a damaged tar."""
+    """Why this location has no image: an unreadable folder or a damaged tar, or "" if it has
+    one."""
 
     @property
     def name(self) -> str:
@@ -51,7 +52,9 @@ class Place(NamedTuple):
             if not self.member:
                 return read_image(self.path)
             if self.size > MAX_IMAGE_BYTES:
-                raise ValueError(f"{self.size:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
+                raise ValueError(
+                    f"{self.size:,} bytes; images may have at most {MAX_IMAGE_BYTES:,}"
+                )
             descriptor = os.open(self.path, os.O_RDONLY)
             try:
                 return os.pread(descriptor, self.size, self.offset)
@@ -67,10 +70,10 @@ class Inputs:
 
     places: list[Place] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
-    """Numbers of files in folders and tars that are not images, by suffix."""
+    """The number of files in folders and tars that are not images, by suffix."""
 
     def summary(self) -> str:
-        """Return a line about the skipped files, or "" if no file was skipped."""
+        """Return a line about skipped files, or "" if no file was skipped."""
         if not self.skipped:
             return ""
         kinds = sorted(self.skipped.items(), key=lambda item: (-item[1], item[0]))
@@ -83,13 +86,13 @@ class Inputs:
 
 
 def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inputs:
-    """Find the images of `arguments`: files, folders, tars, and "-" for names on `stdin`.
+    """Find the images in `arguments`: files, folders, tars, and "-" for names on `stdin`.
 
     Names on stdin are separated by newlines or by zero bytes (`find -print0`).
 
     Raises:
-        ValueError: arguments do not exist, cannot be listed, or are folders or tars without images
-            (the message lists all of them), or `arguments` name no image.
+        ValueError: `arguments` contains no image, or some arguments do not exist, cannot be
+            listed, or are folders or tars without images. The message lists all of them.
     """
     inputs = Inputs()
     problems = []
@@ -115,7 +118,7 @@ def find_inputs(arguments: Iterable[str], stdin: IO[bytes] | None = None) -> Inp
         raise ValueError("; ".join(problems[:10]) + more)
     if not inputs.places:
         raise ValueError(
-            "no images named: give files, folders or tars, or a list of names on stdin with -"
+            "no images given: pass files, folders or tars, or - to read a list of names from stdin"
         )
     return inputs
 
@@ -134,11 +137,11 @@ def _listed_names(stdin: IO[bytes]) -> Iterator[str]:
 
 
 def _add(path: str, inputs: Inputs, is_named: bool = True) -> None:
-    """Append all images of a folder or tar; any other file is appended as an image.
+    """Append all images of a folder or tar. Any other file is appended as an image.
 
     A folder that cannot be listed or a damaged tar raises an error if the user named it
-    (`is_named`). Inside a named folder or in a list, it becomes one place with a problem, so that
-    the other images are still predicted.
+    (`is_named`). In a folder or list, it is appended as a location with a problem, so that the
+    other images are still predicted.
     """
     try:
         if os.path.isdir(path):
@@ -161,7 +164,7 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
     while pending:
         current, parents = pending.pop()
         real_path = os.path.realpath(current)
-        if real_path in parents:  # a symbolic link to a parent folder, which would never end
+        if real_path in parents:  # a symbolic link to a parent folder would never end
             continue
         try:
             with os.scandir(current) as entries:
@@ -175,7 +178,10 @@ def _add_folder(folder: str, inputs: Inputs) -> None:
                 raise
             inputs.places.append(Place(current, problem=f"cannot be read ({error.strerror})"))
             continue
-        has_shards = ("_info.json", False) in visible  # a shard folder also has a preview picture
+        has_shards = (
+            "_info.json",
+            False,
+        ) in visible  # a shard folder also contains a preview picture
         below = [os.path.join(current, name) for name, is_folder in visible if is_folder]
         for path in (os.path.join(current, name) for name, is_folder in visible if not is_folder):
             if is_image(path) and not has_shards:

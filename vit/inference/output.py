@@ -1,4 +1,4 @@
-"""Write predictions as a CSV file, which is complete or absent, and as tables for the terminal.
+"""Write predictions to a CSV file, which is complete or absent, and to tables in the terminal.
 
 file,problem,class_1,probability_1,class_2,probability_2
 cats/1.jpg,,cat,0.981244,dog,0.012345
@@ -27,18 +27,18 @@ from vit.system.files import replacing, told
 from vit.system.redact import UNPRINTED
 
 BAR_CELLS = 20
-"""Width of the bar for a probability of 1, in characters."""
+"""The width of the bar for a probability of 1, in characters."""
 
 
 @contextmanager
 def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
-    """Open a CSV with `num_classes` classes per image; yield the writer that `write_rows` takes.
+    """Open a CSV file with `num_classes` classes per image, and yield a writer for `write_rows`.
 
-    The file gets its name when the block ends, so a killed command leaves no file that looks
+    The file gets its name only when the block ends, so a killed command leaves no file that looks
     complete. Raises ValueError if the file cannot be written.
     """
     with told(path, "--csv "), replacing(path) as file:
-        # File names may not be valid UTF-8. They are written as their original bytes.
+        # File names may not be valid UTF-8, so write their original bytes.
         text = io.TextIOWrapper(file, "utf-8", errors="surrogateescape", newline="")
         writer = csv.writer(text, lineterminator="\n")
         ranks = range(1, num_classes + 1)
@@ -52,7 +52,7 @@ def csv_file(path: Path, num_classes: int) -> Iterator[Any]:
 def write_rows(
     writer: Any, predictions: Predictions, places: Sequence[Place], class_names: Sequence[str]
 ) -> None:
-    """Write a line for each image of `predictions`."""
+    """Write a line for each image in `predictions`."""
     labels = predictions.labels.tolist()
     probabilities = predictions.probabilities.tolist()
     num_columns = 2 * predictions.labels.shape[1]
@@ -66,7 +66,7 @@ def write_rows(
 
 
 def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Table:
-    """Return a table of images, each with its classes and their probabilities.
+    """Return a table of images with their classes and probabilities.
 
     rows: for each image its file name and its classes, the most likely class first.
     """
@@ -88,19 +88,19 @@ def image_table(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> Tabl
 
 @dataclass
 class Summary:
-    """Totals over all predictions, and the first predictions as examples; filled batch by batch."""
+    """Totals over all predictions, and the first predictions as examples."""
 
     places: Sequence[Place]
     class_names: Sequence[str]
     num_examples: int
-    """The number of places, from the first on, that become examples."""
+    """The number of images, from the first, that become examples."""
     examples: list[tuple[str, list[tuple[str, float]]]] = field(default_factory=list)
     """File name and classes of each example that could be read."""
     pixels: list[Tensor] = field(default_factory=list)
     """(C, H, W) uint8 of each example, if the predictions contain pixels."""
     num_done: int = 0
     num_problems: int = 0
-    """The number of unreadable images; the caller counts and reports them."""
+    """The number of unreadable images, which the caller counts and reports."""
     _images: Tensor = field(init=False)
     _probabilities: Tensor = field(init=False)
 
@@ -109,7 +109,7 @@ class Summary:
         self._probabilities = torch.zeros(len(self.class_names), dtype=torch.float64)
 
     def add(self, predictions: Predictions) -> None:
-        """Add a batch."""
+        """Add a batch of predictions."""
         numbers = range(predictions.first, predictions.first + len(predictions.labels))
         good = [row for row, number in enumerate(numbers) if number not in predictions.problems]
         likeliest = predictions.labels[good, 0]
@@ -127,7 +127,7 @@ class Summary:
                 self.pixels.append(predictions.pixels[row])
 
     def class_table(self, num_rows: int = 20) -> Table:
-        """Return a table of the classes that are predicted most often (first choice only)."""
+        """Return a table of the most frequently predicted classes (first choice only)."""
         table = Table("class", "images", "share", "mean probability", box=None, pad_edge=False)
         for column in table.columns[1:]:
             column.justify = "right"

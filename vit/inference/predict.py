@@ -1,7 +1,7 @@
-"""Predict the most likely classes of images, in the order of their places.
+"""Predict the most likely classes of images, in the order of the input.
 
-Worker processes decode into shared memory (`vit.data.loader`) while the model computes. On a GPU,
-the results of a batch are read after the next batch is queued, so that neither the host nor the GPU
+Worker processes decode images into shared memory (`vit.data.loader`) while the model computes. On a
+GPU, the results of a batch are read after the next batch is queued, so neither the host nor the GPU
 waits.
 """
 
@@ -20,24 +20,24 @@ from vit.inference.predictor import Trained
 from vit.system.host import num_cores
 
 CPU_BATCH = 32
-"""Largest batch on a CPU. Larger batches are not faster, and delay the first result."""
+"""The largest batch size on a CPU. Larger batches are not faster and delay the first result."""
 FEW_IMAGES = 64
-"""Up to this many images are decoded in the main process, because workers take longer to start."""
+"""Up to this many images are decoded in the main process, because starting workers takes longer."""
 
 
 class Predictions(NamedTuple):
-    """The predictions for B consecutive places."""
+    """The predictions for B consecutive images."""
 
     first: int
-    """Number of the first place."""
+    """The number of the first image."""
     labels: Tensor
-    """(B, k) int64 on the CPU: the most likely classes in decreasing order of probability."""
+    """(B, k) int64 on the CPU: the most likely classes, in decreasing order of probability."""
     probabilities: Tensor
     """(B, k) float32 on the CPU, in [0, 1]."""
     problems: dict[int, str]
-    """Reason for each unreadable image, by the number of its place. Its labels are meaningless."""
+    """The reason for each unreadable image, by its number. Its labels are meaningless."""
     pixels: Tensor | None
-    """(B, C, H, W) uint8: the model's input images before normalisation, if requested."""
+    """(B, C, H, W) uint8: the inputs of the model before normalization, if requested."""
 
 
 def predict(
@@ -49,14 +49,14 @@ def predict(
     num_workers: int | None = None,
     num_pixels: int = 0,
 ) -> Iterator[Predictions]:
-    """Yield predictions of all `places`, batch by batch, in their order.
+    """Yield predictions for all `places`, batch by batch, in order.
 
     Args:
-        top: number of classes per image; fewer if the model has fewer.
-        batch_size: images in a forward pass; None: the run's `eval.batch_size`, on a CPU at most
-            `CPU_BATCH`.
-        num_workers: processes that decode; None: one per core, or 0 for up to `FEW_IMAGES`.
-        num_pixels: number of places, from the first on, whose pixels are returned.
+        top: classes per image; fewer if the model has fewer.
+        batch_size: images per forward pass; None uses the run's `eval.batch_size`, limited to
+            `CPU_BATCH` on a CPU.
+        num_workers: decoding processes; None uses one per core, or 0 for up to `FEW_IMAGES`.
+        num_pixels: number of images, from the first, whose pixels are returned.
 
     Raises:
         WorkerError: a worker died or hangs.
@@ -90,9 +90,9 @@ def predict(
 def _queue(
     trained: Trained, batch: Batch, first: int, filled: int, *, top: int, num_pixels: int
 ) -> Predictions:
-    """Queue the forward pass of a batch; return its results, which are still on the device.
+    """Queue the forward pass of a batch, and return its results, which are on the device.
 
-    first: number of the batch's first place. filled: number of rows that have a place.
+    first: the number of the batch's first image. filled: the number of rows that are not padding.
     """
     images = batch.images[:filled]
     probabilities = trained(trained.preprocess.normalize(images)).float().softmax(1)

@@ -1,14 +1,14 @@
-"""Load a trained model with its preprocessing and class names, ready to classify images.
+"""Load a trained model with its preprocessing and class names, to classify images.
 
     trained = load("runs/demo")                              also vit.load
     trained.classify("photo.jpg")                            names and probabilities
     logits = trained(trained.preprocess("a.jpg", "b.png"))   (2, classes)
     tokens = trained.model.forward_features(trained.preprocess("a.jpg"))
 
-1. Read the weights and the settings of the run that made them              read_weights
-2. Create model and preprocessing from the settings                         load
-3. Decode, resize and crop an image as evaluation does                      Preprocess.pixels
-4. Normalise the pixels by the same function as in evaluation               Preprocess.normalize
+1. Read the weights and the settings of their run                           read_weights
+2. Create the model and the preprocessing from the settings                 load
+3. Decode, resize and crop an image as in evaluation                        Preprocess.pixels
+4. Normalize the pixels as in evaluation                                    Preprocess.normalize
 """
 
 from __future__ import annotations
@@ -39,30 +39,30 @@ Image = str | os.PathLike[str] | bytes
 
 @dataclass(frozen=True)
 class Preprocess:
-    """The conversion of encoded images to inputs of a model, exactly as in `launch/eval.py`.
+    """Converts encoded images to inputs of a model, exactly as `launch/eval.py` does.
 
-    It uses `vit.data.decode.images`, which decodes all supported formats and colours.
+    `vit.data.decode.images` decodes all supported formats and color spaces.
     """
 
     image_format: ImageFormat
     view: EvalConfig
-    """The settings for resizing and cropping an image."""
+    """The settings for resizing and cropping."""
     augment: Augment
-    """The object whose `normalize` is used; its augmentations are not."""
+    """The object whose `normalize` is used. Its augmentations are not used."""
 
     def __call__(self, *images: Image) -> Tensor:
-        """Return `images` as (B, C, H, W) float32 on the model's device, channels last, normalised.
+        """Return `images` as normalized inputs, (B, C, H, W) float32 on the model's device.
 
         Raises ValueError if an image cannot be read or decoded.
         """
         pixels = torch.stack([self.pixels(image) for image in images])
-        # Use the loader's memory layout, because with another one kernels may sum in another order.
+        # Use the memory layout of the loader, because kernels may sum in another order otherwise.
         return self.normalize(pixels.contiguous(memory_format=torch.channels_last))
 
     def pixels(self, image: Image) -> Tensor:
         """Return `image` decoded, resized and cropped: (C, H, W) uint8 on the host, channels last.
 
-        Raises ValueError if it cannot be read or decoded.
+        Raises ValueError if the image cannot be read or decoded.
         """
         if isinstance(image, bytes):
             return self._decoded(image)
@@ -74,7 +74,7 @@ class Preprocess:
             raise ValueError(f"{os.fspath(image)}: {error}") from None
 
     def normalize(self, pixels: Tensor) -> Tensor:
-        """Return (B, C, H, W) uint8 as float32 on the model's device, normalised."""
+        """Return (B, C, H, W) uint8 as normalized float32 on the model's device."""
         return self.augment.normalize(pixels.to(self.augment.scale.device, non_blocking=True))
 
     def _decoded(self, data: bytes) -> Tensor:
@@ -84,7 +84,7 @@ class Preprocess:
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that `load` returned; `trained(inputs)` computes logits as `launch/eval.py` does."""
+    """A trained model from `load`. `trained(inputs)` computes the logits of `launch/eval.py`."""
 
     model: nn.Module
     """The model with its weights, in evaluation mode, on `device`."""
@@ -92,11 +92,11 @@ class Trained:
     class_names: tuple[str, ...]
     """A name for each output; "class 7" if the name is unknown."""
     config: Config
-    """The settings of the run; for another program's weights, the settings that evaluate them."""
+    """The settings of the run, or settings that evaluate another program's weights."""
     weights: LoadedWeights
-    """The source of the weights: path, step, whether they are averaged. Without the tensors."""
+    """The source of the weights: path, step, whether they are averaged. Has no tensors."""
     notes: tuple[str, ...] = ()
-    """One sentence per choice in reading the weights, and per change to fit them to the model."""
+    """Notes on decisions while reading the weights, and on changes to fit them to the model."""
 
     @property
     def device(self) -> torch.device:
@@ -105,15 +105,15 @@ class Trained:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """Compute logits (B, classes) from normalised inputs (B, C, H, W) float32.
+        """Compute logits, (B, classes), from normalized inputs, (B, C, H, W) float32.
 
-        Gradients are off, and the precision is the run's (`train.precision`).
+        Gradients are off. The precision is that of the run (`train.precision`).
         """
         with autocast(self.config.train.precision, self.device):
             return self.model(inputs.to(self.device, non_blocking=True))
 
     def classify(self, image: Image, top: int = 5) -> list[tuple[str, float]]:
-        """Return the `top` most likely classes of one image, with probabilities in [0, 1].
+        """Return the `top` most likely classes of one image with probabilities in [0, 1].
 
         Raises ValueError if the image cannot be read or decoded.
         """
@@ -144,23 +144,22 @@ def load(
     """Load a trained model, ready to use.
 
     Args:
-        path: a run folder (its last weights, averaged if the run has an average), a checkpoint
-            folder, a weights file, a Hugging Face folder with `config.json`, or a name of the hub
-            to fetch, such as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
-        name: timm's name of another program's weights, if file and folder do not identify it.
-        settings: settings that override those of the run, such as `{"train.precision": "fp32"}`.
-            The positions are resampled if `model.image_size` changes.
+        path: a run folder (its last weights, or their EMA if it exists), a checkpoint folder, a
+            weights file, a Hugging Face folder with `config.json`, or a model on the Hugging Face
+            hub, such as "timm/vit_small_patch16_224.augreg_in1k" or "hf-hub:OWNER/REPO".
+        name: timm's model name for another program's weights, if the path does not identify it.
+        settings: override settings of the run, such as `{"train.precision": "fp32"}`. Positions
+            are resampled if `model.image_size` changes.
         class_names: names of the outputs; by default those stored with the weights.
 
     Raises:
-        ValueError: the weights do not exist, are damaged, or belong to an unknown model. The
-            message states what is expected.
+        ValueError: the weights do not exist, are damaged, or belong to an unknown model.
     """
     loaded = read_weights(path)
     if name and loaded.config is not None:
         raise ValueError(
-            f"name {name}: {loaded.path} comes from this project and contains its model's name:"
-            " omit the name"
+            f"name {name}: {loaded.path} comes from this project and contains the name of its"
+            " model: omit the name"
         )
     if loaded.config is None:
         # The config needs a data root, but no data are read.
@@ -168,11 +167,11 @@ def load(
     config = config_io.from_dict(loaded.config or {}, str(loaded.path))
     config = config_io.with_settings(config, settings or {})
     num_classes = loaded.num_classes
-    assert num_classes is not None, "it comes with a config"
+    assert num_classes is not None, "weights with a config have it"
     if class_names and len(class_names) != num_classes:
         raise ValueError(
-            f"{len(class_names)} names of classes are given, {loaded.path} has {num_classes}"
-            " classes: give one for each"
+            f"{len(class_names)} class names were given, but {loaded.path} has {num_classes}"
+            " classes: give one name per class"
         )
     model = create_model(config.model, num_classes=num_classes)
     notes = [*loaded.notes, *load_weights(model, loaded.weights, loaded.grid_size)]
@@ -182,7 +181,7 @@ def load(
     if not names and loaded.step is None and num_classes == IMAGENET_CLASSES:
         names = imagenet_names().get("words", [])
         if names:
-            notes.append("1,000 classes without names are taken for ImageNet-1k's")
+            notes.append("1,000 classes without names are assumed to be those of ImageNet-1k")
     names += [""] * (num_classes - len(names))
     return Trained(
         model.to(device).eval(),

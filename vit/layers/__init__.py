@@ -1,1 +1,1 @@
-"""Parts of a network that later recipes add; `vit.model` has the parts of the paper's ViT."""
+"""Layers for additions of later papers. `vit.model` contains the layers of the original ViT."""

@@ -1,4 +1,4 @@
-"""Check the arguments and inputs of a model; report all mistakes at once, with remedies."""
+"""Check the arguments and inputs of a model, and report all mistakes in one error."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ CHOICES = {
     "drop_path_form": ("mask", "subset"),
     "weight_init": (None, "timm", "jax"),
 }
-"""The allowed values of arguments. A config is already checked, but code may pass a wrong word,
-which would silently select a different part."""
+"""The allowed values of arguments. Configs are checked earlier, but in code a misspelled value
+would silently select a different layer."""
 
 
 def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
-    """Return `size` in pixels as (height, width). Raises ValueError that names it `name`."""
+    """Return `size` in pixels as (height, width). `name` is the argument's name in the error."""
     pair = (size, size) if isinstance(size, int) else tuple(size)
     if len(pair) != 2 or not all(isinstance(n, int) and n > 0 for n in pair):
         raise ValueError(
@@ -33,15 +33,15 @@ def height_width(size: int | tuple[int, int], name: str) -> tuple[int, int]:
 
 
 def grid_size(image_size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
-    """Return the rows and columns of patches. Raises ValueError if patches do not divide the
-    image."""
+    """Return the numbers of rows and columns of patches. Raises ValueError if the patch size does
+    not divide the image size."""
     if problems := _size_problems(image_size, patch_size):
         raise ValueError("; ".join(problems))
     return image_size[0] // patch_size[0], image_size[1] // patch_size[1]
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise ValueError for all values in `arguments` that do not fit together.
+    """Raise ValueError if some of `arguments` contradict each other.
 
     arguments: all arguments of `vit.model.VisionTransformer` by name.
     """
@@ -59,16 +59,16 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         problems += [
             f"dist_token, DeiT's second token, {problem}"
             for problem, holds in {
-                "is read beside the class token: set global_pool 'token'": (
+                "is used together with the class token: set global_pool 'token'": (
                     arguments["global_pool"] != "token"
                 ),
-                "has a head of its own, without representation_size: remove that": (
+                "has its own head without a hidden layer: remove representation_size": (
                     arguments["representation_size"] is not None
                 ),
-                "and reg_tokens are of different models: remove one of them": (
+                "cannot be combined with reg_tokens: remove one of them": (
                     arguments["reg_tokens"] > 0
                 ),
-                "has a position: remove no_embed_class": arguments["no_embed_class"],
+                "always has a position: remove no_embed_class": arguments["no_embed_class"],
             }.items()
             if holds
         ]
@@ -80,8 +80,8 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
     width = int(arguments["embed_dim"] * arguments["mlp_ratio"])
     if arguments["mlp_layer"] == "swiglu_packed" and width % 2:
         problems.append(
-            f"mlp_layer 'swiglu_packed' is gate and hidden layer in one: mlp_ratio"
-            f" {arguments['mlp_ratio']} needs an even width, not {width}"
+            "mlp_layer 'swiglu_packed' splits its hidden layer into two halves: mlp_ratio"
+            f" {arguments['mlp_ratio']} must give an even width, not {width}"
         )
     problems += _rope_problems(arguments)
     problems += [problem for problem, holds in _without_effect(arguments).items() if holds]
@@ -90,12 +90,12 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
 
 
 def check_images(images: Tensor, in_chans: int, image_size: tuple[int, int]) -> None:
-    """Raise ValueError if `images` are not (B, C, H, W) with these C, H and W."""
+    """Raise ValueError if `images` are not (B, C, H, W) with the given C, H and W."""
     expected = (in_chans, *image_size)
     if tuple(images.shape[1:]) != expected:
         raise ValueError(
             f"images are {tuple(images.shape)}, expected (batch, {', '.join(map(str, expected))}):"
-            " resize them, or build the model for that image_size and in_chans"
+            " resize the images, or build the model for that image_size and in_chans"
             " (vit.weights.files resamples the positions)"
         )
 
@@ -119,13 +119,13 @@ def _head_problems(arguments: Mapping[str, Any]) -> list[str]:
         nearest = min(divisors, key=lambda n: abs(n - num_heads))
         return [
             f"embed_dim {embed_dim} is not a multiple of num_heads {num_heads}: the nearest number"
-            f" of heads is {nearest}" + ("" if pools else ", or give head_dim")
+            f" of heads is {nearest}" + ("" if pools else ", or set head_dim")
         ]
     return []
 
 
 def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
-    """Return a message for each argument that others can make ineffective -> whether they do."""
+    """Return a message for each argument that may be ineffective -> whether it is."""
     has_prefix = arguments["class_token"] or arguments["reg_tokens"]
     image_size = height_width(arguments["image_size"], "image_size")
     is_one_patch = image_size == height_width(arguments["patch_size"], "patch_size")
@@ -139,8 +139,8 @@ def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
         "no_embed_class has no effect without class token and registers: remove it": (
             arguments["no_embed_class"] and not has_prefix
         ),
-        "rope_temperature has no effect with heads of 4 channels, which have one frequency: remove"
-        " it": rope_type is not None
+        "rope_temperature has no effect with heads of 4 channels, which have only one frequency:"
+        " remove it": rope_type is not None
         and arguments["rope_temperature"] is not None
         and head_dim == 4,
         f"rope_type {rope_type!r} has no effect on an image of one patch: remove it": (
@@ -153,12 +153,12 @@ def _without_effect(arguments: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the problems of rotary positions, or of their settings without them."""
+    """Return the problems of rotary embeddings, or of their settings if rotary is off."""
     needs_rope = ("rope_temperature", "ref_feat_shape", "rope_reg_temperature")
     rope_type = arguments["rope_type"]
     if rope_type is None:
         return [
-            f"{name} has no effect without rope_type: give one, or remove it"
+            f"{name} has no effect without rope_type: set rope_type, or remove it"
             for name in needs_rope
             if arguments[name] is not None
         ]
@@ -166,16 +166,16 @@ def _rope_problems(arguments: Mapping[str, Any]) -> list[str]:
     head_dim = arguments["head_dim"] or arguments["embed_dim"] // arguments["num_heads"]
     if head_dim % 4:
         problems.append(
-            f"rope_type {rope_type!r} turns pairs of channels by row and by column: a head has"
-            f" {head_dim}, it needs a multiple of 4"
+            f"rope_type {rope_type!r} rotates pairs of channels by row and by column: head_dim"
+            f" must be a multiple of 4, not {head_dim}"
         )
     if arguments["rope_reg_temperature"] is not None:
         side = math.isqrt(arguments["reg_tokens"])
         if rope_type != "axial" or side < 2 or side**2 != arguments["reg_tokens"]:
-            # A single register would be at the origin, and not turn at all.
+            # A single register would be at the origin, where the rotation has no effect.
             problems.append(
-                "rope_reg_temperature turns registers as places of a square: it needs rope_type"
-                f" 'axial' and reg_tokens 4, 9, 16 and so on, not {rope_type!r} and"
+                "rope_reg_temperature places registers on a square grid: set rope_type 'axial'"
+                f" and reg_tokens 4, 9, 16 and so on, not {rope_type!r} and"
                 f" {arguments['reg_tokens']}"
             )
     if rope_type == "dinov3" and arguments["ref_feat_shape"] is not None:

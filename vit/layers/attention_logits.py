@@ -1,8 +1,8 @@
-"""Compute queries, keys and the largest logit of a model's self-attention.
+"""Compute queries, keys and the largest attention logits of a model.
 
-The fused kernels never store attention's logits, so this module computes them again from the input
-of each layer. The report draws attention maps of them (`vit/extras/report/attention.py`), and
-training records the largest (`log.norms_every_steps`).
+Fused attention kernels never store the logits, so this module recomputes them from the input of
+each layer. The report uses them for attention maps (`vit/extras/report/attention.py`), and
+`log.norms_every_steps` records the largest.
 
     model, images -> input of each `Attention` -> queries, keys -> q k^T / sqrt(head_dim)
 """
@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 
 PLAIN_ATTENTION = ("vit.model", "timm.layers.attention", "timm.models.vision_transformer")
-"""Modules whose class `Attention` is plain softmax(q k / sqrt(dim)): that of `vit.model`, and two
-of timm's, which has moved it. timm's other kinds add position biases, rotate queries and keys, or
-attend within windows of the image."""
+"""Modules whose class `Attention` computes plain softmax(q k / sqrt(dim)): one of `vit.model`, and
+two of timm, which has moved its class. Other classes of timm add position biases, rotate queries
+and keys, or attend within windows."""
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the self-attention of each block. Raises ValueError if a block has a different kind,
-    or none."""
+    """Return the self-attention of each block. Raises ValueError if a block has none or a different
+    kind."""
     attentions = [
         module
         for module in model.modules()
@@ -41,9 +41,9 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 def catching(
     attentions: list[nn.Module], catch: Callable[[Tensor, Tensor], object]
 ) -> Iterator[None]:
-    """Call `catch(queries, keys)` with those of `queries_and_keys` at each call of `attentions`.
+    """Call `catch(queries, keys)` at each call of `attentions`, as `queries_and_keys` returns them.
 
-    Call a compiled model eagerly inside this context.
+    Run a compiled model eagerly inside this context.
     """
 
     def hook(attention: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -60,11 +60,11 @@ def catching(
 
 
 def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> list[Tensor]:
-    """Return queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
+    """Return the queries and keys of a layer for its input, (B, heads, N, head_dim) float32 each.
 
     A MAP head has a single query: (1, heads, 1, head_dim).
     """
-    if hasattr(attention, "project"):  # that of `vit.model`, with norms and rotation
+    if hasattr(attention, "project"):  # attention of `vit.model`, with norms and rotation
         return [part.float() for part in attention.project(x, *args, **options)[:2]]
     if hasattr(attention, "kv"):  # timm's MAP head
         q = attention.q(attention.latent).unflatten(2, (attention.num_heads, -1)).transpose(1, 2)
@@ -73,14 +73,14 @@ def queries_and_keys(attention: Any, x: Tensor, *args: Any, **options: Any) -> l
         return [attention.q_norm(q).float(), attention.k_norm(k).float()]
     qkv = attention.qkv(x).unflatten(2, (3, attention.num_heads, -1)).float()
     q, k, _ = qkv.permute(2, 0, 3, 1, 4)
-    # Norms are an option of timm's.
+    # In timm, norms of queries and keys are optional.
     q = getattr(attention, "q_norm", nn.Identity())(q)
     k = getattr(attention, "k_norm", nn.Identity())(k)
     return [q, k]
 
 
 def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
-    """Return the input of softmax, (B, heads, N, N) float32: q k^T / sqrt(head_dim)."""
+    """Return the logits before softmax, (B, heads, N, N) float32: q k^T / sqrt(head_dim)."""
     return queries * queries.shape[-1] ** -0.5 @ keys.transpose(-2, -1)
 
 
@@ -88,10 +88,9 @@ def logits_of(queries: Tensor, keys: Tensor) -> Tensor:
 def largest_logits(model: nn.Module, images: Tensor) -> Tensor:
     """Return the largest logit of each block for each image, (blocks, B) float32.
 
-    images: (B, C, H, W) float32, normalised. The largest is over heads, queries and keys, after
-    their norms and rotation, if the model has them, and without dropout or drop path. Only the
-    logits of one image and one block are in memory at a time. (0, B) if the attention of the blocks
-    is not plain.
+    images: (B, C, H, W) float32, normalized. The maximum is taken over heads, queries and keys,
+    after norms and rotation, and without dropout or drop path. Only the logits of one image and one
+    block are in memory at a time. Returns (0, B) if the model has no plain self-attention.
     """
     largest = list[Tensor]()
 

@@ -1,4 +1,4 @@
-"""The MAP head: a learned query attends to all patches; its result replaces the class token."""
+"""The MAP head: a learned query attends to all patches and replaces the class token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vit.layers.norm import NormOf
 class AttentionPool(nn.Module):
     """Multihead attention pooling: (B, h*w, D) -> (B, D).
 
-    Zhai et al. 2022 (arXiv 2106.04560, section 3.2), after the Set Transformer (arXiv 1810.00825);
-    google-research/big_vision:big_vision/models/vit.py (`MAPHead`). Names of weights are those of
-    timm's `AttentionPoolLatent`.
+    From Zhai et al. 2022 (arXiv 2106.04560, section 3.2) and the Set Transformer (arXiv
+    1810.00825); google-research/big_vision:big_vision/models/vit.py (`MAPHead`). Weights have the
+    names of timm's `AttentionPoolLatent`.
 
-    mlp: (B, D) -> (B, D), after the attention, as in a block.
+    mlp: the MLP after the attention, (B, D) -> (B, D).
     """
 
     def __init__(self, dim: int, num_heads: int, mlp: nn.Module, norm: NormOf):
@@ -30,12 +30,13 @@ class AttentionPool(nn.Module):
         self.mlp = mlp
 
     def reset_parameters(self) -> None:
-        """Draw the query: normal, std 1 / sqrt(dim), truncated at two deviations (timm)."""
+        """Initialize the query: normal, std 1 / sqrt(dim), truncated at two stds, as in timm."""
         std = self.latent.shape[2] ** -0.5
         nn.init.trunc_normal_(self.latent, std=std, a=-2 * std, b=2 * std)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the query, (1, heads, 1, head_dim), keys and values, (B, heads, h*w, head_dim)."""
+        """Return the query, (1, heads, 1, head_dim), and keys and values, (B, heads, h*w,
+        head_dim)."""
         q = self.q(self.latent).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         k, v = self.kv(x).unflatten(2, (2, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         return q, k, v

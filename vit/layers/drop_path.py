@@ -1,19 +1,18 @@
-"""Stochastic depth (Huang et al. 2016, arXiv 1603.09382), by timm's name drop path.
+"""Stochastic depth (Huang et al. 2016, arXiv 1603.09382), called drop path in timm.
 
-In training, some samples of a micro-batch skip a residual branch. The branch of the other samples
-is scaled up, so that the expected output is that of evaluation, where no sample skips. There are
-two forms (`model.drop_path_form`):
+In training, some samples of a micro-batch skip a residual branch. The branch of all other samples
+is scaled up, so that the expected output equals the output in evaluation. `model.drop_path_form`
+selects one of two forms:
 
-mask    Each sample skips independently with probability `rate`. `DropPath` multiplies the branch of
-        all samples by 0 or 1 / (1 - rate), so skipped branches are computed as well.
-subset  B * (1 - rate) of B samples, rounded, compute a branch. `choose_rows` draws them for all
-        branches of a model. `add_branch` gathers them, computes their branch and adds it back. At
-        rate 0.45 this saves nearly half of the blocks' work. DINOv2 does it in the same way (Oquab
-        et al. 2023, arXiv 2304.07193, section 5;
-        facebookresearch/dinov2:dinov2/layers/block.py), but truncates instead of rounding.
+mask    Each sample skips independently with probability `rate`. `DropPath` multiplies each branch
+        by 0 or 1 / (1 - rate), so skipped branches are computed as well.
+subset  Only B * (1 - rate) of B samples, rounded, compute a branch. `choose_rows` draws them for
+        all branches. `add_branch` gathers these samples, computes the branch and adds it back.
+        At rate 0.45 this saves nearly half of the computation. DINOv2 does the same, but truncates
+        instead of rounding (Oquab et al. 2023, arXiv 2304.07193, section 5;
+        facebookresearch/dinov2:dinov2/layers/block.py).
 
-`vit.model` uses these where a branch joins the residual path. `PatchDropout` drops patches of
-images instead of branches.
+`PatchDropout` drops patches of images instead of branches.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def drop_path_rates(rate: float, depth: int, schedule: str) -> list[float]:
 
 
 class DropPath(nn.Module):
-    """The form `mask`: zeroes a sample's branch with probability `rate` in [0, 1).
+    """The form `mask`: sets a sample's branch to zero with probability `rate` in [0, 1).
 
-    (B, ...) -> (B, ...); the other samples are scaled by 1 / (1 - rate). Does nothing in
-    evaluation.
+    (B, ...) -> (B, ...). All other samples are scaled by 1 / (1 - rate). In evaluation, nothing is
+    dropped.
     """
 
     keep_prob: Tensor
@@ -48,54 +47,55 @@ class DropPath(nn.Module):
         super().__init__()
         self.rate = rate
         # A tensor, because torch.compile makes a graph for each Python number that a forward pass
-        # reads. All blocks may have different rates, and after eight graphs it falls back to eager.
-        # Not persistent, because the rate is a setting, and timm's state dicts lack it.
+        # reads. Every block may have its own rate, and after eight graphs torch would run eagerly.
+        # Not persistent, because the rate is a setting and timm's state dicts do not contain it.
         self.register_buffer("keep_prob", torch.empty(()), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the buffer, also after `to_empty`."""
+        """Fill the buffer, even after `to_empty`."""
         self.keep_prob.fill_(1.0 - self.rate)
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        # One draw for each sample, in fp32 also under autocast, because bf16 has only 128 values in
-        # [0.5, 1), which is not fine enough for rate 0.1.
+        # Draw one fp32 number per sample, even under autocast: bf16 has only 128 values in [0.5,
+        # 1), which is too coarse for rate 0.1.
         shape = (x.shape[0], *(1,) * (x.ndim - 1))
         mask = torch.rand(shape, device=x.device) < self.keep_prob
         return x * (mask.to(x.dtype) / self.keep_prob)
 
 
 def num_kept(batch_size: int, rate: float) -> int:
-    """Return how many of `batch_size` samples compute a branch in the form `subset`, at least 1."""
+    """Return how many of `batch_size` samples compute a branch in the form `subset` (at least
+    1)."""
     return max(round(batch_size * (1.0 - rate)), 1)
 
 
 def choose_rows(batch_size: int, rates: Sequence[float], device: torch.device) -> list[Tensor]:
-    """Draw the samples that compute a branch: (num_kept,) int64 for each of `rates`.
+    """Draw the samples that compute each branch: (num_kept,) int64 for each of `rates`.
 
-    Their number depends only on the arguments, not on the draw, so nothing waits for the device.
+    The number of samples is known on the host, so nothing waits for the device.
     """
-    # One sort for all branches of the model; a `randperm` for each would be 64 calls for H.
+    # Sort once for all branches: one `randperm` per branch would take 64 calls for ViT-H.
     orders = torch.rand(len(rates), batch_size, device=device).argsort(dim=1)
     return [order[: num_kept(batch_size, rate)] for order, rate in zip(orders, rates, strict=True)]
 
 
 def add_branch(x: Tensor, branch: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:
-    """Return `x`, (B, ...), with B / kept times `branch(x[rows])` added to its `rows`, (kept,)."""
+    """Return `x`, (B, ...), with `branch(x[rows])` times B / kept added to its `rows`, (kept,)."""
     added = branch(x.index_select(0, rows)).to(x.dtype)
     return x.index_add(0, rows, added, alpha=x.shape[0] / rows.shape[0])
 
 
 class PatchDropout(nn.Module):
-    """Drops patches, and their rotary positions: (B, N, D) -> (B, P + kept, D).
+    """Drops patches and their rotary embeddings: (B, N, D) -> (B, P + kept, D).
 
-    Each image keeps its P prefix tokens and (1 - rate) of its patches, at least one, drawn for each
-    image. The cost of attention falls with the square (Liu et al. 2022, arXiv 2208.07220; timm's
-    `PatchDropout`). Tokens are not scaled up, because attention averages them. Does nothing in
-    evaluation.
+    Each image keeps its P prefix tokens and a random (1 - rate) of its patches, at least one. The
+    cost of attention falls quadratically (Liu et al. 2022, arXiv 2208.07220; timm's
+    `PatchDropout`). Tokens are not scaled up, because attention averages over them. In evaluation,
+    nothing is dropped.
     """
 
     def __init__(self, rate: float, num_prefix_tokens: int):
@@ -111,8 +111,8 @@ class PatchDropout(nn.Module):
         num_patches = num_tokens - first
         num_kept = max(int(num_patches * (1.0 - self.rate)), 1)
         order = torch.rand(batch_size, num_patches, device=x.device).argsort(dim=1)
-        # Patches stay in the order of the draw, because blocks do not depend on it. Prefix tokens
-        # stay first, because heads read them by position.
+        # Patches keep the random order, because blocks do not depend on it. Prefix tokens remain
+        # first, because heads find them by position.
         prefix = torch.arange(first, device=x.device).expand(batch_size, -1)
         tokens = torch.cat((prefix, order[:, :num_kept] + first), dim=1)
         x = x.gather(1, tokens.unsqueeze(2).expand(-1, -1, x.shape[2]))

@@ -1,12 +1,12 @@
-"""Let a model take images of further sizes, for stages of training (`schedule.image_sizes`).
+"""Let a model accept images of several sizes in training (`schedule.image_sizes`).
 
-A model stores positions for one image size: that of its checkpoints and evaluations. For a further
-size, learned and fixed positions are resampled in each forward pass, so that their gradient reaches
-the weights; rotary positions follow their own rule. The result is that of a model made for the
-further size with the same weights, because `vit.weights.files` resamples in the same way.
+A model stores position embeddings for one image size, which its checkpoints and evaluations use.
+For every other size, the embeddings are resampled in each forward pass, so that gradients reach the
+stored weights. Rotary embeddings have a table for each size. The result equals that of a model
+built for the other size, because `vit.weights.files` resamples in the same way.
 
-    positions of the model's grid -> `AtSize.positions` -> those of the images' grid
-                                     `AtSize.rope`      -> the table of that grid
+    positions of the model's grid -> `AtSize.positions` -> positions of the images' grid
+                                     `AtSize.rope`      -> the rotary table of that grid
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from vit.layers.rope import RotaryEmbedding
 
 
 class AtSize(nn.Module):
-    """The positions for images with a grid that differs from the model's.
+    """The positions for images whose grid differs from the model's.
 
-    grids: (h, w) in patches. rope: that of the model.
+    grids: (h, w) in patches. rope: the model's rotary embedding.
     """
 
     rows: Tensor
@@ -37,16 +37,16 @@ class AtSize(nn.Module):
         super().__init__()
         self.model_grid = model_grid
         self.rope = None if rope is None else rope.at(grid)
-        # The resize is a product with matrices, because the backward pass of torch's resize on GPUs
-        # adds in no fixed order. The filter is separable, so one matrix for each axis is enough.
-        # They are not in the state dict, because they follow from the sizes.
+        # Resample with matrix products, because the backward pass of torch's resize on GPUs adds in
+        # no fixed order. The filter is separable, so one matrix per axis is enough. The matrices
+        # follow from the sizes, so they are not in the state dict.
         for name, new, old in zip(("rows", "columns"), grid, model_grid, strict=True):
             self.register_buffer(name, torch.empty(new, old), persistent=False)
         self.reset_parameters()
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the matrices, also after `to_empty`."""
+        """Fill the matrices, even after `to_empty`."""
         for matrix in (self.rows, self.columns):
             new, old = matrix.shape
             matrix.copy_(resample_posemb(torch.eye(old)[None], (old, 1), (new, 1), 0)[0])
@@ -54,8 +54,7 @@ class AtSize(nn.Module):
     def positions(self, pos_embed: Tensor) -> Tensor:
         """Resample positions to this grid: (1, P + h*w, D) -> (1, P + h'*w', D) float32.
 
-        The result is that of `vit.layers.posemb.resample_posemb`, except for rounding. Call it
-        without autocast.
+        Equals `vit.layers.posemb.resample_posemb` except for rounding. Call without autocast.
         """
         num_patches = self.rows.shape[1] * self.columns.shape[1]
         prefix = pos_embed[0, : pos_embed.shape[1] - num_patches]
@@ -66,7 +65,7 @@ class AtSize(nn.Module):
 
 
 class OtherSizes(nn.ModuleDict):
-    """An `AtSize` for each further image size, by its "HEIGHTxWIDTH" in pixels."""
+    """An `AtSize` for each additional image size. The key is "HEIGHTxWIDTH" in pixels."""
 
     def find(self, images: Tensor) -> AtSize | None:
         """Return the positions for `images`, (B, C, H, W), or None if their size was not added."""
@@ -79,19 +78,19 @@ class OtherSizes(nn.ModuleDict):
 
 
 def take_sizes(model: Any, image_sizes: Iterable[tuple[int, int]]) -> None:
-    """Let `model` also take images of these sizes, (height, width); its weights do not change.
+    """Let `model` also accept images of these sizes, (height, width). Its weights do not change.
 
-    model: a `VisionTransformer` that is not wrapped or compiled yet. Raises ValueError for a size
-    that is not a multiple of the patch, and for a model of timm.
+    model: a `VisionTransformer` that is not wrapped or compiled yet. Raises ValueError for timm
+    models, and for sizes that are not a multiple of the patch size.
     """
     for image_size in image_sizes:
         if image_size == model.image_size:
             continue
         if not hasattr(model, "other_sizes"):
             raise ValueError(
-                f"schedule.image_sizes: timm's {type(model).__name__} takes images of"
-                f" {model.image_size[0]}x{model.image_size[1]} only: remove it, or take a model of"
-                " ours (vit_s16)"
+                f"schedule.image_sizes: timm's {type(model).__name__} accepts only images of"
+                f" {model.image_size[0]}x{model.image_size[1]}: remove schedule.image_sizes, or"
+                " use a model of this project, such as vit_s16"
             )
         grid = grid_size(image_size, model.patch_size)
         model.other_sizes.add(image_size, AtSize(grid, model.grid_size, model.rope))

@@ -1,5 +1,5 @@
-"""Draw initial weights as timm or JAX do where they differ from `vit.model`; or skip the draws for
-a model whose weights come from a checkpoint."""
+"""Initialize weights by the rules of timm or JAX, or skip the initialization of a model that a
+checkpoint fills."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _DRAWS = (
     "kaiming_uniform_",
     "kaiming_normal_",
 )
-"""Functions of torch.nn.init that draw, or call each other to draw."""
+"""Functions of torch.nn.init that draw random numbers, directly or through each other."""
 
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Skip the draws of parameters that are created in the block; a checkpoint will fill them.
+    """Skip the initialization of parameters in this block, because a checkpoint will fill them.
 
-    Buffers are drawn, because those outside the state dict are not in a checkpoint. The draws take
-    a second on one core for B, and seven for H.
+    Buffers are still initialized, because some are not in the checkpoint. The initialization takes
+    a second on one core for ViT-B and seven for ViT-H.
     """
 
     def instead_of(draw: Any) -> Any:
@@ -49,9 +49,10 @@ def undrawn() -> Iterator[None]:
 
 
 def lecun_normal_(weight: Tensor) -> None:
-    """Draw `weight`, (out, in, ...), from a normal distribution of variance 1 / fan-in, truncated
-    at two standard deviations, as Flax does (`lecun_normal`)."""
-    # Truncation leaves 0.8796 of the standard deviation. Flax divides by that, torch does not.
+    """Draw `weight`, (out, in, ...), from a normal distribution with variance 1 / fan-in, truncated
+    at two standard deviations (Flax's `lecun_normal`)."""
+    # Truncation reduces the standard deviation to 0.8796 of its value. Flax corrects this, torch
+    # does not.
     std = math.sqrt(1.0 / weight[0].numel()) / 0.87962566103423978
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
 
@@ -59,7 +60,7 @@ def lecun_normal_(weight: Tensor) -> None:
 def draw_as(
     source: str | None, model: nn.Module, patches: nn.Conv2d, heads: Iterable[nn.Linear]
 ) -> None:
-    """Draw the weights again that `source` ("timm", "jax"; None: none) draws in its own way."""
+    """Initialize again the weights for which `source` ("timm", "jax" or None) has its own rule."""
     if source == "timm":
         _draw_as_timm(patches, heads)
     elif source == "jax":
@@ -67,11 +68,11 @@ def draw_as(
 
 
 def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
-    """Draw patches and heads as timm, DeiT and DeiT III do.
+    """Initialize patch embedding and heads as timm, DeiT and DeiT III do.
 
-    Patches: torch's convolution, uniform with a deviation of 1 / sqrt(3 fan-in), bias included;
-    heads: normal, 0.02 (timm:timm/models/vision_transformer.py, `init_weights_vit_timm`;
-    facebookresearch/deit:models_v2.py, `_init_weights`).
+    The patch embedding uses torch's default for convolutions: uniform, std 1 / sqrt(3 fan-in), bias
+    included. Heads: normal, std 0.02 (timm:timm/models/vision_transformer.py,
+    `init_weights_vit_timm`; facebookresearch/deit:models_v2.py, `_init_weights`).
     """
     patches.reset_parameters()
     for head in heads:
@@ -79,9 +80,9 @@ def _draw_as_timm(patches: nn.Conv2d, heads: Iterable[nn.Linear]) -> None:
 
 
 def _draw_as_jax(model: nn.Module, heads: Iterable[nn.Linear]) -> None:
-    """Draw all linear maps of `model` except `heads` as Flax does in the ViT paper's code.
+    """Initialize all linear layers of `model` except `heads` as the ViT paper's Flax code does.
 
-    Xavier's uniform rule, separately for queries, keys and values; biases of MLPs normal, 1e-6
+    Xavier uniform, separately for queries, keys and values. Biases of MLPs: normal, std 1e-6
     (google-research/vision_transformer:vit_jax/models_vit.py; big_vision:models/vit.py).
     """
     are_heads = set(heads)

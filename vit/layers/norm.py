@@ -1,4 +1,4 @@
-"""Norms over the channels of a token, and learned factors of channels, by timm's names."""
+"""Normalization layers and LayerScale, with timm's names."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import torch
 from torch import Tensor, nn
 
 NormOf = Callable[[int], nn.Module]
-"""Creates a norm over a number of channels."""
+"""A function that creates a norm over the given number of channels."""
 EPS = 1e-6
-"""The paper's epsilon, which is Flax's default; torch's is 1e-5."""
+"""The epsilon of the ViT paper, which is Flax's default. torch's default is 1e-5."""
 
 
 class RMSNorm(nn.RMSNorm):
-    """(..., D) -> (..., D), divided by the root of the mean square, without a mean or a bias.
+    """RMSNorm: divides (..., D) by its root mean square over D, without mean or bias.
 
-    Zhang & Sennrich 2019, arXiv 1910.07467.
+    From Zhang & Sennrich 2019, arXiv 1910.07467.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        # In the weight's dtype, as autocast does for LayerNorm: torch has no kernel for bf16 with
-        # fp32 weights, and would warn at each call.
+        # Convert to the weight's dtype, as autocast does for LayerNorm. torch has no kernel for
+        # bf16 inputs with fp32 weights, and would warn at each call.
         return super().forward(x.to(self.weight.dtype))
 
 
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": RMSNorm}
-"""`norm_layer` -> its class."""
+"""The class for each value of `norm_layer`."""
 
 
 def create_norm(norm_layer: str, dim: int) -> nn.Module:
-    """Create the norm of that name over `dim` channels; all models use the same epsilon."""
+    """Create a norm over `dim` channels. All models use the same epsilon."""
     return NORMS[norm_layer](dim, eps=EPS)
 
 
 class LayerScale(nn.Module):
-    """(B, N, D) -> (B, N, D), each channel times its factor (CaiT, arXiv 2103.17239, equation 4).
+    """LayerScale: a learned factor for each channel (CaiT, arXiv 2103.17239, equation 4).
 
-    init_values: the factors at the start.
+    init_values: the initial value of all factors.
     """
 
     def __init__(self, dim: int, init_values: float):
@@ -46,7 +46,7 @@ class LayerScale(nn.Module):
         self.gamma = nn.Parameter(torch.empty(dim))
 
     def reset_parameters(self) -> None:
-        """Fill the factors, also after `to_empty`."""
+        """Fill the factors, even after `to_empty`."""
         nn.init.constant_(self.gamma, self.init_values)
 
     def forward(self, x: Tensor) -> Tensor:

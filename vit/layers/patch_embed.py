@@ -1,4 +1,4 @@
-"""Patches of images as tokens: a linear map, alone or between two norms (Dual PatchNorm)."""
+"""Patch embeddings: a linear map, optionally between two norms (Dual PatchNorm)."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from vit.layers.norm import create_norm
 
 
 class PatchEmbed(nn.Module):
-    """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
+    """Splits images into patches and embeds each: (B, C, H, W) -> (B, h*w, D), row by row.
 
-    These are the products x_p E of equation 1.
+    Computes the products x_p E of equation 1.
     """
 
     def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):
         super().__init__()
-        # A convolution whose stride is its kernel size is a linear map of each patch.
+        # A convolution whose stride equals its kernel size is a linear map of each patch.
         self.proj = nn.Conv2d(in_chans, embed_dim, kernel_size=patch_size, stride=patch_size)
 
     def forward(self, images: Tensor) -> Tensor:
-        # Row by row, which is the order of positions in `vit.layers.posemb` and timm's weights.
+        # The order is row by row, as in `vit.layers.posemb` and timm's weights.
         return self.proj(images).flatten(2).transpose(1, 2)
 
 
 class NormedPatchEmbed(nn.Module):
-    """Cut images into patches and embed each: (B, C, H, W) -> (B, h*w, D), row by row.
+    """Splits images into patches and embeds each between two norms, like `PatchEmbed`.
 
-    Dual PatchNorm (Kumar et al. 2023, arXiv 2302.01327; earlier in
-    explainingai-code/VIT-Pytorch:model/patch_embed.py). The weights of `proj` have the shape of a
-    convolution, as in a ViT without norms.
+    Dual PatchNorm (Kumar et al. 2023, arXiv 2302.01327;
+    explainingai-code/VIT-Pytorch:model/patch_embed.py). The weight of `proj` has the shape of a
+    convolution, as in a ViT without these norms.
     """
 
     def __init__(self, patch_size: tuple[int, int], in_chans: int, embed_dim: int):
@@ -43,7 +43,7 @@ class NormedPatchEmbed(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         height, width = self.patch_size
         patches = images.unflatten(3, (-1, width)).unflatten(2, (-1, height))
-        # (B, C, h, height, w, width) -> (B, h*w, C*height*width): the order of proj's weight
+        # (B, C, h, height, w, width) -> (B, h*w, C*height*width), the channel order of proj.weight
         patches = patches.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
         patches = self.norm_input(patches)
         return self.norm(F.linear(patches, self.proj.weight.flatten(1), self.proj.bias))

@@ -1,4 +1,4 @@
-"""Position embeddings: fixed 2-D sine-cosine ones, and resampling to a different grid."""
+"""Position embeddings: fixed 2-D sine-cosine, and resampling to a different grid."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor
 def sincos2d_posemb(grid_size: tuple[int, int], dim: int, num_prefix_tokens: int) -> Tensor:
     """Return fixed 2-D sine-cosine positions: (1, P + h*w, dim) float32, 0 for prefix tokens.
 
-    A quarter of the channels each is sin x, cos x, sin y, cos y. As in
-    google-research/big_vision:big_vision/models/vit.py (`posemb_sincos_2d`) the frequencies fall
-    from 1 to exactly 1/10,000. MoCo v3 (arXiv 2104.02057), the source of these positions, ends one
-    step earlier. Raises ValueError if `dim` is not a multiple of 4, or below 8.
+    The channels are sin x, cos x, sin y and cos y, a quarter each. Frequencies fall from 1 to
+    exactly 1/10,000, as in google-research/big_vision:big_vision/models/vit.py
+    (`posemb_sincos_2d`). MoCo v3 (arXiv 2104.02057), the source of these embeddings, ends one step
+    earlier. Raises ValueError if `dim` is not a multiple of 4, or is below 8.
     """
     if dim % 4 or dim < 8:
         needed = "an embed_dim of 8, 12, 16 and so on"
         raise ValueError(f"pos_embed 'sincos2d' needs {needed}, not {dim}")
-    quarter = dim // 4  # in float64, rounded once at the end
+    quarter = dim // 4  # computed in float64 and rounded once at the end
     frequencies = 10_000.0 ** (-torch.arange(quarter, dtype=torch.float64) / (quarter - 1))
     rows, columns = (torch.arange(n, dtype=torch.float64) for n in grid_size)
     y, x = torch.meshgrid(rows, columns, indexing="ij")
@@ -41,10 +41,10 @@ def resample_posemb(
 ) -> Tensor:
     """Resample positions to a different grid (section 3.2): (1, P + h*w, D) -> (1, P + h'*w', D).
 
-    The dtype stays, and so do the first P = `num_prefix_tokens` rows, which have no place in the
-    image. `interpolation` is "bicubic" or "bilinear"; the defaults are those of timm's
-    `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
-    `antialias` only matters for a smaller grid; DeiT and MAE do not use it.
+    The first P = `num_prefix_tokens` rows are copied, because they have no position in the image.
+    The dtype is preserved. `interpolation` is "bicubic" or "bilinear". The defaults are those of
+    timm's `resample_abs_pos_embed` (huggingface/pytorch-image-models:timm/layers/pos_embed.py).
+    `antialias` only affects smaller grids. DeiT and MAE do not use it.
 
     Raises:
         ValueError: `pos_embed` does not have the size of `old_grid`.
@@ -59,7 +59,7 @@ def resample_posemb(
         return pos_embed
     prefix = pos_embed[:, :num_prefix_tokens]
     image = pos_embed[:, num_prefix_tokens:].float().unflatten(1, tuple(old_grid))
-    # By size, not by a scale factor, which would round to a different number of positions.
+    # Pass the size, because a scale factor could round to a different number of positions.
     image = F.interpolate(
         image.permute(0, 3, 1, 2),
         size=tuple(new_grid),

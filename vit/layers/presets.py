@@ -1,4 +1,4 @@
-"""Sizes of ViTs by their names in papers, as arguments of `vit.model.VisionTransformer`."""
+"""The model sizes of the ViT papers, as arguments of `vit.model.VisionTransformer`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "g": {"embed_dim": 1408, "depth": 40, "num_heads": 16, "mlp_ratio": 48 / 11},
     "G": {"embed_dim": 1664, "depth": 48, "num_heads": 16, "mlp_ratio": 64 / 13},
 }
-"""B, L, H: Table 1 of the paper. Ti, S: Table 1 of DeiT (Touvron et al. 2021, arXiv 2012.12877). g,
-G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023 (2305.13035).
-"""
+"""B, L, H: Table 1 of the ViT paper. Ti, S: Table 1 of DeiT (Touvron et al. 2021, arXiv
+2012.12877). g, G: Table 2 of Zhai et al. 2022 (arXiv 2106.04560). SO400M: Alabdulmohsin et al. 2023
+(2305.13035)."""
 SIZES = {"tiny": "ti", "small": "s", "base": "b", "large": "l", "huge": "h"}
-"""timm's names of sizes -> names in `PRESETS`."""
+"""The names in `PRESETS` for timm's names of sizes."""

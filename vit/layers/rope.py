@@ -1,17 +1,17 @@
-"""Rotary positions (RoPE): queries and keys turn by angles that depend on their row and column.
+"""Rotary position embeddings (RoPE): rotate queries and keys by their row and column.
 
-Su et al. 2021 (arXiv 2104.09864) for two axes: half of the pairs of a head's channels turn with the
-row, half with the column, each pair at its own frequency. The product of a turned query and a
-turned key depends only on their distance. Positions have no weights, so a model can take images of
-a different size. Their coordinates then follow the rule of the source:
+This extends Su et al. 2021 (arXiv 2104.09864) to two axes: half of a head's channel pairs rotate
+with the row, half with the column, each pair at its own frequency. The product of a rotated query
+and a rotated key depends only on their distance. Rotary embeddings have no weights, so a model can
+accept other image sizes. The coordinates then depend on `rope_type`:
 
-axial   Row and column count from 0, frequencies fall from 1 to nearly 1 / 10,000, neighbouring
-        channels are a pair. In a larger image counting continues (ViT-5: wangf3014/ViT-5:rope.py),
-        or, with `ref_feat_shape`, coordinates are spread over the rows and columns of that grid
-        (EVA-02, arXiv 2303.11331; timm's `RotaryEmbeddingCat`,
+axial   Rows and columns count from 0. Frequencies fall from 1 to nearly 1 / 10,000. Neighboring
+        channels are a pair. Larger images have larger coordinates (ViT-5: wangf3014/ViT-5:rope.py).
+        With `ref_feat_shape`, coordinates are scaled to that grid (EVA-02, arXiv 2303.11331; timm's
+        `RotaryEmbeddingCat`,
         huggingface/pytorch-image-models:timm/layers/pos_embed_sincos.py).
-dinov3  The centres of patches lie in [-1, 1] for any size, frequencies fall from 2 pi to
-        nearly 2 pi / 100, channels half a head apart are a pair (DINOv3, arXiv 2508.10104;
+dinov3  The centers of patches are in [-1, 1] for any image size. Frequencies fall from 2 pi to
+        nearly 2 pi / 100. Channels half a head apart are a pair (DINOv3, arXiv 2508.10104;
         facebookresearch/dinov3:dinov3/layers/rope_position_encoding.py).
 
     sizes -> `RotaryEmbedding.table` -> `rotate` in each block's attention
@@ -25,21 +25,21 @@ import torch
 from torch import Tensor, nn
 
 TEMPERATURES = {"axial": 10_000.0, "dinov3": 100.0}
-"""`rope_type` -> the `rope_temperature` of its source."""
+"""The default `rope_temperature` for each `rope_type`, from its source."""
 
 
 class RotaryEmbedding(nn.Module):
-    """The table for one image size, (2, 1, 1, N, head_dim) float32: cosines and sines.
+    """The cosines and sines for one image size, (2, 1, 1, N, head_dim) float32.
 
-    Prefix tokens do not turn, except registers with a temperature, which turn like the places of a
-    square grid (ViT-5). The sines have the sign with which `rotate` adds them.
+    Prefix tokens are not rotated. With `reg_temperature`, registers are rotated as if they were on
+    a square grid (ViT-5). The sines already have the sign with which `rotate` adds them.
 
     Args:
-        temperature: None for the source's.
-        reg_temperature: None for registers that do not turn.
+        temperature: None for the default of `rope_type`.
+        reg_temperature: None if registers are not rotated.
         ref_feat_shape, grid_size: (h, w) in patches.
         rope_type: "axial" or "dinov3".
-        class_tokens, reg_tokens: numbers of prefix tokens, in their order.
+        class_tokens, reg_tokens: the numbers of prefix tokens, in this order.
     """
 
     table: Tensor
@@ -67,14 +67,14 @@ class RotaryEmbedding(nn.Module):
         self.num_fixed = class_tokens if reg_temperature else class_tokens + reg_tokens
         self.reg_grid = (math.isqrt(reg_tokens),) * 2
         num_tokens = class_tokens + reg_tokens + math.prod(grid_size)
-        # A buffer, so that it moves with the model to a device. Not in the state dict, like timm's,
-        # because it follows from the image size.
+        # A buffer moves to the device with the model. It follows from the image size, so it is not
+        # in the state dict, as in timm.
         table = torch.empty(2, 1, 1, num_tokens, head_dim)
         self.register_buffer("table", table, persistent=False)
         self.reset_parameters()
 
     def at(self, grid_size: tuple[int, int]) -> RotaryEmbedding:
-        """Return the embedding for images with this grid, by the rule of `rope_type`."""
+        """Return the embedding for images with this grid, computed by the rule of `rope_type`."""
         class_tokens, reg_tokens = self.prefix
         return RotaryEmbedding(
             self.temperature,
@@ -89,7 +89,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Fill the table, also after `to_empty`."""
+        """Fill the table, even after `to_empty`."""
         head_dim = self.table.shape[-1]
         angles = [torch.zeros(self.num_fixed, head_dim // 2, dtype=torch.float64)]
         if self.reg_temperature:
@@ -113,9 +113,9 @@ class RotaryEmbedding(nn.Module):
 
 
 def rotate(x: Tensor, table: Tensor, rope_type: str) -> Tensor:
-    """Turn each pair of channels of queries or keys `x`, (B, heads, N, head_dim), by its angle.
+    """Rotate each channel pair of queries or keys `x`, (B, heads, N, head_dim), by its angle.
 
-    table: of `RotaryEmbedding`, (2, 1 or B, 1, N, head_dim) float32. Returns float32.
+    table: the table of `RotaryEmbedding`, (2, 1 or B, 1, N, head_dim) float32. Returns float32.
     """
     cos, sin = table
     if rope_type == "axial":
@@ -126,7 +126,7 @@ def rotate(x: Tensor, table: Tensor, rope_type: str) -> Tensor:
 
 
 def _grid_places(grid_size: tuple[int, int], ref_feat_shape: tuple[int, int]) -> Tensor:
-    """Return row and column of each patch, (h*w, 2) float64, on the grid `ref_feat_shape`."""
+    """Return the row and column of each patch, (h*w, 2) float64, scaled to `ref_feat_shape`."""
     axes = [
         torch.arange(size, dtype=torch.float64) * reference / size
         for size, reference in zip(grid_size, ref_feat_shape, strict=True)
@@ -135,7 +135,7 @@ def _grid_places(grid_size: tuple[int, int], ref_feat_shape: tuple[int, int]) ->
 
 
 def _centres(grid_size: tuple[int, int]) -> Tensor:
-    """Return row and column of the centre of each patch, in [-1, 1]: (h*w, 2) float64."""
+    """Return the row and column of each patch's center in [-1, 1]: (h*w, 2) float64."""
     axes = [(torch.arange(size, dtype=torch.float64) * 2 + 1) / size - 1 for size in grid_size]
     return torch.cartesian_prod(*axes)
 

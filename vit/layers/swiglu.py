@@ -1,4 +1,4 @@
-"""Gated MLPs: SwiGLU (Shazeer 2020, arXiv 2002.05202) in the two layouts of timm's weights."""
+"""Gated MLPs: SwiGLU (Shazeer 2020, arXiv 2002.05202) in timm's two weight layouts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 
 class SwiGLU(nn.Module):
-    """A hidden layer times its gate, per token: (B, N, D) -> (B, N, D).
+    """A hidden layer multiplied by its gate, applied to each token: (B, N, D) -> (B, N, D).
 
-    Used by EVA-02 and DINOv3's H+; timm's `SwiGLU`. With equally many parameters `hidden_dim` is
-    two thirds of an MLP's.
+    EVA-02 and DINOv3 H+ use it. It equals timm's `SwiGLU`. For as many parameters as in an MLP,
+    `hidden_dim` is two thirds of the MLP's.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):
@@ -27,9 +27,9 @@ class SwiGLU(nn.Module):
 
 
 class SwiGLUPacked(nn.Module):
-    """SwiGLU with gate and hidden layer in one product; each has half of `hidden_dim`.
+    """SwiGLU that computes gate and hidden layer in one product, each half of `hidden_dim` wide.
 
-    Used by DINOv2's g; timm's `SwiGLUPacked`. `hidden_dim` is even.
+    DINOv2 g uses it. It equals timm's `SwiGLUPacked`. `hidden_dim` must be even.
     """
 
     def __init__(self, dim: int, hidden_dim: int, drop: float):

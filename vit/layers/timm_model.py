@@ -1,8 +1,8 @@
-"""Create models of timm as `timm/<name>`, without their published weights.
+"""Create timm models from `timm/<name>`, without pretrained weights.
 
-timm is an optional dependency, imported only for such a model. A timm model gets the attributes
-`image_size` (height, width) and `in_chans` of `VisionTransformer`, because callers such as
-`vit.training.model_summary.flops_per_image` read the shape of inputs from them.
+timm is an optional dependency that is imported only for these models. Each model gets the
+attributes `image_size` (height, width) and `in_chans`, because callers such as
+`vit.training.model_summary.flops_per_image` read the input shape from them.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from vit.system.spelling import did_you_mean
 def create_timm_model(
     name: str, image_size: int | tuple[int, int] = 224, num_classes: int = 1000, **fields: Any
 ) -> nn.Module:
-    """Create timm's model `name` (without the `timm/`) for images of `image_size` pixels.
+    """Create the timm model `name` (without `timm/`) for images of `image_size` pixels.
 
     Raises:
-        ValueError: timm is not installed, does not know the name, or cannot make the model with
-            these `fields`. All fields that the model lacks are named at once.
+        ValueError: timm is not installed, does not know the name, or rejects some `fields`. One
+            error lists all rejected fields.
     """
     try:
         import timm
@@ -41,24 +41,25 @@ def create_timm_model(
         try:
             model = timm.create_model(name, **fields)
         except (TypeError, RuntimeError, ValueError, AssertionError) as error:
-            # Python names only one unknown argument per attempt, timm's MetaFormer names all.
+            # Python names one unknown argument per attempt, but timm's MetaFormer names all of
+            # them.
             named = str(error).partition("unexpected keyword argument")[2]
             refused = [field for field in re.findall(r"'(\w+)'", named) if field in fields]
             if not refused:
                 if {*unknown} - {"img_size"}:
-                    break  # report unknown fields first: this error may follow from them
+                    break  # report unknown fields first, because they may have caused this error
                 raise ValueError(
-                    f"timm {timm.__version__} cannot make {name!r} with {fields}: {error}"
+                    f"timm {timm.__version__} cannot create {name!r} with {fields}: {error}"
                 ) from error
             for field in refused:
                 del fields[field]
             unknown += refused
-    # Convolutional networks take images of any size and have no such argument.
+    # Convolutional networks accept any image size and have no `img_size` argument.
     if lacking := sorted({*unknown} - {"img_size"}):
         remedy = " ".join(f"model.{field}=null" for field in lacking)
         raise ValueError(
-            f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or leave them out of the"
-            " config"
+            f"timm's {name} has no {', '.join(lacking)}: set {remedy}, or remove these settings"
+            " from the config"
         )
     model.image_size = height_width(image_size, "image_size")
     model.in_chans = fields["in_chans"]

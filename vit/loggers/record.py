@@ -1,10 +1,10 @@
-"""Write the record of a run, `metrics.jsonl`, and show it.
+"""Write metrics and events of a run to `metrics.jsonl`, and display them.
 
-`metrics.jsonl` has everything. Console, Weights & Biases (`vit.loggers.wandb_logger`) and
-TensorBoard (`vit.loggers.tensorboard`) only show it. Rank 0 appends each set of numbers as one JSON
-object per line. A restarted run appends to the same file: later lines replace earlier ones from the
-step of the `start` line on, which `read_metrics` applies. If W&B is off, offline or hangs, the file
-is the same, and the run continues. `StartTimes` measures the parts of a start.
+Rank 0 appends one JSON object per line. Console, Weights & Biases (`vit.loggers.wandb_logger`) and
+TensorBoard (`vit.loggers.tensorboard`) only display lines of `metrics.jsonl`. If W&B is off,
+offline or hangs, the file is the same and the run continues. A resumed run appends to the same
+file: its lines replace earlier lines from the step of its `start` line on, which `read_metrics`
+applies. `StartTimes` measures the startup.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from vit.system.meter import steady_s
 from vit.system.redact import printed, shown, shown_values
 
 SILENT_S = 60.0
-"""Longest time without a line in a log file, because steps may take minutes each."""
+"""The longest time without a line in a log file, because steps may take minutes each."""
 
 
 _OF_EACH_LINE = {"kind", "step", "time"}
 OF_PROVENANCE = ("command", "git", "python", "torch", "host")
-"""Keys of `provenance`; a `start` line has them as well."""
+"""The keys of `provenance`, which `start` lines also contain."""
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the readable lines of a `metrics.jsonl`, and the number of unreadable ones.
+    """Return the readable lines of a `metrics.jsonl`, and the number of unreadable lines.
 
-    Text after the last line break was cut short by a kill, and is ignored.
+    Text after the last line break was cut off by a kill and is ignored.
     """
     lines = list[dict[str, Any]]()
     num_unreadable = 0
@@ -58,7 +58,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def without_redone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `lines` without those that a restart or a rewind has replaced."""
+    """Return `lines` without the lines that a resume or a rewind has replaced."""
     valid: list[dict[str, Any]] = []
     for line in lines:
         if line["kind"] in ("start", "rewind"):
@@ -73,9 +73,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def numbers_of(line: dict[str, Any]) -> dict[str, float]:
-    """Return the numbers of a line to show, by names such as `train/loss`; {} for other kinds.
+    """Return the numbers of a line to display, with names such as `train/loss`.
 
-    For norms it returns those of each layer, by names such as `norms/grad_norm/blocks.0`.
+    Lines of norms give names such as `norms/grad_norm/blocks.0`. Other kinds of lines give {}.
     """
     kind = line["kind"]
     if kind == "norms":
@@ -91,16 +91,16 @@ def numbers_of(line: dict[str, Any]) -> dict[str, float]:
 
 
 class Rows(NamedTuple):
-    """The rows of a record that W&B shows."""
+    """The rows that W&B displays."""
 
     rows: list[tuple[int, dict[str, float]]]
-    """Step and numbers by name of each valid line."""
+    """The step and the numbers by name of each valid line."""
     most: int
     """The largest number of valid lines at any time."""
 
 
 def rows_of(lines: list[dict[str, Any]]) -> Rows:
-    """Return the rows that W&B shows. lines: all lines of a record, also replaced ones."""
+    """Return the rows that W&B displays. lines: all lines of a run, even replaced ones."""
     rows: list[tuple[int, dict[str, float]]] = []
     most = 0
     restarts = 0
@@ -115,11 +115,11 @@ def rows_of(lines: list[dict[str, Any]]) -> Rows:
 
 
 class Record:
-    """Writes and shows on rank 0; on other ranks every call does nothing.
+    """Writes and displays metrics.jsonl on rank 0. On other ranks, calls do nothing.
 
-    total_steps, first_step: for the progress line. lock: that of the run folder; the record
-    acquires it, unless it is already held, and releases it when closed. Lines go to stderr, because
-    stdout is for the result of the command.
+    total_steps, first_step: for the progress line. lock: the lock of the run folder, which is
+    acquired if it is not held yet, and released by `close`. Lines are printed on stderr, because
+    stdout is for the result of a command.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Record:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a live line: on rank 0, if it has a terminal."""
+        """Whether a live line exists: on rank 0, in a terminal."""
         return self._live is not None
 
     def say(self, text: str) -> None:
@@ -175,16 +175,15 @@ class Record:
             self._printed_at = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one line of `kind` start, reference, ready, train, norms, eval, epoch, checkpoint,
-        fault, rewind or end.
+        """Append one line. Raises ValueError if it cannot be written.
 
-        Raises ValueError if it cannot be written.
+        kind: start, reference, ready, train, norms, eval, epoch, checkpoint, fault, rewind or end.
         """
         if not self.is_main:
             return
         for key, value in values.items():
             values[key] = shown_values(_finite(value))
-        # By a steady clock, so that differences stay right if the system's clock is set.
+        # Use a steady clock, so that differences remain correct if the system clock is changed.
         time_s = self._began_s + steady_s() - self._began_at
         line = {"kind": kind, "step": step, "time": round(time_s, 3), **values}
         self._append(json.dumps(line) + "\n")
@@ -208,44 +207,44 @@ class Record:
             self._file.write(line)
             self._file.flush()
         except OSError as error:
-            # A full disk may have cut the line short, and the next start removes it, so no line may
-            # follow it. Closing the file may try to write it again, and fail again.
+            # A full disk may have cut the line off. The next start removes it, so no line may
+            # follow it. Closing the file may try to write the line again and fail again.
             with suppress(OSError):
                 self._file.close()
             raise ValueError(
-                f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror}); checkpoints"
-                " are untouched. Free some space and run the same command again"
+                f"{self._run_dir / METRICS_FILE}: cannot be written ({error.strerror});"
+                " checkpoints are unchanged. Free some space and run the same command again"
             ) from None
 
     def _restore_if_gone(self) -> None:
-        """Write all lines to a new file, if the file was removed or replaced.
+        """Write all lines to a new file if the file was removed or replaced.
 
-        The open file still has the lines, although it has no name any more. Raises OSError.
+        The lines are still in the open file, although its name is gone. Raises OSError.
         """
         path = self._run_dir / METRICS_FILE
         with suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._file.fileno()), path.stat()):
                 return
         if not self.lock.is_in_place():
-            return  # the folder is gone, or belongs to another run: the next save raises an error
+            return  # the folder is gone or belongs to another run, so the next save raises an error
         self._file.seek(0)
         with replacing(path) as file:
             file.write(self._file.read().encode())
         self._file.close()
         self._file = _open_to_append(path)
-        self.say(f"{path}: was removed or replaced while the run wrote to it; it is there again")
+        self.say(f"{path}: was removed or replaced during the run and has been restored")
 
     def flush(self) -> None:
-        """Force all lines to the disk; on rank 0, from any thread.
+        """Flush all lines to disk on rank 0. May be called from any thread.
 
-        Without it a power cut would lose lines of steps before the checkpoint, which are never
+        Otherwise a power failure could lose lines of steps before the checkpoint, which are never
         repeated. Raises OSError.
         """
-        with suppress(ValueError):  # closed, after an error that was already reported
+        with suppress(ValueError):  # the file was closed after an error that was already reported
             os.fsync(self._file.fileno())
 
     def progress(self, step: int, text: str) -> None:
-        """Move the live line to `step`; without a terminal, print a line after a silent minute."""
+        """Update the live line. Without a terminal, print a line after a minute without output."""
         if self._live is not None:
             self._live.update(self._task, completed=step, description=text)
         elif self.is_main and time.monotonic() - self._printed_at > SILENT_S:
@@ -254,15 +253,15 @@ class Record:
             self._wandb.poll_messages()
 
     def train_line(self, step: int, text: str) -> None:
-        """Show a line of training metrics: the live line, or a printed one without a terminal."""
+        """Show a line of training metrics on the live line, or print it without a terminal."""
         if self.is_main and self._live is None:
             self.say(text)
         self.progress(step, text)
 
     def start_wandb(self, run_config: dict[str, Any]) -> None:
-        """Start to show this run on W&B; a restarted run continues the same W&B run.
+        """Start to display this run on W&B. A resumed run continues the same W&B run.
 
-        A later line reports whether that works, so training does not wait for it.
+        Training does not wait for W&B; a later line reports whether it works.
         """
         if not self.is_main or self._config.wandb == "off":
             return
@@ -280,7 +279,7 @@ class Record:
             )
 
     def start_tensorboard(self) -> None:
-        """Start to show this run in TensorBoard, with all lines of the record so far."""
+        """Start to display this run in TensorBoard, beginning with all existing lines."""
         if self.is_main and self._config.tensorboard:
             lines = read_metrics(self._run_dir / METRICS_FILE)
             shown_lines = ((line["step"], line["time"], numbers_of(line)) for line in lines)
@@ -290,14 +289,14 @@ class Record:
             self._tensorboard = tensorboard_view(self._run_dir, shown_lines, self.say)
 
     def go_back(self, step: int, text: str, **values: Any) -> None:
-        """Print and write that the run goes back to `step`; existing later lines become invalid."""
+        """Print and record that the run rewinds to `step`. Later lines become invalid."""
         self.say(text)
         if self._wandb is not None:
             lines = read_lines(self._run_dir / METRICS_FILE)[0]
             rows = rows_of([*lines, {"kind": "rewind", "step": step}]).rows
             self._wandb.send(rewind=len(rows))
         self.write("rewind", step, **values)
-        if self._tensorboard is not None:  # a new file, which begins with the valid lines
+        if self._tensorboard is not None:  # start a new file, which begins with the valid lines
             self._tensorboard.close()
             self.start_tensorboard()
 
@@ -316,9 +315,9 @@ class Record:
             self._wandb.send(step=self._step, table=f"report/{name}", columns=columns, rows=rows)
 
     def close(self) -> None:
-        """Close the live line, the file, the event file and the W&B run.
+        """Close the live line, metrics.jsonl, the event file and the W&B run.
 
-        The W&B run may take up to the limits in `vit.loggers.wandb_logger`.
+        W&B may take up to the time limits in `vit.loggers.wandb_logger`.
         """
         if not self.is_main:
             return
@@ -335,9 +334,9 @@ class Record:
 
 
 def _finite(value: Any) -> Any:
-    """Return `value` with None in place of numbers that are not finite, also inside a dict.
+    """Return `value` with None instead of non-finite numbers, even inside a dict.
 
-    JSON has no infinity, so readers in other languages would refuse the line.
+    JSON has no infinity, so readers in other languages would reject the line.
     """
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
@@ -346,7 +345,7 @@ def _finite(value: Any) -> Any:
 
 
 def _open_to_append(path: Path) -> TextIO:
-    """Open `path`, and remove a last line that a kill cut short."""
+    """Open `path`, and remove a last line that was cut off by a kill."""
     if path.exists():
         content = path.read_bytes()
         os.truncate(path, content.rfind(b"\n") + 1)
@@ -354,7 +353,7 @@ def _open_to_append(path: Path) -> TextIO:
 
 
 def provenance() -> dict[str, str]:
-    """Return the command, the git commit, the versions and the host that made a run."""
+    """Return the command, git commit, versions and host of a run."""
     try:
         git = subprocess.run(
             ["git", "describe", "--always", "--dirty"],
@@ -379,21 +378,21 @@ def provenance() -> dict[str, str]:
 
 
 class StartTimes:
-    """The times of the parts of a start on this rank; a part begins when the previous one ends."""
+    """Measures the parts of a startup on this rank. A part begins when the previous one ends."""
 
     def __init__(self, joined_s: float):
-        """joined_s: time until the ranks had met."""
+        """joined_s: the time until all ranks had connected."""
         self.parts_s = {"ranks": joined_s}
         self._began = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """End the part `name`; a part may have several pieces, which add up."""
+        """End the part `name`. Several parts with the same name are added up."""
         now = time.perf_counter()
         self.parts_s[name] = self.parts_s.get(name, 0.0) + now - self._began
         self._began = now
 
     def tell(self, record: Record, step: int) -> None:
-        """Print the parts in a line, and write them into the record."""
+        """Print all parts in one line, and write them to metrics.jsonl."""
         parts = ", ".join(f"{name} {took_s:.1f}" for name, took_s in self.parts_s.items())
         total_s = sum(self.parts_s.values())
         record.say(f"ready in {total_s:.1f} s: {parts}")

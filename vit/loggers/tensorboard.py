@@ -1,12 +1,12 @@
-"""Show the record in TensorBoard's event files.
+"""Write metrics to TensorBoard event files.
 
     runs/<name>/tensorboard/events.out.tfevents.*
 
-Each attempt writes its own file. It begins with a mark that makes a running TensorBoard drop its
-data, followed by the numbers of all valid lines of the record. Then the file of the previous
-attempt is emptied. So after a kill no step is missing or shown twice, and TensorBoard may be
-switched on in the middle of a run. A thread of tensorboard writes the file, so neither training nor
-the record waits for it. Its errors end only this view.
+Each attempt writes its own file. The file begins with a purge mark, which makes TensorBoard drop
+older data, followed by the numbers of all valid lines of metrics.jsonl. Then the file of the
+previous attempt is emptied. After a kill, no step is therefore missing or shown twice, and
+TensorBoard may be turned on in the middle of a run. A thread of tensorboard writes the file, so
+training does not wait for it. Errors only end this display.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 
 class TensorboardView:
-    """Shows numbers and pictures; no method raises.
+    """Displays numbers and pictures in TensorBoard. No method raises an error.
 
-    lines: (step, time in seconds, numbers by name) of the record so far. say: prints a line.
+    lines: (step, time in seconds, numbers by name) of existing lines. say: prints a line.
     """
 
     def __init__(
@@ -39,15 +39,15 @@ class TensorboardView:
             folder = run_dir / "tensorboard"
             before = list(folder.glob("events.out.tfevents.*"))
             threading.excepthook = partial(_report, threading.excepthook)
-            # purge_step is the mark. max_queue has no limit, so that training never waits for the
-            # disk.
+            # purge_step writes the purge mark. Without a limit of the queue, training never waits
+            # for the disk.
             self._writer = SummaryWriter(folder, purge_step=0, max_queue=0, flush_secs=2)
             for line in lines:
                 self.send(*line)
             self._do("flush")
             for path in before if self._writer is not None else ():
-                # Emptied, not removed, because a TensorBoard that reads the file would wait for it
-                # forever.
+                # Empty the file instead of removing it, because a TensorBoard that reads it would
+                # wait for it forever.
                 if path.stat().st_size:
                     os.truncate(path, 0)
                 else:
@@ -84,7 +84,7 @@ class TensorboardView:
         try:
             if self._writer is not None:
                 getattr(self._writer, method)(*arguments)
-        except Exception as error:  # of the thread, such as a full disk
+        except Exception as error:  # an error of the thread, such as a full disk
             self._stop(error)
 
     def _stop(self, error: Exception) -> None:
@@ -93,6 +93,6 @@ class TensorboardView:
 
 
 def _report(before: Callable[[Any], object], args: Any) -> None:
-    """Report an error of a thread by `before`, unless it is tensorboard's, which `_do` reports."""
+    """Report an error of a thread with `before`, except errors of tensorboard (see `_do`)."""
     if not type(args.thread).__module__.startswith("tensorboard."):
         before(args)

@@ -1,19 +1,19 @@
-"""Run Weights & Biases in a separate process, which can neither block nor crash training.
+"""Run Weights & Biases in a separate process that can neither block nor crash training.
 
-Rank 0 appends all numbers for W&B to a nameless file in the run folder, the feed: one JSON object a
-line, beginning with the valid lines of the record. A second process, `vit/loggers/wandb_process.py`
-run as a script, reads the feed, and is the only one that imports wandb. It opens the run, online or
-else offline, and reports to rank 0 through a second nameless file. So neither process ever waits
-for the other.
+Rank 0 appends all numbers for W&B to the feed, an unnamed temporary file with one JSON object per
+line, beginning with the valid lines of metrics.jsonl. A second process runs
+`vit/loggers/wandb_process.py`, reads the feed, and is the only process that imports wandb. It opens
+the run, online or else offline, and reports to rank 0 through a second unnamed file. Neither
+process ever waits for the other.
 
-If the second process fails, it is started again, offline, from the feed's first line. W&B's folder
-on disk then has the complete run, and `wandb sync` uploads it. If training is killed, the second
-process reads the feed to its end, and finishes.
+If the second process fails, it is restarted offline from the first line of the feed. W&B's local
+folder then contains the complete run, which `wandb sync` can upload. If training is killed, the
+second process still reads the feed to its end and finishes.
 
     runs/<name>/wandb_id                   one id for all attempts
-    runs/<name>/wandb/[offline-]run-*/     W&B's own folders: of each attempt online, one offline
-    runs/<name>/wandb/console.log          what W&B prints
-    runs/<name>/wandb/tmp-*/               its temporary files, as long as its process runs
+    runs/<name>/wandb/[offline-]run-*/     W&B's folders: one per online attempt, one offline
+    runs/<name>/wandb/console.log          output of W&B
+    runs/<name>/wandb/tmp-*/               temporary files of W&B while its process runs
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ from vit.loggers.record import Rows
 from vit.loggers.wandb_process import FINISH_S, POLL_S, Messages, temporary_folder
 
 INIT_S = 30.0
-"""Time that opening a run online may take; long, because training continues during it."""
+"""The time limit for opening a run online. It may be long, because training continues."""
 ANNOUNCE_S = 6.0
-"""Time of an upload after which it is announced. If the server is gone, the upload has been
-abandoned by then."""
+"""The duration after which an upload is announced. If the server does not answer, the upload has
+been canceled by then."""
 LIMITS_S = {"start": 30.0, "run": 3.0, "offline run": 30.0, "end": FINISH_S + 30.0}
-"""Next event of the process -> how long training waits for it after its last step.
+"""The time that `close` waits for each event of the process.
 
 A "run" that does not open online is opened offline instead. An "offline run" has no alternative, so
-its limit is long; only a slow disk or a busy machine delays it.
+its limit is long. Only a slow disk or a busy machine delays it.
 """
 STOPPED_S = 10.0
-"""Time for the upload if a signal stopped the run, because a scheduler may not wait."""
+"""The time limit for an upload after a signal, because a scheduler may not wait longer."""
 SCRIPT = wandb_process.__file__
 
 Mode = Literal["online", "offline", "off"]
 
 
 def wanted_mode(setting: str) -> Mode:
-    """Combine `log.wandb` with W&B's own variable WANDB_MODE.
+    """Combine `log.wandb` with W&B's environment variable WANDB_MODE.
 
-    An online run becomes an offline one without a key, or if the server does not answer.
+    An online run becomes offline if the API key is missing or the server does not answer.
     """
     variable = os.environ.get("WANDB_MODE", "")
     if setting == "off" or variable == "disabled":
@@ -67,10 +67,10 @@ def wanted_mode(setting: str) -> Mode:
 
 
 class WandbProcess:
-    """The side of the training process. No method raises, and only `close` waits.
+    """The interface for the training process. No method raises an error, and only `close` waits.
 
-    `shown`: the rows of the record so far. `say`: prints a line. Call `poll_messages` from time to
-    time: it prints the reports of the second process.
+    `shown`: the rows of existing lines. `say`: prints a line. Call `poll_messages` regularly to
+    print the reports of the second process.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class WandbProcess:
         try:
             self._console.parent.mkdir(exist_ok=True)
             self._console.unlink(missing_ok=True)
-            # Nameless, so that no file is left behind, however the processes end.
-            self._feed: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115  open as long as the run
+            # The file has no name, so nothing is left behind, no matter how the processes end.
+            self._feed: IO[bytes] = tempfile.TemporaryFile(  # noqa: SIM115  open during the run
                 dir=run_dir, buffering=0
             )
         except OSError as error:
@@ -105,13 +105,13 @@ class WandbProcess:
             self.send(step=step, numbers=numbers)
 
     def _launch(self, why_offline: str = "") -> None:
-        """Start the process at the feed's first line. why_offline: why the first process failed,
-        when it is started again."""
+        """Start the process, which reads the feed from its first line. why_offline: the reason why
+        the first process failed, if this is the second."""
         self._is_second = bool(why_offline)
         self._await("start")
         self._failure = ""
         feed = self._feed.fileno()
-        # -P: without the script's folder on the path, where its modules would shadow W&B's.
+        # -P removes the script's folder from the path, because its modules would shadow W&B's.
         command = [sys.executable, "-P", SCRIPT, str(os.getpid()), str(feed), why_offline]
         try:
             self._reports: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
@@ -122,7 +122,7 @@ class WandbProcess:
                     stdout=self._reports,
                     stderr=console,
                     pass_fds=[feed],
-                    start_new_session=True,  # so that Ctrl-C in the terminal only reaches training
+                    start_new_session=True,  # Ctrl-C in the terminal only reaches training
                 )
         except OSError as error:
             self._say(f"wandb: not used ({error.strerror})")
@@ -139,19 +139,17 @@ class WandbProcess:
             return
         try:
             self._feed.write(json.dumps(message, default=_plain).encode() + b"\n")
-        except (TypeError, ValueError) as error:  # what JSON cannot hold
+        except (TypeError, ValueError) as error:  # not representable in JSON
             self._say(f"wandb: cannot show {message.get('table', 'this')} ({error})")
         except OSError as error:  # a full disk
             self._kill()
-            self._say(
-                f"wandb: stopped ({error.strerror}); metrics.jsonl has all that it could take"
-            )
+            self._say(f"wandb: stopped ({error.strerror}); metrics.jsonl has what fits on the disk")
 
     def poll_messages(self) -> None:
-        """Print the reports of the process; start it again if its first attempt has failed."""
+        """Print the reports of the process, and restart it once if it has failed."""
         if self._process is None:
             return
-        status = self._process.poll()  # before reading, so that no message is missed
+        status = self._process.poll()  # check before reading, so that no message is missed
         for message in self._messages.read():
             if "say" in message:
                 self._say(f"wandb: {message['say']}")
@@ -164,7 +162,7 @@ class WandbProcess:
             self._is_complete = not self._failure
         elif status is not None:
             self._fail(
-                self._failure or f"its process ended with status {status}, see {self._console}"
+                self._failure or f"its process ended with status {status}: see {self._console}"
             )
 
     def _fail(self, reason: str) -> None:
@@ -175,12 +173,12 @@ class WandbProcess:
             self._launch(reason)
 
     def _kill(self) -> None:
-        """End the process and W&B's service, which may hang and then would not end by itself."""
+        """Kill the process and W&B's service, which may hang."""
         if self._process is not None:
             services = []
-            with suppress(OSError):  # not Linux
+            with suppress(OSError):  # /proc exists only on Linux
                 pid = self._process.pid
-                if self._process.poll() is None:  # otherwise the number may have been reused
+                if self._process.poll() is None:  # otherwise the pid may have been reused
                     services = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
             self._process.kill()
             for service in services:
@@ -194,8 +192,8 @@ class WandbProcess:
     def close(self, failed: bool = False, stopped: bool = False) -> bool:
         """Wait until everything is uploaded or on disk, up to the limits in `LIMITS_S`.
 
-        `stopped`: a signal ended the run, so the upload gets `STOPPED_S` at most. Returns whether
-        W&B has received everything.
+        `stopped`: whether a signal ended the run, which limits the upload to `STOPPED_S`. Returns
+        whether W&B has received everything.
         """
         self.send(end={"failed": failed})
         closed_at = time.monotonic()
@@ -210,15 +208,15 @@ class WandbProcess:
                     self._fail(f"no {self._awaited} after {limit_s:.0f} s")
                 elif self._awaited == "end" and waited_s > ANNOUNCE_S and not is_announced:
                     is_announced = True
-                    self._say(f"wandb: uploading the rest, for {FINISH_S:.0f} s at most")
+                    self._say(f"wandb: uploading the remaining data for at most {FINISH_S:.0f} s")
                 time.sleep(POLL_S / 5)
         finally:
             if self._process is not None:  # Ctrl-C
                 self._kill()
-                self._say("wandb: given up; metrics.jsonl has everything")
+                self._say("wandb: interrupted; metrics.jsonl has everything")
         return self._is_complete
 
 
 def _plain(value: Any) -> Any:
-    """Convert numpy's and torch's numbers and arrays to Python's, anything else to text."""
+    """Convert numbers and arrays of numpy and torch to Python, and anything else to text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

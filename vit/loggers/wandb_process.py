@@ -1,22 +1,22 @@
-"""Show a run on Weights & Biases; this is the only process that imports wandb.
+"""Display a run on Weights & Biases. Only this process imports wandb.
 
-`vit.loggers.wandb_logger`, in the training process, starts this file as a script, so the file
-imports no modules of this project. The logger appends to the feed, one JSON object a line:
+`vit.loggers.wandb_logger`, in the training process, starts this file as a script, so it imports no
+modules of this project. The logger appends JSON objects to the feed, one per line:
 
     start            the run to open: folder, id, project, config; `kept` and `most`, see below
-    step, numbers    a row: a line of the record
-    rewind: k        the rows from the k-th on are invalid, because the run has gone back
+    step, numbers    a row: a line of metrics.jsonl
+    rewind: k        the rows from the k-th on are invalid, because the run has rewound
     step, pictures   PNG files; or a table with its columns
-    end              finish
+    end              the end of the run
 
-**W&B shows each line of the record exactly once, also after kills.** The feed begins with the valid
-lines of the record, so a row has the same number in each attempt, and W&B's own step (`_step`) is
-that number. Online the service reports how many rows it has, and only missing rows are sent. If it
-has more than the `kept` rows that this attempt starts from, these steps will be repeated. The run
-is then rewound to the last kept row, as W&B's documentation describes. Most accounts may not
-rewind; repeated rows then keep their first values. Offline a part has all rows, and earlier offline
-parts are removed. If `wandb sync` has uploaded an earlier part, its rows are not written again.
-`most` is the largest number of rows that any attempt had.
+**W&B shows each line of metrics.jsonl exactly once, even after kills.** The feed begins with the
+valid lines of metrics.jsonl, so a row has the same number in every attempt, and this number is
+W&B's `_step`. Online, the service reports how many rows it has, and only missing rows are sent. If
+the service has more than the `kept` rows with which this attempt starts, these steps will be
+repeated, so the run is rewound to the last kept row, as W&B documents. Most accounts may not
+rewind; repeated rows then keep their first values. Offline, a W&B folder contains all rows, and
+earlier offline folders are removed. If `wandb sync` has uploaded an earlier folder, its rows are
+not written again. `most` is the largest number of rows of any attempt.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 FINISH_S = 60.0
-"""Time for the upload after the last step, while the server answers: 7 MB of pictures at 1
-Mbit/s."""
+"""The time limit for uploads after the last step while the server answers. It is enough for 7 MB of
+pictures at 1 Mbit/s."""
 PROBE_S = 3.0
-"""Time in which the server must answer while the end of a run is uploaded."""
+"""The time limit for answers of the server during the final upload."""
 PROBE_EVERY_S = 2.0
 POLL_S = 0.1
-"""Time between two checks of a file that another process appends to."""
+"""The time between checks of a file to which another process appends."""
 ROWS_FILE = "rows"
-"""File in the folder of a part with the number of rows that W&B has with this part; empty until the
-part is finished."""
+"""The file in W&B's folder with the number of rows in that folder. It is empty until the folder is
+complete."""
 
 
 class Messages:
-    """Messages that another process appends to a file, one JSON object a line."""
+    """Reads JSON objects that another process appends to a file, one per line."""
 
     def __init__(self, handle: int):
         self._handle = handle
@@ -62,18 +62,18 @@ class Messages:
         self._incomplete = b""
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the new messages, without waiting for any."""
-        # pread, because the position of the handle belongs to the process that writes.
+        """Yield new messages without waiting."""
+        # Use pread, because the file position belongs to the writing process.
         while part := os.pread(self._handle, 65536, self._position):
             self._position += len(part)
             *lines, self._incomplete = (self._incomplete + part).split(b"\n")
             for line in lines:
-                with contextlib.suppress(ValueError):  # cut short by a full disk
+                with contextlib.suppress(ValueError):  # cut off by a full disk
                     yield json.loads(line)
 
 
 def temporary_folder(wandb_dir: Path, pid: int) -> Path:
-    """Return the folder for the temporary files of the process `pid`."""
+    """Return the folder for temporary files of the process `pid`."""
     return wandb_dir / f"tmp-{pid}"
 
 
@@ -81,10 +81,10 @@ def temporary_folder(wandb_dir: Path, pid: int) -> Path:
 
 
 def _follow(feed: int, parent: int) -> Iterator[dict[str, Any]]:
-    """Yield the messages of training, up to `end`, which is added if training was killed."""
+    """Yield the messages of training up to `end`, which is added if training was killed."""
     messages = Messages(feed)
     while True:
-        is_gone = os.getppid() != parent  # before reading, so that no message is missed
+        is_gone = os.getppid() != parent  # check before reading, so that no message is missed
         yield from messages.read()
         if is_gone:
             yield {"end": {"failed": True}}
@@ -96,11 +96,11 @@ class _SoFar(NamedTuple):
 
     num_messages: int
     rows: frozenset[int]
-    """Numbers of the messages that are valid rows."""
+    """The numbers of the messages that are valid rows."""
     start_rows: int
-    """Number of rows that the attempt starts from."""
+    """The number of rows with which the attempt starts."""
     most: int
-    """The most rows that W&B can have; rows that were not sent yet do not count."""
+    """The largest number of rows that W&B can have, without rows that were not sent yet."""
 
 
 def _look_through(feed: int, start: dict[str, Any]) -> _SoFar:
@@ -124,20 +124,20 @@ class _Opened(NamedTuple):
 
     run: Any
     num_rows: int
-    """Number of rows that W&B already has."""
+    """The number of rows that W&B already has."""
     offset: int
-    """Difference of `_step` and a row's number, because pictures also take steps."""
+    """The difference between `_step` and a row's number, because pictures also use steps."""
     why_offline: str
-    """Reason why the run is offline; empty if it is online."""
+    """The reason why the run is offline; empty if it is online."""
 
 
 def _show(feed: int, parent: int, why_offline: str, report: Callable[..., None]) -> None:
-    """Open the run, show the messages, finish; open it again when training goes back."""
+    """Open the run, show all messages, and finish. Open the run again after each rewind."""
     start = next(_follow(feed, parent)).get("start")
-    if start is None:  # training was killed at that moment
+    if start is None:  # training was killed at this moment
         return
-    # W&B makes temporary folders when it is imported. Python would remove them at its exit, but
-    # this process ends without it (`_leave`), so it removes this folder itself.
+    # W&B creates temporary folders on import. Python would remove them at exit, but this process
+    # ends without the usual exit (`_leave`), so it removes the folder explicitly.
     temporary = temporary_folder(Path(start["run_dir"], "wandb"), os.getpid())
     temporary.mkdir(exist_ok=True)
     tempfile.tempdir = str(temporary)
@@ -173,8 +173,8 @@ def _show_to_end(
     feed: Iterator[dict[str, Any]],
     report: Callable[..., None],
 ) -> int | None:
-    """Show the feed from its first line; return None at its end, or at a rewind the number of rows
-    that the run has."""
+    """Show the feed from its first line. Return None at the end of the feed, or the number of rows
+    at a rewind."""
     run = opened.run
     row = 0
     failed = False
@@ -199,7 +199,7 @@ def _show_to_end(
     server_url = "" if opened.why_offline else run.settings.base_url
     threading.Thread(target=_limit_upload, args=(server_url, report), daemon=True).start()
     run.finish(exit_code=int(failed))
-    wandb.teardown()  # waits for the service, which has written everything when it ends
+    wandb.teardown()  # waits until the service has written everything
     _remove_parts(run)
     _part(run).joinpath(ROWS_FILE).write_text(str(row))
     return None
@@ -208,7 +208,7 @@ def _show_to_end(
 def _open_run(
     wandb: Any, start: dict[str, Any], so_far: _SoFar, why_offline: str, report: Callable[..., None]
 ) -> _Opened:
-    """Open the run, online unless the mode is offline or `why_offline` is given."""
+    """Open the run: online, unless the mode is offline or `why_offline` is given."""
     folder = Path(start["run_dir"])
     id_file = folder / "wandb_id"
     if not id_file.exists() or not id_file.read_text().strip():
@@ -223,12 +223,12 @@ def _open_run(
             id=run_id,
             dir=str(folder),
             config=start["config"],
-            settings=wandb.Settings(  # new ones each time: W&B writes into them
+            settings=wandb.Settings(  # a new object each time, because W&B changes it
                 silent=True,
                 console="off",
                 init_timeout=start["init_s"],
                 program=sys.argv[0],
-                x_stats_pid=os.getppid(),  # memory and CPU time of training, not of this process
+                x_stats_pid=os.getppid(),  # measure the training process, not this one
             ),
             **options,
         )
@@ -236,7 +236,7 @@ def _open_run(
     run = None
     next_step = 0
     if start["mode"] == "offline":
-        why_offline = why_offline or "as asked"
+        why_offline = why_offline or "as configured"
     if not why_offline:
         report(awaits="run")
         try:
@@ -261,15 +261,15 @@ def _open_run(
 def _rewind(
     wandb: Any, run: Any, init: Callable[..., Any], moment: str, report: Callable[..., None]
 ) -> tuple[Any, int]:
-    """Make the service drop the rows after `moment`; return the run and its number of rows."""
+    """Make the service drop the rows after `moment`. Return the run and its number of rows."""
     run.finish()
     report(awaits="run")
     try:
         run = init(mode="online", resume_from=moment)
     except wandb.errors.Error as error:
         reason = _one_line(error)
-        report(say=f"steps that come again keep their first values there (no rewind: {reason})")
-        wandb.teardown()  # otherwise the id would still be in use
+        report(say=f"repeated steps keep their first values on W&B (rewind failed: {reason})")
+        wandb.teardown()  # otherwise the id would remain in use
         wandb.setup()
         report(awaits="run")
         run = init(mode="online", resume="allow")
@@ -277,12 +277,12 @@ def _rewind(
 
 
 def _how_to_upload(run: Any) -> str:
-    """Return a command that uploads `run` with each row once."""
+    """Return a command that uploads each row of `run` once."""
     folder = _part(run).parent
     for online in folder.glob(f"run-*-{run.id}"):
         rows = online / ROWS_FILE
         if rows.exists() and not rows.read_text():
-            # The upload broke off, and only the service knows how many rows it has.
+            # The upload was interrupted, so only the service knows how many rows it has.
             return f"python launch/report.py {shlex.quote(str(folder.parent))} --to-wandb"
     return f"wandb sync {shlex.quote(str(folder))}/offline-run-*"
 
@@ -293,7 +293,7 @@ def _part(run: Any) -> Path:
 
 
 def _remove_parts(run: Any) -> None:
-    """Remove the offline parts of this run whose rows W&B also has with `run`."""
+    """Remove the offline folders of this run whose rows W&B also has with `run`."""
     own = _part(run)
     for path in own.parent.glob(f"offline-run-*-{run.id}"):
         if path.name != own.name and not any(path.glob("*.synced")):
@@ -301,7 +301,7 @@ def _remove_parts(run: Any) -> None:
 
 
 def _rows_uploaded(wandb_dir: Path, run_id: str) -> int:
-    """Return the number of rows in the local parts that were uploaded."""
+    """Return the number of rows in uploaded local folders."""
     num_rows = 0
     for path in wandb_dir.glob(f"*run-*-{run_id}/{ROWS_FILE}"):
         if path.parent.name.startswith("run-") or any(path.parent.glob("*.synced")):
@@ -320,12 +320,12 @@ def _log(wandb: Any, run: Any, message: dict[str, Any], report: Callable[..., No
     for name, make in makers.items():
         try:
             run.log({"global_step": message["step"], name: make()})
-        except Exception as error:  # a missing file, rows of unequal length, no room for tables
+        except Exception as error:  # a missing file, rows of unequal length, too many tables
             report(say=f"cannot show {name} ({_one_line(error)})")
 
 
 def _limit_upload(server_url: str, report: Callable[..., None]) -> None:
-    """End this process if the upload takes too long, or the server does not answer.
+    """End this process if the upload takes too long or the server does not answer.
 
     W&B would repeat requests for hours.
     """
@@ -346,11 +346,11 @@ def _limit_upload(server_url: str, report: Callable[..., None]) -> None:
 
 
 def _leave(status: int) -> NoReturn:
-    """End this process at once, also with threads of W&B that hang."""
+    """End this process immediately, even if threads of W&B hang."""
     if tempfile.tempdir is not None:
         shutil.rmtree(tempfile.tempdir, ignore_errors=True)
     with contextlib.suppress(OSError):  # a full disk
-        sys.stdout.flush()  # `os._exit` would drop W&B's output
+        sys.stdout.flush()  # `os._exit` would discard W&B's output
     os._exit(status)
 
 
@@ -359,9 +359,9 @@ def _one_line(error: BaseException) -> str:
 
 
 def main() -> None:
-    """Run `wandb_process.py PARENT FEED WHY_OFFLINE`; reports go to stdout, W&B's output to
-    stderr."""
-    # Slurm sends signals to all processes of a job, but this one must read the feed to its end.
+    """Run `wandb_process.py PARENT FEED WHY_OFFLINE`. Reports are written to stdout, and W&B's
+    output to stderr."""
+    # Slurm sends signals to all processes of a job, but this process must read the feed to its end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     reports = os.fdopen(os.dup(1), "w")
@@ -369,7 +369,7 @@ def main() -> None:
 
     def report(**message: str) -> None:
         with contextlib.suppress(OSError):
-            reports.write(json.dumps(message) + "\n")  # in one piece: two threads report
+            reports.write(json.dumps(message) + "\n")  # a single write, because two threads report
             reports.flush()
 
     parent, feed = map(int, sys.argv[1:3])

@@ -1,10 +1,10 @@
-"""Upload a run to Weights & Biases from its record.
+"""Upload a run to Weights & Biases from its files.
 
-This is for a run that was trained without W&B or offline, whose upload broke off, or that was
-deleted on the server. The rows come from `metrics.jsonl`, the config from `config.yaml` and the
-last `start` line, and the run's id from `wandb_id`; without it a new run is made. Only missing rows
-are uploaded. Without a key, or with WANDB_MODE=offline, the run is written to the disk, from where
-`wandb sync` uploads it.
+This is useful for a run that was trained offline or without W&B, whose upload was interrupted, or
+that was deleted on the server. Rows come from `metrics.jsonl`, the config from `config.yaml` and
+the last `start` line, and the id from `wandb_id`, or from a new run if that file is missing. Only
+missing rows are uploaded. Without an API key, or with WANDB_MODE=offline, the run is written to
+disk, and `wandb sync` can upload it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from vit.system.redact import shown_values
 
 
 class ToWandb:
-    """Reads the record of `run_dir`; `show` then uploads it.
+    """Reads metrics.jsonl of `run_dir`, which `show` then uploads.
 
-    Raises ValueError if the upload is not possible, before anything is written.
+    Raises ValueError if the upload is impossible, before anything is written.
     """
 
     def __init__(self, run_dir: Path, is_in_use: bool):
@@ -34,10 +34,10 @@ class ToWandb:
             raise ValueError("--to-wandb: wandb is not installed: pip install wandb")
         self._mode = wanted_mode("auto")
         if self._mode == "off":
-            raise ValueError("--to-wandb: WANDB_MODE=disabled switches W&B off: unset it")
+            raise ValueError("--to-wandb: WANDB_MODE=disabled turns W&B off: unset it")
         if is_in_use:
             raise ValueError(
-                f"--to-wandb: {run_dir} is being trained: repeat this when it has ended"
+                f"--to-wandb: {run_dir} is still training: repeat this command after it has ended"
             )
         self._run_dir = run_dir
         self._lines = read_lines(run_dir / METRICS_FILE)[0]
@@ -46,7 +46,7 @@ class ToWandb:
             raise ValueError(f"--to-wandb: {run_dir / METRICS_FILE} has no numbers to show")
 
     def show(self, pictures: Mapping[str, Path], say: Callable[[str], None]) -> None:
-        """Show the record, and `pictures` (PNG files) by name at its last step.
+        """Show all lines, and `pictures` (PNG files) by name at the last step.
 
         Raises ValueError if W&B has not received everything.
         """
@@ -64,7 +64,7 @@ class ToWandb:
             paths = {f"report/{name}": str(path) for name, path in pictures.items()}
             view.send(step=self._shown.rows[-1][0], pictures=paths)
         if not view.close(failed=self._lines[-1].get("outcome") == "error"):
-            raise ValueError("--to-wandb: W&B has not got all of it: see the line above")
+            raise ValueError("--to-wandb: W&B has not received everything: see the line above")
 
 
 def _config_of(run_dir: Path, lines: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Exponential moving average of the weights.
+"""The exponential moving average (EMA) of the weights.
 
-The step updates it after each update of the model. Evaluation uses it, and it is saved in
-`weights/*_ema.safetensors`. `Ema` holds parameter objects, not names, because DDP and torch.compile
-keep the objects. FSDP2's `fully_shard` replaces them, so an average made before it would not
+The training step updates the EMA after each update of the model. It is evaluated like the model and
+saved in `weights/*_ema.safetensors`. `Ema` refers to the model's parameter objects, which DDP and
+torch.compile keep. FSDP2's `fully_shard` replaces them, so an EMA created before it would never
 change.
 """
 
@@ -17,7 +17,7 @@ from vit.config.schema import TrainConfig
 
 
 def create_average(model: nn.Module, config: TrainConfig, steps_per_epoch: int) -> Ema | None:
-    """Return a new average of `model`, which must not be wrapped or compiled yet; None if
+    """Return a new EMA of `model`, which must not be wrapped or compiled yet, or None if
     `train.ema_decay` is off."""
     if config.ema_decay is None:
         return None
@@ -34,12 +34,12 @@ def create_average(model: nn.Module, config: TrainConfig, steps_per_epoch: int) 
 
 
 class Ema:
-    """`module`, a copy of `model` in fp32, whose weights follow the model's.
+    """An EMA of the weights of `model`, stored as the fp32 copy `module`.
 
-    `decay` is per update, as in DeiT and timm. With `warmup` it starts lower, as in TensorFlow's
-    ExponentialMovingAverage with `num_updates`, or, with a `warmup_power`, in timm's ModelEmaV3
-    (timm/utils/model_ema.py, get_decay): an average over the run so far. It is updated at each
-    `every_steps`-th step of an epoch, and is a copy of the weights until `after_steps`
+    `decay` is applied at each update, as in DeiT and timm. With `warmup` the decay starts lower, as
+    in TensorFlow's ExponentialMovingAverage with `num_updates`, or, with `warmup_power`, as in
+    timm's ModelEmaV3 (timm/utils/model_ema.py, get_decay). The EMA is updated at every
+    `every_steps`-th step of an epoch. Until `after_steps`, it is a copy of the weights
     (pytorch/vision:references/classification/train.py; timm's update_after_step).
     """
 
@@ -63,12 +63,12 @@ class Ema:
         self.after_steps = after_steps
         self.steps_per_epoch = steps_per_epoch
         self.module = copy.deepcopy(model).float().eval().requires_grad_(False)
-        # A frozen parameter never changes, so its copy is already the average.
+        # A frozen parameter never changes, so its copy is already its average.
         pairs = zip(self.module.parameters(), model.parameters(), strict=True)
         trained = [pair for pair in pairs if pair[1].requires_grad]
         self._averaged: list[Tensor] = [averaged for averaged, _ in trained]
         self._followed = [followed for _, followed in trained]
-        # Buffers outside the state dict are constants, such as the rates of stochastic depth.
+        # Buffers outside the state dict are constants, such as drop path rates.
         changing = self.module.state_dict().keys()
         followed = dict(model.named_buffers())
         self._buffers = [
@@ -78,13 +78,12 @@ class Ema:
         ]
 
     def decay_at(self, step: int) -> float:
-        """Return the decay at `step`; with warm-up min(decay, (1 + t) / (10 + t)), t = step + 1.
+        """Return the decay at `step`. With warmup: min(decay, (1 + t) / (10 + t)), t = step + 1.
 
-        The warm-up is long: a decay of 0.9999 is reached after 89,989 steps. With a power it is
-        timm's: min(decay, 1 - (1 + t / gamma)^-power), t = steps since `after_steps`.
+        This warmup reaches a decay of 0.9999 only after 89,989 steps. With `warmup_power`, the
+        decay is timm's: min(decay, 1 - (1 + t / gamma)^-power), t = steps since `after_steps`.
         """
-        # Also the first update after `after_steps`: the weights that it would average with are
-        # older than `after_steps`.
+        # Also copy at the first update after `after_steps`, because the stored weights are older.
         if self.after_steps and step - self.every_steps < self.after_steps:
             return 0.0
         if not self.warmup:
@@ -95,9 +94,9 @@ class Ema:
         return min(self.decay, (2.0 + step) / (11.0 + step))
 
     def first_share(self, total_steps: int) -> float:
-        """Return the share of the initial weights in the average after `total_steps`.
+        """Return the share of the initial weights in the EMA after `total_steps`.
 
-        0 with a warm-up, which forgets the initial weights, and while the average is a copy.
+        The share is 0 with a warmup, and while the EMA is a copy of the weights.
         """
         num_steps = total_steps - self.after_steps
         return (
@@ -106,11 +105,11 @@ class Ema:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average towards the model after its update at `step`, if that is due."""
+        """Update the EMA after the model's update at `step`, if an EMA update is due."""
         if self.every_steps > 1 and step % self.steps_per_epoch % self.every_steps:
             return
         followed = [parameter.detach() for parameter in self._followed]
-        # A few kernels for all parameters instead of one for each of about 150.
+        # Launch a few kernels for all parameters instead of one for each of about 150.
         torch._foreach_lerp_(self._averaged, followed, 1.0 - self.decay_at(step))
         for averaged, value in self._buffers:
             averaged.copy_(value)

@@ -1,10 +1,10 @@
-"""Divide the parameters of a model into groups with one learning rate and one weight decay each.
+"""Divide the parameters of a model into groups by learning rate and weight decay.
 
-Each trainable parameter is in exactly one group; a frozen parameter is in none. Three settings of
-`optim` divide them: `no_weight_decay` (decayed or not), `layer_decay` (by depth), and `matrices`
-(updated by Muon or not).
+Each trainable parameter is in exactly one group. Frozen parameters are in none. Three settings of
+`optim` define the groups: `no_weight_decay` (decayed or not), `layer_decay` (by depth), and
+`matrices` (updated by Muon or not).
 
-    named parameters -> (layer, Muon's or not, decayed or not) -> groups, for `torch.optim`
+    named parameters -> (layer, Muon or not, decayed or not) -> groups, for `torch.optim`
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _STEM = (
     "dist_token",
     "mask_token",
 )
-"""Name prefixes of the parameters before the blocks, in timm's models and in `vit.model`."""
+"""Name prefixes of the parameters before the blocks, in timm models and in `vit.model`."""
 
 
 def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return the groups of the trainable parameters of a plain model (no DDP wrapper).
+    """Return the parameter groups of a plain model (no DDP wrapper), without frozen parameters.
 
-    Each group has `params`, `weight_decay` and `is_decayed`; with `layer_decay` also `lr_scale`,
-    the factor of its learning rate; for Muon also `use_muon`. Raises ValueError if `layer_decay`
-    finds no layers in the model, or Muon no matrices.
+    Each group has `params`, `weight_decay` and `is_decayed`. With `layer_decay` it also has
+    `lr_scale`, a factor of the learning rate, and for Muon `use_muon`. Raises ValueError if
+    `layer_decay` finds no layers in the model, or Muon finds no matrices.
     """
     is_exempt = _exempt(model, config.no_weight_decay)
     layer_of: Callable[[str], int] = lambda name: 0  # noqa: E731
@@ -55,8 +55,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
             groups.setdefault(key, []).append(parameter)
     if is_matrix is not None and not any(uses_muon for _, uses_muon, _ in groups):
         raise ValueError(
-            "optim.name=muon finds no matrix in what is trained: set optim.matrices=timm, or"
-            " another optim.name"
+            "optim.name=muon: the trained parameters contain no matrix for Muon: set"
+            " optim.matrices=timm, or use another optim.name"
         )
     torch_groups = []
     for (layer, uses_muon, is_decayed), parameters in groups.items():
@@ -71,19 +71,19 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
 
 
 def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
-    """Return a function of name and value: whether a parameter is not decayed.
+    """Return a function of name and value that decides whether a parameter gets no weight decay.
 
-    rule: `optim.no_weight_decay`.
+    rule: the setting `optim.no_weight_decay`.
     """
     if rule in ("timm", "embeddings"):
-        # The model names weights with several dimensions that are not linear maps.
+        # The model lists its multidimensional parameters that are not linear maps.
         named: set[str] = set(getattr(model, "no_weight_decay", set)())
         has_vectors = rule == "timm"
         return lambda name, parameter: (has_vectors and parameter.ndim <= 1) or name in named
     kinds: tuple[type, ...] = (nn.Linear, nn.modules.conv._ConvNd)
     if rule == "norms":
-        # Those of torchvision (references/classification/utils.py, set_weight_decay), and RMS norm,
-        # which it lacks. Norms of other libraries have "Norm" in the name of their class.
+        # The list of torchvision (references/classification/utils.py, set_weight_decay) plus
+        # RMSNorm. Norms of other libraries have "Norm" in their class name.
         kinds = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.LocalResponseNorm, nn.RMSNorm)
     of_kind = {
         f"{prefix}.{name}".lstrip(".")
@@ -98,9 +98,9 @@ def _exempt(model: nn.Module, rule: str) -> Callable[[str, Tensor], bool]:
 
 
 def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:
-    """Return the layer of each parameter by its name: 0 before the blocks, 1 in the first block.
+    """Return the layer number of each parameter: 0 before the blocks, 1 in the first block.
 
-    form: `optim.layer_decay_form`. Source: microsoft/unilm:beit/optim_factory.py
+    form: the setting `optim.layer_decay_form`. Sources: microsoft/unilm:beit/optim_factory.py
     (get_num_layer_for_vit) and timm:timm/optim/_param_groups.py (param_groups_layer_decay).
     """
     names = [name for name, _ in model.named_parameters()]
@@ -122,11 +122,11 @@ def layer_numbers(model: nn.Module, form: str) -> dict[str, int]:
 
 
 def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, int]:
-    """Return the layers of a network of stages from timm's description of it."""
+    """Return layer numbers from timm's `group_matcher`, for a network without a block list."""
     matcher: Any = getattr(model, "group_matcher", None)
     if form != "timm" or matcher is None:
         raise ValueError(
-            f"optim.layer_decay: {type(model).__name__} has no blocks to count:"
+            f"optim.layer_decay: {type(model).__name__} has no list of blocks:"
             f" {'set optim.layer_decay_form=timm' if matcher else 'remove it'}"
         )
     from timm.models import group_parameters
@@ -137,9 +137,9 @@ def _layers_of_timm(model: nn.Module, names: list[str], form: str) -> dict[str, 
 
 
 def _matrices(rule: str) -> Callable[[str, Tensor], bool]:
-    """Return a function of name and value: whether Muon updates a parameter.
+    """Return a function of name and value that decides whether Muon updates a parameter.
 
-    rule: `optim.matrices`.
+    rule: the setting `optim.matrices`.
     """
 
     def is_matrix(name: str, parameter: Tensor) -> bool:

@@ -1,6 +1,6 @@
-"""timm's LAMB with the count of updates on the device.
+"""timm's LAMB with its step counter on the device.
 
-timm counts on the host, but the host does not know yet whether the previous update was skipped.
+timm counts on the host, which does not know yet whether the previous update was skipped.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from timm.optim.lamb import lamb
 
 
 class Lamb(timm.optim.Lamb):
-    """LAMB without clipping; the caller clips the gradients."""
+    """LAMB without gradient clipping, because the training step clips the gradients."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Make an update; each state has `step`, `exp_avg` and `exp_avg_sq` already."""
+        """Update the parameters. Their state must already exist."""
         assert closure is None
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
@@ -27,7 +27,7 @@ class Lamb(timm.optim.Lamb):
             counts = [state["step"] for state in states]
             torch._foreach_add_(counts, 1)
             beta1, beta2 = group["betas"]
-            # In float64, because float32 would keep only four digits of 1 - 0.999.
+            # Use float64, because float32 would keep only four digits of 1 - 0.999.
             count = counts[0].double()
             lamb(
                 parameters,

@@ -1,14 +1,14 @@
-"""Measure norms of gradients, weights and updates of each layer (`log.norms_every_steps`).
+"""Measure norms of gradients, weights and updates per layer (`log.norms_every_steps`).
 
-Layers are those of layer-wise decay in BEiT's numbers (`vit.optim.groups`): the parameters before
-the blocks, each block, and norm and head. Frozen parameters do not count.
+Layers are numbered as for layer-wise learning rate decay (`vit.optim.groups`): the parameters
+before the blocks, each block, and norm and head together. Frozen parameters are ignored.
 
     gradients, unscaled and not clipped yet    \\
-    weights before the update  -> a copy        -> one vector on the device -> the record
+    weights before the update  -> a copy        -> one vector on the device -> metrics.jsonl
     weights after it, and their change         /
 
-The copy exists only during the update, when the activations are already freed. The update is
-measured as the change of the weights, so this works for every optimizer, and for a skipped update.
+The copy exists only during the update, when the activations have been freed. An update is measured
+as the change of the weights, which works for every optimizer and for skipped updates.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ GRADIENT, WEIGHT, UPDATE = KINDS = ("grad_norm", "weight_norm", "update_norm")
 RATIO = "update_ratio"
 LARGEST_LOGIT = "max_attn_logit"
 NormsByName = dict[str, dict[str, float]]
-"""`KINDS`, `RATIO` or `LARGEST_LOGIT` -> layer -> value."""
+"""Values by kind (`KINDS`, `RATIO` or `LARGEST_LOGIT`) and layer."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Norms of a step on their way to the host."""
+    """The norms of one step, not yet copied to the host."""
 
     values: Tensor
-    """(n,) float32 on the device: the layers' values of each of `KINDS`, then attention logits."""
+    """(n,) float32 on the device: the norms per layer for each of `KINDS`, then attention
+    logits."""
     layers: tuple[str, ...]
 
     def named(self, values: Sequence[float]) -> NormsByName:
-        """Return `values`, copied to the host, by name, and the ratio of update to weights; a layer
-        whose weights are all 0 has no ratio."""
+        """Return `values`, which were copied to the host, by name, with the ratio of update to
+        weight norm. A layer whose weights are all 0 has no ratio."""
         values = [float(f"{value:.6g}") for value in values]  # float32 has about six digits
         size = len(self.layers)
         norms: NormsByName = {
@@ -57,10 +58,10 @@ class Measured:
 
 
 class Norms:
-    """Measures the updates at each `every_steps`-th step, and at the last one of `total_steps`.
+    """Measures the update at every `every_steps`-th step, and at the last of `total_steps`.
 
-    Norms are exact over all ranks, also if each has shards of the parameters (DTensor). Raises
-    ValueError for a model whose layers are unknown.
+    Norms are exact over all ranks, even if parameters are sharded (DTensor). Raises ValueError for
+    a model whose layers are unknown.
     """
 
     def __init__(self, model: nn.Module, every_steps: int, total_steps: int):
@@ -68,7 +69,7 @@ class Norms:
         self.total_steps = total_steps
         names = _layer_names(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        # By depth, so that the parameters of a layer are next to each other.
+        # Sort by depth, so that the parameters of a layer are next to each other.
         ordered = [name for name in names if name in trained]
         self._parameters: list[Tensor] = [trained[name] for name in ordered]
         sizes = Counter(names[name] for name in ordered)
@@ -78,14 +79,15 @@ class Norms:
         self._gradients: Tensor | None = None
 
     def is_due(self, step: int) -> bool:
-        """Return whether the update at `step`, counted from 0, is measured."""
+        """Return whether to measure the update at `step`, counted from 0."""
         return (step + 1) % self.every_steps == 0 or step + 1 == self.total_steps
 
     @torch.no_grad()
     def begin(self, loss_scale: Tensor) -> None:
-        """Measure the gradients, which contain `loss_scale`, and copy the weights before an update.
+        """Measure the gradients, which include `loss_scale`, and copy the weights before the
+        update.
 
-        A parameter without a gradient counts as a gradient of 0.
+        A missing gradient is treated as 0.
         """
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self._parameters]
         self._gradients = self._by_layer(gradients) / loss_scale
@@ -96,7 +98,7 @@ class Norms:
         """Return the norms of the update since `begin`. largest_logits: (blocks,)."""
         assert self._gradients is not None, "begin comes first"
         weights = self._by_layer(self._before)
-        # In place, because the copy is not needed again.
+        # Subtract in place, because the copy is not needed again.
         torch._foreach_sub_(self._before, [parameter.detach() for parameter in self._parameters])
         parts = (self._gradients, weights, self._by_layer(self._before), largest_logits)
         self._before = []
@@ -104,23 +106,23 @@ class Norms:
         return Measured(torch.cat(parts), self.layers)
 
     def _by_layer(self, tensors: list[Tensor]) -> Tensor:
-        """Return the norm of each layer's part of `tensors`, (layers,) float32."""
+        """Return the norm of `tensors` in each layer, (layers,) float32."""
         norms = torch.stack(torch._foreach_norm(tensors))
         if isinstance(norms, DTensor):
             norms = norms.full_tensor()
-        # A norm of norms for each layer, so that one infinite layer does not affect the others.
+        # Combine norms per layer, so that an infinite norm does not affect other layers.
         return torch.stack(torch._foreach_norm(norms.split(self._sizes)))
 
 
 def _layer_names(model: nn.Module) -> dict[str, str]:
-    """Return parameter name -> layer name, ordered by depth."""
+    """Return the layer name of each parameter name, ordered by depth."""
     has_blocks = isinstance(getattr(model, "blocks", None), nn.Sequential | nn.ModuleList)
     try:
         numbers = layer_numbers(model, "beit" if has_blocks else "timm")
     except ValueError:
         raise ValueError(
             f"log.norms_every_steps: {type(model).__name__} does not list its layers: remove"
-            " the setting"
+            " log.norms_every_steps"
         ) from None
     last = max(numbers.values())
     ends = {0: "embed", last: "head"} if has_blocks else {}

@@ -1,10 +1,10 @@
-"""Optimizers over the groups of `vit.optim.groups`.
+"""Create optimizers over the parameter groups of `vit.optim.groups`.
 
-The step sets the rates of all groups from `vit.optim.schedule` before each update. The optimizers
-are torch's or timm's. Each is one entry of `_KINDS`: a function that creates it, the state that it
-keeps, and whether it skips an update on the device when `found_inf` is set. If it does not,
-`vit.optim.skipping` undoes the update. So a gradient that is not finite never reaches weights or
-state, and costs no host-device sync.
+The training step sets the learning rate and weight decay of all groups from `vit.optim.schedule`
+before each update. The optimizers come from torch and timm, and `_KINDS` lists them. If an
+optimizer cannot skip an update on the device when `found_inf` is set, `vit.optim.skipping` undoes
+the update. A non-finite gradient therefore never reaches weights or optimizer state, and needs no
+host-device sync.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ State = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Kind:
-    """The properties of an optimizer."""
+    """The functions that create an optimizer and its state."""
 
     create: Callable[[Groups, Any], torch.optim.Optimizer]
-    """Creates it from the groups and the section `optim` of the config."""
+    """Creates the optimizer from the groups and the section `optim` of the config."""
     new_state: Callable[[Tensor, Any, dict[str, Any]], State]
-    """Creates a parameter's state before the first update, with the library's names."""
+    """Creates a parameter's initial state, with the key names of the library."""
     skips: bool
-    """Whether the library's step skips an update on the device when `found_inf` is set."""
+    """Whether the optimizer skips an update on the device when `found_inf` is set."""
     counts_steps: bool = False
-    """Whether its `step` counts all steps, as schedules do, and not only the updates made."""
+    """Whether `step` in the state also counts skipped updates, as schedules do."""
 
 
 def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
-    """Create the optimizer of `config` over the parameters of a plain model (no DDP wrapper).
+    """Create the optimizer of `config` for the parameters of a plain model (no DDP wrapper).
 
-    Its state already exists, so that a checkpoint can be read into it. Raises ValueError as
-    `parameter_groups`, and if the optimizer needs timm and timm is missing or too old.
+    Its state already exists, so that a checkpoint can be loaded into it. Raises the ValueErrors of
+    `parameter_groups`, and ValueError if the optimizer needs timm and timm is missing or too old.
     """
     kind = _kind(config)
     groups = parameter_groups(model, config)
@@ -68,17 +68,17 @@ def create_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optim
                 optimizer.state[parameter].update(state)
     if not kind.skips:
         Undo(optimizer, ("step",) if kind.counts_steps else ())
-        # GradScaler looks for this attribute, which torch's fused optimizers have.
+        # GradScaler reads this attribute, which torch's fused optimizers have.
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-    # TrainStep sets `found_inf` on the device and calls step() without reading it back. Any other
-    # optimizer would apply the NaN to the weights.
+    # TrainStep sets `found_inf` on the device and calls step() without reading it back. An
+    # optimizer that ignores it would write NaN into the weights.
     skips = getattr(optimizer, "_step_supports_amp_scaling", False)
     assert skips, f"{type(optimizer).__name__} does not skip its update when found_inf is set"
     return optimizer
 
 
 def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
-    """Return the size of each tensor that the optimizer of `config` would keep for `model`."""
+    """Return the sizes of all state tensors that the optimizer of `config` needs for `model`."""
     kind = _kind(config)
     return [
         value.nbytes
@@ -89,9 +89,9 @@ def state_bytes(config: OptimConfig, model: nn.Module) -> list[int]:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float | None) -> None:
-    """Set the learning rate of all groups, times the `lr_scale` of each, and their weight decay.
+    """Set the learning rate, times `lr_scale`, and the weight decay of all groups.
 
-    weight_decay: for the groups that are decayed; None keeps the current value.
+    weight_decay: the new value for groups with weight decay; None keeps the current value.
     """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
@@ -118,7 +118,7 @@ def _sgd(groups: Groups, config: SgdConfig) -> torch.optim.Optimizer:
 
 
 def _lamb(groups: Groups, config: LambConfig) -> torch.optim.Optimizer:
-    from vit.optim.lamb import Lamb  # imports timm: seconds
+    from vit.optim.lamb import Lamb  # slow to import, because it imports timm
 
     return Lamb(groups, lr=config.lr, betas=config.betas, eps=config.eps, max_grad_norm=None)
 
@@ -174,9 +174,9 @@ def _is_on_gpu(groups: Groups) -> bool:
 
 
 def _counting_on_device(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return `optimizer` with torch's warning about `capturable` switched off.
+    """Return `optimizer` without torch's warning about `capturable`.
 
-    torch warns that `capturable` is for CUDA graphs. It also puts the count of updates on the GPU,
+    torch expects `capturable` only with CUDA graphs. It also puts the step counter on the GPU,
     which is needed because updates are skipped on the GPU.
     """
     optimizer._warned_capturable_if_run_uncaptured = True
@@ -199,8 +199,8 @@ def _moments(parameter: Tensor, config: Any, group: dict[str, Any]) -> State:
 
 
 def _momentum(parameter: Tensor, config: SgdConfig, group: dict[str, Any]) -> State:
-    # Fused SGD would allocate its momentum uninitialised: a skipped first update would leave
-    # garbage in it.
+    # Fused SGD would allocate its momentum without initializing it, so a skipped first update would
+    # leave garbage in it.
     return {"momentum_buffer": _zeros_like(parameter)} if config.momentum else {}
 
 
@@ -216,9 +216,9 @@ def _muon_state(parameter: Tensor, config: MuonConfig, group: dict[str, Any]) ->
 
 def _adafactor_state(parameter: Tensor, config: AdafactorConfig, group: dict[str, Any]) -> State:
     shape = parameter.shape
-    # The two longest sides, in the order of big_vision/optax.py and timm's _factored_dims.
+    # Factor the two longest dimensions, as big_vision/optax.py and timm's _factored_dims do.
     longest = sorted(range(len(shape)), key=lambda side: (shape[side], side))[-2:]
-    # On the host, because timm computes the rate of its schedule on the host.
+    # On the host, because timm computes the decay rate on the host.
     state = {"step": torch.zeros((), device="meta" if parameter.is_meta else "cpu")}
     if len(shape) >= 2 and shape[longest[0]] >= config.min_dim_size_to_factor:
         column, row = longest

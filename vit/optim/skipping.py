@@ -1,11 +1,11 @@
-"""Undo an update with a non-finite gradient, for any optimizer.
+"""Undo the updates of any optimizer that have a non-finite gradient.
 
-torch's fused optimizers read `found_inf` on the device, and skip the update. Other optimizers apply
-it, so this module undoes it on the device, without a wait of the host:
+torch's fused optimizers read `found_inf` on the device and skip the update. For all other
+optimizers, this module undoes the update on the device, so the host does not wait:
 
     pre-hook: copy weights and state -> library's step -> post-hook: found_inf ? copy : result
 
-The copy exists only during the update, when the activations are already freed.
+The copy exists only during the update, when the activations have been freed.
 benchmarks/optimizers.py measures the cost.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer type for each number of bytes of an element."""
+"""The integer type for each element size in bytes."""
 
 
 class Undo:
-    """Undoes each update of `optimizer` if its `found_inf` is 1; its state must be complete.
+    """Undoes an update of `optimizer` if its `found_inf` is 1. Its state must be complete.
 
-    unless_named: entries of the state that are not undone, such as the counter of a schedule.
+    unless_named: state entries that are not undone, such as the counter of a schedule.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, unless_named: tuple[str, ...] = ()):
@@ -35,8 +35,8 @@ class Undo:
             for name, value in state.items()
             if isinstance(value, Tensor) and name not in unless_named
         ]
-        # Calculate with the bits as integers, because in float32 NaN times 0 is NaN. Integer sums
-        # wrap around, so (old - new) + new is old in each bit.
+        # Compute on the bits as integers, because NaN times 0 is NaN in floating point. Integer
+        # sums wrap around, so (old - new) + new equals old in every bit.
         self._live: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for tensor in tensors:
             kind = _INTEGERS[tensor.element_size()]
@@ -49,7 +49,7 @@ class Undo:
     def _save(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if getattr(optimizer, "found_inf", None) is None:
             return
-        # Multiplying by 1 copies many tensors with one launch; `clone` needs one launch for each.
+        # Multiply by 1 to copy many tensors with one launch; `clone` needs one launch per tensor.
         self._saved = {kind: torch._foreach_mul(live, 1) for kind, live in self._live.items()}
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Compile a model, or keep fewer activations; neither changes the result of a step."""
+"""Compile a model, or turn on activation checkpointing. Results do not change."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from vit.layers.blocks import Blocks
 def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Compile each of `model.blocks` in place, or the whole model if it has no blocks.
 
-    The blocks of `vit.model` share one graph in training and one in evaluation, so compiling H
-    takes as long as compiling B. `backend`: any of torch.compile's.
+    All blocks of `vit.model` share one graph in training and one in evaluation, so compiling ViT-H
+    takes as long as compiling ViT-B. `backend`: a backend of torch.compile.
     """
     blocks = list(getattr(model, "blocks", [model]))
-    # By default torch makes one graph for all sizes when it sees a second size. The images of a run
-    # have few sizes, each for several epochs, so a graph for each size is faster.
+    # By default, torch switches to dynamic shapes when it sees a second size. A run has only a few
+    # image sizes, each for several epochs, so one graph per size is faster.
     num_sizes = 1 + len(getattr(model, "other_sizes", ()))
-    # By default each graph is cut at the end of a DDP bucket, and its pieces are fused separately.
-    # That is not needed: with a graph for each block, the all-reduce of one block already overlaps
-    # with the backward pass of the next.
+    # By default, torch splits each graph at DDP bucket boundaries and optimizes the pieces
+    # separately. With one graph per block this is not needed: the all-reduce of one block already
+    # overlaps with the backward pass of the next.
     torch._dynamo.config.optimize_ddp = False
-    # Blocks of timm with different drop path rates have a graph each. After 8 graphs (the default
-    # limit) torch would run all further blocks uncompiled, also in evaluation.
+    # Blocks of timm models with different drop path rates have one graph each. After 8 graphs (the
+    # default limit), torch would run all other blocks uncompiled, even in evaluation.
     limit = max(torch._dynamo.config.recompile_limit, 2 * len(blocks) * num_sizes)
     torch._dynamo.config.recompile_limit = limit
     for block in blocks:
@@ -38,22 +38,22 @@ def compile_blocks(model: nn.Module, backend: str | Callable[..., Any] = "induct
 
 
 def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: World) -> str:
-    """Compile `models` if `train.compile` is on, on all ranks or on none.
+    """Compile `models` if `train.compile` is on, either on all ranks or on none.
 
-    Returns the reason if compilation is on but does not work, or "". Raises ValueError if eager
+    Returns the reason if compilation is on but does not work, else "". Raises ValueError if eager
     kernels would change the bits (`train.exact_over_ranks`).
     """
     if not config.compile:
         return ""
     why_eager = why_not_compiled(world.device)
     if world.any_rank(bool(why_eager)):
-        why_eager = why_eager or "not on another host of this run"
+        why_eager = why_eager or "torch.compile failed on another host of this run"
         with world.fail_together():
             if config.exact_over_ranks:
                 raise ValueError(
-                    f"train.exact_over_ranks: torch.compile does not work here ({why_eager}), and"
-                    " other kernels give other bits: install what it needs, or set"
-                    " train.compile=false from the first step on"
+                    "train.exact_over_ranks: torch.compile does not work on this host"
+                    f" ({why_eager}), and eager kernels give other bits: install the missing"
+                    " tools, or set train.compile=false from the first step"
                 )
         return why_eager
     for model in models:
@@ -63,13 +63,12 @@ def compile_models(config: TrainConfig, models: Sequence[nn.Module], world: Worl
 
 @functools.cache
 def why_not_compiled(device: torch.device) -> str:
-    """Return why torch.compile does not work on this host for `device`, or "" if it does.
+    """Return why torch.compile does not work on this host for `device`, or "" if it works.
 
-    It compiles a line, which takes seconds; the first compilation would take most of them anyway.
-    Checking for the tools would not be enough: a C++ compiler does not work without Python's
-    headers.
+    The function compiles a small function, which takes seconds that the first compilation then
+    saves. Looking for the tools is not enough: a C++ compiler fails without Python's headers.
     """
-    constant = time.time_ns()  # a new number, so that no cache has the result
+    constant = time.time_ns()  # a new constant, so that no cache contains the result
 
     def line(x: Tensor) -> Tensor:
         return x.sin() * constant
@@ -82,10 +81,10 @@ def why_not_compiled(device: torch.device) -> str:
 
 
 def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
-    """Let blocks of `model` keep only their inputs; the backward pass recomputes the rest.
+    """Let blocks of `model` keep only their inputs; the backward pass recomputes activations.
 
-    blocks_setting: `train.activation_checkpointing`. Call it before or after `compile_blocks`.
-    Raises ValueError for a model of timm that does not support the setting.
+    blocks_setting: `train.activation_checkpointing`. The call may precede or follow
+    `compile_blocks`. Raises ValueError for timm models that do not support the setting.
     """
     if blocks_setting == "none":
         return
@@ -95,13 +94,13 @@ def checkpoint_activations(model: nn.Module, blocks_setting: str | int) -> None:
         return
     if blocks_setting != "block":
         raise ValueError(
-            f"train.activation_checkpointing={blocks_setting}: models of timm know all blocks or"
-            " none: set block or none"
+            f"train.activation_checkpointing={blocks_setting}: timm models checkpoint all blocks"
+            " or none: set block or none"
         )
     try:
         model.set_grad_checkpointing(True)  # type: ignore[operator]
     except (AttributeError, AssertionError):
         raise ValueError(
-            f"train.activation_checkpointing=block: timm's {type(model).__name__} cannot do that:"
-            " set none, and lower data.micro_batch_size"
+            f"train.activation_checkpointing=block: timm's {type(model).__name__} does not support"
+            " it: set none, and lower data.micro_batch_size"
         ) from None

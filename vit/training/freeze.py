@@ -1,9 +1,9 @@
 """Freeze parts of a model, so that training does not change them (`init.freeze`).
 
-A frozen parameter requires no gradient, so optimizer, weight decay and average skip it. The frozen
-part is always the beginning of the network, so the backward pass ends before it.
+A frozen parameter requires no gradient, so optimizer, weight decay and EMA skip it. The frozen part
+is always the beginning of the network, so the backward pass stops at its end.
 
-    config -> create_model -> freeze -> optimizer, average, DDP, planner: all read `requires_grad`
+    config -> create_model -> freeze -> optimizer, EMA, DDP, planner (read `requires_grad`)
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ BEHIND_THE_BLOCKS = ("norm.", "fc_norm.", "attn_pool.")
 
 
 def create_trained_model(config: Config, num_classes: int) -> Any:
-    """Create the model of `config` with fresh weights, and freeze its `init.freeze` part.
+    """Create the model of `config` with new weights, and freeze the part given by `init.freeze`.
 
-    The model takes images of each size in `schedule.image_sizes`. Raises ValueError as
+    The model accepts images of each size in `schedule.image_sizes`. Raises the ValueErrors of
     `create_model`, `take_sizes` and `freeze`.
     """
     model = create_model(config.model, num_classes=num_classes)
@@ -39,9 +39,9 @@ def create_trained_model(config: Config, num_classes: int) -> Any:
 def freeze(model: nn.Module, part: str | int) -> None:
     """Freeze parameters of a model that is not wrapped or compiled yet.
 
-    part: "none"; "backbone", all but the head; or a number k: all before the blocks, and the first
-    k blocks. Raises ValueError for a model with fewer blocks, and for a model whose frozen part has
-    batch norms, whose statistics would still change.
+    part: "none"; "backbone" for everything but the head; or a number k for everything before the
+    blocks and the first k blocks. Raises ValueError if the model has fewer blocks, or if the frozen
+    part contains batch norms, because their statistics would still change.
     """
     if part == "none":
         return
@@ -50,14 +50,14 @@ def freeze(model: nn.Module, part: str | int) -> None:
         blocks: Any = getattr(model, "blocks", None)
         depth = len(blocks) if isinstance(blocks, nn.Sequential | nn.ModuleList) else 0
         if part > depth:
-            has = f"the model has {depth}: give at most that" if depth else "the model has none"
-            raise ValueError(f"init.freeze={part} blocks, but {has}, or backbone")
+            has = f"the model has {depth}: set at most {depth}" if depth else "the model has none"
+            raise ValueError(f"init.freeze={part} blocks, but {has}, or set backbone")
         later = (f"blocks.{number}." for number in range(part, depth))
         trained = (*trained, *BEHIND_THE_BLOCKS, *later)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name.startswith(trained))
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError(f"init.freeze={part} leaves nothing to train: set a smaller number")
+        raise ValueError(f"init.freeze={part} freezes all parameters: set a smaller number")
     changing = [
         name
         for prefix, module in frozen_parts(model)
@@ -67,12 +67,12 @@ def freeze(model: nn.Module, part: str | int) -> None:
     if changing:
         raise ValueError(
             f"init.freeze={part}: {changing[0]} is a batch norm, whose statistics would change"
-            " though its weights are frozen: set none, or take a model without batch norms"
+            " although its weights are frozen: set none, or use a model without batch norms"
         )
 
 
 def frozen_parts(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of the largest parts of `model` that are entirely frozen."""
+    """Yield name and module of the largest submodules of `model` that are entirely frozen."""
     for name, module in model.named_children():
         parameters = list(module.parameters())
         if parameters and not any(parameter.requires_grad for parameter in parameters):

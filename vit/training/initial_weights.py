@@ -1,9 +1,10 @@
-"""Load weights from a file on all ranks: rank 0 reads and broadcasts, because others may lack it.
+"""Load weights from a file on all ranks.
 
-    to be evaluated      rank 0: file -> tensors and their description -> the same on all ranks
+Rank 0 reads the file and broadcasts the weights, because other ranks may not have the file. Tensor
+values are sent in collectives, and everything else through the store.
+
+    for evaluation       rank 0: file -> tensors and their description -> all ranks
     `init.checkpoint`    rank 0: file -> its model -> the values of all models
-
-Values are sent in collectives, the rest through the store.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _OF_NO_SHAPE = ("image_size", "_rate", "drop_path_schedule", "drop_path_form")
 
 
 def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
-    """Call `read` on rank 0 and return its result on all ranks, on the host.
+    """Call `read` on rank 0, and return its result in host memory on all ranks.
 
-    An error of `read` becomes AlreadyReported on the other ranks.
+    An error of `read` is raised as AlreadyReported on the other ranks.
     """
     if world.size == 1:
         return read()
@@ -45,7 +46,7 @@ def read_once(read: Callable[[], LoadedWeights], world: World) -> LoadedWeights:
 
 
 def _describe(loaded: LoadedWeights) -> dict[str, Any]:
-    """Return all of `loaded` but its values, as JSON."""
+    """Return everything but the tensor values of `loaded`, as JSON."""
     names = [field.name for field in fields(loaded) if field.name not in ("path", "weights")]
     return {
         "path": str(loaded.path),
@@ -58,13 +59,13 @@ def _describe(loaded: LoadedWeights) -> dict[str, Any]:
 
 
 def _like(described: dict[str, Any]) -> LoadedWeights:
-    """Return weights for the result of `_describe`, with memory for their values."""
+    """Return weights as described by `_describe`, with uninitialized values."""
     weights = {
         name: torch.empty(shape, dtype=getattr(torch, dtype))
         for name, shape, dtype in described["tensors"]
     }
     values = described["fields"]
-    for name in ("grid_size", "notes"):  # tuples, which JSON does not have
+    for name in ("grid_size", "notes"):  # JSON has no tuples
         values[name] = None if values[name] is None else tuple(values[name])
     return LoadedWeights(Path(described["path"]), weights, **values)
 
@@ -72,7 +73,7 @@ def _like(described: dict[str, Any]) -> LoadedWeights:
 def _bytes_of(tensor: Tensor) -> Tensor:
     """Return (nbytes,) uint8: the memory of a contiguous tensor, or a copy.
 
-    Bytes, because weights may have types that no backend broadcasts.
+    Backends cannot broadcast every dtype of weights, but they can broadcast bytes.
     """
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
@@ -80,11 +81,11 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 def load_initial_weights(
     model: nn.Module, config: Config, data: RunData, world: World
 ) -> dict[str, Any]:
-    """Load `init.checkpoint` into `model` on all ranks, and return facts about it.
+    """Load `init.checkpoint` into `model` on all ranks, and return facts about the weights.
 
-    The facts are `init_sha256`, the fingerprint, and `init_source` for weights from the Hugging
-    Face hub. Rank 0 reads the file and prints how the weights fit. Raises ValueError on rank 0 if
-    they do not fit, and AlreadyReported on the others.
+    The facts are `init_sha256`, a hash of the weights, and `init_source` for weights from the
+    Hugging Face hub. Rank 0 reads the file and prints how the weights fit. Raises ValueError on
+    rank 0 if they do not fit, and AlreadyReported on the other ranks.
     """
     init = config.init
 
@@ -93,7 +94,7 @@ def load_initial_weights(
         loaded = read_weights(init.checkpoint)
         for line in _load(model, loaded, init, config.model, data.class_names, data.num_classes):
             print(f"{loaded.path}: {line}", file=sys.stderr)
-        # The fingerprint covers the whole file, before classes are selected.
+        # Hash the whole file, before classes are selected.
         facts: dict[str, Any] = {"init_sha256": fingerprint(loaded.weights)}
         return facts | ({"init_source": loaded.source} if loaded.source else {})
 
@@ -110,7 +111,7 @@ def _load(
     class_names: list[str],
     num_classes: int,
 ) -> list[str]:
-    """Load the weights of `init.checkpoint` into `model`; return sentences on how they fit."""
+    """Load the weights of `init.checkpoint` into `model`, and return notes on how they fit."""
     if init.select_classes:
         loaded = select_classes(loaded, class_names)
     try:
@@ -126,10 +127,10 @@ def _load(
 
 
 def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
-    """Return the settings in which the config inside the weights differs from `model`, or "".
+    """Return the settings that differ between `model` and the config in the weights, or "".
 
-    If the weights have no config, return the settings that change a named model of timm. Settings
-    that do not change shapes, such as image size and drop path, are omitted.
+    If the weights have no config, return the settings that change a named timm model. Settings that
+    do not change shapes, such as image size and drop path, are omitted.
     """
     if not loaded.config:
         fields = model.model_dump(exclude={"name", "in_chans", "num_classes"}, exclude_none=True)
@@ -137,13 +138,13 @@ def _other_model_settings(loaded: LoadedWeights, model: ModelConfig) -> str:
         if not lines or not model.name.startswith("timm/"):
             return ""
         return (
-            f"; the config's {', '.join(lines)} replace what {model.name} has: for the model of"
-            f" that name set {' '.join(f'{line}=null' for line in lines)}"
+            f"; the config's {', '.join(lines)} override the settings of {model.name}: to use that"
+            f" model unchanged, set {' '.join(f'{line}=null' for line in lines)}"
         )
     stored = {"model": loaded.config.get("model", {})}
     current = {"model": model.model_dump(mode="json")}
     lines = [
-        f"{key} is {old} there, {new} here"
+        f"{key} is {old} in the weights, {new} in this config"
         for key, (old, new) in config_io.differences(stored, current).items()
         if not key.endswith(_OF_NO_SHAPE)
     ]

@@ -1,8 +1,8 @@
-"""Losses of soft targets: cross-entropy, and binary cross-entropy of each class.
+"""Losses for soft targets: cross-entropy, and binary cross-entropy per class.
 
-Logits come from the model, soft targets from `vit.data.augment.apply` (one-hot rows, mixed by MixUp
-and CutMix). The losses add label smoothing; the step weights and sums the loss of each row. The
-losses of distillation have a teacher's logits instead of targets (`vit.training.teacher`).
+Soft targets come from `vit.data.augment.apply` (one-hot rows, mixed by MixUp and CutMix). The
+losses add label smoothing. The training step weights and sums the loss of each row. Distillation
+losses compare with a teacher's logits instead of targets (`vit.training.teacher`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from vit.data.sources import TrainSet, images_by_class
 MAX_NAMED = 3
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-"""Logits (B, classes), soft targets (B, classes) -> (B,) float32."""
+"""A loss function: logits (B, classes), soft targets (B, classes) -> (B,) float32."""
 
 
 def choose_class_weights(
     config: LossConfig, train_set: TrainSet, num_classes: int
 ) -> tuple[float, ...] | None:
-    """Return the weight of each class, from counts of images if it is "balanced"; None if unset.
+    """Return the class weights, computed from image counts if "balanced", or None if unset.
 
-    Raises ValueError if there is not one weight for each class, or a class has no image to count.
+    Raises ValueError if the number of weights differs from `num_classes`, or if a balanced weight
+    is undefined because a class has no images.
     """
     setting = config.class_weights
     if setting is None:
@@ -37,8 +38,8 @@ def choose_class_weights(
     if setting != "balanced":
         if len(setting) != num_classes:
             raise ValueError(
-                f"loss.class_weights has {len(setting)} numbers, the model has {num_classes}"
-                " classes: give one for each"
+                f"loss.class_weights has {len(setting)} numbers, but the model has {num_classes}"
+                " classes: give one number per class"
             )
         return setting
     counts = images_by_class(train_set, num_classes)
@@ -48,11 +49,11 @@ def choose_class_weights(
         shown = [repr(names[i]) if i < len(names) else str(i) for i in missing[:MAX_NAMED]]
         more = ", ..." if len(missing) > MAX_NAMED else ""
         raise ValueError(
-            f"loss.class_weights=balanced: no image of {len(missing):,} of {num_classes:,} classes"
-            f" is trained on ({', '.join(shown)}{more}): give the weights as numbers, or choose"
+            f"loss.class_weights=balanced: {len(missing):,} of {num_classes:,} classes have no"
+            f" training images ({', '.join(shown)}{more}): give the weights as numbers, or choose"
             " images of all classes"
         )
-    # sklearn/utils/class_weight.py, compute_class_weight.
+    # The formula of sklearn/utils/class_weight.py, compute_class_weight.
     balanced: list[float] = (counts.sum() / (num_classes * counts)).tolist()
     return tuple(balanced)
 
@@ -60,7 +61,7 @@ def choose_class_weights(
 def describe_class_weights(
     weights: Sequence[float] | None, class_names: Sequence[str]
 ) -> list[str]:
-    """Return a line with the smallest and the largest weight, or [] without weights."""
+    """Return a line with the smallest and the largest class weight, or [] if there are none."""
     if weights is None:
         return []
 
@@ -75,7 +76,7 @@ def describe_class_weights(
 def create_loss(
     config: LossConfig, class_weights: Sequence[float] | None, device: torch.device
 ) -> Loss:
-    """Create the loss of `config`, with the weights of `choose_class_weights`."""
+    """Create the loss of `config` with the result of `choose_class_weights`."""
     weights = None
     if class_weights is not None:
         weights = torch.tensor(class_weights, dtype=torch.float32, device=device)
@@ -98,10 +99,10 @@ def cross_entropy(
 ) -> Tensor:
     """Return the cross-entropy (B,) of `logits` with soft `targets`, both (B, classes), in fp32.
 
-    Smoothing as in Szegedy et al. 2016, section 7: the fraction `label_smoothing` of each target
-    is spread over all classes. class_weights: (classes,).
+    Label smoothing follows Szegedy et al. 2016, section 7: the fraction `label_smoothing` of each
+    target is spread over all classes. class_weights: (classes,).
     """
-    # In fp32 also under autocast, because bf16 rounds differences below 0.4 % away.
+    # Compute in fp32 even under autocast: bf16 rounds away differences below 0.4 %.
     log_probabilities = logits.float().log_softmax(-1)
     if class_weights is not None:
         log_probabilities = log_probabilities * class_weights
@@ -120,10 +121,10 @@ def binary_cross_entropy(
     class_weights: Tensor | None = None,
 ) -> Tensor:
     """Return the binary cross-entropy (B,) of sigmoid(`logits`) with soft `targets`: the mean over
-    the classes, or their sum.
+    the classes, or the sum.
 
-    Smoothing and threshold as in timm, in this order: timm:timm/loss/binary_cross_entropy.py and
-    timm/data/mixup.py; facebookresearch/deit:engine.py has a threshold of 0.
+    Smoothing precedes the threshold, as in timm:timm/loss/binary_cross_entropy.py and
+    timm/data/mixup.py. facebookresearch/deit:engine.py uses a threshold of 0.
     """
     targets = targets.float()
     if label_smoothing:
@@ -137,22 +138,21 @@ def binary_cross_entropy(
 
 
 def hard_distillation(logits: Tensor, teacher_logits: Tensor) -> Tensor:
-    """Return the cross-entropy (B,) of `logits` (B, classes) with the teacher's likeliest class.
+    """Return the cross-entropy (B,) of `logits` (B, classes) with the teacher's top class.
 
-    Touvron et al. 2021 (DeiT), equation 3; facebookresearch/deit:losses.py,
-    timm:timm/task/token_distillation.py. Mixed images also get a single class.
+    From Touvron et al. 2021 (DeiT), equation 3; facebookresearch/deit:losses.py,
+    timm:timm/task/token_distillation.py. Mixed images also have a single target class.
     """
     return F.cross_entropy(logits.float(), teacher_logits.argmax(-1), reduction="none")
 
 
 def soft_distillation(logits: Tensor, teacher_logits: Tensor, temperature: float) -> Tensor:
-    """Return the Kullback-Leibler divergence (B,) of softmax(`logits` / T) from the teacher's,
-    times T**2.
+    """Return the Kullback-Leibler divergence (B,) of softmax(`logits` / T) from the teacher's
+    softmax, times T**2.
 
-    Hinton et al. 2015 (arXiv 1503.02531), section 2: with the factor, the size of gradients does
-    not depend on the temperature T. It is the sum over classes, as in
-    timm:timm/task/distillation.py; facebookresearch/deit:losses.py divides by the number of
-    classes.
+    From Hinton et al. 2015 (arXiv 1503.02531), section 2: the factor T**2 makes the scale of
+    gradients independent of the temperature T. Sums over classes, as timm:timm/task/distillation.py
+    does. facebookresearch/deit:losses.py divides by the number of classes.
     """
     log_probabilities = (logits.float() / temperature).log_softmax(-1)
     teacher_log_probabilities = (teacher_logits.float() / temperature).log_softmax(-1)

@@ -1,7 +1,7 @@
-"""Exact top-1, top-5, loss and calibration over a data set, and their intervals.
+"""Exact top-1, top-5, loss and calibration error over a data set, with confidence intervals.
 
-Counts add up as integers on the device, and the loss adds up in fixed point, so the sums do not
-depend on the order of batches and ranks. The ranks are reduced once, at the end.
+Counts are integers on the device, and losses are summed in fixed point, so the sums do not depend
+on the order of batches or the number of ranks. Ranks are reduced only once, at the end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from vit.distributed.process_group import World
 from vit.training.loss import cross_entropy
 
 LOSS_UNIT = 2.0**-24
-"""Resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
+"""The resolution of a summed loss. 2**27 samples with losses up to 2**10 stay below 2**61."""
 FEW_IMAGES = 5000
-"""Number of images below which an accuracy is shown with its interval, which is then wider than
-about a point."""
+"""The number of images below which an accuracy is shown with its interval. The interval is then
+wider than about one point."""
 TOP5_CLASSES = 6
 """The smallest number of classes for which top-5 is not always 100 %."""
 ECE_BINS = 15
@@ -30,8 +30,8 @@ _Z95 = 1.959964
 def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
     """Return whether each label (B,) is among the k largest logits (B, classes): (B,) bool.
 
-    Ties go to the smaller class number, so that a zero-initialised head scores at chance. A row
-    with NaN is wrong.
+    Ties favor the lower class number, so that a zero-initialized head is right only by chance. A
+    row with NaN is wrong.
     """
     own = logits.gather(1, labels[:, None])
     earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
@@ -40,10 +40,10 @@ def correct_in_top_k(logits: Tensor, labels: Tensor, k: int) -> Tensor:
 
 
 def margins(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return how far the logit of each label (B,) is above the largest other logit: (B,).
+    """Return the margin of each row: the logit of its label minus the largest other logit, (B,).
 
-    Negative for a wrong prediction. Its mean over the epochs is the AUM of Pleiss et al. 2020,
-    equation 2. Infinite if there is only one class.
+    A negative margin means a wrong prediction. The mean over epochs is the AUM of Pleiss et al.
+    2020, equation 2. With a single class, the margin is infinite.
     """
     own = labels[:, None]
     other_logits = logits.scatter(1, own, -math.inf)
@@ -51,19 +51,18 @@ def margins(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def predicted_classes(logits: Tensor) -> Tensor:
-    """Return the class of the largest logit, (B, classes) -> (B,) int64, ties as in
-    `correct_in_top_k`.
+    """Return the class of the largest logit, (B, classes) -> (B,) int64.
 
-    -1 for a row with NaN.
+    Ties are resolved as in `correct_in_top_k`. A row with NaN gives -1.
     """
-    # argmax takes the first of equal logits.
+    # argmax returns the first of several equal logits.
     return torch.where(logits.isnan().any(1), -1, logits.argmax(1))
 
 
 def interval95(correct: int, total: int) -> tuple[float, float]:
-    """Return the 95 % interval of `correct` out of `total`, in percent.
+    """Return the 95 % confidence interval of `correct` out of `total`, in percent.
 
-    It is Wilson's (1927), which is also sensible at 0 and at `total`.
+    Uses Wilson's interval (1927), which is valid even at 0 and at `total`.
     """
     n = max(total, 1)
     share = correct / n
@@ -74,13 +73,13 @@ def interval95(correct: int, total: int) -> tuple[float, float]:
 
 
 def format_interval(correct: int, total: int) -> str:
-    """Return `interval95` as text; "" without images, and from `FEW_IMAGES` on."""
+    """Return `interval95` as text, or "" for 0 images and for `FEW_IMAGES` or more."""
     low, high = interval95(correct, total)
     return f"95 % interval {low:.1f} to {high:.1f}" if 0 < total < FEW_IMAGES else ""
 
 
 def format_top5(percent: float, correct: int, num_classes: int) -> str:
-    """Return `, top-5 99.94 % (1794)`; "" if there are so few classes that it is always 100 %."""
+    """Return text such as `, top-5 99.94 % (1794)`, or "" if top-5 is always 100 %."""
     return f", top-5 {percent:.2f} % ({correct})" if num_classes >= TOP5_CLASSES else ""
 
 
@@ -88,11 +87,11 @@ def format_top5(percent: float, correct: int, num_classes: int) -> str:
 class Accuracy:
     """The result of an exact evaluation.
 
-    `top1` and `top5`: in percent. `loss`: mean cross-entropy, NaN if a logit was not finite; if an
-    image has several right classes, that of the sum of their probabilities. `ece`: expected
-    calibration error (Guo et al. 2017, equation 3) in points, over `ECE_BINS` bins of equal width.
-    It is the mean difference between the probability of the predicted class and the share of right
-    predictions; NaN if the loss is.
+    `top1` and `top5` are in percent. `loss` is the mean cross-entropy, or NaN if a logit was not
+    finite. If an image has several accepted classes, their probabilities are summed. `ece` is the
+    expected calibration error (Guo et al. 2017, equation 3) in points over `ECE_BINS` bins of equal
+    width: the mean gap between the confidence and the accuracy of predictions. It is NaN if the
+    loss is NaN.
     """
 
     num_images: int
@@ -103,7 +102,7 @@ class Accuracy:
     loss: float
     ece: float
     num_classes: int
-    """Number of classes that the model chose from; 0 without images."""
+    """The number of classes that the model chooses from; 0 without images."""
 
     def __str__(self) -> str:
         interval = format_interval(self.correct_top1, self.num_images)
@@ -116,19 +115,19 @@ class Accuracy:
         )
 
     def to_dict(self) -> dict[str, float]:
-        """Return all numbers but `num_classes`, by name."""
+        """Return all numbers except `num_classes`, by name."""
         numbers = asdict(self)
         del numbers["num_classes"]
         return numbers
 
 
 class AccuracyCounter:
-    """Adds up batches on the device; `result` adds up the ranks."""
+    """Sums batches on the device. `result` sums over the ranks."""
 
     def __init__(self, device: torch.device):
         # images, top-1, top-5, loss, rows whose loss is not finite
         self.sums = torch.zeros(5, dtype=torch.int64, device=device)
-        # of each bin of confidence: images, right ones, sum of confidences
+        # per confidence bin: images, correct predictions, sum of confidences
         self.bins = torch.zeros(3, ECE_BINS, dtype=torch.int64, device=device)
         self.num_classes = 0
 
@@ -137,8 +136,8 @@ class AccuracyCounter:
     ) -> None:
         """Add a batch: `logits` (B, classes), `labels` (B,) int64, `weights` (B,).
 
-        Rows of weight 0, the padding of the last batch, are ignored. accepted: (B, most) int64, all
-        right classes of each row, padded with -1; they replace `labels`.
+        Rows of weight 0, which pad the last batch, are ignored. accepted: (B, n) int64, all
+        accepted classes of each row, padded with -1. They replace `labels`.
         """
         logits = logits.float()
         self.num_classes = logits.shape[1]
@@ -172,12 +171,12 @@ class AccuracyCounter:
         in_bin = number[:, None] == torch.arange(1, ECE_BINS + 1, device=logits.device)
         counted = in_bin.long() * (valid & has_confidence)[:, None]
         parts = (torch.ones_like(number), top1.long(), _fixed_point(confidence, has_confidence))
-        # A comparison and a sum, because adding by index may wait for the device, or add in a
-        # different order.
+        # Compare and sum, because adding by index may wait for the device or change the order of
+        # summation.
         self.bins += torch.stack([(counted * part[:, None]).sum(0) for part in parts])
 
     def result(self, world: World) -> Accuracy:
-        """Return totals over all ranks. It waits for the device, once in an evaluation."""
+        """Return the totals over all ranks. This waits for the device once per evaluation."""
         sums = world.sum_(torch.cat([self.sums, self.bins.flatten()])).tolist()
         images, top1, top5, loss, not_finite = sums[:5]
         share = 100.0 / max(images, 1)
@@ -199,17 +198,17 @@ class AccuracyCounter:
 
 
 def _fixed_point(values: Tensor, is_valid: Tensor) -> Tensor:
-    """Return (B,) floats as multiples of `LOSS_UNIT`, (B,) int64; 0 where they are not valid."""
+    """Return (B,) floats as int64 multiples of `LOSS_UNIT`; invalid values become 0."""
     return torch.where(is_valid, values, 0.0).double().div(LOSS_UNIT).round().long()
 
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """The difference of two models' top-1 on the same images, in points, with a 95 % interval."""
+    """The top-1 difference of two models on the same images, in points, with a 95 % interval."""
 
     num_images: int
     only_first: int
-    """Images that only the first model has right."""
+    """Images that only the first model classifies correctly."""
     only_second: int
     points: float
     low: float
@@ -225,10 +224,10 @@ class PairedDifference:
 def paired_difference(first: Tensor, second: Tensor) -> PairedDifference:
     """Compare two models on the same images. first, second: (N,) bool, whether a model is right.
 
-    Images that both models get right, or both wrong, carry no information about the difference, so
-    the interval is far narrower than those of two separate accuracies. It is the Wald interval of
-    paired proportions after adding half an image to each of the four cases (Agresti & Min 2005,
-    Statistics in Medicine 24, 729-740), which keeps its coverage when there are few differences.
+    Images on which both models are right, or both wrong, carry no information about the difference,
+    so the interval is much narrower than those of two separate accuracies. It is the Wald interval
+    of paired proportions after adding half an image to each of the four cases (Agresti & Min 2005,
+    Statistics in Medicine 24, 729-740), which keeps its coverage for few differences.
     """
     count = len(first)
     only_first = int((first & ~second).sum())

@@ -1,11 +1,11 @@
-"""Model FLOPs utilization (MFU): the share of a device's peak that training reaches.
+"""Model FLOPs utilization (MFU): the fraction of a device's peak that training reaches.
 
-It is images per second times the operations of an image, divided by the peak operations per second
-of the device (Chowdhery et al. 2022, "PaLM", appendix B). Only the model's own operations count;
-those that activation checkpointing repeats do not.
+MFU is images per second times FLOPs per image, divided by the peak FLOPs per second of the device
+(Chowdhery et al. 2022, "PaLM", appendix B). FLOPs that activation checkpointing repeats are not
+counted.
 
-    model -> operations of an image    \\
-    device -> peak: data sheet, or GEMM -> `Utilization` -> record, live line, report, bench
+    model -> FLOPs per image            \\
+    device -> peak: data sheet, or GEMM -> `Utilization` -> metrics.jsonl, live line, report, bench
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vit.system.gpus import find_device
 from vit.training.model_summary import flops_per_image, frozen_flops_per_image
 
 PASSES = 3
-"""Training an image costs as much as this many forward passes: one forward, two backward."""
+"""The cost of training in forward passes: one forward, and two for the backward pass."""
 GEMM_TRIES = 8
 
 
@@ -33,30 +33,30 @@ class Peak:
     """The peak rate of one device."""
 
     peak_tflops: float
-    """10**12 operations of matrix products per second; a multiply-add counts as 2."""
+    """10**12 FLOPs of matrix products per second. A multiply-add counts as 2."""
     peak_source: str
-    """The source of the number: "data sheet" or "measured"."""
+    """The source of the peak: "data sheet" or "measured"."""
 
 
 @dataclass(frozen=True)
 class Utilization:
-    """Turns images per second into a share of the peak."""
+    """Converts images per second into a fraction of the peak."""
 
     flops_per_image: int
-    """Operations of training on one image."""
+    """The FLOPs of training on one image."""
     peak: Peak | None
     """The peak of one device; None if unknown, as on a CPU."""
     stages: tuple[tuple[int, int], ...] = ()
-    """(end step, operations of an image) of each stage with its own image size, in order."""
+    """(end step, FLOPs per image) of each stage with its own image size, in order."""
 
     def flops_at(self, step: int) -> int:
-        """Return the operations of training on one image at `step`, counted from 0."""
+        """Return the FLOPs of training on one image at `step`, counted from 0."""
         return next((flops for until, flops in self.stages if step < until), self.flops_per_image)
 
     def mfu(self, images_per_s: float, step: int | None = None) -> float | None:
-        """Return the share of the peak at `images_per_s` on one device; None without a peak.
+        """Return the fraction of the peak at `images_per_s` on one device, or None without a peak.
 
-        step: the step of these images, counted from 0; None: after all stages.
+        step: the step of these images, counted from 0; None means after all stages.
         """
         if self.peak is None:
             return None
@@ -64,7 +64,7 @@ class Utilization:
         return flops * images_per_s / (self.peak.peak_tflops * 1e12)
 
     def steps_like(self, step: int, first: int, stop: int) -> float:
-        """Return the number of steps like `step` that have the operations of [first, stop)."""
+        """Return how many steps like `step` have as many FLOPs as the steps [first, stop)."""
         borders = [first, *(min(max(until, first), stop) for until, _ in self.stages), stop]
         lengths = [after - before for before, after in pairwise(borders)]
         flops = [*(flops for _, flops in self.stages), self.flops_per_image]
@@ -74,22 +74,22 @@ class Utilization:
 def train_flops_per_image(
     model: Any, micro_batch_size: int, image_size: tuple[int, int] | None = None
 ) -> int:
-    """Return the operations of training on one image in micro-batches of that size.
+    """Return the FLOPs of training on one image, in micro-batches of the given size.
 
-    `model` comes from `create_model` and is not wrapped. Branches that drop path skips do not
-    count, nor does the backward pass of frozen parts. image_size: as in `flops_per_image`.
+    `model` comes from `create_model` and is not wrapped. Branches that drop path skips, and the
+    backward pass of frozen parts, are not counted. image_size: as in `flops_per_image`.
     """
     forward = flops_per_image(model, micro_batch_size, image_size)
-    # Frozen parts have no backward pass, because they come before all trained parts.
+    # Frozen parts have no backward pass, because they precede all trained parts.
     backward = forward - frozen_flops_per_image(model, micro_batch_size, image_size)
     return forward + (PASSES - 1) * backward
 
 
 @functools.cache
 def find_peak(device: torch.device, precision: str) -> Peak | None:
-    """Return the peak of `device` in `precision`; None for a CPU.
+    """Return the peak of `device` in `precision`, or None for a CPU.
 
-    If the table lacks the GPU, the peak is measured, which takes tens of milliseconds.
+    The peak of a GPU that is not in the table is measured, which takes tens of milliseconds.
     """
     if device.type != "cuda":
         return None
@@ -100,19 +100,19 @@ def find_peak(device: torch.device, precision: str) -> Peak | None:
 
 
 def measure_peak(device: torch.device, precision: str, size: int | None = None) -> Peak:
-    """Measure products of two `size` x `size` matrices, and take the fastest.
+    """Measure the fastest of several products of two `size` x `size` matrices.
 
-    The matrices are random, because products of constants draw less power, so that the clock would
-    be higher than in training.
+    The matrices are random, because products of constants draw less power and would run at a higher
+    clock than training does.
     """
     on_gpu = device.type == "cuda"
     if size is None:
         size = (4096 if precision == "fp32" else 8192) if on_gpu else 1024
     dtype = AUTOCAST_DTYPE.get(precision, torch.float32)
-    generator = torch.Generator(device)  # a new one, so that the draws of training do not change
+    generator = torch.Generator(device)  # leaves training's random state unchanged
     a = torch.randn(size, size, generator=generator, dtype=dtype, device=device)
     best_s = float("inf")
-    for _ in range(GEMM_TRIES):  # the first one may load the library
+    for _ in range(GEMM_TRIES):  # the first call may load the library
         began_s = _now_s(device)
         torch.mm(a, a)
         best_s = min(best_s, _now_s(device) - began_s)

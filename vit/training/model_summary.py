@@ -1,8 +1,8 @@
-"""Count the parameters and operations of a model, and print the shapes at each stage.
+"""Count the parameters and FLOPs of a model, and print the shapes at each stage.
 
     python -m vit.model [vit_b16] [--image-size PIXELS [PIXELS]] [--num-classes N]
 
-The forward pass runs on the meta device, so it neither computes nor allocates anything.
+The forward pass runs on the meta device, so it computes and allocates nothing.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from vit.training.freeze import frozen_parts
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of trainable and frozen parameters, without buffers (fixed positions)."""
+    """Return the number of trainable and frozen parameters. Buffers (fixed positions) are
+    ignored."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def flops_per_image(
     model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
 ) -> int:
-    """Return the operations of one image's forward pass in matrix products and convolutions.
+    """Return the forward FLOPs of one image in matrix products and convolutions.
 
     A multiply-add counts as 2. `model` comes from `create_model` and is not wrapped (DDP, FSDP2).
-    training_batch_size: count a training micro-batch of that size instead of an evaluation, and
-    return the mean of its images, because drop path may compute only some of them. image_size:
-    (height, width) in pixels that the model takes; None: its own.
+    training_batch_size: if given, count a training micro-batch of this size, in which drop path may
+    skip branches, and return the mean per image. image_size: (height, width) in pixels; None uses
+    the model's.
     """
     return _flops_by_part(model, training_batch_size, image_size)["Global"]
 
@@ -42,24 +43,24 @@ def flops_per_image(
 def frozen_flops_per_image(
     model: Any, training_batch_size: int | None = None, image_size: tuple[int, int] | None = None
 ) -> int:
-    """Return the operations of `flops_per_image` that are in frozen parts of the model."""
+    """Return the part of `flops_per_image` that is computed in frozen parts of the model."""
     parts = [name for name, _ in frozen_parts(model)]
     if not parts:
         return 0
     flops = _flops_by_part(model, training_batch_size, image_size)
-    # The counter puts the class of the model before each name.
+    # FlopCounterMode prefixes each name with the class of the model.
     return sum(flops.get(f"{type(model).__name__}.{part}", 0) for part in parts)
 
 
 def _flops_by_part(
     model: Any, training_batch_size: int | None, image_size: tuple[int, int] | None
 ) -> dict[str, int]:
-    """Return the operations of one image in each module by name; "Global" has all of them."""
+    """Return the forward FLOPs of one image for each module name; "Global" is the total."""
     weights = {
         name: torch.empty_like(tensor, device="meta")
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     }
-    # At least 2, because a batch norm in training refuses a single image.
+    # Use at least 2 images, because batch norms in training reject a single image.
     batch_size = 1 if training_batch_size is None else max(training_batch_size, 2)
     size = image_size or model.image_size
     images = torch.empty(batch_size, model.in_chans, *size, device="meta")
@@ -76,7 +77,7 @@ def _flops_by_part(
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m vit.model",
-        description="Shapes at each stage, parameters and GFLOP of a model.",
+        description="Print the shapes at each stage, the parameters and the GFLOP of a model.",
     )
     parser.add_argument(
         "name",
@@ -105,22 +106,22 @@ def main() -> None:
 
 
 def print_shapes(model: Any, name: str) -> None:
-    """Print a line for each stage of `model`, which is on the meta device, and a line of totals."""
+    """Print a line for each stage of `model`, which is on the meta device, and the totals."""
     print(f"{'stage':<20} {'module':<18} {'in':<20}    {'out':<20} {'parameters':>12}")
     handles = _print_shapes_in_forward(model)
     gflop = flops_per_image(model) / 1e9
-    digits = ".2f" if gflop >= 1 else ".2g"  # a demo's model has less than a hundredth
+    digits = ".2f" if gflop >= 1 else ".2g"  # a demo model has less than 0.01
     for handle in handles:
         handle.remove()
     print(
         f"{name} at {model.image_size[0]}x{model.image_size[1]}: {count_parameters(model):,}"
-        f" parameters, {gflop:{digits}} GFLOP per image forward (2 for each multiply-add; papers"
+        f" parameters, {gflop:{digits}} GFLOP per image forward (a multiply-add counts as 2; papers"
         " often count 1)"
     )
 
 
 def _print_shapes_in_forward(model: nn.Module) -> list[RemovableHandle]:
-    """Make forward passes print a line for each stage, and for each part of the first block."""
+    """Make forward passes print a line for each stage and each part of the first block."""
 
     def watch(name: str, module: nn.Module) -> RemovableHandle:
         def hook(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:

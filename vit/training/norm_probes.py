@@ -1,7 +1,7 @@
-"""Measure norms of each layer and the largest attention logits around some updates.
+"""Measure the norms of each layer and the largest attention logits at some updates.
 
-`vit.step` calls `Probes.begin` before an update that is due, and `end` after it. The results stay
-on the device, and are copied to the host with the other numbers of the step.
+`vit.step` calls `Probes.begin` before such an update, and `end` after it. The results stay on the
+device and are copied to the host with the other numbers of the step.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from vit.optim.norms import Measured, Norms
 from vit.training.reduce import Reduce
 
 IMAGES_OF_LOGITS = 8
-"""Number of images, the first of the global batch, whose attention logits are measured."""
+"""The number of images, the first of the global batch, whose attention logits are measured."""
 
 
 class Probes:
-    """Measures the updates at the steps of `norms` (`log.norms_every_steps`)."""
+    """Measures updates at the steps chosen by `log.norms_every_steps`."""
 
     def __init__(
         self,
@@ -43,37 +43,37 @@ class Probes:
         self._logits = torch.empty(0)
 
     def is_due(self, step: int) -> bool:
-        """Return whether the update at `step` is measured."""
+        """Return whether to measure the update at `step`."""
         return self._norms.is_due(step)
 
     def begin(self, batch: Batch, reduce: Reduce, loss_scale: Tensor) -> None:
-        """Measure gradients and weights before the update; every rank calls it."""
+        """Measure gradients and weights before the update. All ranks must call this."""
         self._logits = self._largest_logits(batch, reduce)
         self._norms.begin(loss_scale)
 
     def end(self) -> Measured:
-        """Return the norms of the update and the logits, on the device."""
+        """Return the norms of the update and the attention logits, on the device."""
         return self._norms.end(self._logits)
 
     @torch.no_grad()
     def _largest_logits(self, batch: Batch, reduce: Reduce) -> Tensor:
-        """Return the largest attention logit of each block, (blocks,) float32; (0,) for none.
+        """Return the largest attention logit of each block, (blocks,) float32, or (0,) if unknown.
 
-        Measured with the weights before the update, on the first images of the global batch.
+        The logits are computed from the first images of the global batch before the update.
         """
         config = self._augment.config
         unit = config.mix_group_size if mixes(config) else 1
         num_rows = len(batch.labels)
-        # In micro-batches, so that the same rows are mixed together on any number of ranks.
+        # Use micro-batches, so that the same rows are mixed together on any number of ranks.
         size = self._micro_batch_size
         first = reduce.first_row(num_rows)
-        # Only the first ranks hold these images. The others run the pass as well, because sharded
+        # Only the first ranks have these images. The other ranks run the pass too, because sharded
         # parameters need all ranks.
         largest = []
         for start in range(0, max(min(IMAGES_OF_LOGITS - first, num_rows), 1), size):
             end = start + min(math.ceil(IMAGES_OF_LOGITS / unit) * unit, size)
             rows = batch.rows(start, end).to(reduce.world.device)
-            # Eager, because compiling further graphs for so few images would cost seconds.
+            # Run eagerly, because compiling more graphs for so few images would take seconds.
             with torch.compiler.set_stance("force_eager"):
                 inputs, _ = self._augment.finish(rows.images, rows.labels, rows.table)
                 with autocast(self._precision, reduce.world.device):
@@ -88,7 +88,7 @@ class Probes:
 def create_probes(
     model: nn.Module, config: Config, augment: Augment, micro_batch_size: int, total_steps: int
 ) -> Probes | None:
-    """Return the probes of `log.norms_every_steps`, or None if it is off. Raises as `Norms`."""
+    """Return the probes for `log.norms_every_steps`, or None if it is off. Raises as `Norms`."""
     every_steps = config.log.norms_every_steps
     if every_steps is None:
         return None

@@ -1,7 +1,7 @@
-"""The losses of a batch: `vit.step` calls an `Objective`.
+"""The objective of training: `vit.step` calls it to compute losses.
 
-`Supervised` compares logits with labels; `vit.training.teacher.Distilled` compares them also with
-the answers of a teacher. To add an objective, such as masked autoencoding, write a class with the
+`Supervised` compares logits with labels. `vit.training.teacher.Distilled` also compares them with
+the logits of a teacher. To add an objective, such as masked autoencoding, write a class with the
 methods of `Objective`.
 """
 
@@ -19,28 +19,28 @@ from vit.training.metrics import margins
 from vit.training.run_data import Notes, RunData
 
 Forward = Callable[[Tensor], Any]
-"""Inputs -> outputs of the model under autocast: logits, or a tuple of the logits of two heads."""
+"""A function from inputs to the model's logits under autocast, or to the logits of two heads."""
 
 
 class Objective(Protocol):
-    """A loss for each row of a micro-batch; called after augmentation and before backward."""
+    """Computes the loss of each row of a micro-batch, between augmentation and backward pass."""
 
     models: Sequence[nn.Module]
-    """Further models, which are compiled together with the trained one."""
+    """Additional models that are compiled together with the trained model."""
 
     @property
     def notes(self) -> Notes:
-        """The contributions of the objective to the start of a run."""
+        """Notes and facts for the start of a run."""
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
-        """Prepare `model` for training. mark_teacher: marks the begin of `StepPhase.TEACHER`."""
+        """Prepare `model` for training. mark_teacher: marks the start of `StepPhase.TEACHER`."""
 
     def __call__(
         self, forward: Forward, inputs: Tensor, targets: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return loss and margin (`vit.training.metrics.margins`) of each row, (B,) float32.
+        """Return the loss and margin (`vit.training.metrics.margins`) of each row, (B,) float32.
 
-        inputs: (B, C, H, W) float32. targets: (B, classes), mixed; labels: (B,), not mixed.
+        inputs: (B, C, H, W) float32. targets: (B, classes), mixed. labels: (B,), not mixed.
         """
 
 
@@ -66,10 +66,10 @@ class Supervised:
 
 
 def supervised(config: Config, data: RunData, world: World) -> Objective:
-    """Create the loss of `config`; every rank calls it.
+    """Create the objective of `config`. All ranks must call this.
 
-    Raises ValueError if `config` has a teacher, because only `vit.extras.compose` loads teachers.
+    Raises ValueError if `config` has a teacher, which only `vit.extras.compose` can load.
     """
     if config.distill.teacher is not None:
-        raise ValueError("distill.teacher: build the run by vit.extras.compose.build_run")
+        raise ValueError("distill.teacher: build this run with vit.extras.compose.build_run")
     return Supervised(create_loss(config.loss, data.class_weights, world.device))

@@ -1,8 +1,8 @@
-"""Derive all numbers of a run from config, data and ranks.
+"""Compute the plan of a run: batch sizes, steps and other numbers.
 
-The config has the recipe (global batch, epochs), the data have their size, and torchrun gives the
-number of ranks. The plan derives batch sizes and steps before anything expensive starts. If sizes
-do not divide, it raises an error with sizes that do.
+The config gives the recipe (global batch, epochs), the data set gives the number of images, and
+torchrun gives the number of ranks. The plan is computed before anything expensive starts. If sizes
+do not divide, the error lists sizes that do.
 """
 
 from __future__ import annotations
@@ -31,42 +31,44 @@ class Plan:
     steps_per_epoch: int
     dropped_per_epoch: int
     distinct_images_per_epoch: int
-    """Smaller than the images of an epoch if `data.aug_repeats` or weights repeat some."""
+    """Smaller than the number of rows in an epoch if `data.aug_repeats` or weights repeat
+    images."""
     total_steps: int
     warmup_steps: int
     eval_every_steps: int
     log_every_steps: int
     decay_steps: int = 0
-    """Steps of the decay with `schedule.name: wsd`."""
+    """The steps of the decay with `schedule.name: wsd`."""
     cooldown_steps: int = 0
-    """Steps of the cool-down, which are part of `total_steps`, as the warm-up is."""
+    """The steps of the cooldown. `total_steps` includes cooldown and warmup."""
 
     @property
     def num_leaves(self) -> int:
-        """Number of micro-batches of the global batch."""
+        """The number of micro-batches in the global batch."""
         return self.global_batch_size // self.micro_batch_size
 
     @property
     def rank_batch_size(self) -> int:
-        """The most rows of a rank; equal on all ranks, except with `train.exact_over_ranks`."""
+        """The largest number of rows on a rank. Ranks differ only with `train.exact_over_ranks`."""
         return math.ceil(self.num_leaves / self.world_size) * self.micro_batch_size
 
     def rows_of(self, rank: int) -> range:
-        """Return the rows of the global batch that a rank has: whole micro-batches."""
+        """Return the rows of the global batch that a rank trains on: whole micro-batches."""
         leaves = leaves_of(rank, self.world_size, self.num_leaves)
         return range(leaves.start * self.micro_batch_size, leaves.stop * self.micro_batch_size)
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether an evaluation is due at `step`: every `eval_every_steps`, and at the end.
 
-        A shorter run has no evaluation at its end, because two trial steps should not cost one.
+        A run shorter than `eval_every_steps` has no final evaluation, so that a trial of two steps
+        stays cheap.
         """
         at_end = step == self.total_steps and self.total_steps >= self.eval_every_steps
         return at_end or (step > 0 and step % self.eval_every_steps == 0)
 
 
 def micro_batch_sizes(augment: AugmentConfig, rank_batch_size: int) -> list[int]:
-    """Return the sizes that divide a rank's batch into micro-batches, ascending."""
+    """Return the micro-batch sizes that divide a rank's batch, in ascending order."""
     unit = augment.mix_group_size if mixes(augment) else 1
     return [size for size in divisors(rank_batch_size) if size % unit == 0]
 
@@ -76,7 +78,8 @@ def divide_batch(
 ) -> tuple[int, int]:
     """Return (micro_batch_size, accumulation_steps) of each rank.
 
-    is_exact: `train.exact_over_ranks`. Raises ValueError with sizes that work.
+    is_exact: `train.exact_over_ranks`. Raises ValueError, listing sizes that work, if sizes do not
+    divide.
     """
     if is_exact:
         return _divide_into_leaves(data, augment, world_size)
@@ -91,9 +94,9 @@ def divide_batch(
         )
         ranks = [n for n in divisors(batch) if batch % (n * unit) == 0]
         other = (
-            f"a number of ranks out of {ranks}"
+            f"a number of ranks from {ranks}"
             if ranks
-            else f"augment.mix_group_size out of {divisors(batch)[1:]}"
+            else f"augment.mix_group_size from {divisors(batch)[1:]}"
         )
         raise ValueError(
             f"data.global_batch_size={batch} is not a multiple of {needs}: use"
@@ -114,7 +117,7 @@ def divide_batch(
 def _divide_into_leaves(
     data: DataConfig, augment: AugmentConfig, world_size: int
 ) -> tuple[int, int]:
-    """Divide as `divide_batch`, but with a micro-batch that does not depend on the ranks."""
+    """Divide as `divide_batch` does, but with a micro-batch size independent of the ranks."""
     batch = data.global_batch_size
     sizes = micro_batch_sizes(augment, batch)
     fitting = [size for size in sizes if batch // size >= world_size]
@@ -124,17 +127,18 @@ def _divide_into_leaves(
             f" {world_size} ranks: use fewer ranks"
             if sizes
             else f"augment.mix_group_size={augment.mix_group_size} does not divide"
-            f" data.global_batch_size={batch}: use one out of {divisors(batch)[1:]}"
+            f" data.global_batch_size={batch}: use one of {divisors(batch)[1:]}"
         )
     limit = data.micro_batch_size
     if limit is None:
         raise ValueError(
-            "train.exact_over_ranks needs data.micro_batch_size, the same on any number of ranks:"
-            f" for {world_size} rank(s) one of {fitting}, smaller ones for more ranks"
+            "train.exact_over_ranks needs a data.micro_batch_size that is the same on any number"
+            f" of ranks: for {world_size} rank(s), set one of {fitting}, or a smaller one for more"
+            " ranks"
         )
     micro = max((size for size in sizes if size <= limit), default=0)
     if micro not in fitting:
-        problem = "is below what mixes together"
+        problem = "is smaller than a group of images that are mixed"
         if micro:
             problem = f"makes {batch // micro} micro-batches"
         raise ValueError(
@@ -153,8 +157,8 @@ def create_order(
 ) -> Order:
     """Create the order of `num_samples` training images. shares: as in `Order`.
 
-    Raises ValueError, with sizes that work, if sizes do not divide, or if copies of an image would
-    be mixed with each other.
+    Raises ValueError, listing sizes that work, if sizes do not divide, or if copies of an image
+    would be mixed with each other.
     """
     make = partial(
         make_order,
@@ -171,15 +175,15 @@ def create_order(
     usual = type(data).model_fields["window_blocks"].default
     if order.block_samples == 1 and data.window_blocks != usual:
         raise ValueError(
-            f"data.window_blocks={data.window_blocks} has no effect on blocks of one sample, which"
-            " are a true permutation: set data.block_samples, or remove data.window_blocks"
+            f"data.window_blocks={data.window_blocks} has no effect with blocks of one sample,"
+            " which are fully shuffled: set data.block_samples, or remove data.window_blocks"
         )
     if not mixes(augment) or not _copies_mix(order, augment):
         return order
     choices = possible_lanes(data.global_batch_size, data.aug_repeats, data.aug_repeats_form)
     lanes = [number for number in choices if not _copies_mix(make(num_lanes=number), augment)]
     remedy = (
-        f"choose data.num_lanes out of {lanes}, or another"
+        f"choose data.num_lanes from {lanes}, or another"
         if lanes
         else "choose a larger batch, or another"
     )
@@ -191,9 +195,9 @@ def create_order(
 
 
 def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
-    """Return whether any row is mixed with a copy of its own image.
+    """Return whether any row is mixed with a copy of the same image.
 
-    It checks as many batches as an image has copies, because the positions of copies then repeat.
+    One batch per copy is enough, because after that the positions of copies repeat.
     """
     batches = (
         order.batch(position)
@@ -203,23 +207,24 @@ def _copies_mix(order: Order, augment: AugmentConfig) -> bool:
 
 
 def _check_guard(guard: GuardConfig, total_steps: int) -> None:
-    """Raise ValueError if the run is too short for a limit of spikes, or for a rewind.
+    """Raise ValueError if the run is too short for spike limits or for a rewind.
 
-    A rewind could otherwise skip all steps, and the run would end normally with initial weights.
+    Otherwise a rewind could skip all steps, and the run would finish with initial weights.
     """
     first_limit = guard.window_steps + READ_LATE
     if guard.on_spike != "none" and total_steps < first_limit:
         raise ValueError(
-            f"guard.on_spike={guard.on_spike} has no effect in a run of {total_steps:,} steps: with"
-            f" guard.window_steps={guard.window_steps} the first limit is that of step"
-            f" {first_limit:,}: lower it, lengthen the run, or set guard.on_spike=none"
+            f"guard.on_spike={guard.on_spike} has no effect in a run of {total_steps:,} steps:"
+            f" with guard.window_steps={guard.window_steps}, the first limit applies at step"
+            f" {first_limit:,}: lower guard.window_steps, lengthen the run, or set"
+            " guard.on_spike=none"
         )
     window = 2 * guard.rewind_skip_steps + 1
     most = max((total_steps - 2) // 2, 0)
     if guard.rewinds() and guard.rewind_skip_steps > most:
         raise ValueError(
-            f"guard.rewind_skip_steps={guard.rewind_skip_steps}: a rewind would pass over"
-            f" {window:,} batches, the run has {total_steps:,}: give at most {most:,}, or lengthen"
+            f"guard.rewind_skip_steps={guard.rewind_skip_steps}: a rewind would skip {window:,}"
+            f" batches, but the run has only {total_steps:,}: set at most {most:,}, or lengthen"
             " the run"
         )
 
@@ -227,10 +232,10 @@ def _check_guard(guard: GuardConfig, total_steps: int) -> None:
 def make_plan(
     config: Config, num_samples: int, world_size: int, shares: tuple[Share, ...] = ()
 ) -> tuple[Plan, Order]:
-    """Derive all numbers of a run over `num_samples` training images on `world_size` ranks, and
-    the order of the images. shares: as in `Order`.
+    """Return the plan of a run over `num_samples` training images on `world_size` ranks, and the
+    order of the images.
 
-    Raises ValueError, with sizes that work, if sizes do not divide.
+    shares: as in `Order`. Raises ValueError, listing sizes that work, if sizes do not divide.
     """
     data = config.data
     augment = config.augment
@@ -270,20 +275,20 @@ def make_plan(
     if late:
         raise ValueError(
             f"schedule.image_sizes: until_epoch={late[0]} is step"
-            f" {late[0] * plan.steps_per_epoch:,}, the run ends at {total:,} and has"
-            " model.image_size in its last steps: end the stage before, or lengthen the run"
+            f" {late[0] * plan.steps_per_epoch:,}, but the run ends at step {total:,} and uses"
+            " model.image_size in its last steps: end this stage earlier, or lengthen the run"
         )
     parts = {
         "warm-up": plan.warmup_steps,
         "decay": plan.decay_steps,
         "cool-down": plan.cooldown_steps,
     }
-    # A warm-up longer than the run is allowed, and only gets a note.
+    # A warmup longer than the run is allowed and only gets a note.
     if plan.decay_steps + plan.cooldown_steps and sum(parts.values()) > total:
         listed = ", ".join(f"{name} {length:,}" for name, length in parts.items() if length)
         raise ValueError(
-            f"the parts of the schedule ({listed} steps) exceed the run's {total:,}: shorten them,"
-            " or lengthen the run"
+            f"the parts of the schedule ({listed} steps) exceed the {total:,} steps of the run:"
+            " shorten them, or lengthen the run"
         )
     return plan, order
 
@@ -291,7 +296,7 @@ def make_plan(
 def rates(
     config: Config, plan: Plan
 ) -> tuple[Callable[[int], float], Callable[[int], float | None]]:
-    """Return two functions of the step: learning rate, and weight decay (None if constant)."""
+    """Return the learning rate and weight decay as functions of the step (None if constant)."""
     schedule = config.schedule
     learning_rate = partial(
         lr_at,

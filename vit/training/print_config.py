@@ -1,4 +1,4 @@
-"""Print a config: every value with its origin, and every number that follows from it."""
+"""Print a config: every value with its origin, and every derived number."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vit.training.plan import make_plan
 from vit.training.teacher import describe_teacher
 
 IMAGENET_IMAGES = 1_281_167
-"""Training images of ImageNet-1k, which are assumed if the data cannot be opened."""
+"""The number of training images in ImageNet-1k, assumed if the data cannot be opened."""
 
 
 def describe(
@@ -35,11 +35,12 @@ def describe(
     world_size: int,
     sentences: Mapping[str, str] | None = None,
 ) -> str:
-    """Return the text of `--print-config`: every value with its origin as YAML, and the derived
-    numbers as comments. `sentences` (key -> what the setting does) stand above the values.
+    """Return the text of `--print-config`: every value with its origin as YAML, and derived numbers
+    as comments.
 
-    If the data cannot be opened, the text assumes the images and classes of ImageNet, with a note.
-    Raises ValueError as `make_plan` and `choose_train_set`.
+    sentences: a description of each setting, printed above its value. If the data cannot be opened,
+    the text assumes the images and classes of ImageNet, with a note. Raises the ValueErrors of
+    `make_plan` and `choose_train_set`.
     """
     values = config_io.to_dict(config)
     comments = {
@@ -52,7 +53,7 @@ def describe(
     order_of: dict[str, object] = {"order": NOT_EXACT} if data.reader == "webdataset" else {}
     images_assumed = ""
     classes_assumed = ""
-    # No retries: printing a config should not wait for a store that does not answer.
+    # Do not retry: printing a config should not wait for storage that does not answer.
     at_once = data.model_copy(update={"patience_s": 0.0})
     try:
         val_split = open_split(at_once, data.val_split)
@@ -60,8 +61,8 @@ def describe(
     except ShardError as error:
         if data.num_samples is None:
             images_assumed = (
-                " (assumed, ImageNet-1k's; so are all steps, for the data cannot be opened:"
-                f" {error})"
+                " (assumed, as in ImageNet-1k, because the data cannot be opened; all steps are"
+                f" assumed too: {error})"
             )
         classes_assumed = "" if config.model.num_classes else " (assumed)"
         num_classes = config.model.num_classes or 1000
@@ -76,7 +77,7 @@ def describe(
         derived |= {"chosen": "; ".join(train.summary)} if train.summary else {}
     derived["training_images"] = f"{order.num_samples:,}{images_assumed}"
     derived |= asdict(plan)
-    del derived["global_batch_size"]  # already printed as a setting, with its origin
+    del derived["global_batch_size"]  # already printed among the settings
     derived |= {"num_lanes": order.num_lanes, "block_samples": order.block_samples, **order_of}
     with torch.device("meta"):
         model = create_trained_model(config, num_classes)
@@ -87,7 +88,7 @@ def describe(
     derived["parameters"] = f"{count_parameters(model):,}"
     derived["parameter_groups"] = _groups_in_words(model, config.optim)
     derived["gflop_per_image"] = (
-        f"{gflop:.2f} forward, 2 for each multiply-add (papers count 1: {gflop / 2:.2f})"
+        f"{gflop:.2f} forward, a multiply-add counts as 2 (papers count 1: {gflop / 2:.2f})"
     )
     if config.distill.teacher is not None:
         derived["teacher"] = describe_teacher(config, num_classes)
@@ -95,13 +96,13 @@ def describe(
     if form.stages:
         of_sizes = [f"{flops_per_image(model, image_size=size) / 1e9:.2f}" for size in form.sizes]
         derived["image_sizes"] = f"{form.sizes_text()}: {', '.join(of_sizes)} GFLOP"
-    held = "weights, optimizer" + (", average" if is_averaged else "")
-    retention = f"{config.checkpoint.keep_last} are kept, and one more while it is written"
+    held = "weights, optimizer" + (", EMA" if is_averaged else "")
+    retention = f"{config.checkpoint.keep_last} are kept, plus one while it is written"
     derived["checkpoint_mb"] = f"{state / 1e6:,.1f} ({held}), {retention}"
     derived |= _working_copy(config.run)
     derived["parameters_gib"] = (
-        f"{(state + gradients) / 2**30:.2f} on each rank (a checkpoint's content and gradients),"
-        " without activations"
+        f"{(state + gradients) / 2**30:.2f} on each rank (the content of a checkpoint, and"
+        " gradients), without activations"
     )
     return (
         config_io.dump_yaml(values, comments, sentences)
@@ -111,17 +112,17 @@ def describe(
 
 
 def _groups_in_words(model: nn.Module, optim: OptimConfig) -> str:
-    """Return the number of parameter groups, and their learning rates if they differ."""
+    """Return the number of parameter groups, and the learning rates if they differ."""
     groups = [group for group in parameter_groups(model, optim) if group["params"]]
     slowest = min(group.get("lr_scale", 1.0) for group in groups)
     if slowest == 1:
         return f"{len(groups)}"
     rates = f"{optim.lr * slowest:.3g} to {optim.lr:g}"
-    return f"{len(groups)}, learning rates from {rates} at the peak"
+    return f"{len(groups)}, peak learning rates {rates}"
 
 
 def _working_copy(run: RunConfig) -> dict[str, object]:
-    """Return a line about the local copy of a run at a URL."""
+    """Return a line about the local copy if `run.dir` is a URL."""
     if not is_url(run.dir):
         return {}
     return {"working_copy": f"{local_folder(run)}, uploaded to run.dir at each save"}
@@ -130,11 +131,11 @@ def _working_copy(run: RunConfig) -> dict[str, object]:
 def training_bytes(model: nn.Module, optim: OptimConfig, is_averaged: bool) -> tuple[int, int]:
     """Return (bytes of the tensors in a checkpoint, bytes of the gradients).
 
-    The tensors are weights and buffers, twice with a moving average, and the optimizer's state.
+    A checkpoint contains weights and buffers, twice with an EMA, and the optimizer state.
     """
     stored = sum(tensor.nbytes for tensor in model.state_dict().values())
     gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    loss_scale = 8  # and the steps since it overflowed
+    loss_scale = 8  # the loss scale and the steps since its last overflow
     return (
         stored * (2 if is_averaged else 1) + sum(state_bytes(optim, model)) + loss_scale,
         gradients,

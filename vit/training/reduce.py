@@ -1,8 +1,8 @@
-"""Combine the gradients and the numbers of all ranks: `vit.step` calls a `Reduce`.
+"""Combine gradients and statistics of all ranks: `vit.step` calls a `Reduce`.
 
-`DataParallel` averages gradients by DDP, or does nothing in a world of one rank.
-`vit.distributed.exact.leaves.Leaves` adds them along a tree, with the same bits on any number of
-ranks. The step is the same for both.
+`DataParallel` averages gradients with DDP, or does nothing on a single rank.
+`vit.distributed.exact.leaves.Leaves` sums them along a tree, which gives the same bits on any
+number of ranks.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from vit.training.plan import Plan
 
 
 class Reduce(Protocol):
-    """The calls that differ between ways to sum gradients; every rank makes the same ones."""
+    """The interface for summing gradients. All ranks must make the same calls."""
 
     world: World
     module: nn.Module
-    """The module that inputs go through: the model, or the model under DDP."""
+    """The module for forward passes: the model, or the model wrapped by DDP."""
     norm_ranks: int
-    """Number of ranks, the first ones, that add their gradient norm to the sums of a step."""
+    """The number of ranks, from rank 0, that add their gradient norm to the sums of a step."""
 
     def divisor(self, num_rows: int) -> int:
-        """Return the divisor of losses on a rank with `num_rows` rows."""
+        """Return the divisor of the losses on a rank with `num_rows` rows."""
 
     def first_row(self, num_rows: int) -> int:
-        """Return the row of the global batch at which this rank's rows begin."""
+        """Return the first row of this rank in the global batch."""
 
     def micro_batch(self, step: int, row: int, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context for forward and backward of the micro-batch that begins at `row`."""
+        """Return a context for forward and backward of the micro-batch that starts at `row`."""
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Add the loss of a micro-batch, summed over its rows, and the sum of their weights."""
+        """Add the summed loss of a micro-batch, and the sum of its row weights."""
 
     def finish(self) -> None:
-        """Leave the gradient of the global batch in `grad`."""
+        """Write the gradient of the global batch to `grad`."""
 
     def sum_(self, values: Tensor) -> Tensor:
         """Sum the numbers of a step (`Slot`) over the ranks, in place."""
@@ -52,14 +52,14 @@ class Reduce(Protocol):
         """Return whether gradients stay allocated between steps of `num_passes` micro-batches."""
 
     def prepare(self, rows: Batch, losses: Callable[[Batch], Tensor], num_passes: int) -> None:
-        """Run a throw-away pass before the first step of a process, if one is needed."""
+        """Run a warm-up pass before the first step of a process, if needed."""
 
 
 class DataParallel:
-    """Averages the gradients by DDP; does nothing in a world of one rank."""
+    """Averages gradients with DDP. Does nothing on a single rank."""
 
     def __init__(self, model: nn.Module, world: World, module: nn.Module | None = None):
-        """module: `model` under DDP (`vit.distributed.process_group.wrap`); None in a world of one
+        """module: `model` wrapped by `vit.distributed.process_group.wrap`; None on a single
         rank."""
         self.model = model
         self.world = world
@@ -79,7 +79,7 @@ class DataParallel:
         return nullcontext() if is_last else no_sync(self.module)
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Do nothing, because the sums of the step have these numbers."""
+        """Do nothing, because the sums of the step already contain these numbers."""
 
     def finish(self) -> None:
         """Do nothing, because the last backward pass has averaged the gradients."""
@@ -89,32 +89,31 @@ class DataParallel:
         return self.world.sum_(values)
 
     def keeps_gradients(self, num_passes: int) -> bool:
-        """Return whether the gradients of several passes add up under DDP.
+        """Return whether gradients of several passes accumulate under DDP.
 
-        Gradients then stay allocated in DDP's buckets, as zeros. Otherwise the passes under
-        `no_sync` would allocate a second set (2.5 GB for H), which the last pass copies into the
-        buckets. For a single pass filling with zeros would only cost time.
+        If so, gradients stay allocated in DDP's buckets and are set to zero. Otherwise the passes
+        under `no_sync` would allocate a second set (2.5 GB for ViT-H), which the last pass copies
+        into the buckets. With a single pass, setting them to zero would only cost time.
         """
         return self.module is not self.model and num_passes > 1
 
     def prepare(self, rows: Batch, losses: Callable[[Batch], Tensor], num_passes: int) -> None:
         """Bring DDP's buckets into their final layout.
 
-        DDP reorders its buckets after the first synchronised backward pass. With 3 or more ranks a
-        different layout sums in a different order, so a resumed run would differ in the last bit
-        from an uninterrupted one. A throw-away pass shows DDP the order, and the next forward pass
-        rebuilds the buckets.
+        DDP reorders its buckets after the first synchronized backward pass. With 3 or more ranks,
+        another layout sums in another order, so a resumed run would differ in the last bit. A
+        warm-up pass records the order of gradients, and the next forward pass rebuilds the buckets.
         """
         if self.module is self.model:
             return
         size: Any = self.model.image_size
         if tuple(rows.images.shape[2:]) != size:
-            # The layout depends on the order of gradients, and resampled positions change that
-            # order. An attempt that resumes after the stages does not resample, so all attempts use
-            # the layout of the model's own size.
+            # The layout depends on the order of gradients, which resampled positions change. A run
+            # that resumes after `schedule.image_sizes` does not resample, so always use the model's
+            # own size.
             rows = replace(rows, images=rows.images.new_zeros((*rows.images.shape[:2], *size)))
-        # Batch norms of timm models change their running statistics in these passes, so restore the
-        # buffers at the end.
+        # These passes change the running statistics of batch norms in timm models, so restore the
+        # buffers afterwards.
         buffers = [buffer.clone() for buffer in self.model.buffers()]
         losses(rows).sum().backward()
         if self.keeps_gradients(num_passes):
@@ -130,11 +129,11 @@ class DataParallel:
 def data_parallel(
     model: nn.Module, config: Config, plan: Plan, world: World, is_filled_later: bool
 ) -> Reduce:
-    """Wrap `model` for DDP.
+    """Wrap `model` in DDP.
 
-    is_filled_later: a checkpoint will replace the weights on each rank. Raises ValueError for
-    `train.exact_over_ranks`, whose sum only `vit.extras.compose` chooses.
+    is_filled_later: whether a checkpoint will replace the weights on each rank. Raises ValueError
+    for `train.exact_over_ranks`, which only `vit.extras.compose` supports.
     """
     if config.train.exact_over_ranks:
-        raise ValueError("train.exact_over_ranks: build the run by vit.extras.compose.build_run")
+        raise ValueError("train.exact_over_ranks: use vit.extras.compose.build_run")
     return DataParallel(model, world, wrap(model, world, sync=not is_filled_later))

@@ -1,4 +1,4 @@
-"""The data of a run, the plan that follows from them, and notes for the start of the record."""
+"""The data of a run, the plan computed from the data, and notes for the start of the run."""
 
 from __future__ import annotations
 
@@ -19,52 +19,52 @@ from vit.training.plan import Plan, make_plan
 
 @dataclass(frozen=True)
 class Notes:
-    """Contributions of a part of a run, before its first step."""
+    """Information from one component of a run, collected before the first step."""
 
     facts: dict[str, Any] = field(default_factory=dict)
-    """Values that a resume must find unchanged."""
+    """Values that must be unchanged when the run resumes."""
     record: dict[str, Any] = field(default_factory=dict)
-    """Values of the record's `start` line."""
+    """Values for the `start` line of metrics.jsonl."""
     lines: tuple[str, ...] = ()
     """Lines for the log."""
 
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run, and values that follow from them."""
+    """The data of a run, and values that follow from the data."""
 
     plan: Plan
     train_set: TrainSet
     batches: AugmentedBatches
     sets: list[tuple[EvalSet, ...]]
-    """The sets to evaluate on, `data.val_split` first; sets of the same images are grouped."""
+    """The evaluation sets, `data.val_split` first. Sets of the same images form a group."""
     eval_batches: list[EvalBatches]
-    """The batches of each split that is evaluated."""
+    """The batches of each split to evaluate."""
     image_format: ImageFormat
-    """The format of images to evaluate on."""
+    """The format of images in evaluation."""
     num_classes: int
-    """Outputs of the model's head."""
+    """The number of outputs of the model's head."""
     class_weights: tuple[float, ...] | None
-    """Weights of the classes in the loss."""
+    """The weights of the classes in the loss."""
     facts: dict[str, Any]
-    """Values that a resume must find unchanged."""
+    """Values that must be unchanged when the run resumes."""
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes to train on, in the order of their numbers; may be empty."""
+        """The names of the training classes, in the order of their numbers. May be empty."""
         return self.train_set.split.class_names
 
 
 def as_trained(config: Config, data: RunData) -> Config:
-    """Return `config`, with `eval.apply_exif` if the images of `data` were turned by EXIF."""
+    """Return `config`, with `eval.apply_exif` on if EXIF rotated the images of `data`."""
     if config.eval.apply_exif is None and data.sets[0][0].split.apply_exif:
         return config_io.with_settings(config, {"eval.apply_exif": True})
     return config
 
 
 def open_data(config: Config, world: World) -> RunData:
-    """Open the data and derive the plan from them; every rank calls it."""
-    # Rank 0 opens first, because it may have to make an index that the others then read.
+    """Open the data and compute the plan. All ranks must call this."""
+    # Rank 0 opens the data first, because it may have to write an index for the other ranks.
     val_split = open_split(config.data, config.data.val_split, world)
     train_set = open_train_set(config.data, val_split, world, config.model.num_classes)
     split = train_set.split

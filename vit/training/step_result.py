@@ -1,7 +1,7 @@
-"""The result of a step on its way from the device to the host, and the limits of a step.
+"""The result of a step, copied from the device to the host, and the limits of a step.
 
-vit.step    sums by `Slot` over the ranks, norm, rows -> one vector, copied after the step
-vit.hooks   reads it as `StepValues` when the next step is queued
+vit.step    sums by `Slot` over all ranks, norm, rows -> one vector, copied after the step
+vit.hooks   read it as `StepValues` when the next step is queued
 """
 
 from __future__ import annotations
@@ -25,80 +25,80 @@ class Slot(IntEnum):
     LOSS_SUM = 0
     ROW_WEIGHTS = 1
     STOP = 2
-    """Number of ranks that got a signal."""
+    """The number of ranks that got a signal."""
     BAD_IMAGES = 3
     VERDICT = 4
-    """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`. During the sum over the
-    ranks it holds the norm of the gradient: the norm's last bit may differ between ranks of
-    different hardware, but all ranks must decide alike."""
+    """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`. Before the sum over ranks,
+    this position contains the gradient norm. Its last bit may differ between ranks with different
+    hardware, and the sum makes all ranks decide alike."""
     RANK_REPORTS = 5
-    """First number of rank 0's report; the reports of the other ranks follow. Each rank writes only
-    its own, so the sum gathers all of them."""
+    """The first number of rank 0's report; other ranks follow. Each rank writes only its own
+    numbers, so the sum gathers all reports."""
 
 
 class StepPhase(StrEnum):
-    """The phases of a step, whose time `vit.extras.planner.benchmark` measures."""
+    """The phases of a step that `vit.extras.planner.benchmark` times."""
 
     CHANGE = "change"
-    """Augmentation of grey levels, before the step."""
+    """The augmentation of uint8 pixels, before the step."""
     FINISH = "finish"
-    """Augmentation of float32 inputs, and targets."""
+    """The augmentation of float32 inputs, and the targets."""
     TEACHER = "teacher"
     """The forward pass of a teacher (`distill`)."""
     FORWARD = "forward"
-    """The forward pass, with the loss."""
+    """The forward pass, including the loss."""
     BACKWARD = "backward"
-    """The backward pass, with DDP's averaging of gradients."""
+    """The backward pass, including DDP's averaging of gradients."""
     UPDATE = "update"
-    """Gradient norm, clipping, optimizer and average."""
+    """Gradient norm, clipping, optimizer and EMA."""
 
 
 READ_LATE = 2
-"""Steps whose results are not on the host when a step is queued: this one and the previous one."""
+"""The number of steps whose results the host lacks when it queues a step: this and the last."""
 NON_FINITE = 1
-"""Bit of a verdict: the gradient was not finite."""
+"""The bit of a verdict for a gradient that was not finite."""
 SPIKE = 2
-"""Bit of a verdict: loss or gradient norm were above their limits."""
+"""The bit of a verdict for a loss or gradient norm above its limit."""
 
 
 class Limits(NamedTuple):
-    """Limits of a step; above either the update is skipped."""
+    """The limits of a step. If either is exceeded, the update is skipped."""
 
     loss: float
-    """Largest mean over the global batch."""
+    """The largest mean loss of the global batch."""
     grad_norm: float
-    """Largest norm before clipping."""
+    """The largest gradient norm before clipping."""
 
 
 class StepValues(NamedTuple):
-    """The result of a step as numbers on the host."""
+    """The result of a step, as numbers on the host."""
 
     loss: float
-    """Mean over the global batch."""
+    """The mean over the global batch."""
     grad_norm: float
-    """Norm before clipping."""
+    """The gradient norm before clipping."""
     stop: float
-    """Number of ranks that got a signal."""
+    """The number of ranks that got a signal."""
     bad_images: int
     verdict: int
-    """0 if the update was made; else a sum of `NON_FINITE` and `SPIKE`."""
+    """0 if the update was made, else a sum of `NON_FINITE` and `SPIKE`."""
     rank_reports: NDArray[np.float32]
-    """(ranks, size) the argument `report` of each rank."""
+    """The `report` arguments of all ranks, (ranks, size)."""
     losses: NDArray[np.float32]
-    """(rows,) loss of each row of this rank with its mixed and smoothed target; NaN for a row of
-    weight 0."""
+    """The loss of each row of this rank with its mixed and smoothed target, (rows,). NaN for a row
+    of weight 0."""
     margins: NDArray[np.float32]
-    """(rows,) margin of each row of this rank (`vit.training.metrics.margins`)."""
+    """The margin of each row of this rank (`vit.training.metrics.margins`), (rows,)."""
     norms: NormsByName | None
-    """Norms of each layer, at the steps of `log.norms_every_steps`."""
+    """The norms of each layer, at the steps of `log.norms_every_steps`."""
 
 
 class StepResult:
-    """The result of a step on its way to the host.
+    """The result of a step, which is copied to the host.
 
     sums: (5 + ranks * report_size,) float32 on the device, by `Slot`, summed over the ranks.
-    grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, each
-    in as many pieces as there are micro-batches. norms: None if the step does not measure them.
+    grad_norm: () float32 on the device. rows: losses, margins and weights of this rank's rows, with
+    one tensor per micro-batch. norms: None if the step did not measure them.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class StepResult:
         rows: Sequence[Tensor] = (),
         norms: Measured | None = None,
     ):
-        # One vector, so that the rows need no launch and no copy of their own.
+        # Copy one vector, so that the rows need no separate kernel launch or copy.
         ends = [] if norms is None else [norms.values]
         values = torch.cat([sums, grad_norm[None], *rows, *ends])
         self._norms = norms
@@ -119,22 +119,23 @@ class StepResult:
         self._event: torch.cuda.Event | None = None
         self._values = values
         if values.device.type == "cuda":
-            # The copy and its event are queued directly after the step, so that `read` waits for
-            # this step, not for the next one, which is then already queued.
+            # Queue the copy and its event directly after the step, so that `read` waits only for
+            # this step and not for the next one.
             pinned = torch.empty(values.shape, pin_memory=True)
             self._values = pinned.copy_(values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def read(self) -> StepValues:
-        """Return the numbers, after waiting for the device to finish this step."""
+        """Wait until the device has finished this step, and return its numbers."""
         if self._event is not None:
             self._event.synchronize()  # the only wait for the device, one step late
         shared = self._values[: self._num_shared]
         sums = shared[: Slot.RANK_REPORTS].tolist()
         of_rows, of_norms = self._values[self._num_shared :].tensor_split([self._num_rows_values])
         losses, row_margins, weights = of_rows.numpy().reshape(3, -1)
-        # An array, because each rank reads all reports in each step, and there may be thousands.
+        # Use an array, because each rank reads all reports in each step, and there may be
+        # thousands.
         reports = shared[Slot.RANK_REPORTS : -1].numpy().reshape(-1, self._report_size)
         return StepValues(
             loss=sums[Slot.LOSS_SUM] / max(sums[Slot.ROW_WEIGHTS], 1.0),

@@ -1,13 +1,13 @@
-"""The teacher of a run (`distill`): a trained model from whose answers the model learns.
+"""Knowledge distillation (`distill`): the model learns from the logits of a trained teacher.
 
-1. A path leads to weights and to the settings of their model                 find_teacher
-2. Rank 0 reads them; classes are put into the data's order, by name          load_teacher
-3. The batch of the student, augmented and mixed, in the teacher's
-   normalisation and at its image size -> logits, without gradients           Teacher
-4. Logits of both -> a loss for each image, added to that of its label        Teacher.blend
+1. Find the weights and the settings of their model                            find_teacher
+2. Read them on rank 0, and match classes by name                              load_teacher
+3. Change the student's augmented batch to the teacher's normalization and
+   image size, and compute logits without gradients                           Teacher
+4. Combine the loss against the teacher with the loss of the labels            Teacher.blend
 
-A teacher is not trained: it is in evaluation mode, and not part of optimizer, average, DDP or
-checkpoints. A checkpoint has the hash of its weights instead.
+A teacher is never trained. It is in evaluation mode and not part of optimizer, EMA, DDP or
+checkpoints. A checkpoint stores the hash of its weights.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ if TYPE_CHECKING:
     from vit.distributed.process_group import World
 
 SHOWN_DIGITS = 12
-"""Digits of a hash that messages show."""
+"""The number of hash digits in messages."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """The identity of a teacher, for the log, the record, and the comparison at a resume."""
+    """The identity of a teacher, for the log, metrics.jsonl and the check when a run resumes."""
 
     path: str
     model: str
     image_size: tuple[int, int]
     step: int | None
-    """The step of its weights, if they are from a run of this project."""
+    """The training step of the weights, if they come from a run of this project."""
     sha256: str
     """The hash of the weights (`vit.weights.files.fingerprint`)."""
     notes: tuple[str, ...] = ()
-    """Sentences on how its weights or classes were fitted."""
+    """Notes on how the weights or classes were matched."""
 
 
 class Teacher:
-    """A model that is not trained, and the loss of its answers.
+    """A trained model and the loss against its logits.
 
     Args:
-        model: on the student's device.
-        own: the settings that the model was trained with.
+        model: the teacher's model, on the student's device.
+        own: the settings that the teacher was trained with.
         student: the settings of the run.
-        identity: None for a model with fresh weights, which is only counted.
+        identity: None for a model without trained weights, which is only counted or timed.
     """
 
     def __init__(self, model: Any, own: Config, student: Config, identity: Identity | None = None):
@@ -81,11 +81,11 @@ class Teacher:
 
     @torch.no_grad()
     def __call__(self, inputs: Tensor) -> Tensor:
-        """inputs: (B, C, H, W) float32, normalised for the student -> logits: (B, classes).
+        """Return the teacher's logits, (B, classes), for the student's inputs, (B, C, H, W)
+        float32.
 
-        It gets the student's inputs, with crop, colours and mixture (DeiT). Only mean, standard
-        deviation and size are changed to those of its own training, by a bicubic, antialiased
-        resize.
+        The teacher sees the student's crop, colors and mixing (DeiT). Only mean, standard deviation
+        and size are changed to those of the teacher's training, with a bicubic, antialiased resize.
         """
         if self._normalize is not None:
             shift, scale = self._normalize
@@ -98,7 +98,7 @@ class Teacher:
     def blend(self, task_losses: Tensor, logits: Tensor, answers: Tensor) -> Tensor:
         """Return the loss of each image, (B,) float32.
 
-        task_losses: (B,), those of the labels. logits: (B, classes) of the head that learns from
+        task_losses: (B,), the loss of the labels. logits: (B, classes) of the head that learns from
         the teacher. answers: (B, classes), the result of `__call__`.
         """
         config = self.config
@@ -110,12 +110,12 @@ class Teacher:
 
     @property
     def sha256(self) -> str:
-        """The hash of its weights."""
+        """The hash of the teacher's weights."""
         assert self.identity is not None, "only loaded teachers are trained with"
         return self.identity.sha256
 
     def in_record(self) -> dict[str, Any]:
-        """Return the teacher's identity and cost for the record."""
+        """Return the teacher's identity and cost for metrics.jsonl."""
         assert self.identity is not None, "only loaded teachers are recorded"
         return {
             **asdict(self.identity),
@@ -125,7 +125,7 @@ class Teacher:
         }
 
     def lines(self) -> list[str]:
-        """Return the lines about the teacher for the log, before the first step."""
+        """Return the lines about the teacher to log before the first step."""
         identity = self.identity
         assert identity is not None, "only loaded teachers are reported"
         step = "" if identity.step is None else f" (step {identity.step:,})"
@@ -135,7 +135,7 @@ class Teacher:
         if self.config.distill_type == "soft":
             kind = f"soft at temperature {self.config.temperature:g}"
         return [
-            f"teacher: {identity.path}{step}: {cost}, which no MFU counts; {kind}; sha256"
+            f"teacher: {identity.path}{step}: {cost}, not counted in MFU; {kind}; sha256"
             f" {identity.sha256[:SHOWN_DIGITS]}",
             *(f"note: teacher: {note}" for note in identity.notes),
         ]
@@ -144,9 +144,9 @@ class Teacher:
 def _renormalization(
     data: DataConfig, own: DataConfig, device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
-    """Return (shift, scale), each (C, 1, 1), from one normalisation to another; None if equal.
+    """Return (shift, scale), each (C, 1, 1), to change the normalization, or None if equal.
 
-    data: settings of the inputs; own: settings of the teacher.
+    data: the settings of the inputs. own: the settings of the teacher.
     """
     settings = (data.mean, data.std, own.mean, own.std)
     channels = max(map(len, settings))
@@ -162,7 +162,7 @@ def _renormalization(
 
 
 class Distilled:
-    """The objective that blends the loss of the labels with that of a teacher's answers."""
+    """The objective that combines the loss of the labels with the loss against a teacher."""
 
     def __init__(self, loss: Loss, teacher: Teacher):
         self.loss = loss
@@ -172,7 +172,7 @@ class Distilled:
 
     @property
     def notes(self) -> Notes:
-        """Hash, identity and cost of the teacher."""
+        """The hash, identity and cost of the teacher."""
         teacher = self.teacher
         return Notes(
             {"teacher_sha256": teacher.sha256},
@@ -181,28 +181,28 @@ class Distilled:
         )
 
     def begin(self, model: nn.Module, mark_teacher: Callable[[], object]) -> None:
-        """Let a `model` with two heads return the logits of both."""
+        """Make a `model` with two heads return the logits of both."""
         self._mark_teacher = mark_teacher
-        if hasattr(model, "distilled_training"):  # our models, and timm's, with a second head
+        if hasattr(model, "distilled_training"):  # models with a second head
             model.distilled_training = True  # type: ignore[assignment]
 
     def __call__(
         self, forward: Forward, inputs: Tensor, targets: Tensor, labels: Tensor
     ) -> tuple[Tensor, Tensor]:
         """See `vit.training.objective.Objective`."""
-        # Before the student's forward pass, so that the teacher's temporaries are freed before the
+        # Run the teacher before the student, so that its temporary memory is freed before the
         # student's activations are allocated.
         self._mark_teacher()
         answers = self.teacher(inputs)
         outputs = forward(inputs)
-        # The second head of a model with two learns from the teacher, else the only head.
+        # If the model has a second head, that head learns from the teacher.
         logits, learning = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         losses = self.teacher.blend(self.loss(logits, targets), learning, answers)
         return losses, margins(logits.detach(), labels)
 
 
 def distilled(config: Config, data: RunData, world: World) -> Distilled:
-    """Create the objective of `distill`; every rank calls it. Raises as `load_teacher`."""
+    """Create the objective of `distill`. All ranks must call this. Raises as `load_teacher`."""
     loss = create_loss(config.loss, data.class_weights, world.device)
     teacher = load_teacher(config, data.class_names, data.num_classes, world)
     assert teacher is not None, "the caller checks"
@@ -212,11 +212,11 @@ def distilled(config: Config, data: RunData, world: World) -> Distilled:
 def load_teacher(
     config: Config, class_names: Sequence[str], num_classes: int, world: World
 ) -> Teacher | None:
-    """Load the teacher of `config` on all ranks; rank 0 reads it. None without a teacher.
+    """Load the teacher of `config` on all ranks, or return None if there is no teacher.
 
-    class_names, num_classes: those of the data. Raises ValueError on rank 0 for weights that cannot
-    be read, belong to an unknown model, or have different classes or channels, and AlreadyReported
-    on the others.
+    Rank 0 reads the weights. class_names, num_classes: the classes of the data. On rank 0, raises
+    ValueError if the weights cannot be read, their model is unknown, or their classes or channels
+    differ. Raises AlreadyReported on the other ranks.
     """
     if config.distill.teacher is None:
         return None
@@ -249,10 +249,10 @@ def load_teacher(
 
 
 def find_teacher(config: Config, num_classes: int) -> tuple[nn.Module, Config] | None:
-    """Return the teacher of `config` with fresh weights, to count or time it, and its settings.
+    """Return an untrained copy of the teacher, to count or time it, and the teacher's settings.
 
-    The file of weights may be missing if its name, or `distill.teacher_model`, identifies the
-    model; otherwise it raises ValueError. None without a teacher.
+    The weights file may be missing if its name or `distill.teacher_model` identifies the model;
+    otherwise ValueError is raised. Returns None without a teacher.
     """
     distill = config.distill
     if distill.teacher is None:
@@ -262,12 +262,12 @@ def find_teacher(config: Config, num_classes: int) -> tuple[nn.Module, Config] |
 
 
 def describe_teacher(config: Config, num_classes: int) -> str:
-    """Return the model of the teacher of `config` and its cost, or why these are unknown."""
+    """Return the teacher's model and cost, or the reason why they are unknown."""
     try:
         with torch.device("meta"):
             teacher = find_teacher(config, num_classes)
     except ValueError as error:
-        return f"not known: {error}"
+        return f"unknown: {error}"
     assert teacher is not None, "the caller checks"
     model, own = teacher
     precision = config.distill.precision or config.train.precision
@@ -277,15 +277,15 @@ def describe_teacher(config: Config, num_classes: int) -> str:
 def _cost(model: nn.Module, name: str, size: str, precision: str) -> str:
     return (
         f"{name} at {size}, {count_parameters(model):,} parameters,"
-        f" {flops_per_image(model) / 1e9:.2f} GFLOP forward beside the student's, in {precision}"
+        f" {flops_per_image(model) / 1e9:.2f} GFLOP forward on top of the student's, in {precision}"
     )
 
 
 @functools.lru_cache
 def _settings_of(path: str, name: str | None) -> dict[str, Any]:
-    """Return the settings of a teacher, from its weights if they exist."""
+    """Return the settings of a teacher, read from its weights if they exist."""
     if Path(path).exists():
-        # The caller may be in a context for models without memory; reading needs memory.
+        # The caller may be in a meta-device context, but reading needs memory.
         with torch.device("cpu"):
             return _read(DistillConfig(teacher=path, teacher_model=name)).config or {}
     try:
@@ -298,8 +298,9 @@ def _create(own: Config, student: Config, num_classes: int) -> nn.Module:
     """Create the model of a teacher for the data's classes. Raises ValueError."""
     if own.model.in_chans != student.model.in_chans:
         raise ValueError(
-            f"distill.teacher: {student.distill.teacher} sees images of {own.model.in_chans}"
-            f" channel(s), model.in_chans is {student.model.in_chans}: take a teacher of as many"
+            f"distill.teacher: {student.distill.teacher} expects images of {own.model.in_chans}"
+            f" channel(s), but model.in_chans is {student.model.in_chans}: use a teacher with as"
+            " many channels"
         )
     return create_model(own.model, num_classes=num_classes)
 
@@ -313,30 +314,30 @@ def _read(distill: DistillConfig) -> LoadedWeights:
         if loaded.config is None:
             loaded, _ = with_published_config(loaded, name, data_root=".")
         elif name is not None:
-            raise ValueError("its run says which model it is: remove distill.teacher_model")
+            raise ValueError("its run stores the model: remove distill.teacher_model")
     except ValueError as error:
         raise ValueError(f"distill.teacher: {_in_our_words(error)}") from None
     return loaded
 
 
 def _in_our_words(error: ValueError) -> str:
-    """Return the message of `error` with the setting in place of the flag --model."""
+    """Return the message of `error`, with the setting instead of the flag --model."""
     return str(error).replace("--model NAME", "distill.teacher_model")
 
 
 def _with_classes(
     loaded: LoadedWeights, class_names: Sequence[str], num_classes: int
 ) -> LoadedWeights:
-    """Return `loaded` with a head for the data's classes in their order.
+    """Return `loaded` with a head for the data's classes, in their order.
 
-    If both have names of classes, the names are matched; otherwise the numbers of classes must be
-    equal. Raises ValueError.
+    Class names are matched if both sides have them. Otherwise the numbers of classes must be equal.
+    Raises ValueError.
     """
     own_classes = loaded.num_classes
     assert own_classes is not None, "weights with a config have it"
     try:
         namings = namings_of(loaded, own_classes) if class_names else {}
-    except WeightsError:  # published weights, whose names only timm would know
+    except WeightsError:  # published weights whose names only timm knows
         namings = {}
     lacking = {
         naming: [name for name in class_names if name not in names]
@@ -350,15 +351,15 @@ def _with_classes(
     if namings and not (is_guess and own_classes == num_classes):
         own_names = few(namings[whose])
         raise ValueError(
-            f"distill.teacher: {loaded.path} does not know {len(lacking[whose])} of the data's"
-            f" {num_classes} classes ({few(lacking[whose])}), its own are {own_names}: take a"
-            " teacher that was trained on the data's classes"
+            f"distill.teacher: {loaded.path} lacks {len(lacking[whose])} of the data's"
+            f" {num_classes} classes ({few(lacking[whose])}), its own are {own_names}: use a"
+            " teacher trained on the data's classes"
         )
     if own_classes != num_classes:
         raise ValueError(
-            f"distill.teacher: {loaded.path} knows {own_classes} classes, the data have"
-            f" {num_classes}, and no names say which are the same: take a teacher of the data's"
-            " classes"
+            f"distill.teacher: {loaded.path} has {own_classes} classes, but the data have"
+            f" {num_classes}, and class names to match them are missing: use a teacher of the"
+            " data's classes"
         )
-    note = "its classes are taken for the data's by number: not both have names that agree"
+    note = "its classes are matched to the data's by number, because their names do not match"
     return replace(loaded, notes=(*loaded.notes, note))

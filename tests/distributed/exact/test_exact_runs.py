@@ -193,7 +193,11 @@ def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, preci
 @pytest.mark.parametrize(
     ("settings", "ranks", "message"),
     [
-        ((), 2, r"needs data\.micro_batch_size, .* for 2 rank\(s\) one of \[2, 4, 6, 8, 12\]"),
+        (
+            (),
+            2,
+            r"needs a data\.micro_batch_size .* for 2 rank\(s\), set one of \[2, 4, 6, 8, 12\]",
+        ),
         (
             ("data.micro_batch_size=12",),
             3,
@@ -202,7 +206,7 @@ def test_exact_runs_share_one_hash_and_plain_runs_differ(config, tmp_path, preci
         (
             ("data.micro_batch_size=1",),
             2,
-            r"=1 is below what mixes together, .* \[2, 4, 6, 8, 12\]",
+            r"=1 is smaller than a group of images that are mixed, .* \[2, 4, 6, 8, 12\]",
         ),
         (("data.micro_batch_size=2",), 13, r"at most 12 micro-batches for 13 ranks: use fewer"),
     ],

@@ -20,5 +20,5 @@ def test_only_a_mounted_bucket_gets_a_note(tmp_path: Path, kind, is_told):
     mounts.parent.mkdir(parents=True)
     mounts.write_text(f"36 35 {number} / / rw,noatime - {kind} bucket rw\n")
     note = mount_note(tmp_path, tmp_path)
-    assert (f"it is mounted ({kind}): a bucket's own URL" in note) == is_told
+    assert (f"it is mounted ({kind}): use the URL of the bucket" in note) == is_told
     assert (f"run.dir=file://{tmp_path}" in note) == is_told

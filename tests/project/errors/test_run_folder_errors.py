@@ -176,7 +176,7 @@ def test_a_full_disk_ends_all_ranks_with_one_message(tmp_path, shards):
     place = Place(tmp_path, shards, Path())
     fill_the_disk_meanwhile(place, leave_kib=100, ranks=2)
     output = place.done.stderr
-    assert len(re.findall(r"^error: .*: needs .* MiB, the disk has", output, re.MULTILINE)) == 1
+    assert len(re.findall(r"^error: .*: needs .* MiB, but the disk has", output, re.MULTILINE)) == 1
     assert "\nrank 1: " not in output
     assert "exitcode  : 2 " in output
     assert "Traceback (most recent call last)" not in output.split("failed (exitcode")[0]

@@ -269,5 +269,5 @@ def test_a_disk_without_room_for_the_checkpoint_is_reported(config, tmp_path):
         done = call(line, {**environment(), "COLUMNS": "120"})
         assert done.returncode == 2, done.stdout + done.stderr
         assert verdicts(done.stdout)["start"] == "FAIL"
-        assert "its disk has 1.2 MiB free: make room" in row(done.stdout, "start")
+        assert "the disk has only 1.2 MiB free: free some space" in row(done.stdout, "start")
         assert everything(disk) == before
