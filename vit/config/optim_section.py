@@ -148,7 +148,7 @@ class AdafactorConfig(OptimizerConfig):
     momentum_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Number format of the momentum."""
     clipping_threshold: PositiveFloat | None = None
-    """Largest root mean square of a weight's update; `None`: no such clipping."""
+    """Largest root mean square of a weight's update; `None`: no limit."""
 
 
 def optimizer_name(value: Any) -> str:

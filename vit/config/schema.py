@@ -317,7 +317,7 @@ class DataConfig(Selection):
     aug_repeats_form: Annotated[
         Literal["batch", "sampler"], OnlyWith("reader=index"), OnlyWith("aug_repeats!=1")
     ] = "batch"
-    """`batch`: a batch holds complete sets of copies, and all images are seen in as many epochs
+    """`batch`: a batch contains complete sets of copies, and all images are seen in as many epochs
     as there are copies; `sampler`, as in DeiT: each epoch is shuffled again, and the batch need not
     be a multiple of the copies."""
     on_bad_image: Annotated[Literal["error", "skip"], MAY_CHANGE] = "error"

@@ -19,7 +19,7 @@ MASK = "***"
 HEADER_VARIABLE = "VIT_HTTP_HEADER"
 
 _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
-"""Matches `$NAME` and `${NAME}`, which stand for the value of an environment variable."""
+"""Matches `$NAME` and `${NAME}`, which mean the value of an environment variable."""
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """A word of a shell command, possibly inside a JSON text."""

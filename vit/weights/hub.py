@@ -43,7 +43,7 @@ class HubCopy:
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is the name of a hub repository, and no such path exists."""
+    """Return whether `path` names a hub repository rather than an existing path."""
     prefixes = ("timm/", "hf-hub:", "hf_hub:")
     return str(path).startswith(prefixes) and not Path(path).exists()
 
