@@ -82,55 +82,58 @@ def test_settings_of_the_other_optimizer_are_refused(load, problems):
     [
         (
             "schedule: {name: wsd}",
-            "schedule.name=wsd needs a length of its decay: give schedule.decay_epochs or"
-            " decay_steps",
+            "schedule.name=wsd needs the length of the decay: give schedule.decay_epochs or"
+            " schedule.decay_steps",
         ),
         (
             "schedule: {warmup_lr: 1, warmup_steps: 3}",
-            "schedule.warmup_lr=1.0 exceeds optim.lr=0.001: the rate rises from it",
+            "schedule.warmup_lr=1.0 exceeds optim.lr=0.001: lower schedule.warmup_lr",
         ),
         (
             "schedule: {cooldown_epochs: 1}",
-            "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: set one above, or"
-            " remove it",
+            "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: raise"
+            " schedule.min_lr, or remove schedule.cooldown_epochs",
         ),
         (
             "schedule: {final_weight_decay: 0.05}",
-            "schedule.final_weight_decay=0.05 is optim.weight_decay: remove it",
+            "schedule.final_weight_decay=0.05 equals optim.weight_decay: remove it",
         ),
         (
             "loss: {name: bce, bce_target_thresh: 0, label_smoothing: 0.1}",
-            "loss.bce_target_thresh=0.0 makes each class a target, as loss.label_smoothing gives"
-            " each a part: raise it, or set loss.label_smoothing=0",
+            "loss.bce_target_thresh=0.0 is below the target that loss.label_smoothing gives every"
+            " class: raise it, or set loss.label_smoothing=0",
         ),
         (
             "augment: {mixup_alpha: 0.8, mixup_off_epoch: 3}",
-            "augment.mixup_off_epoch=3 has no effect at train.epochs=3.0: give less, or remove it",
+            "augment.mixup_off_epoch=3 has no effect with train.epochs=3.0: lower it, or remove it",
         ),
         (
             "schedule: {image_sizes: [{until_epoch: 3, image_size: 160}]}",
-            "schedule.image_sizes[0].until_epoch=3 is not before the end of the run,"
-            " train.epochs=3.0: the last epochs have model.image_size",
+            "schedule.image_sizes[0].until_epoch=3 is not before train.epochs=3.0, but the last"
+            " epochs use model.image_size: lower it",
         ),
         (
             "schedule: {image_sizes: [{until_epoch: 1, image_size: 224}]}",
-            "schedule.image_sizes[0].image_size=224 is also that of the epochs behind it: join"
-            " them",
+            "schedule.image_sizes[0].image_size=224 is also the size of the epochs after it: merge"
+            " the stages",
         ),
         (
             "model: {name: timm/vit_tiny_patch16_224}\n"
             "schedule: {image_sizes: [{until_epoch: 1, image_size: 160}]}",
-            "schedule.image_sizes needs a model that resamples its positions;"
-            " model.name=timm/vit_tiny_patch16_224 is one of timm's: remove it, or take one of"
-            " ours, such as vit_s16",
+            "schedule.image_sizes does not work with timm's models, such as"
+            " model.name=timm/vit_tiny_patch16_224: remove it, or use a model of this project, such"
+            " as vit_s16",
         ),
         (
             "model: {patch_size: [16, 8]}\n"
             "schedule: {image_sizes: [{until_epoch: 1, image_size: [160, 164]}]}",
-            "schedule.image_sizes[0].image_size=[160, 164] is not a multiple of the patch, [16, 8]:"
-            " the nearest that work are 160 and [160, 168]",
+            "schedule.image_sizes[0].image_size=[160, 164] is not a multiple of the patch size"
+            " [16, 8]: the nearest multiples are 160 and [160, 168]",
         ),
-        ("loss: {class_weights: [0, 0]}", "loss.class_weights are all 0: nothing would be trained"),
+        (
+            "loss: {class_weights: [0, 0]}",
+            "loss.class_weights are all 0: give at least one class a weight",
+        ),
     ],
 )
 def test_settings_of_schedule_and_loss_that_contradict_each_other_are_refused(
@@ -165,7 +168,7 @@ def test_all_problems_of_image_size_stages_are_reported_at_once(problems):
         ),
         (
             "{until_epoch: 1, image_size: 160, crop: 1}",
-            "schedule.image_sizes[0]: unknown key 'crop'; there are: until_epoch, image_size",
+            "schedule.image_sizes[0]: unknown key 'crop'; known keys: until_epoch, image_size",
         ),
     ],
 )
@@ -179,7 +182,7 @@ def test_a_stage_has_an_epoch_and_a_size(problems, element, problem):
     [
         (
             "schedule:\n  min_lr: 0.1\n",
-            "run.yaml:6: schedule.min_lr=0.1 exceeds optim.lr=0.001: the rate falls towards it",
+            "run.yaml:6: schedule.min_lr=0.1 exceeds optim.lr=0.001: lower schedule.min_lr",
         ),
         (
             "augment:\n  crop_ratio: [2.0, 0.5]\n",
@@ -188,7 +191,7 @@ def test_a_stage_has_an_epoch_and_a_size(problems, element, problem):
         (
             "optim: {name: muon, algo: adamuon, adjust_lr_fn: original}\n",
             (
-                "run.yaml:5: optim.adjust_lr_fn=original is of optim.algo=muon: use match_rms_adamw"
+                "run.yaml:5: optim.adjust_lr_fn=original needs optim.algo=muon: use match_rms_adamw"
                 " or rms_to_rms"
             ),
         ),
@@ -198,16 +201,13 @@ def test_a_stage_has_an_epoch_and_a_size(problems, element, problem):
         ),
         (
             "eval:\n  resize_px: 200\n",
-            (
-                "run.yaml:6: eval.resize_px=200 is below model.image_size=224: the crop would not"
-                " be filled"
-            ),
+            ("run.yaml:6: eval.resize_px=200 is below model.image_size=224: raise eval.resize_px"),
         ),
         (
             "eval:\n  resize_px: 256\nmodel:\n  image_size: [224, 192]\n",
             (
-                "run.yaml:6: eval.resize_px needs square images, model.image_size is [224, 192]:"
-                " use eval.crop_pct"
+                "run.yaml:6: eval.resize_px needs square images, but model.image_size is"
+                " [224, 192]: use eval.crop_pct"
             ),
         ),
     ],
@@ -223,7 +223,7 @@ def test_members_of_streamed_samples_are_named_by_settings(load, problems):
     assert text != BASE
     overrides = ("data.stream_image=image.jpg", "data.stream_label=json:meta.label")
     assert load(text, *overrides).config.data.stream_label == "json:meta.label"
-    assert "data.stream_label=none: expected a member, as a model learns from labels" in str(
+    assert "data.stream_label=none: training needs labels: give the label's member" in str(
         problems(text, "data.stream_label=none")
     )
     assert [line.split(": ", 1)[1] for line in problems(BASE, *overrides)] == [
@@ -236,8 +236,8 @@ def test_members_of_streamed_samples_are_named_by_settings(load, problems):
         line.split(": ", 1)[1]
         for line in problems(text, "data.stream_label=.cls", "data.stream_image=a/b")
     ] == [
-        "data.stream_image=a/b: expected what follows the key's dot, as jpg or json:label",
-        "data.stream_label=.cls: expected what follows the key's dot, as jpg or json:label",
+        "data.stream_image=a/b: expected the text after the key's dot, such as jpg or json:label",
+        "data.stream_label=.cls: expected the text after the key's dot, such as jpg or json:label",
     ]
 
 
@@ -247,9 +247,9 @@ def test_grey_images_need_one_mean_and_no_colour_operations(load, problems):
         " a\n  mean: [0.5]\n  std: [1, 2]\n"
     )
     assert problems(grey) == [
-        "run.yaml:7: data.std has 2 values, model.in_chans is 1: give 1",
+        "run.yaml:7: data.std has 2 values, but model.in_chans is 1: give 1",
         (
-            "run.yaml:2: augment.randaugment_layers needs colour images (model.in_chans=3): set it"
+            "run.yaml:2: augment.randaugment_layers needs color images (model.in_chans=3): set it"
             " to 0"
         ),
     ]
@@ -287,14 +287,14 @@ def test_invalid_choices_of_samples_are_reported(problems):
         )
     )
     for expected in (
-        "data.filter has no effect with data.sources: give it in each source",
-        "data.filter: 'widht' at character 1 of 'widht > 3': no column, did you mean width?",
+        "data.filter has no effect with data.sources: set it in each source",
+        "data.filter: 'widht' at character 1 of 'widht > 3': not a column, did you mean width?",
         "data.fraction and data.samples_per_class are both given: keep one of them",
         (
             "data.sources[1].fraction_of has no effect with data.sources[1].fraction=null: set"
             " data.sources[1].fraction, or remove data.sources[1].fraction_of"
         ),
-        "data.sources: some have a weight and some have none: give all of them one, or none",
+        "data.sources: only some sources have a weight: give a weight to all of them, or to none",
     ):
         assert expected in message
     lines = problems(
@@ -306,7 +306,7 @@ def test_invalid_choices_of_samples_are_reported(problems):
         'data.sources[1].weight is "x", expected number',
     ]
     [line] = problems(BASE, "data.sources=[{rooot: a}]")
-    assert "data.sources[0]: unknown key 'rooot'; there are: exclude, filter" in line
+    assert "data.sources[0]: unknown key 'rooot'; known keys: exclude, filter" in line
 
 
 def test_all_unset_variables_are_named_beside_other_problems(load, problems, monkeypatch):
@@ -318,7 +318,7 @@ def test_all_unset_variables_are_named_beside_other_problems(load, problems, mon
         " 0.5}]"
     )
     lines = problems(BASE, "data.root=https://${GONE}@host/${GONE}", sources, "model.depth=none")
-    assert [line.partition("): ")[2].partition(";")[0] for line in lines] == [
+    assert [line.partition("): ")[2].partition(": export")[0] for line in lines] == [
         'model.depth is "none", expected integer',
         "data.root: ${GONE} not set in the environment",
         "data.sources: ${LOST}, ${FAR} not set in the environment",

@@ -213,7 +213,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         ("model:\n  lr: 0.1\n", "run.yaml:6: unknown key 'model.lr'; did you mean optim.lr?"),
         (
             "loss:\n  zzz: 1\n",
-            "run.yaml:6: unknown key 'loss.zzz'; there are: name, label_smoothing",
+            "run.yaml:6: unknown key 'loss.zzz'; known keys: name, label_smoothing",
         ),
         (
             "optim:\n  learning_rate: 1\n",
@@ -221,11 +221,11 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         ),
         (
             "loss:\n  kind: bce\n",
-            "run.yaml:6: unknown key 'loss.kind'; there are: name, label_smooth",
+            "run.yaml:6: unknown key 'loss.kind'; known keys: name, label_smooth",
         ),
         (
             "optim:\n  amsgrad: true\n",
-            "run.yaml:6: unknown key 'optim.amsgrad'; there are: name, lr, weight_decay, ",
+            "run.yaml:6: unknown key 'optim.amsgrad'; known keys: name, lr, weight_decay, ",
         ),
         (
             "batch_size: 64\n",
@@ -237,10 +237,7 @@ def test_a_file_that_is_not_text_is_refused(tmp_path):
         ("num_epochs: 3\n", "run.yaml:5: unknown key 'num_epochs'; did you mean train.epochs?"),
         (
             "run:\n  resume: true\n",
-            (
-                "run.yaml:6: unknown key 'run.resume'; the same command again resumes, nothing else"
-                " is needed"
-            ),
+            "run.yaml:6: unknown key 'run.resume'; run the same command again to resume",
         ),
         (
             "optim:\n  name: sgd\n  momentun: 1\n",
@@ -297,11 +294,11 @@ def test_names_of_other_programs_map_to_existing_settings():
             "--accum-iter",
             "4",
             (
-                "accumulation follows from data.micro_batch_size, the images in one forward pass of"
-                " a rank"
+                "set data.micro_batch_size, the images per forward pass of a rank, to accumulate"
+                " gradients"
             ),
         ),
-        ("--resume", "", "the same command again resumes, nothing else is needed"),
+        ("--resume", "", "run the same command again to resume"),
         ("--gpus", "8", "torchrun --nproc_per_node=N starts N ranks"),
         ("--zzz", "", ""),
     ],
@@ -361,15 +358,15 @@ def test_an_element_of_a_list_is_reported_with_its_place(problems):
         (
             "",
             [
-                "run.yaml: data is required; data.root, for one",
-                "run.yaml: train is required; train.epochs or train.steps, for one",
+                "run.yaml: data is required: set data.root",
+                "run.yaml: train is required: set train.epochs or train.steps",
             ],
         ),
         (
             "data:\ntrain: 3\n",
             [
-                "run.yaml:1: data is null, expected keys below it",
-                "run.yaml:2: train is 3, expected keys below it",
+                "run.yaml:1: data is null, expected a mapping of keys",
+                "run.yaml:2: train is 3, expected a mapping of keys",
             ],
         ),
         ("data:\n  val_split: x\ntrain:\n  steps: 3\n", ["run.yaml: data.root is required"]),

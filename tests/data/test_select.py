@@ -80,26 +80,26 @@ def test_a_filter_agrees_with_python_on_each_row(text):
         (
             "heigth > 3",
             (
-                r"'heigth' at character 1 of 'heigth > 3': no column, did you mean height\?; there"
-                r" are width, height, size, label"
+                r"'heigth' at character 1 of 'heigth > 3': not a column, did you mean height\?; the"
+                r" columns are width, height, size, label"
             ),
         ),
         ("width > 3 and", "'width > 3 and' cannot be read: expected a comparison such as"),
-        ("width", "'width' gives numbers: expected a comparison"),
+        ("width", "'width' computes numbers: expected a comparison"),
         ("width and height > 2", "'width' at character 1 .*: expected a comparison"),
         ("(width > 2) + 1 > 1", r"'width > 2' at character 2 .*: expected a number or a column"),
         (
             "__import__('os').system('true') == 0",
-            "at character 1 .*: not allowed; columns, numbers",
+            "at character 1 .*: not allowed: use columns, numbers",
         ),
         ("width.real > 2", "'width.real' at character 1 .*: not allowed"),
         ("width ** 99999999 > 1", "not allowed"),
         ("[x for x in (1,)] == 1", "not allowed"),
         ("min(width) > 1", "not allowed"),
-        ("label is 1", "not allowed; < <= > >= == != and in are"),
-        ("label in width", "expected values in brackets behind `in`"),
-        ("width in (label, 'b')", "a text can only be a class that label is compared with"),
-        ("width == 'a'", "a text can only be a class that label is compared with"),
+        ("label is 1", "not allowed: use < <= > >= == != or in"),
+        ("label in width", "expected values in brackets after `in`"),
+        ("width in (label, 'b')", "text is only allowed as a class name that label is compared"),
+        ("width == 'a'", "text is only allowed as a class name that label is compared with"),
         ("(" * 500 + "width" + ")" * 500 + " > 1", "cannot be read"),
         ("width" + " + 1" * 450 + " > 1", "is nested more than 100 deep"),
         ("-" * 1900 + "width < 1", "more than 100 deep|cannot be read"),
@@ -107,8 +107,8 @@ def test_a_filter_agrees_with_python_on_each_row(text):
             "width + 99999999999999999999999 > 1",
             r"'9{23}' at character 9 of .*: expected integers up to 2\*\*53 \(9,007,199,254,",
         ),
-        ("label in ()", "expected values in brackets behind `in`"),
-        ("1 <" * 3000 + "2", "9,001 characters, at most 2,000 are read"),
+        ("label in ()", "expected values in brackets after `in`"),
+        ("1 <" * 3000 + "2", "has 9,001 characters, expected at most 2,000"),
     ],
 )
 def test_an_invalid_filter_is_reported_with_the_place(text, message):
@@ -135,7 +135,7 @@ def test_classes_are_reported_by_name():
         == (~np.isin(ROWS["label"], (0, 6, 3))).tolist()
     )
     with pytest.raises(
-        ValueError, match=r"'\"apple\"' at character 10 .*: no class, did you mean 'apples'\?"
+        ValueError, match=r"'\"apple\"' at character 10 .*: not a class, did you mean 'apples'\?"
     ):
         RowFilter('label == "apple"')(ROWS, ["pears", "apples"])
 

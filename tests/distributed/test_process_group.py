@@ -154,7 +154,7 @@ def test_names_a_rank_that_does_not_arrive(monkeypatch):
 
     ended = together(3, function)
     assert isinstance(ended[0], RankLost)
-    assert str(ended[1]).startswith("rank 2 did not come within")
+    assert str(ended[1]).startswith("rank 2 did not respond within")
 
 
 @pytest.mark.parametrize("silent", [(), (0,), (6,), (2, 3), (0, 1, 2, 3, 4, 5, 6)])
@@ -174,7 +174,7 @@ def test_hosts_must_see_the_same_data():
     assert isinstance(ended[0], AlreadyReported)
     assert isinstance(ended[2], AlreadyReported)
     assert str(ended[1]).startswith(
-        f"{socket.gethostname()} sees other data than rank 0 (b, not a)"
+        f"{socket.gethostname()} sees other data than rank 0 (b, expected a)"
     )
 
 
@@ -262,7 +262,7 @@ def test_a_waiting_rank_notices_a_killed_rank_of_its_host(tmp_path):
             ranks[rank].send_signal(signal.SIGTERM)
         output, status = end_of(ranks[2])
         assert status in (1, 2)
-        killed = f"rank 1 on {socket.gethostname()} has ended without a word, as if killed"
+        killed = f"rank 1 on {socket.gethostname()} has ended without a message, as if killed"
         output += end_of(ranks[0])[0]
         assert killed in output
 
@@ -271,7 +271,7 @@ def test_a_waiting_rank_notices_that_the_main_rank_was_killed(tmp_path):
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
     lost = "lost the connection to the first host's launcher, or to rank 0"
-    reason = "its own message, or torchrun's, says why"
+    reason = "see the message of that rank or of torchrun for the cause"
     with by_hand(script, 2) as ranks:
         ranks[0].kill()
         assert end_of(ranks[1]) == (f"rank 1: {lost}; {reason}\n", 1)
@@ -340,7 +340,7 @@ def test_a_rank_that_is_missing_at_the_choice_of_devices_ends_all(monkeypatch):
     first, second, _ = together(3, function)
     assert isinstance(first, RankLost)
     assert isinstance(second, AlreadyReported)
-    assert str(second).startswith("RankLost: rank 2 did not come within")
+    assert str(second).startswith("RankLost: rank 2 did not respond within")
 
 
 def test_unusable_gpus_are_an_error_unless_the_cpu_is_requested():
@@ -398,8 +398,9 @@ def test_ranks_on_different_hosts_end_at_once_with_one_message(tmp_path):
     assert done.returncode == 1, "torchrun's own"
     message = (
         "error: train.device=auto: 1 of 2 host(s) cannot train on GPUs. node7: torch sees no GPU"
-        " (Found no NVIDIA driver on your system). Check them with nvidia-smi, start one rank for"
-        " each GPU (--nproc_per_node), leave them out, or use train.device=cpu everywhere"
+        " (Found no NVIDIA driver on your system). Check these hosts with nvidia-smi, start one"
+        " rank for each GPU (--nproc_per_node), exclude the hosts, or use train.device=cpu"
+        " everywhere"
     )
     lines = done.stderr.splitlines()
     assert lines[0] == message, done.stderr

@@ -55,9 +55,9 @@ def test_each_attempt_has_a_separate_part_of_the_store(late):
 
 
 def test_names_ranks_that_do_not_come():
-    with pytest.raises(RankLost, match="rank 1, 2 did not come within"):
+    with pytest.raises(RankLost, match="rank 1, 2 did not respond within"):
         part_of_attempt(dist.HashStore(), 0, 3, timedelta(seconds=0.1))
-    with pytest.raises(RankLost, match="rank 0 did not come within"):
+    with pytest.raises(RankLost, match="rank 0 did not respond within"):
         part_of_attempt(dist.HashStore(), 1, 3, timedelta(seconds=0.1))
 
 

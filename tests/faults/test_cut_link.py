@@ -53,7 +53,7 @@ def test_after_a_longer_cut_both_hosts_end_and_name_the_lost_rank(two_hosts, tmp
     wait_for_step(run_dir, 40)
     two_hosts.cut()
     assert first.end(ENDS_WITHIN_S) == 1
-    assert "error: rank 1 on second has not been heard of for 5 s; last at step" in first.printed()
+    assert "error: rank 1 on second has sent no heartbeat for 5 s; last at step" in first.printed()
     assert second.end(ENDS_WITHIN_S) == 137, "its launcher would wait for the store without end"
     message = "error: rank 1 on second has not reached the store of torchrun at first:"
     assert second.printed().count(message) == 1
@@ -67,7 +67,7 @@ def test_restarts_of_torchrun_continue_once_the_cable_is_back(two_hosts, tmp_pat
     two_hosts.train(config, run_dir, *SPARSE, "run.hang_timeout_s=5", launcher=restarts)
     wait_for_step(run_dir, 40)
     two_hosts.cut()
-    first.wait_for("has not been heard of")
+    first.wait_for("has sent no heartbeat")
     second.wait_for("has not reached the store")
     two_hosts.mend()
     assert [host.end(ENDS_WITHIN_S) for host in two_hosts.hosts] == [0, 0]
@@ -86,7 +86,7 @@ def test_the_first_host_ends_after_the_second_is_gone(two_hosts, tmp_path, confi
         two_hosts.cut()
     second.kill()
     assert first.end(ENDS_WITHIN_S) == 1
-    silent = "error: rank 1 on second has not been heard of for 5 s; last at step"
+    silent = "error: rank 1 on second has sent no heartbeat for 5 s; last at step"
     assert (silent if is_cut else "lost the connection to another rank") in first.printed()
 
 

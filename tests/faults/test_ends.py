@@ -60,8 +60,8 @@ def test_names_the_limit_when_no_more_files_may_be_opened():
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limit)
     assert problem == (
-        "Too many open files: this process may have 3; raise that (`ulimit -n`) and run the same"
-        " command again"
+        "Too many open files: this process may open 3 files: raise the limit (`ulimit -n`) and run"
+        " the same command again"
     )
 
 

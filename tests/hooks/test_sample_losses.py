@@ -85,6 +85,6 @@ def test_a_failed_write_ends_the_run_before_the_checkpoint(tmp_path, shards):
     run_here("launch/train.py", *arguments, "log.sample_losses=0", "train.steps=3")
     assert not epoch_files(run_dir)
     (run_dir / "samples").write_text("in the way")
-    with pytest.raises(ValueError, match=r"samples: cannot be written \(File exists\); what was"):
+    with pytest.raises(ValueError, match=r"samples: cannot be written \(File exists\); a previous"):
         run_here("launch/train.py", *arguments, "--allow-change", "train.steps")
     assert [path.name for path in complete_checkpoints(run_dir)] == ["step_00000003"]

@@ -109,7 +109,7 @@ def test_exports_make_other_programs_turn_a_lying_photo(program, place, tmp_path
     run_here("launch/export.py", tmp_path / "run", "--to", program, "--out", folder)
     (folder / "photo.jpg").write_bytes((place / "photo.jpg").read_bytes())
     card = (folder / "README.md").read_text()
-    assert "Turn the image as its EXIF orientation says." in card
+    assert "Rotate the image by its EXIF orientation." in card
     code = re.search(r"```python\n(.*?)```", card, re.DOTALL)
     assert code is not None
     monkeypatch.chdir(folder)

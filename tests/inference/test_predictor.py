@@ -113,7 +113,7 @@ def test_a_file_that_is_not_an_image_is_an_error_with_its_path(content, reason, 
 
 
 def test_a_folder_without_weights_is_refused(run, tmp_path):
-    with pytest.raises(WeightsError, match="neither a run folder"):
+    with pytest.raises(WeightsError, match="expected a run folder"):
         vit.load(tmp_path)
     with pytest.raises(ValueError, match="omit the name"):
         vit.load(run, name="vit_base_patch16_224")

@@ -75,11 +75,11 @@ def test_accepts_a_run_without_its_flag(base, capfd):
 def test_data_of_other_classes_are_reported(base, colours, capfd):
     result, messages = evaluated(capfd, base, "--data", colours)
     assert result["note"].startswith(
-        "the data's classes are not the model's: label 0 is 'red' in the data, 'class0' in the"
+        "the classes of data and model differ: label 0 is 'red' in the data, 'class0' in the"
         " model, label 1 is 'green' in the data, "
     )
     assert result["note"].endswith(
-        "(0 of 3 names agree): the accuracy means nothing, unless only the names differ"
+        "(0 of 3 names agree): the accuracy is meaningless, unless only the names differ"
     )
     lines = messages.splitlines()
     first = lines.index(f"note: {result['note']}")
@@ -92,7 +92,7 @@ def test_fewer_classes_of_the_same_names_are_reported_as_such(base, tmp_path, ca
     root = make_shards(tmp_path, num_train=6, num_val=6, num_classes=2)
     assert (
         evaluated(capfd, base, "--data", root)[0]["note"]
-        == "2 classes in the data, the first of the model's 3"
+        == "the data have the first 2 of the model's 3 classes"
     )
 
 

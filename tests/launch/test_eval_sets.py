@@ -245,10 +245,10 @@ def test_reports_unknown_classes_of_all_sets_at_once(shards, tmp_path):
 def test_settings_that_contradict_each_other_are_refused(shards, tmp_path):
     path = write_config(tmp_path, shards)
     for setting, message in {
-        "eval.sets.val.split=train": "eval.sets.val: this is the name of data.val_split",
-        "eval.best_by=v2": "eval.best_by=v2: no such set; there are: val",
-        "eval.sets.a={}": "eval.sets.a is data.val_split itself",
-        "eval.sets.a.splt=x": "unknown key 'eval.sets.a.splt'; a set of eval.sets has root, split",
+        "eval.sets.val.split=train": "eval.sets.val: the name is reserved for data.val_split",
+        "eval.best_by=v2": "eval.best_by=v2 is not a set of this run: use one of val",
+        "eval.sets.a={}": "eval.sets.a is the same as data.val_split",
+        "eval.sets.a.splt=x": "'eval.sets.a.splt'; the keys of an evaluation set are root, split",
         'eval.sets={"a b": {split: x}}': "expected a name of letters, digits, _ and -",
         "eval.sets.a.root=${VIT_NOWHERE}": "VIT_NOWHERE",
     }.items():

@@ -118,7 +118,7 @@ def test_other_classes_get_a_new_head_and_no_accuracy_before(base, tmp_path):
     refused = finetune(base, tmp_path, root)
     assert refused.returncode == 2
     assert (
-        "the source has 3 classes, the model 4: for a new head set init.reset_head=true"
+        "the source has 3 classes, but the model has 4: for a new head set init.reset_head=true"
         in refused.stderr
     )
     done = finetune(base, tmp_path, root, "init.reset_head=true", "--json")

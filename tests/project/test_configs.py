@@ -169,7 +169,7 @@ def test_what_a_header_derives_follows_from_its_recipe(path):
     forecast = make_forecast(config, 8, find_gpu("H200"))
     if stated := re.search(r"are ([\d,]+) steps", header):
         assert int(stated[1].replace(",", "")) == forecast.plan.total_steps
-    if stated := re.search(r"# at most this on a GPU of 80 GB.*: (\d+) micro-steps", text):
+    if stated := re.search(r"# fits an 80 GB GPU.*, (\d+) micro-steps", text):
         assert int(stated[1]) == forecast.plan.accumulation_steps
     hours = " to ".join(f"{end:.3g}" for end in forecast.hours)
     assert f"8 H200: {hours} h at 20 to 40 % of their peak (launch/plan.py)" in header

@@ -70,5 +70,5 @@ def test_everything_else_works_without_the_extra(name, tmp_path):
     assert done.returncode == 0, done.stderr
     num_hooks, *refusals = done.stdout.splitlines()
     assert int(num_hooks) >= 4
-    expected = [f"{refusal} vit/extras/{name}, which is not installed here"] if refusal else []
+    expected = [f"{refusal} vit/extras/{name}, which is not installed"] if refusal else []
     assert refusals == expected

@@ -49,11 +49,7 @@ def refusal(capsys):
             [*CONFIG, "--optim.lr=1e-3"],
             "unknown: --optim.lr=1e-3; did you mean optim.lr=1e-3?",
         ),
-        (
-            "train",
-            [*CONFIG, "--resume"],
-            "unknown: --resume; the same command again resumes, nothing else is needed",
-        ),
+        ("train", [*CONFIG, "--resume"], "unknown: --resume; run the same command again to resume"),
         (
             "train",
             ["--batch-size", "64", "--epochs=5", *CONFIG, "train.seed=1"],
@@ -113,14 +109,14 @@ def test_evaluation_and_prediction_reject_numbers_with_the_same_message():
     flags = ["--batch-size", "0", "--num-workers", "-1", "--image-size", "0"]
     messages = []
     for command in (["launch/eval.py", "runs/none"], ["launch/predict.py", "none.jpg"]):
-        with pytest.raises(ValueError, match="give a number") as caught:
+        with pytest.raises(ValueError, match="expected at least") as caught:
             run_here(command[0], command[1], *flags)
         messages.append(str(caught.value).rpartition(" (python")[0] or str(caught.value))
     assert messages[0] == messages[1]
     assert messages[0].split("; ") == [
-        "--batch-size 0: give a number from 1 on",
-        "--num-workers -1: give a number from 0 on",
-        "--image-size takes a side, or height and width, in pixels",
+        "--batch-size 0: expected at least 1",
+        "--num-workers -1: expected at least 0",
+        "--image-size: expected a side, or height and width, in pixels",
     ]
 
 

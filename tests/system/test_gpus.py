@@ -104,5 +104,5 @@ def test_rejects_an_invalid_number_of_gpus(text):
 
 
 def test_an_unknown_name_is_reported_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"'H300' is not in the table .*did you mean h.*MI300X"):
+    with pytest.raises(ValueError, match=r"'H300' is not a known GPU .*did you mean h.*MI300X"):
         parse_gpus("8xH300")

@@ -118,9 +118,7 @@ def test_names_of_variables_become_their_values(monkeypatch):
     assert (
         urls.resolve("https://***@host/a?***::https://host/b") == "https://host/a::https://host/b"
     ), "as it was recorded"
-    with pytest.raises(
-        ShardError, match="its login is recorded nowhere; give the command once more"
-    ):
+    with pytest.raises(ShardError, match="the login was not recorded: give the command again"):
         urls.resolve("pipe:curl -u *** https://host/a")
     with pytest.raises(ShardError, match=r"\$\{LOST\}, \$\{GONE\} not set in the environment"):
         urls.resolve("https://${LOST}:${SAS}@${GONE}/${LOST}")
@@ -182,7 +180,7 @@ def test_no_other_host_gets_a_login(monkeypatch, tmp_path):
 def test_reports_an_unreadable_login_without_printing_it(monkeypatch, tmp_path):
     monkeypatch.setenv("VIT_HTTP_HEADER", "Authorization: Bearer topsecret")
     with pytest.raises(
-        ShardError, match="expected lines of a host, a header and its value"
+        ShardError, match="expected lines with a host, a header and its value"
     ) as caught:
         urls.credentials("https://host/x")
     assert "topsecret" not in str(caught.value)
@@ -198,16 +196,15 @@ def test_warns_once_of_a_login_in_plain_text(caplog):
         urls.credentials("http://me:pw@plain.example.org/x")
         urls.credentials("http://me:pw@localhost:80/x")
     assert [record.getMessage() for record in caplog.records] == [
-        "http://plain.example.org: a login is sent to it that anybody on the way can read; use"
-        " https://"
+        "http://plain.example.org: the login is sent without encryption; use https://"
     ]
 
 
 def test_explains_how_to_give_a_server_a_login():
-    assert "recorded nowhere: give data.root=..." in urls.login_hint(
+    assert "was not recorded: give data.root=..." in urls.login_hint(
         urls.resolve("https://***@recorded/x")
     )
-    assert "is not accepted" in urls.login_hint("https://me:pw@localhost/x")
+    assert "is wrong or has expired" in urls.login_hint("https://me:pw@localhost/x")
     assert "VIT_HTTP_HEADER='host Authorization: Bearer ...' (docs/data.md)" in urls.login_hint(
         "https://host/x"
     )

@@ -130,7 +130,7 @@ def test_reports_class_weights_that_fit_no_classes_in_one_line():
         choose_class_weights(LossConfig(class_weights="balanced"), train_set, 3)
     assert choose_class_weights(LossConfig(), train_set, 3) is None
     stream = {"reader": "webdataset", "stream": "pipe:cat a.tar", "num_samples": 9}
-    with pytest.raises(ValidationError, match=r"=balanced counts .* which a stream does not know"):
+    with pytest.raises(ValidationError, match=r"=balanced needs .* which is unknown for a stream"):
         Config(data={"root": "a", **stream}, loss={"class_weights": "balanced"}, train={"steps": 1})
 
 

@@ -73,7 +73,7 @@ def test_a_head_of_1000_unnamed_classes_has_the_names_of_imagenet(data_names, ro
     assert chosen.weights["head.bias"].tolist() == rows
     [note] = chosen.notes
     assert note == (
-        f"{len(rows)} of 1,000 classes selected by name, taken for ImageNet-1k's ({kind})"
+        f"{len(rows)} of 1,000 classes selected by name, assumed to be ImageNet-1k's ({kind})"
     )
 
 
@@ -92,9 +92,11 @@ def test_our_order_of_imagenets_classes_equals_that_of_its_ids_and_of_torchvisio
 def test_ambiguous_imagenet_names_are_refused():
     with pytest.raises(WeightsError, match="several classes called crane"):
         select_classes(imagenet_weights(), ["crane", "tench"])
-    with pytest.raises(WeightsError, match=r"\(fox news\), its own are n01440764, .* or tench, Ti"):
+    with pytest.raises(
+        WeightsError, match=r"\(fox news\); its classes are n01440764, .* or tench, Ti"
+    ):
         select_classes(imagenet_weights(), ["fox news"])
-    with pytest.raises(WeightsError, match="has no names of classes"):
+    with pytest.raises(WeightsError, match="has no class names"):
         select_classes(imagenet_weights(step=3, class_names=[]), ["tench"])
     own = [f"mine {label}" for label in range(1000)]
     chosen = select_classes(imagenet_weights(class_names=own), ["mine 7"])
@@ -108,12 +110,12 @@ def test_ambiguous_imagenet_names_are_refused():
         (
             NAMES,
             ["ant", "fox", "gnu"],
-            r"does not know 2 of the data's 3 classes \(fox, gnu\), its own are ant, bee",
+            r"lacks 2 of the data's 3 classes \(fox, gnu\); its classes are ant, bee",
         ),
-        (None, ["ant"], r"w.pth has no names of classes"),
-        (NAMES, [], r"the data have no names of classes"),
+        (None, ["ant"], r"w.pth has no class names"),
+        (NAMES, [], r"the data have no class names"),
         (["ant", "ant", "bee", "cat", "dog"], ["ant"], "several classes called ant"),
-        (["ant"], ["ant"], "1 names of classes and a head of 5 rows"),
+        (["ant"], ["ant"], "1 class names, but a head of 5 rows"),
     ],
 )
 def test_impossible_selections_are_refused(class_names, data_names, message):

@@ -72,10 +72,10 @@ def test_positions_of_grids_that_are_not_square_are_resampled():
     assert load_weights(same, source) == []
     assert equal(same, source)
     with pytest.raises(
-        WeightsError, match=r"13 positions, which is not a square grid .* give its grid"
+        WeightsError, match=r"13 positions, which do not form a square grid .* give its grid"
     ):
         load_weights(other, source)
-    with pytest.raises(WeightsError, match="not a grid of 5x3"):
+    with pytest.raises(WeightsError, match="do not form a grid of 5x3"):
         load_weights(other, source, grid=(5, 3))
     assert load_weights(other, source, grid=(2, 6)) == [
         "positions resampled from 2x6 to 4x4 (bicubic, antialiased)"
@@ -132,7 +132,7 @@ def test_positions_of_prefix_tokens_are_folded_into_tokens_that_have_none(
     notes = load_weights(model, weights)
     tokens = "class token" if not registers else f"{1 + registers} prefix tokens"
     assert notes[0] == (
-        f"the model has no positions for the {tokens}: the source's are added to the tokens"
+        f"the model has no positions for the {tokens}: added the source's to the tokens"
     )
     assert len(notes) == (2 if form == "another size" else 1)
     images = torch.randn(2, 3, size, size)
@@ -186,7 +186,7 @@ def test_reset_head_takes_sources_without_a_head():
 def test_other_classes_are_named_in_the_error():
     with pytest.raises(
         WeightsError,
-        match=r"the source has 10 classes, the model 3: for a new head set init.reset_head=true",
+        match=r"the source has 10 classes, but the model has 3: for a new head set init.reset",
     ):
         load_weights(tiny(1, num_classes=3), tiny(0).state_dict())
 
@@ -237,41 +237,41 @@ def trained_on(names: list[str] | None, num_classes: int | None = None) -> Loade
     ("model", "data", "expected"),
     [
         (MODEL, MODEL, ""),
-        (MODEL, MODEL[:3], "3 classes in the data, the first of the model's 5"),
+        (MODEL, MODEL[:3], "the data have the first 3 of the model's 5 classes"),
         (
             MODEL,
             ["red", "blue"],
             (
-                "the data's classes are not the model's: label 0 is 'red' in the data, 'cat' in the"
+                "the classes of data and model differ: label 0 is 'red' in the data, 'cat' in the"
                 " model, label 1 is 'blue' in the data, 'dog' in the model (0 of 2 names agree; 2"
-                " classes in the data, 5 in the model): the accuracy means nothing, unless only the"
-                " names differ"
+                " classes in the data, 5 in the model): the accuracy is meaningless, unless only"
+                " the names differ"
             ),
         ),
         (
             MODEL[:2],
             ["n1", "n2"],
             (
-                "the data's classes are not the model's: label 0 is 'n1' in the data, 'cat' in the"
+                "the classes of data and model differ: label 0 is 'n1' in the data, 'cat' in the"
                 " model, label 1 is 'n2' in the data, 'dog' in the model (0 of 2 names agree): the"
-                " accuracy means nothing, unless only the names differ"
+                " accuracy is meaningless, unless only the names differ"
             ),
         ),
         (
             MODEL,
             [*MODEL[:4], "sow"],
             (
-                "the data's classes are not the model's: label 4 is 'sow' in the data, 'pig' in the"
-                " model (4 of 5 names agree): the accuracy counts these labels as the model's"
+                "the classes of data and model differ: label 4 is 'sow' in the data, 'pig' in the"
+                " model (4 of 5 names agree): the accuracy treats these labels as the model's"
             ),
         ),
         (
             MODEL,
             sorted(MODEL),
             (
-                "the data's classes are not the model's: label 1 is 'cow' in the data, 'dog' in the"
+                "the classes of data and model differ: label 1 is 'cow' in the data, 'dog' in the"
                 " model, label 2 is 'dog' in the data, 'cow' in the model (3 of 5 names agree):"
-                " they are in a different order, so the accuracy means nothing: write new shards"
+                " their order differs, so the accuracy is meaningless: write new shards"
             ),
         ),
     ],
@@ -282,13 +282,13 @@ def test_classes_are_compared_by_name(model, data, expected):
 
 def test_classes_without_names_are_counted():
     counted = (
-        "2 classes in the data, 5 in the model, and no names to compare them by: labels are"
+        "2 classes in the data, 5 in the model, and no class names to compare: labels are"
         " compared by number"
     )
     assert class_mismatch(trained_on(MODEL), [], 2) == counted
     assert class_mismatch(trained_on([], 5), ["a", "b"], 2) == counted
     assert class_mismatch(trained_on([], 5), [], 5) == ""
-    unnamed = "the data have no names of classes, the model has: labels are compared by number"
+    unnamed = "the model has class names, but the data do not: labels are compared by number"
     # Equal counts do not prove equal classes.
     assert class_mismatch(trained_on(MODEL), [], 5) == unnamed
     assert class_mismatch(trained_on(MODEL[:3], 7), MODEL[:3], 3) == "", (

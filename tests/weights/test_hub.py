@@ -123,7 +123,7 @@ def test_two_ranks_fetch_once_and_the_run_and_its_card_name_the_source(
     assert done.returncode == 0, done.stderr
     assert hub.downloads.count("model.safetensors") == 1
     source = {"repository": NAME, "commit": hub.commit_of(NAME), "licence": "apache-2.0"}
-    assert f"{NAME} on the Hugging Face hub, commit {source['commit'][:12]}, licence" in done.stderr
+    assert f"{NAME} on the Hugging Face hub, commit {source['commit'][:12]}, license" in done.stderr
     assert metrics(run_dir, "start")[-1]["init_source"] == source
     checkpoint = newest_checkpoint(run_dir)
     assert checkpoint is not None
@@ -153,7 +153,7 @@ def test_commands_accept_names_and_work_offline_from_the_cache(
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     predicted = predict(NAME, photo)
     assert predicted.returncode == 0, predicted.stderr
-    assert "licence not stated" in predicted.stderr
+    assert "license not stated" in predicted.stderr
     monkeypatch.delenv("HF_HUB_OFFLINE")
     exported = run("launch/export.py", NAME, "--to", "npz", "--out", tmp_path / "out")
     assert exported.returncode == 0, exported.stderr

@@ -218,7 +218,7 @@ def test_pre_training_by_mae_starts_a_model_that_pools(tmp_path):
     for path, layout in ((tmp_path / "mae.pth", "mae"), (tmp_path / "hf", "huggingface")):
         loaded = read_weights(path)
         assert loaded.layout == layout
-        assert any(n.startswith("dropped as not used to classify: ") for n in loaded.notes)
+        assert any(n.startswith("dropped, not used for classification: ") for n in loaded.notes)
         model = create_model(**pools, num_classes=7)
         notes = load_weights(model, loaded.weights, reset_head=True)
         assert notes == [

@@ -45,5 +45,5 @@ def test_a_published_accuracy_is_not_assigned_to_a_users_own_training(tmp_path):
     _, published = with_published_config(read_weights(path), None, "data")
     assert (published.name, published.top1) == ("deit_tiny_patch16_224.fb_in1k", None)
     torch.save({"model": weights, "arch": "visiontransformer"}, path)
-    with pytest.raises(ValueError, match=r"give --model NAME, a name of timm's\Z"):
+    with pytest.raises(ValueError, match=r"give its name in timm with --model NAME\Z"):
         with_published_config(read_weights(path), None, "data")

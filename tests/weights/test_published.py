@@ -357,6 +357,6 @@ def test_the_command_prints_the_published_accuracy_beside_its_own(tmp_path, phot
     assert f"top-1 {25 * right:.2f} % ({right} of 4; 95 % interval " in done.stdout
     assert "deit_tiny_patch16_224.fb_in1k: top-1 72.19 % (36095)" in done.stdout
     assert (
-        "here: 4 images); the data have 4 classes, the model 1000: labels are compared by number"
-        in done.stdout
+        "here: 4 images); the data have 4 classes, but the model has 1000: labels are"
+        " compared by number" in done.stdout
     )

@@ -100,12 +100,13 @@ def test_a_name_without_a_tag_uses_timms_default_settings_with_a_note(tmp_path):
     assert (published.model, published.top1) == ({"name": "vit_ti16"}, None)
     assert (
         describe_published(published, 6, (224, 224), 3, 3)
-        == f"vit_tiny_patch16_224.{default.tag}: no published number at hand; vit_tiny_patch16_224"
-        f" has no tag, so the settings are those of timm's default, {default.tag}"
+        == f"vit_tiny_patch16_224.{default.tag}: no published accuracy known; vit_tiny_patch16_224"
+        f" has no tag, so timm's default {default.tag} determines the settings"
     )
     guest = identify(tmp_path / "mine.pth", "timm/resnet18")
-    note = "; timm/resnet18 has no tag, so the settings are those of timm's default, "
-    assert guest.source == NO_NUMBER + note + guest.name.removeprefix("resnet18.")
+    tag = guest.name.removeprefix("resnet18.")
+    note = f"; timm/resnet18 has no tag, so timm's default {tag} determines the settings"
+    assert guest.source == NO_NUMBER + note
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
         (
             "vit_base_patch16_224.pth",
             None,
-            r"names several weights, .* vit_base_patch16_224.augreg_in1k \(79.2 %\), vit_base",
+            r"is ambiguous, .* vit_base_patch16_224.augreg_in1k \(79.2 %\), vit_base",
         ),
         (
             "checkpoint-99.pth",
@@ -157,12 +158,12 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
         (
             "vit_bas_patch16_224.pth",
             None,
-            r"identifies the model: give --model NAME, a name of timm's\Z",
+            r"identifies the model: give its name in timm with --model NAME\Z",
         ),
         (
             "deit3_base_patch16_224.pth",
             None,
-            r"names several weights, .* deit3_base_patch16_224.fb_in1k \(83.8 %\)",
+            r"is ambiguous, .* deit3_base_patch16_224.fb_in1k \(83.8 %\)",
         ),
         (
             "x.pth",
@@ -175,7 +176,7 @@ def test_a_model_is_identified_by_the_settings_beside_its_weights(tmp_path):
             "vgg99",
             "vgg99 is in neither the table of vit/weights/published_models.py nor timm 1",
         ),
-        ("model.npz", None, r"identifies the model: give --model NAME, a name of timm's\Z"),
+        ("model.npz", None, r"identifies the model: give its name in timm with --model NAME\Z"),
         ("x.pth", "vit_medium_patch16_gap_384.sw_in12k_ft_in1k", None),
     ],
 )
@@ -202,7 +203,7 @@ def test_unknown_names_are_reported_in_one_line_with_the_nearest(file, name, exp
         ('{"architecture": ', "cannot be read"),
         (
             '{"architecture": "vit_tiny_patch16_224", "model_args": {"act_layer": "silu"}}',
-            "made with act_layer, which this project does not support",
+            "created with act_layer, which this project does not support",
         ),
         (
             '{"architecture": "resnet50", "pretrained_cfg": {"interpolation": "lanczos"}}',
@@ -225,7 +226,7 @@ def test_the_table_needs_no_timm(monkeypatch, tmp_path):
     assert identify(tmp_path / "deit_3_base_224_1k.pth").top1 == 83.8
     assert identify("x", "vit_large_patch16_384.augreg_in21k_ft_in1k").model == {"name": "vit_l16"}
     with pytest.raises(
-        ValueError, match=r"vit_tiny_patch16_224 names several weights, .* give --model with one"
+        ValueError, match=r"vit_tiny_patch16_224 is ambiguous, .* give --model with a tag"
     ):
         identify("x", "vit_tiny_patch16_224")
     with pytest.raises(ValueError, match=r"nor timm, which is not installed \(pip install timm\)"):
@@ -262,7 +263,7 @@ def test_the_config_agrees_with_the_row_of_the_table(row):
 def test_weights_without_classes_and_a_command_without_data_are_reported(tmp_path):
     path = tmp_path / "vit_tiny_patch16_224.augreg_in21k_ft_in1k.safetensors"
     save_file(timm.create_model("vit_tiny_patch16_224", num_classes=0).state_dict(), path)
-    with pytest.raises(ValueError, match=r"has no head.weight, so no classes"):
+    with pytest.raises(ValueError, match=r"has no head.weight, so .* cannot classify"):
         with_published_config(read_weights(path), None, "data")
     with pytest.raises(ValueError, match=r"is vit_tiny.*with --data ROOT"):
         with_published_config(read_weights(path), None, None)
@@ -277,9 +278,9 @@ def test_the_published_accuracy_is_for_a_thousand_classes(tmp_path):
         10,
         None,
     )
-    without = f"{published.name}: no published number at hand for 10 classes"
+    without = f"{published.name}: no published accuracy known for 10 classes"
     assert describe_published(published, 50_000, (224, 224), 10, 10) == without
-    mismatch = "; the data have 3 classes, the model 10: labels are compared by number"
+    mismatch = "; the data have 3 classes, but the model has 10: labels are compared by number"
     assert describe_published(published, 50_000, (224, 224), 3, 10) == without + mismatch, (
         "the mismatch must be reported without a published accuracy as well"
     )
@@ -293,8 +294,8 @@ def test_the_published_accuracy_is_described():
     assert (
         describe_published(row, 3925, (384, 224), 10, 1000)
         == line + on.format("3,925")
-        + "; published at 224x224, here 384x224; the data have 10 classes, the model 1000: labels"
-        " are compared by number"
+        + "; published at 224x224, here 384x224; the data have 10 classes, but the model has"
+        " 1000: labels are compared by number"
     )
 
 
@@ -356,7 +357,7 @@ def test_folders_of_transformers_are_identified(tmp_path):
         "bilinear",
     )
     [note] = load(tmp_path).notes
-    norms = "its norms have epsilon 1e-12 (layer_norm_eps), here 1e-06"
+    norms = "its norms use epsilon 1e-12 (layer_norm_eps), this project's 1e-06"
     assert note == f"{norms}: the last digits of logits differ"
     made = from_dict(loaded.config, "test")
     model = create_model(made.model, num_classes=loaded.num_classes)
@@ -383,13 +384,13 @@ def test_another_epsilon_of_norms_is_noted_and_a_large_one_refused(tmp_path):
         network = ViTForImageClassification(config).eval()
         network.save_pretrained(tmp_path)
         trained = load(tmp_path)
-        assert f"epsilon {eps:g} (layer_norm_eps), here 1e-06" in trained.notes[0]
+        assert f"epsilon {eps:g} (layer_norm_eps), this project's 1e-06" in trained.notes[0]
         with torch.inference_mode():
             theirs = network(inputs).logits
         assert (trained(inputs) - theirs).abs().max() < share * theirs.abs().max()
     settings = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(settings | {"layer_norm_eps": 1e-3}))
-    with pytest.raises(ValueError, match=r"config.json: its norms have epsilon 0.001 \(layer_norm"):
+    with pytest.raises(ValueError, match=r"config.json: its norms use epsilon 0.001 \(layer_norm"):
         read_weights(tmp_path)
 
 
@@ -399,7 +400,7 @@ def test_invalid_settings_beside_the_weights_are_named(tmp_path):
     ).save_pretrained(tmp_path)
     for content in ([], {"image_mean": 0.5}, {"size": {"shortest_edge": "x"}}, {"resample": []}):
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match=r"preprocessor_config.json: a setting is of the wro"):
+        with pytest.raises(ValueError, match=r"preprocessor_config.json: a setting has the wrong"):
             identify(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     for size in ("32", [32], [32, 32, 3], 32.5, None):
@@ -424,11 +425,11 @@ def test_the_error_names_the_unsupported_family(names, family, tmp_path):
     loaded = read_weights(path)
     for name in (None, "vit_base_patch16_224.augreg_in1k"):
         with pytest.raises(
-            ValueError, match=f"weights.pth: its weights have the names of {family}"
+            ValueError, match=f"weights.pth: these are probably the weights of {family}"
         ):
             with_published_config(loaded, name, "data")
     model = create_model(ModelConfig(name="vit_ti16", depth=1), num_classes=3)
     with pytest.raises(
-        ValueError, match=f"do not fit the model: their names are those of {family}"
+        ValueError, match=f"do not fit the model: they are probably the weights of {family}"
     ):
         load_weights(model, loaded.weights)

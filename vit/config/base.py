@@ -1,5 +1,6 @@
-"""The base of all sections of the config, types of values, and the settings that select training
-samples, which are part of `data` and of each item of `data.sources`.
+"""Define the base class of config sections, common value types, and settings that select samples.
+
+`data` and each item of `data.sources` have the settings that select training samples.
 """
 
 from __future__ import annotations
@@ -9,24 +10,24 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 DEFAULT_BLOCK_SAMPLES = 64
-"""Samples that the order of a large data set keeps together."""
+"""The default number of consecutive samples in a shuffled block of a large data set."""
 PERMUTATION_BELOW = 262_144
-"""Below this number of samples the default order is a true permutation: blocks of one sample, no
+"""By default, smaller data sets are shuffled by a true permutation: blocks of one sample, no
 windows."""
 VAL = "val"
-"""The name of `data.val_split` among the sets to evaluate on."""
+"""The name under which `data.val_split` is evaluated."""
 
 MAY_CHANGE = "may change"
-"""Annotates a setting, or a section, that a resumed run may have different from its checkpoint
-without `--allow-change`: the batches and the recipe stay the same."""
+"""Annotates a setting or section that a resumed run may change without `--allow-change`, because
+it affects neither the batches nor the recipe."""
 
 
 class OnlyWith:
-    """Annotates a setting that has no effect unless one of `conditions` holds, and is then refused.
+    """Annotates a setting that is refused unless at least one of `conditions` holds.
 
-    A condition is about another setting, of the same section or in dotted keys. `erasing_prob`: it
-    is not null, 0, false, none or empty. `name=wsd|linear`: it is one of these. `freeze!=backbone`:
-    it is not this.
+    A condition names another setting, by its key in the same section or by its dotted key.
+    `erasing_prob` holds if the setting is not null, 0, false, none or empty; `name=wsd|linear`, if
+    it has one of these values; `freeze!=backbone`, if it has any other value.
     """
 
     def __init__(self, *conditions: str):
@@ -53,9 +54,9 @@ class Section(BaseModel):
 
 
 class Selection(Section):
-    """Which samples of a split to train on; evaluation always uses all.
+    """Settings that select the training samples of a split. Evaluation always uses all samples.
 
-    A resumed run compares the samples that are selected, not these settings.
+    When a run resumes, the selected samples are compared, not these settings.
     """
 
     exclude: Annotated[str | None, MAY_CHANGE, OnlyWith("data.reader=index")] = None
@@ -71,12 +72,12 @@ class Selection(Section):
     """Fraction of the remaining samples to use, drawn with `subset_seed`; a smaller fraction is a
     subset of a larger one."""
     fraction_of: Annotated[Literal["all", "class"], MAY_CHANGE, OnlyWith("fraction")] = "all"
-    """`fraction` of all samples, or of each class, of which at least one is used."""
+    """Take `fraction` of all samples, or of each class (at least one sample per class)."""
     samples_per_class: Annotated[
         int | None, Field(gt=0), MAY_CHANGE, OnlyWith("data.reader=index")
     ] = None
-    """Samples of each class, drawn with `subset_seed` (few-shot); all of a smaller class. Smaller
-    sets are subsets of larger ones."""
+    """Number of samples per class (few-shot), drawn with `subset_seed`. Smaller classes are used
+    completely. Smaller sets are subsets of larger ones."""
     subset_seed: Annotated[
         int, Field(ge=0), MAY_CHANGE, OnlyWith("fraction", "samples_per_class")
     ] = 0
@@ -87,9 +88,9 @@ class SourceConfig(Selection):
     """One of several data sets to train on."""
 
     root: str | None = None
-    """Folder or URL of its shards; `None`: `data.root`."""
+    """Folder or URL of the shards; `None`: `data.root`."""
     split: str | None = None
-    """`None`: `data.train_split`."""
+    """Split to train on; `None`: `data.train_split`."""
     weight: Annotated[float, Field(gt=0)] | None = None
-    """Its share of an epoch, relative to the sum of all weights. Without weights an epoch has each
+    """Share of an epoch, relative to the sum of all weights. Without weights, an epoch has each
     sample of each source once."""

@@ -1,7 +1,7 @@
 """Find contradictions between the settings of a `Config`; each message has a remedy.
 
-`vit.config.schema` has the allowed values of each single setting. A `Config` calls `find_problems`
-when it is made, so no contradictory `Config` exists. A rule is a message, and whether it applies.
+`vit.config.schema` defines the allowed values of each setting. A `Config` calls `find_problems`
+when it is created, so a contradictory `Config` cannot exist.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ EXCLUSIVE = (
     ("schedule", "decay_epochs", "decay_steps"),
     ("eval", "every_epochs", "every_steps"),
 )
-"""Section, and two of its settings of which at most one may be given."""
+"""Tuples of a section and two of its settings, of which at most one may be given."""
 _LARGEST_MAGNITUDE = {"timm": 10, "timm_inc0": 10, "torchvision": 30, "big_vision": 20}
 Rules = dict[str, bool]
-"""Message about a problem, with dotted keys and a remedy -> whether the problem exists."""
+"""A mapping from a message (dotted keys, problem, remedy) to whether the problem exists."""
 
 
 def find_problems(config: Config) -> list[str]:
@@ -70,7 +70,7 @@ def _is_given(section: Section, key: str) -> bool:
 
 
 def _effect_rules(config: Config, section: Section, prefix: str) -> Rules:
-    """Check the settings of `section` that need others (`OnlyWith`). prefix: of their names."""
+    """Check settings of `section` that need others (`OnlyWith`). prefix: such as "optim."."""
     rules: Rules = {}
     for key, field in type(section).model_fields.items():
         for needed in field.metadata if _is_given(section, key) else ():
@@ -112,13 +112,15 @@ def _training_rules(config: Config) -> Rules:
         rules |= {both: num_given == 2, neither: num_given == 0 and name == "train"}
     optim = config.optim
     return rules | {
-        "optim.adjust_lr_fn=original is of optim.algo=muon: use match_rms_adamw or rms_to_rms": (
+        "optim.adjust_lr_fn=original needs optim.algo=muon: use match_rms_adamw or rms_to_rms": (
             optim.name == "muon" and optim.algo == "adamuon" and optim.adjust_lr_fn == "original"
         ),
-        "train.exact_over_ranks needs an exact order, which data.reader=webdataset has not: read by"
-        " the index": config.train.exact_over_ranks and config.data.reader == "webdataset",
-        "init.select_classes keeps rows of the head, init.reset_head drops it: keep one of"
-        " them": config.init.select_classes and config.init.reset_head,
+        "train.exact_over_ranks needs an exact order of samples, but data.reader=webdataset has"
+        " none: set data.reader=index": (
+            config.train.exact_over_ranks and config.data.reader == "webdataset"
+        ),
+        "init.select_classes keeps rows of the head, but init.reset_head drops the head: set only"
+        " one of them": config.init.select_classes and config.init.reset_head,
     }
 
 
@@ -128,14 +130,14 @@ def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules
     least = loss.label_smoothing / (num_classes or 1000)
     threshold = loss.bce_target_thresh
     return {
-        f"loss.bce_target_thresh={threshold} makes each class a target, as loss.label_smoothing"
-        " gives each a part: raise it, or set loss.label_smoothing=0": (
+        f"loss.bce_target_thresh={threshold} is below the target that loss.label_smoothing gives"
+        " every class: raise it, or set loss.label_smoothing=0": (
             threshold is not None and threshold < least
         ),
-        "loss.class_weights are all 0: nothing would be trained": weights is not None
+        "loss.class_weights are all 0: give at least one class a weight": weights is not None
         and not any(weights),
-        "loss.class_weights=balanced counts the images of each class, which a stream does not know:"
-        " give the weights as numbers, or use data.reader=index": (
+        "loss.class_weights=balanced needs the number of images per class, which is unknown for a"
+        " stream: give the weights as numbers, or use data.reader=index": (
             weights == "balanced" and reader == "webdataset"
         ),
     }
@@ -144,22 +146,25 @@ def _loss_rules(loss: LossConfig, num_classes: int | None, reader: str) -> Rules
 def _schedule_rules(schedule: ScheduleConfig, optim: OptimConfig) -> Rules:
     has_decay = schedule.decay_steps is not None or schedule.decay_epochs is not None
     return {
-        f"schedule.min_lr={schedule.min_lr} exceeds optim.lr={optim.lr}: the rate falls towards"
-        " it": schedule.min_lr > optim.lr,
-        "schedule.name=wsd needs a length of its decay: give schedule.decay_epochs or"
-        " decay_steps": schedule.name == "wsd" and not has_decay,
-        f"schedule.warmup_lr={schedule.warmup_lr} exceeds optim.lr={optim.lr}: the rate rises from"
-        " it": schedule.warmup_lr is not None and schedule.warmup_lr > optim.lr,
-        "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: set one above, or remove"
-        " it": schedule.cooldown_epochs is not None and schedule.min_lr == 0,
-        f"schedule.final_weight_decay={schedule.final_weight_decay} is optim.weight_decay: remove"
-        " it": schedule.final_weight_decay == optim.weight_decay,
+        f"schedule.min_lr={schedule.min_lr} exceeds optim.lr={optim.lr}: lower schedule.min_lr": (
+            schedule.min_lr > optim.lr
+        ),
+        "schedule.name=wsd needs the length of the decay: give schedule.decay_epochs or"
+        " schedule.decay_steps": schedule.name == "wsd" and not has_decay,
+        f"schedule.warmup_lr={schedule.warmup_lr} exceeds optim.lr={optim.lr}: lower"
+        " schedule.warmup_lr": schedule.warmup_lr is not None and schedule.warmup_lr > optim.lr,
+        "schedule.cooldown_epochs trains with schedule.min_lr, which is 0: raise schedule.min_lr,"
+        " or remove schedule.cooldown_epochs": (
+            schedule.cooldown_epochs is not None and schedule.min_lr == 0
+        ),
+        f"schedule.final_weight_decay={schedule.final_weight_decay} equals optim.weight_decay:"
+        " remove it": schedule.final_weight_decay == optim.weight_decay,
     }
 
 
 def _guard_rules(guard: GuardConfig, data: DataConfig) -> Rules:
     return {
-        f"guard.{key}=rewind needs data.reader=index: a stream cannot go back": (
+        f"guard.{key}=rewind does not work with a stream: set data.reader=index": (
             getattr(guard, key) == "rewind" and data.reader != "index"
         )
         for key in ("on_nonfinite", "on_spike")
@@ -174,23 +179,25 @@ def _view_rules(view: EvalConfig, model: ModelConfig) -> Rules:
         "eval.crop_pct and eval.resize_px are both given: keep one of them": _is_given(
             view, "crop_pct"
         ),
-        f"eval.resize_px needs square images, model.image_size is [{height}, {width}]: use"
+        f"eval.resize_px needs square images, but model.image_size is [{height}, {width}]: use"
         " eval.crop_pct": height != width,
-        f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: the crop"
-        " would not be filled": view.resize_px < max(height, width),
+        f"eval.resize_px={view.resize_px} is below model.image_size={max(height, width)}: raise"
+        " eval.resize_px": view.resize_px < max(height, width),
     }
 
 
 def _eval_set_rules(config: EvalConfig) -> Rules:
     names = ", ".join(dict.fromkeys([VAL, *config.sets]))
     return {
-        f"eval.sets.{VAL}: this is the name of data.val_split: use another": VAL in config.sets,
-        f"eval.best_by={config.best_by}: no such set; there are: {names}": (
+        f"eval.sets.{VAL}: the name is reserved for data.val_split: use another": (
+            VAL in config.sets
+        ),
+        f"eval.best_by={config.best_by} is not a set of this run: use one of {names}": (
             config.best_by not in (VAL, *config.sets)
         ),
     } | {
-        f"eval.sets.{name} is data.val_split itself, which is evaluated anyway: give root, split or"
-        " labels, or remove it": chosen == type(chosen)()
+        f"eval.sets.{name} is the same as data.val_split: give root, split or labels, or remove"
+        " it": chosen == type(chosen)()
         for name, chosen in config.sets.items()
     }
 
@@ -199,7 +206,7 @@ def _channel_rules(data: DataConfig, in_chans: int) -> Rules:
     allowed = "1" if in_chans == 1 else f"1 or {in_chans}"
     numbers = {"mean": len(data.mean), "std": len(data.std)}
     return {
-        f"data.{key} has {number} values, model.in_chans is {in_chans}: give {allowed}": (
+        f"data.{key} has {number} values, but model.in_chans is {in_chans}: give {allowed}": (
             number not in (1, in_chans)
         )
         for key, number in numbers.items()
@@ -212,9 +219,9 @@ def _reader_rules(data: DataConfig) -> Rules:
         return {}
     layout = (data.stream_image, data.stream_label, data.stream_keys_with_dots)
     return {
-        "data.reader=webdataset needs data.stream: URLs of tars, as"
+        "data.reader=webdataset needs data.stream: give URLs of tars, such as"
         " http://host/train-{0000..0099}.tar, or a pipe: command": data.stream is None,
-        "data.reader=webdataset needs data.num_samples: how many images make an epoch": (
+        "data.reader=webdataset needs data.num_samples: give the number of images per epoch": (
             data.num_samples is None
         ),
         **dict.fromkeys(layout_problems(*layout, SETTINGS), True),
@@ -222,7 +229,7 @@ def _reader_rules(data: DataConfig) -> Rules:
 
 
 def _selection_rules(selection: Selection, prefix: str) -> Rules:
-    """Check the settings that select samples. prefix: of their names."""
+    """Check the settings that select samples. prefix: such as "data."."""
     rules = {
         f"{prefix}fraction and {prefix}samples_per_class are both given: keep one of them": (
             selection.fraction is not None and selection.samples_per_class is not None
@@ -239,7 +246,7 @@ def _selection_rules(selection: Selection, prefix: str) -> Rules:
 def _source_rules(config: Config) -> Rules:
     data = config.data
     rules = {
-        f"data.{key} has no effect with data.sources: give it in each source": (
+        f"data.{key} has no effect with data.sources: set it in each source": (
             bool(data.sources) and _is_given(data, key)
         )
         for key in Selection.model_fields
@@ -249,7 +256,7 @@ def _source_rules(config: Config) -> Rules:
         rules |= _effect_rules(config, source, prefix) | _selection_rules(source, prefix)
     num_weights = sum(source.weight is not None for source in data.sources)
     return rules | {
-        "data.sources: some have a weight and some have none: give all of them one, or none": (
+        "data.sources: only some sources have a weight: give a weight to all of them, or to none": (
             0 < num_weights < len(data.sources)
         )
     }
@@ -267,17 +274,18 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
     magnitude = augment.randaugment_magnitude
     largest = _LARGEST_MAGNITUDE[ops]
     return rules | {
-        f"augment.randaugment_magnitude={magnitude:g} is beyond the scale of"
-        f" augment.randaugment_ops={ops}: 0 to {largest}": magnitude > largest,
-        f"augment.randaugment_magnitude={magnitude:g}: torchvision's scale has whole numbers only,"
-        " 0 to 30": ops == "torchvision" and magnitude % 1 != 0,
-        f"augment.auto_augment={auto} takes RandAugment's place: set augment.randaugment_layers to"
-        " 0, or remove auto_augment": auto is not None and augment.randaugment_layers > 0,
-        f"augment.auto_augment={auto} takes the place of augment.three_augment: keep one of"
-        " them": auto is not None and augment.three_augment,
-        "augment.three_augment takes RandAugment's place: set augment.randaugment_layers to 0, or"
+        f"augment.randaugment_magnitude={magnitude:g} is outside the scale of"
+        f" augment.randaugment_ops={ops}: use 0 to {largest}": magnitude > largest,
+        f"augment.randaugment_magnitude={magnitude:g} is not an integer: torchvision's scale has"
+        " the integers from 0 to 30": ops == "torchvision" and magnitude % 1 != 0,
+        f"augment.auto_augment={auto} replaces RandAugment: set augment.randaugment_layers to 0, or"
+        " remove auto_augment": auto is not None and augment.randaugment_layers > 0,
+        f"augment.auto_augment={auto} replaces augment.three_augment: keep one of them": (
+            auto is not None and augment.three_augment
+        ),
+        "augment.three_augment replaces RandAugment: set augment.randaugment_layers to 0, or"
         " three_augment to false": augment.three_augment and augment.randaugment_layers > 0,
-        f"augment.mix_group_size={augment.mix_group_size} is odd, augment.mixup_mode=pair needs"
+        f"augment.mix_group_size={augment.mix_group_size} is odd, but augment.mixup_mode=pair needs"
         " pairs: use an even number": (
             augment.mixup_mode == "pair" and augment.mix_group_size % 2 == 1
         ),
@@ -287,15 +295,15 @@ def _augment_rules(augment: AugmentConfig) -> Rules:
 def _mixing_rules(augment: AugmentConfig, epochs: float | None) -> Rules:
     end = augment.mixup_off_epoch
     return {
-        f"augment.mixup_off_epoch={end} has no effect at train.epochs={epochs}: give less, or"
+        f"augment.mixup_off_epoch={end} has no effect with train.epochs={epochs}: lower it, or"
         " remove it": end is not None and epochs is not None and end >= epochs
     }
 
 
 def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
-    """Check that grey images get no operations on colours."""
+    """Check that gray images get no operations on colors."""
     is_grey = in_chans == 1
-    needs_colour = "needs colour images (model.in_chans=3)"
+    needs_colour = "needs color images (model.in_chans=3)"
     *_, saturation, hue = augment.color_jitter
     return {
         f"augment.randaugment_layers {needs_colour}: set it to 0": (
@@ -314,7 +322,7 @@ def _grey_rules(augment: AugmentConfig, in_chans: int) -> Rules:
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://.")
 _SLIP = re.compile(r"\s*(?:[a-z][a-z0-9+.-]+:/|(?:s3a?|gs|gcs):|(?:s3a?|gs|gcs)//)", re.IGNORECASE)
-"""Matches misspelt URLs: `s3:/bucket`, `S3://bucket`, `s3://`, `s3:bucket`, `s3//bucket`."""
+"""Matches misspelled URLs: `s3:/bucket`, `S3://bucket`, `s3://`, `s3:bucket`, `s3//bucket`."""
 
 
 def run_rules(run: RunConfig) -> dict[str, bool]:
@@ -322,12 +330,13 @@ def run_rules(run: RunConfig) -> dict[str, bool]:
     place = run.dir or ""
     is_url = _URL.match(place) is not None
     return {
-        f"run.dir={place} is no URL, and a folder of that name is hardly meant: expected a folder,"
-        " or a URL such as s3://bucket/runs/name": not is_url and _SLIP.match(place) is not None,
-        "run.dir: a run's URL has no query (?...): remove it": is_url and "?" in place,
-        "run.local_dir has no effect where run.dir is a folder: give a URL, or leave it out": (
-            run.local_dir is not None and "://" not in place
+        f"run.dir={place} looks like a misspelled URL: expected a folder, or a URL such as"
+        " s3://bucket/runs/name": not is_url and _SLIP.match(place) is not None,
+        "run.dir: the URL of a run must not have a query (?...): remove it": (
+            is_url and "?" in place
         ),
+        "run.local_dir has no effect if run.dir is a folder: set run.dir to a URL, or remove"
+        " run.local_dir": (run.local_dir is not None and "://" not in place),
     }
 
 
@@ -338,8 +347,8 @@ def image_size_rules(config: Config) -> dict[str, bool]:
     epochs = config.train.epochs
     name = re.fullmatch(r"vit_.+?([1-9]\d*)", model.name)
     rules = {
-        f"schedule.image_sizes needs a model that resamples its positions; model.name={model.name}"
-        " is one of timm's: remove it, or take one of ours, such as vit_s16": (
+        f"schedule.image_sizes does not work with timm's models, such as model.name={model.name}:"
+        " remove it, or use a model of this project, such as vit_s16": (
             bool(stages) and model.name.startswith("timm/")
         )
     }
@@ -352,19 +361,18 @@ def image_size_rules(config: Config) -> dict[str, bool]:
         around = [_multiple(size, patch, more) for more in (0, 1)]
         near = " and ".join(_side(each) for each in around if all(each))
         rules |= {
-            f"{key}.image_size={_side(size)} is not a multiple of the patch, {_side(patch)}: the"
-            f" nearest that work are {near}": any(
+            f"{key}.image_size={_side(size)} is not a multiple of the patch size {_side(patch)}:"
+            f" the nearest multiples are {near}": any(
                 side % of_patch for side, of_patch in zip(size, patch, strict=True)
             ),
-            f"{key}.until_epoch={stage.until_epoch} is not after {before}, where the one before"
-            " it ends: put them in order": stage.until_epoch <= before,
-            f"{key}.until_epoch={stage.until_epoch} is not before the end of the run,"
-            f" train.epochs={epochs}: the last epochs have model.image_size": (
+            f"{key}.until_epoch={stage.until_epoch} is not after {before}, the end of the previous"
+            " stage: put the stages in order": stage.until_epoch <= before,
+            f"{key}.until_epoch={stage.until_epoch} is not before train.epochs={epochs}, but the"
+            " last epochs use model.image_size: lower it": (
                 epochs is not None and stage.until_epoch >= epochs
             ),
-            f"{key}.image_size={_side(size)} is also that of the epochs behind it: join them": (
-                size == height_width(after)
-            ),
+            f"{key}.image_size={_side(size)} is also the size of the epochs after it: merge the"
+            " stages": size == height_width(after),
         }
         before = max(before, stage.until_epoch)
     return rules

@@ -1,4 +1,4 @@
-"""The arguments of commands that start a training: config, overrides, allowed changes."""
+"""Parse the arguments of commands that start training: config, overrides, allowed changes."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def training_parser(prog: str, description: str | None) -> Parser:
         "--config",
         required=True,
         metavar="FILE",
-        help="YAML file of the settings that differ from the defaults",
+        help="YAML file with the settings that differ from the defaults",
     )
     parser.add_argument(
         "--allow-change",
         action="append",
         default=[],
         metavar="KEY",
-        help="resume although this setting differs from the checkpoint's",
+        help="resume even if this setting differs from the checkpoint's",
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="section.key=value", help="settings that override the file"

@@ -1,4 +1,4 @@
-"""Turn Pydantic's errors about a config into lines: place, value, and allowed values."""
+"""Format Pydantic's errors about a config as lines with the place, value and allowed values."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ LISTS: dict[str, type[Section]] = {
     "schedule.image_sizes": ImageSizeStage,
 }
 """Settings that are lists of sections."""
-_REQUIRED_HINTS = {
-    "data": "; data.root, for one",
-    "train": "; train.epochs or train.steps, for one",
-}
+_REQUIRED_HINTS = {"data": ": set data.root", "train": ": set train.epochs or train.steps"}
 
 
 def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> list[str]:
-    """Return one line per error. origins: key -> place where it was given. source: the file."""
+    """Return one line per error.
+
+    origins: key -> the place that sets it. source: the config file.
+    """
     lines: list[str] = []
     wrong_values = set[str]()
     for item in error.errors(include_url=False):
@@ -35,7 +35,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
         if kind == "union_tag_invalid":
             path = (path[0], "name")
         origin = _origin(path, origins, source)
-        if kind == "value_error":  # of vit.config.checks, with dotted keys
+        if kind == "value_error":  # from vit.config.checks, with dotted keys
             for line in str(item["ctx"]["error"]).splitlines():
                 keys = [tuple(key.split(".")) for key in re.findall(r"\w+\.\w+", line)]
                 given_at = list(filter(None, (_origin(key, origins, "") for key in keys)))
@@ -49,7 +49,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
             lines.append(f"{origin}: {_place(path, rest, '')} is required")
         else:
             place = _place(path, rest, kind)
-            if place in wrong_values:  # a second type of a union, for the same value
+            if place in wrong_values:  # another type of a union, for the same value
                 lines[-1] += f" or {_expected(item)}"
                 continue
             wrong_values.add(place)
@@ -62,7 +62,7 @@ def explain(error: ValidationError, origins: Mapping[Key, str], source: str) -> 
 def _split(
     location: tuple[int | str, ...], origins: Mapping[Key, str]
 ) -> tuple[Key, tuple[int | str, ...]]:
-    """Divide a location of Pydantic's into the key of a setting, and the place in its value."""
+    """Split Pydantic's location of an error into a setting's key and the position in its value."""
     if location[1:2] and location[1] in union_tags(str(location[0])):
         location = (location[0], *location[2:])  # pydantic inserts the tag of a union's member
     names = tuple(map(str, location))
@@ -75,7 +75,7 @@ def _split(
 
 
 def _origin(path: Key, origins: Mapping[Key, str], source: str) -> str:
-    """Return the place where `path`, or the first key below it, was given; else `source`."""
+    """Return the place that sets `path`, or the first key below it; else `source`."""
     if path in origins:
         return origins[path]
     below = (origin for key, origin in origins.items() if path and key[: len(path)] == path)
@@ -86,11 +86,11 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
     dotted = ".".join(path)
     if len(rest) > 1 and dotted in LISTS:
         allowed_keys = ", ".join(LISTS[dotted].model_fields)
-        return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; there are: {allowed_keys}"
+        return f"{dotted}[{rest[0]}]: unknown key {str(rest[-1])!r}; known keys: {allowed_keys}"
     if path[:2] == ("eval", "sets"):
         allowed_keys = ", ".join(EvalSetConfig.model_fields)
         name = ".".join(map(str, (*path, *rest)))
-        return f"unknown key {name!r}; a set of eval.sets has {allowed_keys}"
+        return f"unknown key {name!r}; the keys of an evaluation set are {allowed_keys}"
     keys = all_keys()
     if dotted in keys:
         return f"{dotted} has no effect with this optim.name: remove it, or change optim.name"
@@ -100,7 +100,7 @@ def _unknown_key(path: Key, rest: tuple[int | str, ...]) -> str:
     else:
         allowed = list(sections())
         hint = nearest(dotted, [*allowed, *keys])
-    return f"unknown key {dotted!r}{hint or '; there are: ' + ', '.join(allowed)}"
+    return f"unknown key {dotted!r}{hint or '; known keys: ' + ', '.join(allowed)}"
 
 
 def _place(path: Key, rest: tuple[int | str, ...], kind: str) -> str:
@@ -126,5 +126,5 @@ def _expected(item: Mapping[str, Any]) -> str:
     if item["type"] == "string_pattern_mismatch":
         return "a name of letters, digits, _ and -"
     if item["type"] == "model_type":
-        return "keys below it"
+        return "a mapping of keys"
     return re.sub(r"^(Input should be )?(a )?(valid )?", "", item["msg"])

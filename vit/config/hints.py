@@ -1,4 +1,4 @@
-"""Find the setting that a misspelt key, or an option of another program, stands for."""
+"""Suggest the setting that a misspelled key, or an option of another program, refers to."""
 
 from __future__ import annotations
 
@@ -90,17 +90,17 @@ OTHER_NAMES = {
     "log.every_steps": "log_every log_freq log_interval logging_steps print_freq",
     "log.wandb": "use_wandb",
 }
-"""Setting -> its names in other programs (timm, DeiT, torchvision's references, Hugging Face's
+"""Names of each setting in other programs (timm, DeiT, torchvision's references, Hugging Face's
 Trainer)."""
 _ADVICE = {
-    "the same command again resumes, nothing else is needed": "auto_resume resume",
+    "run the same command again to resume": "auto_resume resume",
     "torchrun --nproc_per_node=N starts N ranks": "devices gpus n_gpus num_gpus nproc_per_node",
-    "accumulation follows from data.micro_batch_size, the images in one forward pass of a rank": (
+    "set data.micro_batch_size, the images per forward pass of a rank, to accumulate gradients": (
         "accum_iter accum_steps grad_accum grad_accum_steps gradient_accumulation_steps update_freq"
     ),
 }
 ADVICE = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
-"""Option of another program that has no setting -> what to do instead."""
+"""Advice for options of other programs that have no equivalent setting."""
 OTHER_VALUES = (
     "data.aug_repeats",
     "augment.randaugment_layers",
@@ -113,12 +113,12 @@ OTHER_VALUES = (
     "eval.every_epochs",
     "log.wandb",
 )
-"""Settings whose values other programs write in a different way or unit."""
+"""Settings whose values have a different form or unit in other programs."""
 _FROM_OTHER_NAME = {name: key for key, names in OTHER_NAMES.items() for name in names.split()}
 
 
 def from_other_name(name: str) -> str:
-    """Return the setting that other programs call `name` ("batch-size", "lr"), or ""."""
+    """Return the setting that other programs call `name` (such as "batch-size"), or ""."""
     return _FROM_OTHER_NAME.get(name.lower().replace("-", "_"), "")
 
 

@@ -33,7 +33,7 @@ RESOLVED: tuple[Key, ...] = (
     ("eval", "sets"),
     ("run", "dir"),
 )
-"""Settings in which `${NAME}` is an environment variable; its value is used, but not recorded."""
+"""Settings in which `${NAME}` is an environment variable, whose value is never recorded."""
 _ALTERNATIVE: dict[Key, Key] = {
     (section, key): (section, other)
     for section, *pair in EXCLUSIVE
@@ -42,7 +42,7 @@ _ALTERNATIVE: dict[Key, Key] = {
 
 
 MOST_FILES = 8
-"""Number of files up to which an error lists all of them, not only the nearest."""
+"""An error lists at most this many files; if there are more, it lists only the nearest."""
 
 
 class ConfigError(ValueError):
@@ -64,7 +64,7 @@ _JSON_TYPES = ("null", "bool", "int", "float", "str", "seq", "map")
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML 1.1 without its traps: `1e-3` is a number, `on`, `off`, `yes` and `no` are text."""
+    """A YAML 1.1 loader in which `1e-3` is a number, and `on`, `off`, `yes` and `no` are text."""
 
 
 _PREFIX = "tag:yaml.org,2002:"
@@ -94,13 +94,13 @@ for _type, _pattern, _first in (
 def load_config(
     path: str | Path, overrides: Iterable[str] = (), *, used_here: bool = True
 ) -> Config:
-    """Read a config file, or one of the recipes by its name, and check it.
+    """Read and check a config file, or a shipped recipe given by its name.
 
     Args:
         path: a YAML file, or the name of a recipe such as `vit_b16`.
-        overrides: values that replace those of the file, as `"train.steps=100"`.
-        used_here: False for a config that is only shown: its addresses may contain environment
-            variables that are not set.
+        overrides: settings that replace those of the file, such as `"train.steps=100"`.
+        used_here: False if the config is only displayed, so that its addresses may contain unset
+            environment variables.
 
     Raises:
         ConfigError: all problems, one line each.
@@ -113,9 +113,9 @@ def load_with_origins(
 ) -> LoadedConfig:
     """Read a config as `load_config` does, and return the origin of each value as well.
 
-    An override of `train.steps` removes the file's `train.epochs`; so does every setting of a pair
-    in `EXCLUSIVE`. Without `run.dir` the run is in `runs/<name of the file>`; for the recipe
-    `deit3/vit_b16_800ep` it is in `runs/deit3_vit_b16_800ep`.
+    An override of one setting of a pair in `EXCLUSIVE`, such as `train.steps`, removes the other
+    setting from the file's. Without `run.dir`, the run folder is `runs/<name of the file>`; for the
+    recipe `deit3/vit_b16_800ep` it is `runs/deit3_vit_b16_800ep`.
     """
     path = _find_config(Path(path))
     tree, line_of = _parse(_read(path), str(path))
@@ -155,7 +155,7 @@ def recipes_folder() -> Path:
 
 
 def recipe_name(path: Path) -> str | None:
-    """Return the name of the recipe at `path`, as `deit3/vit_b16_800ep`; None for other files."""
+    """Return the recipe's name, such as `deit3/vit_b16_800ep`; None if `path` is another file."""
     path = path.resolve()
     folder = recipes_folder().resolve()
     if not path.is_relative_to(folder):
@@ -190,7 +190,7 @@ def _read(path: Path) -> str:
             hint = f"; nearest of the {len(names)} {owner}: {', '.join(close)}"
         raise ConfigError(f"{path}: {problem}{hint}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file") from None
+        raise ConfigError(f"{path}: not a text file: expected YAML in UTF-8") from None
 
 
 def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
@@ -237,7 +237,7 @@ def _parse(text: str, source: str) -> tuple[dict[str, Any], dict[Key, int]]:
 
 
 def _apply(overrides: list[str], tree: dict[str, Any], origins: dict[Key, str]) -> list[str]:
-    """Put `key=value` overrides into `tree` and `origins`; return a message for each wrong one."""
+    """Apply `key=value` overrides to `tree` and `origins`; return a message per wrong override."""
     problems = []
     overridden = {override.partition("=")[0] for override in overrides}
     for override in overrides:
@@ -307,7 +307,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 
 def from_dict(values: Mapping[str, Any], source: str) -> Config:
-    """Return the config of the result of `to_dict`. Raises ConfigError that names `source`."""
+    """Return the config that `to_dict` converted. Raises ConfigError, which names `source`."""
     try:
         return Config.model_validate_json(json.dumps(values))
     except ValidationError as error:
@@ -349,7 +349,7 @@ def dump_yaml(
 ) -> str:
     """Return nested values as YAML text that `load_config` reads back.
 
-    `comments` (dotted key -> text) are appended to the lines; `sentences` stand above them.
+    `comments` (dotted key -> text) are appended to the lines, `sentences` are written above them.
     """
     lines = []
     for section, group in values.items():
@@ -370,6 +370,6 @@ def dump_yaml(
 
 
 def _scalar(value: Any) -> str:
-    """Return `value` as JSON, which is YAML; text without quotes if it is read back the same."""
+    """Return `value` as JSON, or as unquoted text if YAML reads that back unchanged."""
     is_word = isinstance(value, str) and re.fullmatch(r"[A-Za-z_./][\w./-]*", value)
     return value if is_word and yaml.load(value, _StrictLoader) == value else json.dumps(value)

@@ -1,6 +1,6 @@
-"""The section `model` of the config: the arguments of `vit.model.create_model`.
+"""Define the section `model` of the config: the arguments of `vit.model.create_model`.
 
-Each setting but `name` is an argument of `vit.model.VisionTransformer`, which has the defaults.
+Each setting except `name` is an argument of `vit.model.VisionTransformer`, which defines defaults.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ def _without_hub(name: str) -> str:
 
 
 class ModelConfig(Section):
-    """The network; `None` leaves a value to the preset or to the model's own default."""
+    """The network. `None` means the value of the preset, or else the model's default."""
 
     name: Annotated[str, AfterValidator(_without_hub)] = "vit_b16"
     """`vit_{ti,s,b,l,h,so400m,g,G}{patch}` (sizes: vit/layers/presets.py), or `timm/<name>`
-    for any model of timm; `hf_hub:timm/<name>`, as timm's pages write it, is the same."""
+    for any model of timm. `hf_hub:timm/<name>`, the form on timm's pages, is accepted as well."""
     image_size: Size = 224
     """Side of the square training image, or `[height, width]`."""
     in_chans: Literal[1, 3] = 3
-    """1: read images as grey; 3: as RGB."""
+    """1: read images as grayscale; 3: as RGB."""
     num_classes: Positive | None = None
     """Size of the head; `None`: as many classes as the data have."""
     patch_size: Size | None = None
@@ -42,46 +42,47 @@ class ModelConfig(Section):
     mlp_ratio: Annotated[float, Field(gt=0)] | None = None
     """Width of the first linear layer of a block's MLP as a multiple of `embed_dim`."""
     mlp_layer: Literal["mlp", "swiglu", "swiglu_packed"] | None = None
-    """`mlp`, the default; `swiglu`, a gate of its own beside the first layer (EVA-02, DINOv3's H+);
-    `swiglu_packed`, both as one product, which `mlp_ratio` then counts (DINOv2's g)."""
+    """`mlp`, the default; `swiglu`, with a gate as a second linear layer (EVA-02, DINOv3's H+);
+    `swiglu_packed`, with both in one layer, whose width `mlp_ratio` then sets (DINOv2's g)."""
     norm_layer: Literal["layernorm", "rmsnorm"] | None = None
     """Norm of blocks and head: `layernorm`, the default, or `rmsnorm` (ViT-5, arXiv 2602.08071)."""
     qkv_bias: bool | None = None
     """Bias of the query, key and value projections."""
     qk_norm: bool | None = None
-    """Norm of each head's queries and keys, which keeps attention of large models and rates from
-    collapsing (ViT-22B, arXiv 2302.05442; ViT-5)."""
+    """Normalize each head's queries and keys, which keeps attention from collapsing in large models
+    and at high learning rates (ViT-22B, arXiv 2302.05442; ViT-5)."""
     class_token: bool | None = None
     """Prepend a learned token; needed by `global_pool: token`."""
     dist_token: bool | None = None
     """Add a second learned token, with a second head that learns from the teacher (`distill`); the
     output is the mean of both heads (timm's name; DeiT's distilled models, arXiv 2012.12877)."""
     reg_tokens: Annotated[int, Field(ge=0)] | None = None
-    """Registers: learned tokens behind the class token that nothing reads (Darcet et al. 2023,
-    arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""
+    """Registers: learned tokens after the class token whose outputs are not used (Darcet et al.
+    2023, arXiv 2309.16588: DINOv2, DINOv3, ViT-5)."""
     global_pool: Literal["token", "avg", "map"] | None = None
     """Input of the head: the class token; the mean of the patch tokens; or `map`, attention of a
     learned query to them (big_vision, arXiv 2106.04560; SO400M, g and G)."""
     pos_embed: Literal["learn", "sincos2d", "none"] | None = None
-    """Learned positions, fixed 2-D sine-cosine ones, or none beside rotary ones (DINOv3)."""
+    """Learned positions, fixed 2-D sine-cosine positions, or none, as in DINOv3 with its rotary
+    positions."""
     no_embed_class: Annotated[bool | None, OnlyWith("pos_embed!=none")] = None
-    """Positions are for patches only, not for class token and registers (timm's name; DeiT III,
+    """Add positions to patches only, not to class token and registers (timm's name; DeiT III,
     big_vision, ViT-5)."""
     rope_type: Literal["axial", "dinov3"] | None = None
-    """Rotary positions in each block, at angles of the row and column (`axial`: EVA-02, timm's SBB
-    ViTs, ViT-5) or of the place between -1 and 1 (`dinov3`); `None`: no such positions. For other
-    image sizes see vit/layers/rope.py."""
+    """Rotary positions in each block, with angles from the row and column (`axial`: EVA-02, timm's
+    SBB ViTs, ViT-5) or from coordinates between -1 and 1 (`dinov3`); `None`: no rotary positions.
+    For other image sizes see vit/layers/rope.py."""
     rope_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = None
     """Ratio of the highest to nearly the lowest frequency; `None`: 10,000 for `axial`, 100 for
-    `dinov3`, as their sources have it."""
+    `dinov3`, as in their sources."""
     rope_reg_temperature: Annotated[Annotated[float, Field(gt=1)] | None, OnlyWith("rope_type")] = (
         None
     )
-    """Temperature at which registers turn like the places of a square (ViT-5: 100); `None`: they do
-    not turn."""
+    """Temperature at which registers are rotated like the positions of a square (ViT-5: 100);
+    `None`: registers are not rotated."""
     ref_feat_shape: Annotated[Size | None, OnlyWith("rope_type=axial")] = None
-    """Side of the grid in patches, or `[height, width]`, that `axial` spreads each image over,
-    usually that of pre-training (timm's name; EVA-02); `None`: places count on (ViT-5)."""
+    """Side of the grid in patches, or `[height, width]`, to which `axial` scales positions, usually
+    the grid of pre-training (timm's name; EVA-02); `None`: no scaling (ViT-5)."""
     dual_patch_norm: bool | None = None
     """LayerNorm of a patch's pixels and of its embedding (Dual PatchNorm, arXiv 2302.01327;
     explainingai-code/VIT-Pytorch)."""
@@ -113,17 +114,18 @@ class ModelConfig(Section):
     representation_size: Positive | None = None
     """Width of the pre-logits layer (dense + tanh); `None`: the head is one linear layer."""
     weight_init: Annotated[Literal["timm", "jax"] | None, OnlyWith("init.checkpoint=null")] = None
-    """Initial weights (timm's name): `timm`, also DeiT's and DeiT III's: patches as torch draws a
-    convolution, head of deviation 0.02; `jax`, the ViT paper's code and big_vision: Xavier's rule
-    for linear maps; `None`: normal linear maps, patches by LeCun's rule and a head of 0."""
+    """Initial weights (timm's name). `timm`, also in DeiT and DeiT III: torch's default for the
+    patch convolution, a head with deviation 0.02; `jax`, also in the ViT paper's code and
+    big_vision: Xavier's rule for linear maps; `None`: normal linear maps, LeCun's rule for patches,
+    a zero head."""
     init_head_bias: Annotated[
         float | None, OnlyWith("init.checkpoint=null", "init.reset_head=true")
     ] = None
-    """First value of the head's bias; `None`: 0 (big_vision's name, which has -6.9 for sigmoid
-    losses over 1,000 classes)."""
+    """Initial bias of the head; `None`: 0 (big_vision's name; it uses -6.9 for sigmoid losses over
+    1,000 classes)."""
 
     def height_width(self) -> tuple[int, int]:
-        """Return `image_size` of an image that need not be square."""
+        """Return `image_size` as (height, width)."""
         return height_width(self.image_size)
 
     def size_text(self) -> str:

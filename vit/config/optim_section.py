@@ -1,6 +1,6 @@
-"""The section `optim` of the config: one class of settings for each optimizer, chosen by `name`.
+"""Define the section `optim` of the config: one class per optimizer, chosen by `name`.
 
-`vit.optim.optimizer` makes them, and `vit.optim.groups` divides the parameters.
+`vit.optim.optimizer` creates the optimizers, and `vit.optim.groups` forms parameter groups.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class OptimizerConfig(Section):
-    """The settings of all optimizers."""
+    """The settings that all optimizers share."""
 
     name: str
     """The optimizer."""
     lr: PositiveFloat = 1e-3
-    """Peak learning rate; nothing scales it."""
+    """Peak learning rate, which is not scaled by the batch size."""
     weight_decay: NotNegative = 0.05
     """Decay of weight matrices; `no_weight_decay` selects the parameters without decay."""
     no_weight_decay: Annotated[
@@ -36,11 +36,11 @@ class OptimizerConfig(Section):
         Annotated[float, Field(gt=0, lt=1)] | None, OnlyWith("init.freeze!=backbone")
     ] = None
     """Layer-wise decay of the learning rate, for fine-tuning (BEiT, MAE, timm): the head has `lr`,
-    each layer below it this factor of the one above; patch embedding, tokens and positions are
-    below the first block. `None`: the same rate for all."""
+    and each layer this factor times the rate of the layer above. Patch embedding, tokens and
+    positions are below the first block. `None`: the same rate for all."""
     layer_decay_form: Annotated[Literal["beit", "timm"], OnlyWith("layer_decay")] = "beit"
-    """Layer of the norm after the last block: that of the head (BEiT, MAE), or of that block
-    (timm). Models of timm without `blocks` support only `timm`."""
+    """Rate of the norm after the last block: the head's (BEiT, MAE) or the last block's (timm).
+    Models of timm without `blocks` support only `timm`."""
     clip_grad_norm: PositiveFloat | None = 1.0
     """Largest global norm of the gradient; `None`: no clipping."""
 
@@ -62,7 +62,7 @@ class SgdConfig(OptimizerConfig):
     name: Literal["sgd"]
     """The optimizer."""
     lr: PositiveFloat = 1e-2
-    """Peak learning rate; nothing scales it."""
+    """Peak learning rate, which is not scaled by the batch size."""
     weight_decay: NotNegative = 0.0
     """L2 decay of weight matrices; `no_weight_decay` selects the parameters without decay."""
     momentum: Rate = 0.9
@@ -77,7 +77,8 @@ class LambConfig(OptimizerConfig):
     name: Literal["lamb"]
     """The optimizer."""
     lr: PositiveFloat = 3e-3
-    """Peak learning rate; nothing scales it. Parameters without decay have no trust ratio."""
+    """Peak learning rate, which is not scaled by the batch size. Parameters without decay have no
+    trust ratio."""
     betas: tuple[Rate, Rate] = (0.9, 0.999)
     """Decay rates of the first and second moment."""
     eps: PositiveFloat = 1e-6
@@ -102,8 +103,8 @@ class MuonConfig(OptimizerConfig):
     name: Literal["muon"]
     """The optimizer."""
     matrices: Literal["blocks", "timm"] = "blocks"
-    """Parameters that count as matrices: the linear maps of the blocks (Jordan et al.); or also
-    patch embedding and head (timm)."""
+    """Parameters that are treated as matrices: the linear maps of the blocks (Jordan et al.); or
+    also patch embedding and head (timm)."""
     algo: Literal["muon", "adamuon"] = "muon"
     """`adamuon` scales each element of the orthogonal update by its second moment."""
     momentum: Rate = 0.95
@@ -117,7 +118,7 @@ class MuonConfig(OptimizerConfig):
         "quintic"
     )
     """Polynomials of the iterations: `original` is Jordan's first and torch's; `quintic`, timm's
-    default, has one for each of five."""
+    default, has one for each of five iterations."""
     adjust_lr_fn: Literal["match_rms_adamw", "original", "rms_to_rms"] = "match_rms_adamw"
     """Learning rate of an (out, in) matrix: 0.2 sqrt(max(out, in)) times `lr`, so that AdamW's
     rates fit (arXiv 2502.16982); sqrt(max(1, out/in)), Jordan's; or sqrt(out/in)."""
@@ -147,7 +148,7 @@ class AdafactorConfig(OptimizerConfig):
     momentum_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Number format of the momentum."""
     clipping_threshold: PositiveFloat | None = None
-    """Largest root mean square of a weight's update; `None`: no such clipping."""
+    """Largest root mean square of a weight's update; `None`: no limit."""
 
 
 def optimizer_name(value: Any) -> str:

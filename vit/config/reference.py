@@ -1,4 +1,4 @@
-"""Describe every setting: its type, default, sentence, and the recipes that set it.
+"""Describe every setting: its type, default and description, and the recipes that set it.
 
 classes of the sections -> `settings()` -> launch/explain.py, one setting in a terminal
                                         -> docs/reference.py, the page of all settings
@@ -33,17 +33,17 @@ class Setting:
     """One setting of a run."""
 
     key: str
-    """`section.name`, as files and command lines have it."""
+    """`section.name`, as written in files and on command lines."""
     type: str
-    """The values that it takes, in words."""
+    """The allowed values, in words."""
     default: str
-    """As YAML has it; optimizers may have different ones."""
+    """The default value in YAML, and those of optimizers that differ."""
     sentence: str
-    """What it does."""
+    """The description of the setting."""
     may_change: bool
-    """Whether a resumed run may have another value without `--allow-change`."""
+    """Whether a resumed run may change the value without `--allow-change`."""
     only_with: tuple[str, ...]
-    """Conditions of which one must hold, else the setting is refused."""
+    """Conditions of which at least one must hold, or the setting is refused."""
 
 
 @cache
@@ -76,7 +76,7 @@ def settings() -> dict[str, Setting]:
 
 
 def as_yaml(value: Any) -> str:
-    """Return `value` as a config file has it."""
+    """Return `value` as it is written in a config file."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
@@ -109,7 +109,7 @@ def type_in_words(schema: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 @cache
 def recipes() -> dict[str, dict[str, Any]]:
-    """Return the settings that each shipped recipe gives: name -> key -> value."""
+    """Return the settings of each shipped recipe: name -> key -> value."""
     given: dict[str, dict[str, Any]] = {}
     for path in sorted(recipes_folder().rglob("*.yaml")):
         tree = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -122,5 +122,5 @@ def recipes() -> dict[str, dict[str, Any]]:
 
 
 def num_recipes() -> Counter[str]:
-    """Return how many recipes set each key."""
+    """Return the number of recipes that set each key."""
     return Counter(key for values in recipes().values() for key in values)

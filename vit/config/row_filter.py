@@ -1,8 +1,8 @@
 """Select samples by an expression over the columns of an index.
 
 An example is `min(width, height) >= 64 and size < 5_000_000`. Python's parser turns the text into a
-tree. A tree with anything but columns, numbers, comparisons, `and`, `or`, `not`, `+ - * /`, `min`
-and `max` is refused, with the position in the text. Other trees are computed on whole columns.
+tree, which is computed on whole columns. Only columns, numbers, comparisons, `and`, `or`, `not`,
+`+ - * /`, `min` and `max` are allowed; errors name the position of anything else.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ COLUMNS = {
     "label": "number of the class",
 }
 MAX_CHARACTERS = 2000
-"""Largest length of an expression, so that no parser runs out of stack."""
+"""The maximum length of an expression, which protects the parser from a stack overflow."""
 MAX_DEPTH = 100
-"""Largest nesting, for the same reason: `width + 1 + 1` is three deep."""
+"""The maximum nesting of an expression: `width + 1 + 1` has depth three."""
 MAX_INTEGER = 2**53
-"""Largest integer up to which float64, the type of all values, represents every integer."""
+"""The largest allowed integer: float64, the type of all values, is exact up to this number."""
 ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -46,7 +46,7 @@ COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: operator.eq,
     ast.NotIn: operator.ne,
 }
-"""Comparison with one value; `in` has several values on its right."""
+"""Comparisons with one value; `in` is computed as `==` with each value on its right."""
 _ORDERED = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {"min": np.minimum, "max": np.maximum}
 COLUMNS_AND_UNITS = (
@@ -56,13 +56,16 @@ EXPECTED = "expected a comparison such as 'width >= 64 and size < 5_000_000'"
 
 
 class RowFilter:
-    """A parsed expression: rows of an index -> whether each is selected."""
+    """A parsed expression that selects rows of an index."""
 
     def __init__(self, text: str):
-        """Raises ValueError with the position of a part that is not allowed."""
+        """Parse `text`. Raises ValueError with the position of a part that is not allowed."""
         self.text = text.strip()
         if len(text) > MAX_CHARACTERS:
-            raise ValueError(f"{len(text):,} characters, at most {MAX_CHARACTERS:,} are read")
+            raise ValueError(
+                f"the expression has {len(text):,} characters, expected at most"
+                f" {MAX_CHARACTERS:,}: shorten it"
+            )
         try:
             self._tree = ast.parse(self.text, mode="eval").body
             depth = _depth(self._tree)
@@ -71,9 +74,7 @@ class RowFilter:
             place = f" at character {offset}" if offset else ""
             raise ValueError(f"{text!r} cannot be read{place}: {EXPECTED}") from None
         if depth > MAX_DEPTH:
-            raise ValueError(
-                f"{text[:60]!r}... is nested more than {MAX_DEPTH} deep: write it shorter"
-            )
+            raise ValueError(f"{text[:60]!r}... is nested more than {MAX_DEPTH} deep: simplify it")
         # Evaluate one dummy row, so that an invalid expression fails before the data are opened.
         self(np.zeros(1, [(name, np.int64) for name in COLUMNS]), None)
 
@@ -86,7 +87,7 @@ class RowFilter:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             chosen = _Computation(self.text, rows, class_names).value(self._tree)
         if chosen.dtype != np.bool_:
-            raise ValueError(f"{self.text!r} gives numbers: {EXPECTED}")
+            raise ValueError(f"{self.text!r} computes numbers: {EXPECTED}")
         return np.broadcast_to(chosen, rows.shape)
 
 
@@ -94,7 +95,7 @@ class RowFilter:
 class _Computation:
     """Computes parts of an expression for some rows; raises ValueError for parts not allowed.
 
-    A value is an array or scalar of numpy: bool for a condition, float64 for a number.
+    A value is a numpy array or scalar: bool for a condition, float64 for a number.
     """
 
     text: str
@@ -124,7 +125,9 @@ class _Computation:
                 if name not in COLUMNS:
                     near = difflib.get_close_matches(name, COLUMNS, n=1)
                     hint = f", did you mean {near[0]}?" if near else ""
-                    raise self._refuse(node, f"no column{hint}; there are {COLUMNS_AND_UNITS}")
+                    raise self._refuse(
+                        node, f"not a column{hint}; the columns are {COLUMNS_AND_UNITS}"
+                    )
                 return self.rows[name].astype(np.float64)
             case ast.Constant(value=bool() as value):
                 return np.bool_(value)
@@ -134,21 +137,21 @@ class _Computation:
                 return np.float64(value)
         raise self._refuse(
             node,
-            "not allowed; columns, numbers, comparisons, and, or, not, + - * /, min(a, b) and"
-            " max(a, b) are",
+            "not allowed: use columns, numbers, comparisons, and, or, not, + - * /, min(a, b) and"
+            " max(a, b)",
         )
 
     def _values(self, parts: Sequence[ast.expr], is_truth: bool, has_label: bool = False) -> list:
         """Return the values of parts that are all conditions, or all numbers.
 
-        has_label: whether parts may be texts, which are names of classes.
+        has_label: whether parts may be class names.
         """
         values = []
         for part in parts:
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 if not has_label:
                     raise self._refuse(
-                        part, "a text can only be a class that label is compared with"
+                        part, "text is only allowed as a class name that label is compared with"
                     )
                 values.append(np.float64(self._label(part, part.value)))
                 continue
@@ -161,13 +164,15 @@ class _Computation:
 
     def _compare(self, node: ast.expr, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Any:
         if type(op) not in COMPARISONS:
-            raise self._refuse(node, "not allowed; < <= > >= == != and in are")
+            raise self._refuse(node, "not allowed: use < <= > >= == != or in")
         operands = [right]
         if isinstance(op, (ast.In, ast.NotIn)) and not isinstance(right, ast.Constant):
             # A Constant is not excluded: in Python `(1)` is not a tuple.
             operands = right.elts if isinstance(right, (ast.Tuple, ast.List)) else []
         if not operands:
-            raise self._refuse(right, "expected values in brackets behind `in`, as label in (1, 2)")
+            raise self._refuse(
+                right, "expected values in brackets after `in`, such as label in (1, 2)"
+            )
         columns = [part for part in (left, *operands) if not isinstance(part, ast.Constant)]
         # `label` on the left or as the only column: `label in ('a', width)`, `'a' in (label, 'b')`.
         has_label = ast.unparse(left) == "label" or list(map(ast.unparse, columns)) == ["label"]
@@ -184,11 +189,13 @@ class _Computation:
             return self.class_names.index(name)
         near = difflib.get_close_matches(name, self.class_names, n=1)
         hint = (
-            f"; there are {len(self.class_names):,}" if self.class_names else "; the data name none"
+            f"; the data have {len(self.class_names):,} classes"
+            if self.class_names
+            else "; the data have no class names"
         )
         if near:
             hint = f", did you mean {near[0]!r}?"
-        raise self._refuse(node, f"no class{hint}")
+        raise self._refuse(node, f"not a class{hint}")
 
     def _refuse(self, node: ast.expr, reason: str) -> ValueError:
         segment = ast.get_source_segment(self.text, node) or self.text

@@ -1,6 +1,6 @@
-"""The user's settings for the image and label members of a tar: their names, and their mistakes.
+"""Define and check the settings for the names of image and label members in a tar.
 
-`vit.data.shards.members` applies them.
+`vit.data.shards.members` applies these settings.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import re
 from typing import NamedTuple
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")
-"""Suffixes of images, if a layout names none."""
+"""The image suffixes of a layout that does not set any."""
 
 
 NO_LABEL = "none"
-"""In place of a label's suffix: the samples have no labels, and the index has -1."""
+"""The value that replaces a label's suffix if samples have no labels; the index then stores -1."""
 
 
 class Names(NamedTuple):
@@ -39,19 +39,21 @@ def image_suffixes(image: str | None) -> tuple[str, ...]:
 
 
 def layout_problems(image: str | None, label: str, keys_with_dots: bool, names: Names) -> list[str]:
-    """Return a message for each wrong value of a `SampleLayout`. names: those of the user."""
+    """Return a message for each wrong value of a `SampleLayout`. names: prefixes for messages."""
     images = image_suffixes(image)
     suffix = "[^./:]+" if keys_with_dots else "[^./:][^/:]*"
     values = [(names.image, text, suffix) for text in images]
     values.append((names.label, label, f"{suffix}(:.+)?"))
     problems = [
-        f"{name}{text}: expected what follows the key's"
-        f" {'last ' if keys_with_dots else ''}dot, as jpg or json:label"
+        f"{name}{text}: expected the text after the key's"
+        f" {'last ' if keys_with_dots else ''}dot, such as jpg or json:label"
         for name, text, rule in values
         if not re.fullmatch(rule, text)
     ]
     if names is SETTINGS and label == NO_LABEL:
-        problems.append(f"{names.label}{label}: expected a member, as a model learns from labels")
+        problems.append(f"{names.label}{label}: training needs labels: give the label's member")
     if image is not None and label in images:
-        problems.append(f"{names.image}{image} and {names.label}{label}: two members")
+        problems.append(
+            f"{names.image}{image} and {names.label}{label}: give two different members"
+        )
     return problems

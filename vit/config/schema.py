@@ -1,12 +1,12 @@
-"""Every setting of a run: its type, default, unit and one sentence.
+"""Define every setting of a run: its type, default, unit and description.
 
 `vit.config.io` makes a `Config` from a YAML file and the command line's `key=value` overrides. A
-`Config` is frozen, complete and checked (`vit.config.checks`); other modules get the section they
-need. Defaults are only in this module. `None` means "derived": from the data, the model's preset or
-the number of ranks.
+`Config` is frozen, complete and checked (`vit.config.checks`). Other modules receive only the
+section that they need, and define no defaults. `None` means that a value is derived from the data,
+the model's preset or the number of ranks.
 
-Images and patches are in pixels. A *step* is one global batch attempted. Durations carry their unit
-in the key.
+Sizes of images and patches are in pixels. A *step* is one attempt to train on a global batch. The
+key of a duration ends with its unit.
 """
 
 from __future__ import annotations
@@ -37,68 +37,68 @@ SetName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$")]
 
 
 class EvalSetConfig(Section):
-    """One of `eval.sets`; with none of these it would be `data.val_split` itself."""
+    """One of `eval.sets`; must differ from `data.val_split` in one of these settings."""
 
     root: str | None = None
-    """Folder or URL of its shards; `None`: `data.root`."""
+    """Folder or URL of the shards; `None`: `data.root`."""
     split: str | None = None
-    """A split, or a part of one, as `train[99%:]`; `None`: `data.val_split`."""
+    """A split, or a part of one, such as `train[99%:]`; `None`: `data.val_split`."""
     labels: str | None = None
-    """JSON file with the right classes of each image, as ImageNet-ReaL's `real.json`: a list of
-    lists in the order of the images' keys, or a list for each key. Any of them counts as right;
-    images without any are skipped, and counted. `None`: the labels of the shards."""
+    """JSON file with the correct classes of each image, such as ImageNet-ReaL's `real.json`: a list
+    of lists in the order of the images' keys, or a list for each key. A prediction of any of them
+    is correct. Images without a class are skipped and counted. `None`: the labels of the shards."""
     classes: Literal["own", "all"] = "own"
-    """Classes are found in the model by name. `own`: only the logits of the set's classes compete,
-    as on the 200 of ImageNet-A and -R; `all`: those of all classes of the model."""
+    """The set's classes are found in the model by name. `own`: only the logits of the set's classes
+    compete, as on the 200 of ImageNet-A and -R; `all`: those of all classes of the model."""
 
 
 class EvalConfig(Section):
     """Evaluation on `data.val_split`, exact on any number of ranks."""
 
     every_epochs: Annotated[float, Field(gt=0)] | None = None
-    """Epochs between evaluations; this, `every_steps`, or neither for the end only. A run also
-    evaluates at its end, unless it is shorter than one interval."""
+    """Epochs between evaluations. Give this, `every_steps`, or neither to evaluate only after the
+    last step. The last step is also evaluated, unless the run is shorter than one interval."""
     every_steps: Positive | None = None
     """Steps between evaluations."""
     batch_size: Positive = 64
     """Images in one forward pass of one rank."""
     crop_pct: Annotated[float, Field(gt=0, le=1)] = 0.875
-    """Side of the centre crop over the shorter side of the resized image (224 of 256)."""
+    """Side of the center crop over the shorter side of the resized image (224 of 256)."""
     resize_px: Positive | None = None
     """Shorter side of the resized image in pixels, in place of `crop_pct`, for recipes that are
-    published so."""
+    published in this form."""
     crop_mode: Literal["center", "squash"] = "center"
     """`center` keeps the aspect of the image; `squash` does not (timm's crop_mode): with
     `crop_pct: 1` it shows the entire image."""
     resizer: Literal["torch", "pillow"] = "torch"
-    """Library that resizes: `torch`, or `pillow`, which is slower and with which most numbers
-    were published; one pixel in 200 differs by one level of 255."""
+    """Library that resizes: `torch`, or `pillow`, which is slower, but was used for most published
+    numbers. One pixel in 200 differs by one level of 255."""
     apply_exif: bool | None = None
     """Turn images upright by their EXIF orientation, in evaluation, in prediction and in the
     settings of exported models. `None`: as the images of `data.root` were prepared."""
     sets: dict[SetName, EvalSetConfig] = Field(default={})
-    """Further sets to evaluate on, by name, each exact, as
+    """Further sets to evaluate on, by name, such as
     `{v2: {root: data/v2, split: train}, real: {labels: real.json}}` (docs/evaluation.md)."""
     best_by: str = VAL
     """The set whose accuracy chooses the `best` weights: one of `sets`, or `val`, which is
     `data.val_split`."""
 
     reference: str | None = None
-    """Published curve that evaluations of `data.val_split` are shown beside, if the run has the
-    data and the length of its recipe: the name of one of `configs/reference`, or a CSV file of that
-    form (docs/evaluation.md); `None`: no curve."""
+    """Published curve to show next to evaluations of `data.val_split`, if the run has the data and
+    length of its recipe: the name of a file in `configs/reference`, or a CSV file of that form
+    (docs/evaluation.md); `None`: no curve."""
 
     def further_places(self, root: str, split: str) -> list[tuple[str, str]]:
-        """Return root and split of each of `sets`, except `split` of `root`, `data.val_split`."""
+        """Return root and split of each of `sets`, except those equal to (`root`, `split`)."""
         places = [(each.root or root, each.split or split) for each in self.sets.values()]
         return [place for place in dict.fromkeys(places) if place != (root, split)]
 
 
 class ImageSizeStage(Section):
-    """A stage of training with images of its own size."""
+    """A stage of training with its own image size."""
 
     until_epoch: Positive
-    """Number of epochs of the run after which the stage ends."""
+    """Epoch of the run after which the stage ends."""
     image_size: Size
     """Side of the square training image, or `[height, width]`: multiples of the patch."""
 
@@ -113,44 +113,44 @@ class ScheduleConfig(Section):
     interval: Annotated[
         Literal["step", "epoch"], OnlyWith("name!=constant", "warmup_epochs", "warmup_steps")
     ] = "step"
-    """When the rate changes; `epoch`: at the beginning of each, as in DeiT, torchvision, and timm
-    without --sched-on-updates."""
+    """When the rate changes: every step, or at the beginning of every epoch, as in DeiT,
+    torchvision, and timm without --sched-on-updates."""
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
-    """Length of the warm-up in steps; this, `warmup_epochs`, or neither for none."""
+    """Length of the warm-up in steps. Give this, `warmup_epochs`, or neither for no warm-up."""
     warmup_epochs: Annotated[float, Field(ge=0)] | None = None
     """Length of the warm-up in epochs."""
     warmup_lr: Annotated[
         Annotated[float, Field(ge=0)] | None, OnlyWith("warmup_epochs", "warmup_steps")
     ] = None
-    """Learning rate of the first update, from which the warm-up rises to the peak right behind it
-    (timm, DeiT: 1e-6; torchvision: a part of the peak; 0: big_vision, MAE). `None`: the first has
-    one part of as many as the warm-up has steps, the last of them the peak."""
+    """Learning rate of the first update. It rises to the peak, which is reached right after the
+    warm-up (timm, DeiT: 1e-6; torchvision: a fraction of the peak; big_vision, MAE: 0). `None`:
+    update n of a warm-up of N steps has n / N of the peak."""
     warmup_prefix: Annotated[
         bool, OnlyWith("warmup_epochs", "warmup_steps"), OnlyWith("name=cosine|linear")
     ] = True
-    """`cosine` and `linear` begin behind the warm-up (MAE, big_vision, torchvision); `false`: with
-    the run, so that the warm-up ends with a jump to where they have come (timm, DeiT)."""
+    """`cosine` and `linear` begin after the warm-up (MAE, big_vision, torchvision); `false`: they
+    begin with the run, so the rate jumps to their value after the warm-up (timm, DeiT)."""
     decay_steps: Annotated[Positive | None, OnlyWith("name=wsd")] = None
     """For `wsd`: length of the decay in steps; this or `decay_epochs`."""
     decay_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("name=wsd")] = None
     """For `wsd`: length of the decay in epochs."""
     decay_form: Annotated[Literal["1-sqrt", "linear"], OnlyWith("name=wsd")] = "1-sqrt"
-    """For `wsd`: how it decays, by 1 minus the root of the time (timm's default; arXiv 2405.18392)
-    or in a line."""
+    """For `wsd`: shape of the decay, 1 minus the square root of the time (timm's default; arXiv
+    2405.18392) or linear."""
     cooldown_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("name!=constant")] = (
         None
     )
-    """Epochs at the end of the run that have `min_lr`, which the shape has reached by then (timm;
-    there they come on top of the epochs, here they are part of them)."""
+    """Epochs at the end of the run with the constant rate `min_lr` (timm, which adds them to the
+    epochs; in this project they are part of the epochs)."""
     min_lr: Annotated[float, Field(ge=0), OnlyWith("name!=constant")] = 0.0
-    """Learning rate that all but `constant` fall to at the end."""
+    """Learning rate at the end of the run, for all shapes but `constant`."""
     final_weight_decay: Annotated[float, Field(ge=0)] | None = None
-    """Weight decay at the end of the run, by a cosine from `optim.weight_decay` (DINO, BEiT);
-    `None`: it stays."""
+    """Weight decay at the end of the run, reached by a cosine from `optim.weight_decay` (DINO,
+    BEiT); `None`: the decay is constant."""
     image_sizes: tuple[ImageSizeStage, ...] = ()
-    """Sizes of training images before the last epochs, which have `model.image_size`, as
+    """Sizes of training images before the last epochs, which use `model.image_size`, such as
     `[{until_epoch: 180, image_size: 160}, {until_epoch: 240, image_size: 192}]` (EfficientNetV2,
-    arXiv 2104.00298; docs/training.md). Evaluation has `model.image_size` throughout."""
+    arXiv 2104.00298; docs/training.md). Evaluation always uses `model.image_size`."""
 
 
 Action = Literal["skip", "stop", "rewind"]
@@ -161,29 +161,29 @@ class GuardConfig(Section):
     (docs/training.md)."""
 
     on_nonfinite: Action = "skip"
-    """For a gradient that is not finite, which never reaches the weights: only skip the update;
-    stop the run; or go back to the newest checkpoint, and skip the batches around this one. An
-    overflow of fp16's loss scale always only skips the update."""
+    """Reaction to a gradient that is not finite, which never changes the weights: only skip the
+    update; stop the run; or go back to the newest checkpoint, and skip the batches around this one.
+    An overflow of fp16's loss scale only skips the update."""
     on_spike: Literal["none"] | Action = "none"
-    """The same for an update whose loss or gradient norm is a spike; `none`: make the update."""
+    """Reaction to an update whose loss or gradient norm is a spike; `none`: apply the update."""
     spike_of: Annotated[
         Literal["loss", "grad_norm", "either"], OnlyWith("on_spike=skip|stop|rewind")
     ] = "loss"
-    """The value that must be above its limit; norms of gradients vary more."""
+    """The value that must exceed its limit. Gradient norms vary more than losses."""
     spike_sigmas: Annotated[float, Field(gt=0), OnlyWith("on_spike=skip|stop|rewind")] = 10.0
     """The limit is the median of the last `window_steps` steps plus this many standard deviations
     (1.4826 times the median distance from the median)."""
     window_steps: Annotated[int, Field(ge=8), OnlyWith("on_spike=skip|stop|rewind")] = 128
-    """Number of steps from which the limit is computed; with fewer steps there is none."""
+    """Number of steps from which the limit is computed; the first steps have no limit."""
     rewind_skip_steps: Annotated[
         int, Field(ge=0), OnlyWith("on_nonfinite=rewind", "on_spike=rewind")
     ] = 100
     """Batches to skip before and after the bad one; 0: skip only the bad one."""
     max_rewinds: Annotated[Positive, OnlyWith("on_nonfinite=rewind", "on_spike=rewind")] = 10
-    """Number of rewinds; a further one stops the run."""
+    """Maximum number of rewinds; one more stops the run."""
 
     def rewinds(self) -> bool:
-        """Return whether a run may go back."""
+        """Return whether a run may rewind."""
         return "rewind" in (self.on_nonfinite, self.on_spike)
 
 
@@ -193,7 +193,7 @@ class LossConfig(Section):
     name: Annotated[Literal["cross_entropy", "bce"], OnlyWith("distill.task_loss_weight")] = (
         "cross_entropy"
     )
-    """`bce`: binary cross-entropy of each class by itself (timm's "ResNet strikes back", DeiT III,
+    """`bce`: a binary cross-entropy for each class (timm's "ResNet strikes back", DeiT III,
     big_vision's sigmoid_xent)."""
     label_smoothing: Annotated[Rate, OnlyWith("distill.task_loss_weight")] = 0.0
     """Fraction of the target spread evenly over all classes, before a threshold."""
@@ -209,9 +209,9 @@ class LossConfig(Section):
         Literal["balanced"] | tuple[Annotated[float, Field(ge=0)], ...] | None,
         OnlyWith("distill.task_loss_weight"),
     ] = None
-    """Factor of each class's part of the loss, in the order of the classes, as torch's losses have
-    it; the mean over images is not divided by them. `balanced`: images / (classes x images of the
-    class), of those trained on (scikit-learn). `None`: 1."""
+    """Factor of each class's part of the loss, in the order of the classes, as in torch's losses;
+    the mean over images is not divided by the factors. `balanced`: images / (classes x images of
+    the class), counted in the training images (scikit-learn). `None`: 1."""
 
 
 class DistillConfig(Section):
@@ -228,13 +228,13 @@ class DistillConfig(Section):
     teacher_model: Annotated[str | None, OnlyWith("teacher")] = None
     """timm's name of a teacher of another program, if neither file nor folder has it."""
     distill_type: Annotated[Literal["hard", "soft"], OnlyWith("teacher")] = "hard"
-    """`hard`: cross-entropy with the class that the teacher finds likeliest (DeiT's best); `soft`:
-    the Kullback-Leibler divergence from all of its probabilities (timm's `logit`)."""
+    """`hard`: cross-entropy with the teacher's most likely class (DeiT's best); `soft`: the
+    Kullback-Leibler divergence from the teacher's probabilities (timm's `logit`)."""
     temperature: Annotated[
         float, Field(gt=0), OnlyWith("teacher"), OnlyWith("distill_type=soft")
     ] = 1.0
-    """Logits of both are divided by it, and the divergence is multiplied by its square
-    (Hinton et al. 2015; timm's --kd-temperature, DeiT's tau)."""
+    """Logits of student and teacher are divided by it, and the divergence is multiplied by its
+    square (Hinton et al. 2015; timm's --kd-temperature, DeiT's tau)."""
     task_loss_weight: Annotated[float, Field(ge=0), OnlyWith("teacher")] = 0.5
     """Factor of the loss of the labels (timm's name; DeiT's 1 - alpha); 0: the teacher alone."""
     distill_loss_weight: Annotated[float, Field(gt=0), OnlyWith("teacher")] = 0.5
@@ -245,7 +245,7 @@ class DistillConfig(Section):
 
 
 class DataConfig(Selection):
-    """The source of samples, and how they are divided into batches."""
+    """The source of samples, and their division into batches."""
 
     root: Annotated[str, MAY_CHANGE]
     """Folder of shards with its `_info.json`, or its URL (see docs/data.md)."""
@@ -256,18 +256,18 @@ class DataConfig(Selection):
     sources: Annotated[tuple[SourceConfig, ...], MAY_CHANGE, OnlyWith("reader=index")] = ()
     """Several data sets to train on, in place of `train_split` of `root`, which still provides the
     evaluation split and the class names. Each has `root`, `split`, `weight` and settings that
-    select samples, as `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
+    select samples: `[{root: a, weight: 3}, {root: b, weight: 1, fraction: 0.5}]`."""
     cache_dir: Annotated[str | None, MAY_CHANGE] = None
     """Folder on a local disk of each machine that caches blocks of shards. `None`: for shards at a
     URL a folder in `SLURM_TMPDIR` or `TMPDIR`, else `vit` in `XDG_CACHE_HOME` or `~/.cache`,
     whichever is on a local disk; shards in a folder are read in place, without a cache."""
     cache_gib: Annotated[float | None, Field(gt=0), MAY_CHANGE] = None
-    """Largest size of that cache in GiB; of several jobs the largest value counts. `None`: half of
-    what is free on that disk, at most 50. No effect without a cache."""
+    """Maximum size of the cache in GiB; if several jobs share it, the largest value applies.
+    `None`: half of the free space on that disk, at most 50. No effect without a cache."""
     patience_s: Annotated[float, Field(ge=0), MAY_CHANGE] = 480.0
     """Seconds for which a read is retried while a server, an object store or a mounted folder
-    does not answer. 0: one attempt. The default is two minutes, which the last attempt may take,
-    less than `run.hang_timeout_s`, for which ranks wait for each other."""
+    does not answer. 0: one attempt. The default is two minutes less than `run.hang_timeout_s`,
+    because the last attempt may take two minutes."""
     reader: Literal["index", "webdataset"] = "index"
     """How training images are read: `index` reads shards at random, in an exact order;
     `webdataset` streams `stream`, whose order is not exact."""
@@ -278,7 +278,7 @@ class DataConfig(Selection):
     """For `reader: webdataset`: suffix of the image's member, such as `image.jpg`; several,
     of which each sample has one, as `jpg;png`. `None`: jpg, jpeg, png or webp."""
     stream_label: Annotated[str, OnlyWith("reader=webdataset")] = "cls"
-    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, as
+    """For `reader: webdataset`: suffix of the label's member, or a field of a JSON member, such as
     `json:label`. A label that is a class name becomes its index among the class names of `root`."""
     stream_keys_with_dots: Annotated[bool, OnlyWith("reader=webdataset")] = False
     """For `reader: webdataset`: a key ends at the last dot of a member's name, not at the first."""
@@ -289,8 +289,8 @@ class DataConfig(Selection):
     """Images in one step, over all ranks and micro-steps. It never changes with the number of
     GPUs."""
     micro_batch_size: Annotated[Positive | None, MAY_CHANGE] = None
-    """Most images in one forward pass of one rank: the largest divisor of a rank's share up to
-    this is used. `None`: the whole share."""
+    """Maximum number of images in one forward pass of one rank. The largest divisor of a rank's
+    share up to this number is used. `None`: the whole share."""
     num_workers: Annotated[int, Field(ge=0), MAY_CHANGE] = 4
     """Loader processes per rank; 0 decodes in the training process. Changes the speed, never
     the batches."""
@@ -299,10 +299,10 @@ class DataConfig(Selection):
     keep the workers busy, and up to 16 batches ahead if they fit into 1 GiB; evaluation always does
     so. No effect with `num_workers: 0`."""
     stall_timeout_s: Annotated[float | None, Field(gt=0), MAY_CHANGE] = 240.0
-    """A loader worker that makes no progress for this many seconds is killed, and another makes
-    its part of the batch again, once. Waiting for a store that answers now and then is progress.
-    `None`: wait, and report it each minute. Twice the default is below the ten minutes for which
-    ranks wait for each other."""
+    """A loader worker without progress for this many seconds is killed, and another worker makes
+    its part of the batch, once. Waiting for a store that answers now and then is progress. `None`:
+    wait, and report it each minute. Twice the default is below the ten minutes for which ranks wait
+    for each other."""
     num_lanes: Annotated[Positive | None, OnlyWith("reader=index")] = None
     """Parallel reading positions of the order; divides `global_batch_size`. `None`: its largest
     divisor up to 64."""
@@ -312,23 +312,23 @@ class DataConfig(Selection):
     window_blocks: Annotated[Positive, OnlyWith("reader=index")] = 16
     """Blocks per shuffling window of a lane, unless a block is one sample: a true permutation."""
     aug_repeats: Annotated[Positive, OnlyWith("reader=index")] = 1
-    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented by itself; an
-    epoch keeps its number of steps. 1: off."""
+    """Repeated augmentation (Hoffer et al. 2020): copies of an image, each augmented independently;
+    an epoch keeps its number of steps. 1: off."""
     aug_repeats_form: Annotated[
         Literal["batch", "sampler"], OnlyWith("reader=index"), OnlyWith("aug_repeats!=1")
     ] = "batch"
-    """`batch`: a batch holds complete sets of copies, and all images are seen in as many epochs
+    """`batch`: a batch contains complete sets of copies, and all images are seen in as many epochs
     as there are copies; `sampler`, as in DeiT: each epoch is shuffled again, and the batch need not
     be a multiple of the copies."""
     on_bad_image: Annotated[Literal["error", "skip"], MAY_CHANGE] = "error"
-    """For a training image that cannot be decoded: stop and name it, or skip it, which gives its
-    row weight 0 and counts it."""
+    """Reaction to a training image that cannot be decoded: stop and name the image, or skip it,
+    which gives its row weight 0 and counts it."""
     mean: tuple[float, ...] = IMAGENET_MEAN
     """Per-channel mean of images scaled to [0, 1]."""
     std: tuple[Annotated[float, Field(gt=0)], ...] = IMAGENET_STD
     """Per-channel standard deviation of images scaled to [0, 1]."""
     interpolation: Literal["bilinear", "bicubic"] = "bicubic"
-    """Antialiased resize of training and evaluation images."""
+    """Method of the antialiased resize of training and evaluation images."""
     scaled_decode: bool = False
     """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where a training crop is 2.5, 5 or 10 times
     the model's image: up to 1.6 times as fast for photos of many megapixels where the C decoder is
@@ -338,7 +338,7 @@ class DataConfig(Selection):
 class AugmentConfig(Section):
     """Random changes of each training image, in the order of their fields.
 
-    The defaults crop and flip, nothing else.
+    By default, images are only cropped and flipped.
     """
 
     crop: Literal["random_resized", "simple"] = "random_resized"
@@ -373,8 +373,8 @@ class AugmentConfig(Section):
         OnlyWith("randaugment_layers"),
         OnlyWith("randaugment_ops=timm|timm_inc0"),
     ] = None
-    """Standard deviation of the strength from one operation to the next; `None`: 0.5 with timm's
-    operations; the others have none."""
+    """Standard deviation of the strength across operations; `None`: 0.5 with timm's operations, 0
+    with the others."""
     auto_augment: (
         Literal["ta_wide", "imagenet", "cifar10", "svhn", "original", "originalr", "v0", "v0r"]
         | None
@@ -386,7 +386,7 @@ class AugmentConfig(Section):
     ] = 0.0
     """Standard deviation of the strength of timm's AutoAugment (`original-mstd0.5`)."""
     three_augment: bool = False
-    """3-Augment (DeiT III): one of grey, solarize and Gaussian blur for each image, in place of
+    """3-Augment (DeiT III): grayscale, solarize or Gaussian blur for each image, in place of
     RandAugment."""
     color_jitter: tuple[
         Probability, Probability, Probability, Annotated[float, Field(ge=0, le=0.5)]
@@ -396,7 +396,7 @@ class AugmentConfig(Section):
     erasing_prob: Probability = 0.0
     """Probability that a box of the image is erased."""
     erasing_mode: Annotated[Literal["const", "rand", "pixel"], OnlyWith("erasing_prob")] = "pixel"
-    """Fill of the erased box: the mean colour, one random colour, or noise per pixel (timm)."""
+    """Fill of the erased box: the mean color, one random color, or noise per pixel (timm)."""
     erasing_area: Annotated[
         tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]],
         OnlyWith("erasing_prob"),
@@ -412,13 +412,13 @@ class AugmentConfig(Section):
     cutmix_alpha: Annotated[float, Field(ge=0, le=2)] = 0.0
     """CutMix: area of the pasted box ~ Beta(alpha, alpha); 0: off."""
     mix_prob: Annotated[Probability, OnlyWith("mixup_alpha", "cutmix_alpha")] = 1.0
-    """Probability that a group, a pair or an image is mixed at all."""
+    """Probability that a group, a pair or an image is mixed."""
     cutmix_switch_prob: Annotated[
         Probability, OnlyWith("mixup_alpha"), OnlyWith("cutmix_alpha")
     ] = 0.5
     """Probability of CutMix rather than MixUp."""
     mixup_off_epoch: Annotated[Positive | None, OnlyWith("mixup_alpha", "cutmix_alpha")] = None
-    """MixUp and CutMix end after so many epochs of the run (timm's --mixup-off-epoch); `None`:
+    """MixUp and CutMix end after this many epochs of the run (timm's --mixup-off-epoch); `None`:
     never."""
     mixup_mode: Annotated[
         Literal["batch", "pair", "elem"], OnlyWith("mixup_alpha", "cutmix_alpha")
@@ -471,13 +471,13 @@ class TrainConfig(Section):
     ema_warmup_power: Annotated[
         Annotated[float, Field(gt=0)] | None, OnlyWith("ema_warmup=true")
     ] = None
-    """With it the warm-up is 1 - (1 + t / `ema_warmup_gamma`)^-power (timm's ModelEmaV3; 2/3 for
-    its --model-ema-warmup, 3/4 for short runs)."""
+    """Power of a warm-up of the form 1 - (1 + t / `ema_warmup_gamma`)^-power (timm's ModelEmaV3;
+    2/3 for its --model-ema-warmup, 3/4 for short runs)."""
     ema_warmup_gamma: Annotated[float, Field(gt=0), OnlyWith("ema_warmup_power")] = 1.0
-    """Steps by which that warm-up counts; larger is slower."""
+    """Time scale of that warm-up in steps; a larger value makes it slower."""
     ema_every_steps: Annotated[Positive, OnlyWith("ema_decay")] = 1
     """Steps between two updates of the average, counted in each epoch (torchvision's
-    --model-ema-steps: 32); `ema_decay` is that of an update."""
+    --model-ema-steps: 32); `ema_decay` applies once per update."""
     ema_after_epochs: Annotated[Annotated[float, Field(gt=0)] | None, OnlyWith("ema_decay")] = None
     """Epochs in which the average is a copy of the weights (torchvision: the warm-up's; timm's
     update_after_step); `None`: it begins with the run."""
@@ -499,8 +499,8 @@ class InitConfig(Section):
     """Weights to start from."""
 
     checkpoint: str | None = None
-    """Run folder, checkpoint folder, weights file, or a name of the Hugging Face hub that is
-    fetched: `timm/NAME`, `hf-hub:OWNER/REPO`. Positions are resampled to `model.image_size`."""
+    """Run folder, checkpoint folder, weights file, or a name on the Hugging Face hub: `timm/NAME`,
+    `hf-hub:OWNER/REPO`. Positions are resampled to `model.image_size`."""
     reset_head: Annotated[bool, OnlyWith("checkpoint")] = False
     """Start with a zero head in place of the checkpoint's, for other classes."""
     select_classes: Annotated[bool, OnlyWith("checkpoint")] = False
@@ -517,22 +517,22 @@ class RunConfig(Section):
     """Location of the run."""
 
     dir: str | None = None
-    """Folder of checkpoints, weights and record, or its URL, as `s3://bucket/runs/name`
+    """Folder of checkpoints, weights and metrics, or its URL, such as `s3://bucket/runs/name`
     (docs/resume.md); the same command resumes it. `None`: `runs/<name of the config file>`."""
     local_dir: str | None = None
     """Folder of this machine for the local copy of a run at a URL. `None`: one in `SLURM_TMPDIR` or
     `TMPDIR`, else in `vit` in `XDG_CACHE_HOME` or `~/.cache`."""
     lease_s: Annotated[float, Field(ge=1)] = 60.0
-    """Seconds after which another job may continue a run at a URL whose job has died. No effect on
+    """Seconds after which another job may continue a run at a URL if its job has died. No effect on
     a run in a folder, which is locked."""
     hang_timeout_s: Annotated[float | None, Field(ge=1)] = 600.0
-    """Seconds that a rank may make no progress, or be silent, while the others wait for it; then
-    all ranks end with an error that names it (docs/resume.md). `None`: only gloo and NCCL have a
-    limit, of ten minutes, and do not name the rank."""
+    """Seconds that a rank may make no progress, or be silent, while the others wait for it. Then
+    all ranks end with an error that names this rank (docs/resume.md). `None`: only the ten-minute
+    limit of gloo and NCCL applies, and their errors do not name the rank."""
 
 
 class LogConfig(Section):
-    """The record of a run, and where it is shown."""
+    """The metrics of a run, and the places that show them."""
 
     every_steps: Positive | None = None
     """Steps between two lines of training metrics. `None`: 50, or a twentieth of a run of less
@@ -541,13 +541,13 @@ class LogConfig(Section):
     """Steps between two measurements of each layer's gradient, weights and update, and of its
     largest attention logit, also made at the last step (docs/training.md); `None`: never."""
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    """Weights & Biases: `auto` is online with a key and a network, else offline. The record is
+    """Weights & Biases: `auto` is online with a key and a network, else offline. `metrics.jsonl` is
     complete without it."""
     wandb_project: str = "vit"
     """Project of the run on Weights & Biases."""
     tensorboard: bool = False
-    """Event files for TensorBoard in `tensorboard/` of the run's folder. Needs `pip install
-    tensorboard`; without it a line reports that, and the record is complete."""
+    """Write event files for TensorBoard to `tensorboard/` in the run's folder. Needs `pip install
+    tensorboard`; a line reports if it is missing."""
     report: bool = True
     """Write `report/index.html` and its pictures when the run is finished."""
     sample_losses: Annotated[int, Field(ge=0)] = 1

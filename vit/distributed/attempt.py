@@ -1,9 +1,9 @@
-"""Find a part of torchrun's store that no earlier attempt has written to.
+"""Give each attempt of a job its own key prefix in torchrun's store.
 
-torchrun has one store for all attempts of a job (torch 2.15), and hosts may count attempts
-differently. So a rank could read keys of an earlier attempt, such as why that attempt ended, or
-where its processes listened. With `--max-restarts` rank 0 therefore draws a name for each attempt.
-A rank that reads the name of an earlier attempt waits until it is replaced:
+torchrun uses one store for all attempts of a job (torch 2.15), and hosts may count attempts
+differently. A rank could therefore read keys of an earlier attempt, such as the reason why that
+attempt ended. With `--max-restarts`, rank 0 draws a random name for each attempt. A rank that reads
+the name of an earlier attempt waits until rank 0 replaces the name:
 
     rank 0    round = <name>          collects the tokens of all ranks, and writes them as one list
     rank n    <name> n = <token>      has met this rank 0 when its token is in that list
@@ -28,9 +28,9 @@ def may_restart() -> bool:
 
 
 def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -> dist.Store:
-    """Return a part of `store` that is the same on all ranks of this attempt, and empty.
+    """Return a view of `store` with a new prefix, the same on all ranks of this attempt.
 
-    Raises RankLost if a rank does not come within `limit`.
+    Raises RankLost if a rank does not join within `limit`.
     """
     token = secrets.token_hex(8)
     deadline = time.monotonic() + limit.total_seconds()
@@ -41,7 +41,7 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
         while not store.check(keys):
             if time.monotonic() > deadline:
                 late = [key.split()[1] for key in keys if not store.check([key])]
-                raise RankLost(f"rank {', '.join(late)} did not come within {limit}")
+                raise RankLost(f"rank {', '.join(late)} did not respond within {limit}")
             time.sleep(POLL_S / 5)
         tokens = [text.decode() for text in store.multi_get(keys)]
         store.set(f"{name} all", json.dumps(tokens))
@@ -55,5 +55,5 @@ def part_of_attempt(store: dist.Store, rank: int, size: int, limit: timedelta) -
         if name and store.check([f"{name} all"]) and token in json.loads(store.get(f"{name} all")):
             return dist.PrefixStore(name, store)
         if time.monotonic() > deadline:
-            raise RankLost(f"rank 0 did not come within {limit}")
+            raise RankLost(f"rank 0 did not respond within {limit}")
         time.sleep(POLL_S / 5)

@@ -1,10 +1,11 @@
 """End a process with a message, an exit status, and a report to torchrun.
 
-`run_command` turns each end of a command into one line and an exit status. A mistake that all ranks
-make is reported by one of them. Under torchrun a failing rank writes its message to the file in
-TORCHELASTIC_ERROR_FILE, and torchrun's report ends with that message. A rank without a message of
-its own waits until another rank of its host has one, and exits with status 0, so that torchrun
-reports only the failure that matters. `StopSignals` receives the signals that ask a run to stop.
+`run_command` ends a command with one line and an exit status. A mistake that all ranks find is
+reported by one of them. Under torchrun, a failing rank writes its message to the file in
+TORCHELASTIC_ERROR_FILE, and torchrun prints that message at the end of its report. A rank that
+fails because of another rank waits until a rank of its host has reported a message, and exits with
+status 0. torchrun then reports only the original failure. `StopSignals` handles the signals that
+stop a run.
 """
 
 from __future__ import annotations
@@ -44,22 +45,20 @@ from vit.system.files import FULL
 from vit.system.redact import guard_console, printed, shown
 
 SILENT_S = 20.0
-"""Longest time that a rank without a message waits for a rank that has one, because torchrun ends
-all ranks at the first failure. On a loaded machine ranks find the same mistake many seconds apart,
-and with a shorter wait it would be reported twice. The full wait occurs only if a single rank has a
-mistake, or no rank of the host reports."""
+"""The maximum time that a rank without a message waits for a rank of its host to report one. On a
+loaded machine, ranks find the same mistake many seconds apart, and after a shorter wait it would be
+reported twice. A rank waits this long only if no rank of its host reports."""
 REPORTED_S = 0.3
-"""Time that a rank waits after its report. The other ranks check four times as often, so they exit
+"""Time that a rank waits after its report. Other ranks check four times as often, so they exit
 first."""
 LOST = "lost the connection to another rank"
 _LOWER = (
-    "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or take a smaller"
-    " model"
+    "Lower data.micro_batch_size in training, eval.batch_size in evaluation, or use a smaller model"
 )
 
 
 class Interrupted(KeyboardInterrupt):
-    """SIGTERM, SIGHUP or SIGINT came before the first step, so there is nothing to save."""
+    """SIGTERM, SIGHUP or SIGINT arrived before the first step, so there is nothing to save."""
 
     def __init__(self, number: int):
         super().__init__()
@@ -67,13 +66,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 class StopSignals:
-    """Remembers signals that ask this process to end; all ranks stop at the next step.
+    """A record of the signals that ask this process to end. All ranks stop at the next step.
 
-    Until `remember_only` is called there is nothing to save, so SIGTERM, SIGHUP and SIGINT end the
-    process at once, also while it waits for another rank. SIGUSR1, which batch scripts send before
-    a time limit, is always remembered, so that the first step is done and saved. SIGHUP is sent
-    when a terminal or connection is closed; if the process ignores it, as after nohup, it still
-    does.
+    Before `remember_only` is called there is nothing to save, so SIGTERM, SIGHUP and SIGINT end the
+    process immediately, even while it waits for another rank. SIGUSR1, which batch scripts send
+    before a time limit, is always remembered, so that the first step is finished and saved. A
+    SIGHUP that the process already ignores, as after nohup, stays ignored.
     """
 
     def __init__(self) -> None:
@@ -86,8 +84,7 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         is_second = bool(self.received)
-        # Set before raising, because code that ignores errors, such as `__del__`, would lose the
-        # signal.
+        # Set before raising: code that suppresses exceptions, such as `__del__`, may swallow it.
         self.received = signal.Signals(number).name
         if self._ends_at_once and number != signal.SIGUSR1:
             raise Interrupted(number)
@@ -95,7 +92,7 @@ class StopSignals:
             raise KeyboardInterrupt
 
     def remember_only(self) -> None:
-        """Let signals only set `received`, which each step checks."""
+        """Make signals only set `received`, which each step checks."""
         self._ends_at_once = False
 
     def release_interrupt(self) -> None:
@@ -111,9 +108,10 @@ class StopSignals:
 def run_command(command: Callable[[], World | None]) -> None:
     """Run `command`, which returns the world it joined, and end the process.
 
-    Exit status 0: the command returned. 2: a mistake that the user can fix, one message without a
-    stack. 1: any other error, with its stack. 129, 130, 143: interrupted. A mistake is a ValueError
-    raised by code of this project; a ValueError from a library is a bug, and keeps its stack.
+    The exit status is 0 if the command returned; 2 after a mistake that the user can fix, with one
+    message and no stack; 1 after any other error, with its stack; 129, 130 or 143 after a signal.
+    A ValueError that this project raises is a mistake of the user. A ValueError from a library is a
+    bug, so its stack is printed.
     """
     guard_console()
     try:
@@ -126,7 +124,7 @@ def run_command(command: Callable[[], World | None]) -> None:
     except ValueError as error:
         if not _is_ours(error):
             _leave_with_stack()
-        # Before the ranks have met, all ranks of a host find the same mistake: one reports it.
+        # Before the ranks have met, all ranks of a host find the same mistake. One reports it.
         if os.environ.get("LOCAL_RANK", "0") != "0" and not dist.is_initialized():
             _leave_silently(f"error: {error}", 2)
         _leave_with_message(f"error: {error}", 2)
@@ -139,7 +137,9 @@ def run_command(command: Callable[[], World | None]) -> None:
         if problem := _whose_remedy_is_known(error):
             _leave_with_message(f"error: {problem}", 2)
         if lost := str(error) if isinstance(error, RankLost) else _lost_connection(error):
-            _leave_because_of_others(f"{lost}; its own message, or torchrun's, says why", 1)
+            _leave_because_of_others(
+                f"{lost}; see the message of that rank or of torchrun for the cause", 1
+            )
         _leave_with_stack()
 
 
@@ -147,9 +147,9 @@ def leave_world(world: World) -> None:
     """Wait for all ranks, and end this process with status 0; return only in a world of one."""
     if world.size == 1:
         return
-    # gloo's worker threads race with the interpreter's finalisation: a plain exit aborts about a
-    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). Three
-    # measures together prevent that: a barrier, no DDP objects left, and no finalisation.
+    # gloo's worker threads race with the interpreter's finalization: a plain exit aborts about a
+    # quarter of two-rank runs in torch 2.15 ("terminate called without an active exception"). To
+    # prevent the race, wait for all ranks, delete all DDP objects, and skip the finalization.
     world.barrier()
     gc.collect()
     dist.destroy_process_group()
@@ -157,9 +157,9 @@ def leave_world(world: World) -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, without waiting for other ranks; they notice closed connections."""
+    """End this process immediately; other ranks notice the closed connections."""
     for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk, which has already been reported
+        with suppress(OSError):  # The disk is full, which has already been reported.
             stream.flush()
     os._exit(status)
 
@@ -184,7 +184,7 @@ def _leave_with_stack() -> NoReturn:
 
 
 def _leave_because_of_others(message: str, status: int) -> NoReturn:
-    """End for a cause outside this process; print `message` unless a rank of the host reported."""
+    """End for an outside cause; print `message` unless a rank of this host has reported."""
     if _host_has_reported():
         leave(0)
     print(f"{_rank_prefix()}{message}", file=sys.stderr, flush=True)
@@ -195,16 +195,16 @@ def _leave_because_of_others(message: str, status: int) -> NoReturn:
 def leave_hung(verdict: Verdict) -> NoReturn:
     """End because a rank hangs (`verdict`); may be called on any thread.
 
-    The lowest rank that does not hang prints the message; on a host that is cut off, its first
-    rank. A rank that may hang prints the stack of its main thread. This function never waits for
-    the store, because the main thread may hold its connection.
+    The lowest rank that does not hang prints the message. On a host without a network, its first
+    rank does. A rank that may hang prints the stack of its main thread. This function never uses
+    the store, because the main thread may block its connection.
     """
     rank = _rank()
     message = f"error: {verdict.message}; the same command continues from the newest checkpoint"
     if rank in verdict.ranks:
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         stack = "".join(traceback.format_stack(frame))
-        print(f"rank {rank} stands here:\n{stack}", end="", file=sys.stderr, flush=True)
+        print(f"stack of rank {rank}:\n{stack}", end="", file=sys.stderr, flush=True)
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     reporter = min(set(range(world_size())) - {*verdict.ranks}, default=0)
     is_reporter = is_first if verdict.is_cut_off else rank == reporter
@@ -225,8 +225,8 @@ def leave_hung(verdict: Verdict) -> NoReturn:
 def _leave_silently(message: str, status: int) -> NoReturn:
     """End for a cause that another rank reports.
 
-    The status is 0 if a rank of this host reports the cause to torchrun, or torchrun sends SIGTERM
-    because of it. After SILENT_S without either it is `status`, and torchrun gets `message`.
+    The exit status is 0 once a rank of this host has reported to torchrun, or torchrun has sent
+    SIGTERM. If neither happens within SILENT_S, it is `status`, and torchrun gets `message`.
     """
     signal.signal(signal.SIGTERM, lambda *_: leave(0))
     deadline = time.monotonic() + SILENT_S
@@ -239,8 +239,8 @@ def _leave_silently(message: str, status: int) -> NoReturn:
 
 
 def _error_file() -> Path | None:
-    """Return the file of this rank's message for torchrun, <attempt>/<local rank>/<name>, or None
-    without torchrun."""
+    """Return the file for this rank's message, <attempt>/<local rank>/<name>; None without
+    torchrun."""
     named = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
     return Path(named) if named else None
 
@@ -252,10 +252,10 @@ def _host_has_reported() -> bool:
 
 
 def _report_to_torchrun(message: str) -> None:
-    """Write `message` for torchrun's report, and wait for the host's other ranks to see it.
+    """Write `message` for torchrun's report, and wait until the host's other ranks can see it.
 
-    The format is that of `torch.distributed.elastic`'s ErrorHandler, whose "py_callstack" is what
-    the report prints.
+    The format is that of the ErrorHandler in `torch.distributed.elastic`. torchrun prints its
+    "py_callstack".
     """
     file = _error_file()
     if file is None:
@@ -267,7 +267,7 @@ def _report_to_torchrun(message: str) -> None:
         hidden.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
         os.replace(hidden, file)
     except OSError:
-        return  # a full disk, which may be the cause of the end; the message was printed
+        return  # The disk may be full. The message has been printed.
     if local_world_size() > 1:
         time.sleep(REPORTED_S)
 
@@ -289,7 +289,7 @@ def _is_ours(error: ValueError) -> bool:
 
 
 def _lost_connection(error: Exception) -> str:
-    """Return a message if `error` is that of gloo or NCCL for a rank that is gone, else ""."""
+    """Return a message if gloo or NCCL raised `error` because a rank has ended, else ""."""
     signs = (
         "onnection closed by peer",
         "onnection reset by peer",
@@ -301,7 +301,7 @@ def _lost_connection(error: Exception) -> str:
 
 
 def _whose_remedy_is_known(error: Exception) -> str:
-    """Return a message for an error of a library that the user can remedy; "" for any other."""
+    """Return a message for a library's error if the user can fix its cause, else ""."""
     return (
         out_of_memory(error)
         or _disk_full(error)
@@ -312,7 +312,7 @@ def _whose_remedy_is_known(error: Exception) -> str:
 
 
 def problem_of(error: Exception) -> str:
-    """Return the message for an `error` that does not end the process."""
+    """Return a message for an `error` that does not end the process."""
     if isinstance(error, ValueError) and _is_ours(error):
         return str(error)
     first_line = (str(error).strip().splitlines() or [""])[0]
@@ -321,10 +321,10 @@ def problem_of(error: Exception) -> str:
 
 
 def out_of_memory(error: Exception) -> str:
-    """Return which memory ran out, and which setting to lower; "" for a different error.
+    """Return a message with the settings to lower if memory ran out; "" for other errors.
 
-    Only the GPU's error has a class of its own. Errors of the CPU's allocator, and of loader
-    workers, are recognised by their text.
+    Only the GPU's error has its own class. Errors of the CPU's allocator and of loader workers are
+    recognized by their text.
     """
     text = str(error)
     if isinstance(error, torch.OutOfMemoryError):
@@ -348,7 +348,7 @@ def out_of_memory(error: Exception) -> str:
             f"{reason} while loading a batch. Lower data.num_workers, data.prefetch_gib or"
             " data.global_batch_size (eval.batch_size)"
         )
-    # A note that the failing code attached has advice with its sizes.
+    # The failing code may have attached a note with more specific advice.
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith("Lower ")]
     advice = notes[0] if notes else _LOWER
     return f"{reason}. {advice}"
@@ -360,16 +360,15 @@ def _has_no_order(error: Exception) -> str:
     if match is None:
         return ""
     return (
-        f"{match[1]} cannot add in one order, which train.deterministic asks for: set"
-        " train.deterministic=false, or choose a model without it"
+        f"{match[1]} has no deterministic implementation, which train.deterministic requires: set"
+        " train.deterministic=false, or choose a model without this operation"
     )
 
 
 def _failed_to_compile(error: Exception) -> str:
     """Return a message for an error of torch.compile about a model; "" for other errors.
 
-    `vit.training.compiling.why_not_compiled` has checked that the host can compile, but not that
-    the model can be compiled.
+    `vit.training.compiling.why_not_compiled` has only checked that the host can compile.
     """
     verbose = "TORCHDYNAMO_VERBOSE"  # torch's own variable
     dynamo = sys.modules.get("torch._dynamo.exc")  # imported when a model is compiled
@@ -380,21 +379,21 @@ def _failed_to_compile(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     reason = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
     return (
-        f"torch.compile failed ({reason}): set train.compile=false, which changes only the speed;"
-        f" {verbose}=1 shows the stack"
+        f"torch.compile failed ({reason}): set train.compile=false, which changes only the speed,"
+        f" or {verbose}=1 to see the stack"
     )
 
 
 def _too_many_open(error: Exception) -> str:
-    """Return a message if this process, or the host, may open no more files; else ""."""
+    """Return a message if a limit of open files is reached, else ""."""
     if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
     if error.errno == errno.ENFILE:
-        return f"{error.strerror}: this host allows no more; see what else runs there"
+        return f"{error.strerror}: this host's limit is reached: check its other processes"
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return (
-        f"{error.strerror}: this process may have {limit:,}; raise that (`ulimit -n`) and run the"
-        " same command again"
+        f"{error.strerror}: this process may open {limit:,} files: raise the limit (`ulimit -n`)"
+        " and run the same command again"
     )
 
 
@@ -404,6 +403,6 @@ def _disk_full(error: Exception) -> str:
         return ""
     place = f"{error.filename}: " if error.filename else ""
     return (
-        f"{place}{error.strerror}; what was complete is untouched. Free some space and run the same"
-        " command again"
+        f"{place}{error.strerror}; files that were complete are unchanged. Free some space and run"
+        " the same command again"
     )

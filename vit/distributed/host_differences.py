@@ -1,6 +1,6 @@
-"""Compare software and settings of all ranks; report which value is on which hosts.
+"""Compare the software and settings of all hosts, and report each value with its hosts.
 
-each rank: `software`, and values of the caller -> {name: value} -> rank 0: `differences`
+each rank: `software` and the caller's values -> {name: value} -> rank 0: `differences`
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from vit.distributed.process_group import World
 from vit.system.host import text_of
 
 VARIABLES = ("NCCL_", "TORCH_NCCL_", "GLOO_", "FI_", "UCX_", "OMP_NUM_THREADS")
-"""Prefixes of environment variables that decide how ranks communicate and compute."""
+"""Prefixes of environment variables that affect how ranks communicate and compute."""
 _SAME_ENVIRONMENT = "install the same on all hosts"
 REMEDIES = {
     "vit": "all hosts must see the same checkout",
     "config": "all hosts must see the same files",
-    "driver": "leave the hosts out, or give all the same driver",
+    "driver": "exclude these hosts, or install the same driver on all hosts",
 }
-"""Name -> remedy; all other names are versions of software, or variables."""
+"""Remedies by name. All other names are software versions or variables."""
 _MAY_DIFFER = ("CPU kernels", "GPU")
-"""Names whose differences only cost speed, or change the last bits of a sum."""
+"""Names whose differences affect only the speed or the last bits of a sum."""
 
 
 class Difference(NamedTuple):
-    """A name whose values are not the same on all ranks."""
+    """A name whose value differs between ranks."""
 
     name: str
     said: str
@@ -41,7 +41,7 @@ class Difference(NamedTuple):
 
 
 def software() -> dict[str, str]:
-    """Return versions and settings of this rank that must be equal on all ranks, by name."""
+    """Return the versions and settings, by name, that should be equal on all ranks."""
     versions = {"torch": torch.__version__, "Python": platform.python_version()}
     if torch.cuda.is_available():
         versions["CUDA"] = str(torch.version.cuda)
@@ -55,7 +55,7 @@ def software() -> dict[str, str]:
 
 
 def driver_version(root: Path = Path("/")) -> str:
-    """Return the version of NVIDIA's kernel module, "" if there is none. `root`: of `proc`."""
+    """Return the version of NVIDIA's kernel module, or "". `root`: the folder of `proc`."""
     match = re.search(
         r"Kernel Module.*?(\d+(?:\.\d+)+)", text_of(root / "proc/driver/nvidia/version")
     )
@@ -65,7 +65,8 @@ def driver_version(root: Path = Path("/")) -> str:
 def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) -> list[Difference]:
     """Return the differences between ranks.
 
-    by_rank: values by name, of each rank that reports any. hosts: host of each rank, () for one.
+    by_rank: values by name, for each rank that reports. hosts: host of each rank, or () if all
+    ranks are on one host.
     """
     result = []
     for name in dict.fromkeys(name for values in by_rank.values() for name in values):
@@ -82,7 +83,7 @@ def differences(by_rank: Mapping[int, Mapping[str, str]], hosts: Sequence[str]) 
             is_variable = name.startswith(VARIABLES)
             remedy = f"export the same {name} everywhere" if is_variable else _SAME_ENVIRONMENT
         if name in _MAY_DIFFER:
-            remedy = "the slowest sets the pace, and sums round differently"
+            remedy = "all ranks run at the speed of the slowest, and sums round differently"
         result.append(Difference(name, f"{name} {listed}: {remedy}", name not in _MAY_DIFFER))
     return result
 
@@ -112,10 +113,12 @@ def _numbers(ranks: Sequence[int]) -> str:
 
 
 def compare_hosts(world: World, own: Mapping[str, str]) -> list[str]:
-    """Return lines about equal and different software of the hosts; every rank calls it.
+    """Return lines about equal and different software on the hosts. Every rank must call it.
 
-    own: values to add to `software`. The first rank of each host reports, because all processes of
-    a host were started in the same way. [] on all ranks but 0, and if there is only one host.
+    Only the first rank of each host reports, because all processes of a host were started in the
+    same way. The result is [] on all ranks except rank 0, and if there is only one host.
+
+    own: values to add to `software`.
     """
     if len(set(world.hosts)) < 2:
         return []

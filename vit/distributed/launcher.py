@@ -1,4 +1,4 @@
-"""Tie a rank to the torchrun that started it, so that neither outlives the other by much."""
+"""End a rank soon after the torchrun that started it, and torchrun soon after its ranks."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import sys
 from pathlib import Path
 
 ENDS_WITHIN_S = 30.0
-"""Time that torchrun may take to end after its ranks; its default for its ranks is the same."""
+"""Time that torchrun may take to end after its ranks (torchrun gives its ranks the same time)."""
 ANSWERS_WITHIN_S = 2.0
-"""Time that a store on another host may take to answer, when torchrun has died on this host."""
+"""Time that the store on another host may take to answer after torchrun has died on this host."""
 _launcher = 0
 """Process id of the torchrun that started this rank; 0 before `end_with_launcher`."""
 
 
 def world_size() -> int:
-    """Return the number of ranks, 1 without torchrun; works before `join_world`."""
+    """Return the number of ranks, or 1 without torchrun. Works before `join_world`."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_world_size() -> int:
-    """Return the number of ranks on this host; 1 without torchrun."""
+    """Return the number of ranks on this host, or 1 without torchrun."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:
-    """Return whether this is rank 0; works before `join_world`, for messages of the start."""
+    """Return whether this is rank 0. Works before `join_world`."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def end_with_launcher() -> None:
     """Make Linux send SIGTERM to this rank when torchrun dies, so that the run saves and stops.
 
-    Otherwise its ranks would keep training unnoticed, next to those of the next attempt.
+    Otherwise the ranks would continue training unnoticed, in parallel with the next attempt.
     """
     global _launcher
     _launcher = os.getppid()
@@ -46,7 +46,7 @@ def end_with_launcher() -> None:
 
 
 def took_store_along() -> bool:
-    """Return whether torchrun has died on this host, and the store does not answer any more."""
+    """Return whether torchrun has died on this host and the store no longer answers."""
     if _launcher in (0, os.getppid()):
         return False
     address = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
@@ -58,25 +58,25 @@ def took_store_along() -> bool:
 
 
 def end_launcher_later() -> None:
-    """Fork a process that kills torchrun if it still lives after `ENDS_WITHIN_S`.
+    """Fork a process that kills torchrun if torchrun is still running after `ENDS_WITHIN_S`.
 
-    For a host that is cut off from torchrun's store. torchrun waits for the store without a time
-    limit, and only SIGKILL ends that wait (torch 2.15). If torchrun has restarts left it may wait,
-    because it starts the ranks again when the network is back.
+    If a host loses its network, torchrun waits for the store without a time limit, and only SIGKILL
+    ends that wait (torch 2.15). A torchrun with restarts left is not killed, because it will start
+    the ranks again when the network is back.
     """
     allowed = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "")
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "") != allowed or sys.platform != "linux":
         return
     parent = os.getppid()
-    launcher = os.pidfd_open(parent)  # a process id could be reused, a descriptor cannot
+    launcher = os.pidfd_open(parent)  # Process ids can be reused, but descriptors cannot.
     line = Path(f"/proc/{parent}/cmdline").read_bytes()
     if not any(name in line for name in (b"torchrun", b"torch.distributed.run")):
-        return  # a scheduler has started this rank without torchrun
+        return  # A scheduler started this rank without torchrun.
     if os.fork():
         return
     try:
         os.setsid()
-        os.closerange(0, launcher)  # the rank's files and connections must end with the rank
+        os.closerange(0, launcher)  # Files and connections of the rank must close with the rank.
         os.closerange(launcher + 1, os.sysconf("SC_OPEN_MAX"))
         if not select.select([launcher], [], [], ENDS_WITHIN_S)[0]:
             signal.pidfd_send_signal(launcher, signal.SIGKILL)

@@ -1,10 +1,11 @@
 """Write the outcome of an attempt to a file for its launcher, and read it.
 
-torchrun exits with 1 after every SIGTERM, and turns a rank's 2 into 1, so its exit status does not
-show whether another attempt makes sense. A launcher names a file of its host in VIT_OUTCOME_FILE.
-The ranks of that host make it a link to one word, and launch/job.py reads it. After a crash there
-is no file, because a killed process cannot write. A mistake is written only on the host whose rank
-reports it. This module does not import torch, so that launchers start at once.
+torchrun exits with status 1 after every SIGTERM, and if a rank exits with 2. Its exit status does
+not show whether another attempt makes sense. A launcher therefore names a file in VIT_OUTCOME_FILE.
+The ranks of its host create this file as a link whose target is one word, and launch/job.py reads
+the word. After a crash the file is missing, because a killed process cannot write. A mistake is
+written only on the host whose rank reports it. This module does not import torch, so that launchers
+start quickly.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Literal, get_args
 
 OUTCOME_VARIABLE = "VIT_OUTCOME_FILE"
 Outcome = Literal["finished", "stopped", "mistake"]
-"""finished: nothing is left to do; stopped: by a signal, and saved; mistake: of the user, with exit
-status 2 of the ranks."""
+"""finished: nothing is left to do; stopped: saved after a signal; mistake: an error of the user,
+for which ranks exit with status 2."""
 
 
 def tell_outcome(outcome: Outcome) -> None:
@@ -27,8 +28,8 @@ def tell_outcome(outcome: Outcome) -> None:
         return
     path = Path(named)
     hidden = path.with_name(f".{path.name}.{os.getpid()}")
-    with suppress(OSError):  # without the file the launcher assumes a crash
-        # A link, because its target is stored in the folder entry, which fits on a full disk.
+    with suppress(OSError):  # Without the file, the launcher assumes a crash.
+        # A link fits on a full disk, because its target is stored in the folder entry.
         os.symlink(outcome, hidden)
         os.replace(hidden, path)
 

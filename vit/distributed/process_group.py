@@ -1,8 +1,8 @@
-"""Join torchrun's process group, choose the device, wrap the model.
+"""Join torchrun's process group, choose the device, and wrap the model.
 
-torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. `join_world` reads them once, agrees with the other
-ranks on the kind of device, and returns the `World` (vit/distributed/world.py) that other modules
-get. CPUs use gloo and GPUs use NCCL; all else is the same.
+torchrun sets RANK, WORLD_SIZE and LOCAL_RANK. `join_world` reads these variables, agrees with the
+other ranks on the kind of device, and returns the `World` (vit/distributed/world.py) that other
+modules use. CPUs communicate by gloo, GPUs by NCCL.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ __all__ = [
 ]
 
 REDUCED_AT_ONCE = 25 * 2**20
-"""Bytes of gradients in one of DDP's all-reduces (torch's default)."""
+"""The number of gradient bytes that DDP reduces in one all-reduce (torch's default)."""
 _joined: World | None = None
-"""The world of this process."""
+"""The world that this process has joined."""
 
 
 def announce_end(message: str) -> None:
@@ -69,20 +69,20 @@ def join_world(
     collective_timeout: timedelta = COLLECTIVE_TIMEOUT,
     limit: timedelta | None = None,
 ) -> World:
-    """Join the process group of torchrun's variables; without them return a world of one.
+    """Join torchrun's process group, or return a world of one rank without torchrun.
 
     Args:
-        device: "cpu"; "cuda"; or "auto", which is a GPU if every host has one per rank, else the
-            CPU.
+        device: "cpu", "cuda" or "auto". "auto" means GPUs if every host has one per rank, else
+            CPUs.
         setting: name of the setting or flag of `device` in messages.
         found: devices of this host; None: the result of `find_devices`.
-        deterministic: whether GPUs add in one order only.
-        collective_timeout: time after which gloo and NCCL end a collective that ranks do not join.
+        deterministic: whether GPUs use only deterministic operations.
+        collective_timeout: time after which gloo and NCCL abort a collective.
         limit: how long rank 0 waits for the others; None: COLLECTIVE_TIMEOUT.
 
     Raises:
-        ValueError: a host has fewer GPUs than ranks; hosts differ; the ranks cannot meet.
-        RankLost: a rank does not come.
+        ValueError: a host has fewer GPUs than ranks, hosts differ, or the ranks cannot connect.
+        RankLost: a rank does not join in time.
     """
     began = time.perf_counter()
     _set_backends()
@@ -105,9 +105,9 @@ def join_world(
     world = _agree_on_device(world, device, setting, found or find_devices(), limit)
     on_gpu = world.device.type == "cuda"
     if on_gpu:
-        # Before the first CUDA call: otherwise every rank would open a context on GPU 0.
+        # Must precede the first CUDA call, or every rank would open a context on GPU 0.
         torch.cuda.set_device(world.device)
-        # Before NCCL's threads and loader workers start, because they inherit the cores.
+        # NCCL's threads and loader workers inherit the cores, so bind before they start.
         bind_near(gpu_addresses(local_world_size()), world.device.index)
     if store is not None:
         try:
@@ -130,7 +130,7 @@ def _agree_on_device(
     """Return `world` with this rank's device, and the hosts and processes of all ranks.
 
     Rank 0 decides for all ranks before NCCL or gloo is chosen, because ranks with different
-    choices would wait for each other. Raises as `choose_device`.
+    backends would wait for each other. Raises the errors of `choose_device`.
     """
     space = _pid_space()
     own = {"pid": (space, os.getpid()), "found": asdict(found)}
@@ -138,13 +138,13 @@ def _agree_on_device(
         world.gather("rank", own)
 
     def decide() -> tuple[str, list[tuple[str, int]]]:
-        # In this function, so that the others get the error if a rank does not come.
+        # Called inside `decide`, so that all ranks get the error if one rank does not join.
         gathered = world.gather("rank", own, limit)
         devices = [HostDevices(**rank["found"]) for rank in gathered]
         kind, notes = choose_device(device, setting, devices)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
-        # The result goes to each rank, so it has one name for each host, not for each rank.
+        # The result is sent to every rank. One name per host keeps it short.
         rows = groupby(each.host for each in devices)
         return kind, [(host, len(list(row))) for host, row in rows]
 
@@ -165,9 +165,9 @@ def _agree_on_device(
 
 
 def _pid_space() -> str:
-    """Return an identifier of the running kernel and the container, or "" if it is unknown.
+    """Return an identifier of the kernel and container, or "" if it is unknown.
 
-    A process id means the same process only for ranks with the same identifier.
+    Only ranks with the same identifier can find each other by process id.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -177,41 +177,41 @@ def _pid_space() -> str:
 
 
 def _set_backends() -> None:
-    """Fix settings that torch would choose, or that depend on variables of the host."""
-    # fp32 must mean fp32. TF32, cuDNN's default, is 8 times as fast but has only 10 bits of
-    # fraction. Users who want speed set bf16.
+    """Fix settings of torch whose defaults would change results or waste memory."""
+    # `fp32` must mean fp32. TF32, the default of cuDNN, is 8 times as fast but has only 10 bits of
+    # fraction. Users who want speed can set bf16.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
-    # Its timings could choose a different kernel after a resume, which would change the bits.
+    # Benchmarking could choose a different kernel after a resume, which would change the bits.
     torch.backends.cudnn.benchmark = False
     # Augmentation allocates hundreds of sizes in each step, which would fragment the GPU's memory
-    # without expandable segments. Settings of the user win.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first tensor comes to a GPU
+    # without expandable segments. The user's settings take precedence.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # read when the first GPU tensor is created
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 
 def make_deterministic() -> None:
-    """Make every operation add in the same order in each run, and refuse those that cannot.
+    """Make torch use only deterministic operations on GPUs, and raise errors for others.
 
-    Call it before CUDA starts, because libraries read their variables then. It has no effect on
-    CPUs.
+    Must be called before CUDA starts, because libraries then read their environment variables. Has
+    no effect on CPUs.
     """
-    # Flash attention's backward pass and cuBLAS obey this setting, and the compiler then does not
-    # choose kernels by timing them.
+    # Flash attention's backward pass and cuBLAS obey this setting. torch.compile then does not
+    # choose kernels by timing.
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
-    # By default this mode also fills all new memory, which costs time. It would only hide bugs:
-    # code that reads memory before writing it.
+    # By default this mode also fills new memory, which takes time and only hides reads of
+    # uninitialized memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # With any other value torch refuses matrix products in this mode.
+    # In this mode torch refuses matrix products with any other value.
     if os.environ.get("CUBLAS_WORKSPACE_CONFIG") not in (":4096:8", ":16:8"):
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    # Sums within NVSwitch have no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
+    # NVSwitch adds in no fixed order (NVIDIA/Megatron-LM, --deterministic-mode).
     os.environ.setdefault("NCCL_ALGO", "^NVLS")
 
 
 def _why_not_met(reason: str) -> str:
-    """Return a message for ranks that could not meet."""
+    """Return a message for ranks that could not connect."""
     address = os.environ.get("MASTER_ADDR")
     port = os.environ.get("MASTER_PORT")
     if "EADDRINUSE" in reason:
@@ -221,17 +221,17 @@ def _why_not_met(reason: str) -> str:
         )
     first_line = (reason.splitlines() or [""])[0].rstrip(". ")
     return (
-        f"rank 0 was not met at {address}:{port} ({first_line}): check that it runs there and"
-        " MASTER_ADDR and MASTER_PORT name it"
+        f"rank 0 cannot be reached at {address}:{port} ({first_line}): check that rank 0 runs and"
+        " that MASTER_ADDR and MASTER_PORT are its address"
     )
 
 
 def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
-    """Return `model` under DDP, or `model` itself in a world of one.
+    """Return `model` wrapped by DDP, or `model` itself in a world of one rank.
 
-    DDP copies rank 0's weights to all ranks, unless sync is False because a checkpoint will be
-    loaded. Before each forward pass it also copies the buffers if the model has batch norms, whose
-    buffers change in training.
+    DDP copies rank 0's weights to all ranks, unless `sync` is False because a checkpoint will be
+    loaded. For models with batch norm, whose buffers change in training, it also copies the buffers
+    before each forward pass.
     """
     if world.size == 1:
         return model
@@ -239,8 +239,7 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
     if world.device.type == "cuda":
         options["device_ids"] = [world.device]
     if not any(isinstance(module, _BatchNorm) for module in model.modules()):
-        # Other buffers, such as fixed positions, are equal on all ranks, so the broadcast would
-        # only cost time.
+        # All other buffers, such as fixed positions, never change, so a broadcast wastes time.
         parameters = inspect.signature(DistributedDataParallel).parameters
         renamed = "forward_sync_buffers" in parameters  # in torch 2.15
         options["forward_sync_buffers" if renamed else "broadcast_buffers"] = False
@@ -248,12 +247,12 @@ def wrap(model: nn.Module, world: World, sync: bool = True) -> nn.Module:
 
 
 def no_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which gradients of a wrapped `model` accumulate without a reduction.
+    """Return a context in which gradients of a wrapped `model` accumulate without an all-reduce.
 
     The forward pass must be inside the context as well.
     """
-    # `wrap` only uses DDP. A module under FSDP2 has `set_requires_gradient_sync` instead; without
-    # that call its gradients would be right, but reduced after each micro-batch.
+    # For FSDP2, which `wrap` does not use, this would be `set_requires_gradient_sync`. Without that
+    # call its gradients would be correct, but reduced after each micro-batch.
     return model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext()
 
 

@@ -1,21 +1,22 @@
 """Detect a rank that stopped, hung or lost its host, and end the run with an error that names it.
 
     main thread   mark("waiting for data"), mark("in the step"), ...   counts its marks
-    thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> the end
+    thread        beat -> store -> rank 0 compares all counts -> verdict -> store -> end of the run
 
-In a collective all ranks wait, and a time-out does not show for which rank. But all ranks make the
-same marks in the same order, so the rank for which the others wait has made the fewest. Beats go
-through torchrun's store, on a connection of their own, so they also pass while the main thread is
-in a collective or uses its connection.
+In a collective all ranks wait, and a time-out does not show which rank is late. But all ranks make
+the same marks in the same order, so the late rank has made the fewest. The heartbeats ("beats") go
+through torchrun's store, over a separate connection that works while the main thread waits in a
+collective.
 
-    thread        no answer of the store for the limit, and no new mark of this rank -> the end
+    thread        no answer from the store and no new mark within the limit -> end of this rank
 
-If a network cable is pulled, connections stay open, and a request to the store waits forever. So a
-second thread only checks the clock, and ends a host that is cut off, with a message that says so.
+If a network cable is pulled, connections stay open, and a request to the store waits forever. A
+second thread therefore only checks the clock. It ends the ranks of a host that has lost its
+network.
 
-A beat is one small message of each rank, which then looks for a verdict and for rank 0's beat.
-Rank 0 reads all beats with one request. At 4,096 ranks and the default limit these are 700 requests
-a second to the store, and 0.2 MB every 30 s on rank 0 (tests/scale counts them).
+In each beat, a rank sends one small message, then checks for a verdict and for rank 0's beat. Rank
+0 reads all beats with one request. With 4,096 ranks and the default limit, the store receives 700
+requests a second, and rank 0 reads 0.2 MB every 30 s (tests/scale counts both).
 """
 
 from __future__ import annotations
@@ -34,31 +35,31 @@ import torch.distributed as dist
 from vit.distributed.world import COLLECTIVE_TIMEOUT, ENDED, LONGEST_WAIT, StoreLost, World
 
 BEATS_PER_LIMIT = 20
-"""Beats in the limit, so that a verdict comes at most a tenth later than the limit."""
+"""The number of beats within the limit, so that a verdict is at most a tenth of the limit late."""
 LONGEST_BEAT_S = 30.0
 ENDS_BY_ITSELF_S = 30.0
-"""Time after which the watch ends a rank, if another rank has announced its end. A rank in a
-collective of NCCL does not notice the announcement."""
+"""Time after which the watch ends a rank if another rank has announced its end. A rank that waits
+in a collective of NCCL does not notice the announcement."""
 LEAVES_WITHIN_S = 10.0
-"""Time that the last message to the store may take; a store that does not answer is ignored."""
+"""Time that the last message to the store may take."""
 NAMED = 4
-"""Number of ranks that a message names, if many are in the same state."""
+"""The maximum number of ranks that a message names."""
 VERDICT = "watch verdict"
-"""Key in the store with the reason for the end, and the ranks that caused it."""
+"""Key in the store with the reason for the end and the ranks that caused it."""
 
 
 @dataclass
 class _Seen:
-    """The last beat that was read of a rank."""
+    """The last beat of a rank that was read."""
 
     number: int = -1
-    """The number of the beat; -1 before the first beat, and after `Watch.close` of that rank."""
+    """The number of the beat; -1 before the rank's first beat and after its `Watch.close`."""
     count: int = -1
     step: int = 0
     doing: str = ""
     is_away: bool = False
     changed_at: float = 0.0
-    """The time at which the count of marks last grew (`time.monotonic`)."""
+    """The time (`time.monotonic`) at which the count of marks last grew."""
     heard_at: float = 0.0
 
 
@@ -68,26 +69,26 @@ class Verdict:
 
     message: str
     ranks: tuple[int, ...]
-    """Ranks that are behind or silent, or the first ranks if none is behind; they print a stack."""
+    """Ranks that print a stack: those behind or silent, or the first ranks if none is behind."""
     is_cut_off: bool = False
-    """Whether this host is cut off from the others."""
+    """Whether this host has lost the connection to the store."""
 
 
 def collective_timeout(limit_s: float | None) -> timedelta:
-    """Return the time-out of collectives: later than the watch, which can name the rank."""
+    """Return the time-out of collectives. The watch ends earlier, because it can name the rank."""
     if limit_s is None:
         return COLLECTIVE_TIMEOUT
     return timedelta(seconds=1.2 * limit_s + 60)
 
 
 class Watch:
-    """Marks the progress of this rank, and ends all ranks if one makes no mark for `limit_s`.
+    """A watchdog that ends all ranks if one of them makes no progress for `limit_s`.
 
-    Does nothing in a world of one, or without a limit.
+    It does nothing in a world of one rank, or without a limit.
 
     Args:
-        limit_s: longest time between two marks of a rank, and between two beats.
-        end: called on each rank's thread with the verdict; must end the process.
+        limit_s: maximum time between two marks of a rank, and between two beats.
+        end: called with the verdict on a thread of each rank; must end the process.
     """
 
     def __init__(self, world: World, limit_s: float | None, end: Callable[[Verdict], None]):
@@ -105,14 +106,14 @@ class Watch:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Start the threads; each rank must call it, and may call it again after `close`."""
+        """Start the threads. Every rank must call it, and may call it again after `close`."""
         if self._world.store is None or self._limit_s is None or self._threads:
             return
         try:
             with self._world.asking_store():
                 store = self._world.store.clone()
         except StoreLost:
-            return  # torchrun has ended; the ranks may still save, as in `_compare`
+            return  # torchrun has ended, but the ranks may still save.
         self._closed = threading.Event()
         self._answered_at = time.monotonic()
         beat_s = min(self._limit_s / BEATS_PER_LIMIT, LONGEST_BEAT_S)
@@ -135,7 +136,7 @@ class Watch:
 
     @contextmanager
     def away(self, step: int, doing: str) -> Iterator[None]:
-        """Allow the block to take up to `LONGEST_WAIT` instead of the limit: a disk, a compiler."""
+        """Allow the block, such as saving or compiling, to take up to `LONGEST_WAIT`."""
         self._is_away = True
         self.mark(step, doing)
         try:
@@ -145,7 +146,7 @@ class Watch:
             self._is_away = False
 
     def close(self) -> None:
-        """Stop the threads. Other ranks may still watch, but reach no verdict without this rank."""
+        """Stop the threads. Ranks that still watch reach no verdict without this rank."""
         self._closed.set()
         for thread in self._threads:
             thread.join(LEAVES_WITHIN_S)
@@ -156,7 +157,7 @@ class Watch:
     def _compare(
         self, store: dist.Store, limit_s: float, beat_s: float, closed: threading.Event
     ) -> None:
-        """Beat, and read the beats of other ranks, until `close` or a verdict."""
+        """Send beats and read those of other ranks, until `close` or a verdict."""
         world = self._world
         watched = range(world.size) if world.is_main else range(1)
         seen = {rank: _Seen() for rank in watched if rank != world.rank}
@@ -172,7 +173,7 @@ class Watch:
                     verdict = self._verdict(store, seen, limit_s)
                 self._answered_at = time.monotonic()
             except StoreLost:
-                return  # torchrun or the first host has ended; the ranks may still save
+                return  # torchrun or the first host has ended, but the ranks may still save.
             if verdict is not None:
                 self._end(verdict)
                 return
@@ -180,20 +181,20 @@ class Watch:
     def _look_at_clock(self, limit_s: float, beat_s: float, closed: threading.Event) -> None:
         """End this rank if the store is silent and the main thread makes no marks.
 
-        It never uses the store itself.
+        This thread never uses the store, so it cannot block.
         """
         looked_at = moved_at = time.monotonic()
         count = self._count
         while not closed.wait(beat_s):
             now = time.monotonic()
-            if now - looked_at > limit_s / 4:  # this process was stopped, as in `_look`
+            if now - looked_at > limit_s / 4:  # This process was stopped, as in `_look`.
                 self._answered_at += now - looked_at
                 moved_at += now - looked_at
             looked_at = now
             if self._count != count:
                 count = self._count
                 moved_at = now
-            # Rank 0 may still be saving while the others wait for it through a store that is gone.
+            # Rank 0 may still be saving after the store has ended.
             is_saving = self._is_away and self._world.is_main
             limit_now_s = LONGEST_WAIT.total_seconds() if is_saving else limit_s
             silent_s = now - self._answered_at
@@ -202,20 +203,20 @@ class Watch:
                 return
 
     def _cut_off(self, silent_s: float) -> str:
-        """Return a message with the store that does not answer, and this rank's last mark."""
+        """Return a message with the address of the store and this rank's last mark."""
         place = f"{os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
         world = self._world
         return (
             f"rank {world.rank} on {world.host_of(world.rank)} has not reached the store of"
             f" torchrun at {place} for {silent_s:.0f} s; last at step {self._step}, {self._doing}:"
-            " that host is gone, or the network to it"
+            " that host or the network to it has failed"
         )
 
     def _beat(self, number: int) -> list[int | str | bool]:
         return [number, self._count, self._step, self._doing, self._is_away]
 
     def _verdict(self, store: dist.Store, seen: dict[int, _Seen], limit_s: float) -> Verdict | None:
-        """Return the verdict in the store; or reach one, and write it to the store."""
+        """Return the verdict in the store, or judge the ranks and store the verdict."""
         if store.check([VERDICT]):
             message, ranks = json.loads(store.get(VERDICT))
             return Verdict(message, tuple(ranks))
@@ -225,7 +226,7 @@ class Watch:
         verdict = judge(seen, limit_s, self._looked_at, self._world.host_of)
         if verdict is not None:
             store.set(VERDICT, json.dumps([verdict.message, verdict.ranks]))
-            store.set(ENDED, json.dumps(verdict.message))  # for ranks that wait through the store
+            store.set(ENDED, json.dumps(verdict.message))  # for ranks that wait for the store
         return verdict
 
     def _has_outlived_another(self, store: dist.Store) -> bool:
@@ -240,13 +241,13 @@ class Watch:
         slept_s = now - self._looked_at
         self._looked_at = now
         if slept_s > limit_s / 4:
-            # This process was stopped, perhaps with all others, as by Slurm's suspend. So that time
-            # must not count for the other ranks.
+            # This process was stopped, perhaps with all others by Slurm's suspend. That time must
+            # not count against the other ranks.
             for each in seen.values():
                 each.heard_at += slept_s
                 each.changed_at += slept_s
         keys = {rank: f"beat {rank}" for rank in seen if rank != self._world.rank}
-        # `multi_get` would wait for a rank without a beat, which is still opening its loader.
+        # `multi_get` would block if a rank has not sent its first beat yet.
         if keys and store.check(list(keys.values())):
             for rank, text in zip(keys, store.multi_get(list(keys.values())), strict=True):
                 _note(seen[rank], json.loads(text), now)
@@ -271,17 +272,17 @@ def _note(seen: _Seen, beat: list, now: float) -> None:
 def judge(
     seen: dict[int, _Seen], limit_s: float, now: float, host_of: Callable[[int], str]
 ) -> Verdict | None:
-    """Return a verdict if ranks have kept the others waiting for `limit_s`, else None.
+    """Return a verdict if some ranks have kept the others waiting for `limit_s`, else None.
 
-    A silent rank is one that sends no beats: its process is stopped, or its host is gone. Among
-    ranks with beats, those with the fewest marks are behind. If all have equally many, the network
-    between them hangs.
+    A silent rank sends no beats, because its process is stopped or its host has failed. Among ranks
+    that send beats, those with the fewest marks are behind. If all have equally many marks, the
+    network between them hangs.
     """
     watching = {rank: each for rank, each in seen.items() if each.number >= 0}
     silent = [rank for rank, each in watching.items() if now - each.heard_at > limit_s]
     if silent:
         return Verdict(
-            _sentence(silent, watching, "has not been heard of", limit_s, host_of), (*silent,)
+            _sentence(silent, watching, "has sent no heartbeat", limit_s, host_of), (*silent,)
         )
     if len(watching) < len(seen) or len(watching) == 1:
         return None
@@ -294,12 +295,14 @@ def judge(
     if len(behind) == len(watching):
         each = watching[behind[0]]
         return Verdict(
-            f"all {len(watching)} ranks have stood at step {each.step}, {each.doing}, for"
-            f" {waited_s:.0f} s and none is behind: the network between them hangs, or one of them"
-            " there",
+            f"all {len(watching)} ranks have made no progress for {waited_s:.0f} s at step"
+            f" {each.step}, {each.doing}, and none is behind: the network between them or one of"
+            " them hangs",
             (*behind[:NAMED],),
         )
-    return Verdict(_sentence(behind, watching, "has not moved", waited_s, host_of), (*behind,))
+    return Verdict(
+        _sentence(behind, watching, "has made no progress", waited_s, host_of), (*behind,)
+    )
 
 
 def _sentence(
@@ -309,11 +312,11 @@ def _sentence(
     for_s: float,
     host_of: Callable[[int], str],
 ) -> str:
-    """Return a sentence with up to `NAMED` of `ranks`, their hosts, and the first one's mark."""
+    """Return a message that names up to `NAMED` ranks, their hosts, and the first rank's mark."""
     first = seen[ranks[0]]
     named = ", ".join(f"{rank} on {host_of(rank)}" for rank in ranks[:NAMED])
     more = f" and {len(ranks) - NAMED} more" if len(ranks) > NAMED else ""
     return (
         f"rank {named}{more} {problem} for {for_s:.0f} s; last at step {first.step},"
-        f" {first.doing}, and the others wait for it"
+        f" {first.doing}, while the others waited"
     )

@@ -1,13 +1,13 @@
-"""The ranks of a run, seen from one of them: sums over the ranks, and waiting for each other.
+"""Communicate between the ranks of a run: sums, broadcasts, barriers and shared errors.
 
 `vit.distributed.process_group.join_world` makes a `World`; other modules use it instead of calling
-torch. Without torchrun it has one rank and no process group, and no function waits.
+torch. Without torchrun, the world has one rank and no process group, and no function waits.
 
-A collective ends the run after a time-out, and blocks signals while it waits. So waits that a user,
-a disk or a network can prolong go through torchrun's key-value store instead:
+A collective ends the run after a time-out, and blocks signals while it waits. Waits that a user, a
+disk or a network can prolong therefore go through torchrun's key-value store:
 
     function              who waits for whom                              for how long
-    join_world            all for rank 0, which hears from all            COLLECTIVE_TIMEOUT
+    join_world            all for rank 0, and rank 0 for all              COLLECTIVE_TIMEOUT
     broadcast_from_main   all for the function on rank 0                  as long as it takes
     main_first            the same, then all call the function            as long as it takes
     fail_together         all for all, while each may save or load        LONGEST_WAIT
@@ -16,17 +16,17 @@ a disk or a network can prolong go through torchrun's key-value store instead:
     sum_, max_, any_rank  all for all, in a collective, as DDP            COLLECTIVE_TIMEOUT
     broadcast_            all for rank 0, in a collective                 COLLECTIVE_TIMEOUT
 
-How a failure of one rank reaches the others:
+A failure of one rank reaches the other ranks in these ways:
 
-- A mistake (ValueError) inside one of the store's functions: that rank raises it, all others raise
-  AlreadyReported.
-- The end of a process: `vit.distributed.exit.run_command` announces it in the store, and every rank
-  that waits through the store, now or later, raises AlreadyReported.
-- SIGKILL: ranks of the same host see that the process is gone, raise RankLost, and announce it to
-  the other hosts. torchrun's SIGTERM would not end them, because it is a request to save.
-- torchrun is killed: the store ends with the torchrun of the first host. fail_together continues
-  with a collective, so that the ranks can save; the other functions raise RankLost.
-- In a collective gloo notices a dead rank at once. NCCL does not: its ranks wait until torchrun,
+- A rank with a mistake (ValueError) in a function that uses the store raises it. All other ranks
+  raise AlreadyReported.
+- A process that ends announces its end in the store (`vit.distributed.exit.run_command`). Every
+  rank that waits through the store, now or later, raises AlreadyReported.
+- After SIGKILL, ranks of the same host see that the process is gone, raise RankLost, and announce
+  the loss to other hosts. torchrun's SIGTERM would not end them, because it is a request to save.
+- If the first host's torchrun is killed, the store ends. fail_together continues with a collective,
+  so that the ranks can save. The other functions raise RankLost.
+- In a collective, gloo notices a dead rank immediately. Ranks that use NCCL wait until torchrun,
   Slurm (srun --kill-on-bad-exit) or `vit.distributed.watchdog` ends them. The watchdog also finds
   ranks that hang.
 """
@@ -55,44 +55,44 @@ from vit.system.host import process_state
 T = TypeVar("T")
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
-"""Time after which a collective fails, as with a cut cable or a hung rank (gloo's default: 30
+"""Time after which a collective fails because of a cut cable or a hung rank (gloo's default: 30
 minutes)."""
 LONGEST_WAIT = timedelta(hours=1)
-"""Time that the slowest rank may take to save or to load: 15 GB at 4 MB/s."""
+"""Time that the slowest rank may take to save or load: 15 GB at 4 MB/s."""
 BROADCAST_BYTES = 2**26
-"""Approximate size up to which tensors are broadcast together."""
+"""Tensors are broadcast together up to about this many bytes."""
 ENDED = "ended"
 """Key in the store under which a rank announces why it ends."""
 POLL_S = 0.25
-"""Longest time between two looks of a waiting rank at the store, up to 1,024 ranks."""
+"""The longest interval at which a waiting rank polls the store, with up to 1,024 ranks."""
 LOOKS_PER_S = 4096
-"""Looks of all waiting ranks together. A look is two requests of 31 microseconds
-(docs/clusters.md), so they take a quarter of the time of the store's thread."""
+"""The maximum number of polls per second of all ranks together. A poll is two requests of 31
+microseconds (docs/clusters.md), so polling uses a quarter of the time of the store's thread."""
 FIRST_SHARE = 1 / 16
-"""The shortest time between two looks, as a share of the longest; at least a millisecond."""
+"""The shortest polling interval as a fraction of the longest, but at least a millisecond."""
 
 
 def leaves_of(rank: int, num_ranks: int, num_leaves: int) -> range:
-    """Return the leaves of a rank (`vit.distributed.exact`); numbers of ranks differ by at most
-    one."""
+    """Return the leaves (micro-batches, see `vit.distributed.exact`) of a rank. The number of
+    leaves differs by at most one between ranks."""
     return range(rank * num_leaves // num_ranks, (rank + 1) * num_leaves // num_ranks)
 
 
 class AlreadyReported(ValueError):
-    """A mistake that another rank has found and reports."""
+    """A mistake that another rank reports."""
 
 
 class RankLost(RuntimeError):
-    """Another rank has ended, or did not come."""
+    """Another rank has ended, or did not respond in time."""
 
 
 class StoreLost(RankLost):
-    """The store does not answer any more."""
+    """torchrun's store no longer answers."""
 
 
 @dataclass(frozen=True)
 class World:
-    """The processes of a run, seen from one of them."""
+    """The ranks of a run, and the rank of this process."""
 
     rank: int
     size: int
@@ -104,14 +104,14 @@ class World:
     joined_s: float = field(default=0.0, compare=False)
     """Time until all ranks had met."""
     _host_pids: dict[int, int] = field(default_factory=dict, repr=False, compare=False)
-    """Process ids of the ranks on this host, if they share the process ids of this process."""
+    """Process ids of the ranks on this host that are in the same PID namespace."""
     _has_lost_store: threading.Event = field(
         default_factory=threading.Event, repr=False, compare=False
     )
-    """Set when the store did not answer; the connection is not opened again."""
+    """Set when the store stops answering. The connection is never reopened."""
     _sequence: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
-    """Numbers for keys in the store; they agree because all ranks call the functions in the same
-    order."""
+    """Numbers for keys in the store. All ranks use the same numbers because they call the functions
+    in the same order."""
 
     @property
     def is_main(self) -> bool:
@@ -120,13 +120,13 @@ class World:
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first rank of its host, which checks files for the others."""
+        """Whether this is the first rank of its host, which checks files for the host."""
         return not self.hosts or self.hosts.index(self.hosts[self.rank]) == self.rank
 
     @property
     def look_s(self) -> float:
-        """The longest time between two looks of a waiting rank at the store. It grows with the
-        number of ranks, so that the number of requests a second does not."""
+        """The longest polling interval. It grows with the number of ranks, so that the total number
+        of requests per second stays constant."""
         return max(POLL_S, self.size / LOOKS_PER_S)
 
     def host_of(self, rank: int) -> str:
@@ -134,34 +134,33 @@ class World:
         return self.hosts[rank] if self.hosts else socket.gethostname()
 
     def barrier(self) -> None:
-        """Wait for all ranks; a rank may still be saving, or drawing the report."""
+        """Wait for all ranks, which may still be saving or drawing the report."""
         if self.size > 1:
             with self.fail_together():
                 pass
             dist.barrier(device_ids=[self.device.index] if self.device.type == "cuda" else None)
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the ranks in place; queued on the device like any other operation."""
+        """Sum `tensor` over the ranks in place. Does not wait for the device."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """Take the largest of each element over the ranks, in place and queued as `sum_`."""
+        """Take the elementwise maximum over the ranks in place. Does not wait for the device."""
         if self.size > 1:
             dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor
 
     def broadcast_(self, tensors: Iterable[Tensor]) -> None:
-        """Copy the values of `tensors` on rank 0 to all ranks, in place; on any device.
+        """Copy the values of `tensors` from rank 0 to all ranks in place, on any device.
 
-        All ranks must have tensors of the same shapes and types, in the same order.
+        All ranks must pass tensors of the same shapes and types in the same order.
         """
         if self.size == 1:
             return
         for piece in _in_pieces(tensors):
-            # One broadcast for some hundred tensors, because each broadcast takes as long as a
-            # message to all ranks.
+            # One broadcast sends hundreds of tensors, because each broadcast costs a round trip.
             sizes = [tensor.numel() for tensor in piece]
             if self.is_main:
                 flat = torch.cat([tensor.detach().reshape(-1).to(self.device) for tensor in piece])
@@ -185,14 +184,14 @@ class World:
         return self._share(function, lambda result: result)
 
     def on_main(self, function: Callable[[], T]) -> T | None:
-        """Call `function` on rank 0 and return its result; the other ranks wait and get None.
+        """Call `function` on rank 0 and return its result. Other ranks wait and return None.
 
         An error of `function` becomes AlreadyReported on the other ranks.
         """
         return self._share(function, lambda result: None)
 
     def main_first(self, function: Callable[[], T]) -> T:
-        """Call `function` on rank 0, then on the others, such as to make an index only once.
+        """Call `function` on rank 0, then on the other ranks, which may reuse files of rank 0.
 
         An error of `function` on rank 0 becomes AlreadyReported on the other ranks.
         """
@@ -200,7 +199,7 @@ class World:
         return result if self.is_main else function()  # type: ignore[return-value]
 
     def _share(self, function: Callable[[], T], shared: Callable[[T], Any]) -> Any:
-        """Call `function` on rank 0; return its result there, and `shared(result)` elsewhere."""
+        """Return `function()` on rank 0, and `shared` of rank 0's result on other ranks."""
         if self.store is None:
             return function()
         key = f"broadcast {next(self._sequence)}"
@@ -222,24 +221,24 @@ class World:
         """Return the result of `look` on rank 0, after comparing it with one rank of each host.
 
         Raises ValueError, which names the `subject`, on a host with a different result, and
-        AlreadyReported elsewhere.
+        AlreadyReported on all other ranks.
         """
         expected = self.broadcast_from_main(look)
         with self.fail_together():
             if self.is_local_main and not self.is_main and (seen := look()) != expected:
                 raise ValueError(
-                    f"{socket.gethostname()} sees other {subject} than rank 0 ({seen}, not"
-                    f" {expected}): all hosts must see the same files"
+                    f"{socket.gethostname()} sees other {subject} than rank 0 ({seen}, expected"
+                    f" {expected}): give all hosts the same files"
                 )
         return expected
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
-        """Make all ranks leave the block together; a ValueError on one of them ends all.
+        """Make all ranks leave the block together, and fail together after a ValueError.
 
-        If rank 0 has a ValueError, only rank 0 raises it; otherwise each rank with a ValueError
-        does. The others raise AlreadyReported. Raises RankLost if a rank does not come within
-        LONGEST_WAIT.
+        If rank 0 has a ValueError, only rank 0 raises it. Otherwise each rank with a ValueError
+        raises its own. All other ranks raise AlreadyReported. Raises RankLost if a rank does not
+        leave the block within LONGEST_WAIT.
         """
         if self.store is None:
             yield
@@ -255,14 +254,14 @@ class World:
             raise
         has_failed = problem is not None
         main_message = "reported by rank 0" if has_failed and self.is_main else ""
-        # If torchrun has ended, the ranks still live, and must save the last step: the collective
-        # below does the rest.
+        # If torchrun has ended, the ranks must still save the last step. They then agree by the
+        # collective below only.
         with suppress(StoreLost):
             has_failed, main_message = self._exchange(key, problem)
         if dist.is_initialized():
-            # The store may have ended after it answered one rank and before it answered another.
-            # The first rank would then start its next collective, which does not match that of the
-            # second. So all ranks agree in this collective. It waits for the device.
+            # The store may end after it has answered only some ranks. Those would start their next
+            # collective, which would not match the collective of the other ranks. So all ranks
+            # agree in this collective, which waits for the device.
             flags = torch.tensor(
                 [has_failed, bool(main_message)], device=self.device, dtype=torch.int32
             )
@@ -278,7 +277,7 @@ class World:
     def _exchange(self, key: str, problem: ValueError | None) -> tuple[bool, str]:
         """Return whether any rank has a problem, and rank 0's message if rank 0 has one.
 
-        Raises StoreLost, and RankLost if a rank does not come.
+        Raises StoreLost, and RankLost if a rank does not respond.
         """
         store = self.store
         assert store is not None, "there are other ranks"
@@ -293,15 +292,15 @@ class World:
             return has_failed, store.get(f"{key} 0").decode() if has_failed else ""
 
     def announce_end(self, message: str) -> None:
-        """Announce the end of this rank to all ranks that wait through the store, now or later."""
+        """Announce the end of this rank to all ranks that use the store, now or later."""
         if self.store is not None:
             with suppress(StoreLost):
                 self._post(ENDED, message)
 
     def gather(self, name: str, value: Any, limit: timedelta | None = None) -> list[Any]:
-        """Return the JSON `value` of every rank on rank 0; [] on the others, which do not wait.
+        """Return the JSON `value` of every rank on rank 0. Other ranks return [] without waiting.
 
-        Raises RankLost if a rank does not come within `limit`; None: COLLECTIVE_TIMEOUT.
+        Raises RankLost if a rank does not respond within `limit` (None: COLLECTIVE_TIMEOUT).
         """
         limit = limit or COLLECTIVE_TIMEOUT
         if self.store is None:
@@ -315,7 +314,7 @@ class World:
         return self.gathered(name, range(self.size))
 
     def gathered(self, name: str, ranks: Iterable[int]) -> list[Any]:
-        """Return the values that `ranks` gave to `gather(name)`, after `gather` on rank 0."""
+        """Return the values that `ranks` passed to `gather(name)`, once rank 0 has them."""
         assert self.store is not None, "there are other ranks"
         return [json.loads(text) for text in self.store.multi_get([f"{name} {r}" for r in ranks])]
 
@@ -323,7 +322,7 @@ class World:
         """Raise RankLost with the ranks that have not posted `key`."""
         assert self.store is not None, "there are other ranks"
         missing = silent_ranks(self.store, key, range(self.size))
-        raise RankLost(f"{self._names(missing)} did not come within {limit}")
+        raise RankLost(f"{self._names(missing)} did not respond within {limit}")
 
     def _post(self, key: str, value: Any) -> None:
         assert self.store is not None, "there are other ranks"
@@ -333,11 +332,11 @@ class World:
     def _wait_until(
         self, ready: Callable[[dist.Store], bool], limit: timedelta | None = None
     ) -> bool:
-        """Poll until `ready`; return False after `limit`. Unlike the store's own wait, it lets
-        Python handle signals.
+        """Poll until `ready`; return False after `limit`.
 
-        Raises AlreadyReported if another rank has ended, RankLost if a rank of this host was
-        killed, StoreLost if the store has ended.
+        Unlike the store's own wait, polling lets Python handle signals. Raises AlreadyReported if
+        another rank has ended, RankLost if a rank of this host was killed, and StoreLost if the
+        store has ended.
         """
         assert self.store is not None, "there are other ranks"
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
@@ -347,9 +346,9 @@ class World:
             while not ready(self.store):
                 if self.store.check([ENDED]):
                     raise AlreadyReported(json.loads(self.store.get(ENDED)))
-                # Raised one look later, because the process may have announced why it ended.
+                # Raised one poll later, because the process may have announced why it ended.
                 if gone:
-                    raise RankLost(f"{self._names(gone)} has ended without a word, as if killed")
+                    raise RankLost(f"{self._names(gone)} has ended without a message, as if killed")
                 gone = self.gone()
                 if deadline is not None and time.monotonic() > deadline:
                     return False
@@ -359,8 +358,10 @@ class World:
 
     @contextmanager
     def asking_store(self) -> Iterator[None]:
-        """Raise StoreLost if the store does not answer, and without a request if it is known to be
-        gone, because torch prints a page of stack for each request to such a store."""
+        """Raise StoreLost if the store does not answer.
+
+        A store that is known to have ended gets no request, because torch would print a long stack.
+        """
         lost = StoreLost("lost the connection to the first host's launcher, or to rank 0")
         if self._has_lost_store.is_set() or took_store_along():
             raise lost
@@ -375,19 +376,19 @@ class World:
         return [rank for rank, pid in self._host_pids.items() if not _is_alive(pid)]
 
     def process_of(self, rank: int) -> str:
-        """Return process and state of a rank of this host, as "process 7, stopped"; else ""."""
+        """Return process id and state of a rank, such as "process 7, stopped"; "" if unknown."""
         pid = self._host_pids.get(rank)
         return "" if pid is None else f"process {pid}{process_state(pid)}"
 
     def _names(self, ranks: list[int]) -> str:
-        """Return `ranks` with their hosts, if those are known."""
+        """Return `ranks` as text, with their hosts if known."""
         names = f"rank {', '.join(map(str, ranks))}"
         hosts = sorted({self.host_of(rank) for rank in ranks}) if self.hosts else []
         return f"{names} on {', '.join(hosts)}" if hosts else names
 
 
 def silent_ranks(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]:
-    """Return those of `ranks` that have not posted `key`; one request if all have, else halves."""
+    """Return those of `ranks` that have not posted `key`, found by bisection."""
     if not ranks or store.check([f"{key} {rank}" for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -397,7 +398,7 @@ def silent_ranks(store: dist.Store, key: str, ranks: Sequence[int]) -> list[int]
 
 
 def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors of one type, of about BROADCAST_BYTES each."""
+    """Yield lists of tensors with the same type, each of about BROADCAST_BYTES."""
     by_type: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         piece = by_type.setdefault(tensor.dtype, [])
@@ -408,7 +409,7 @@ def _in_pieces(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def _message(error: BaseException) -> str:
-    """Return the message about the end of this rank for other ranks."""
+    """Return a message for other ranks about `error`, which ends this rank."""
     text = str(error)
     if isinstance(error, ValueError) and text:
         return text
@@ -416,11 +417,11 @@ def _message(error: BaseException) -> str:
 
 
 def _is_alive(pid: int) -> bool:
-    """Return whether the process exists; a dead one exists until its parent has waited for it."""
+    """Return whether the process exists, which includes a zombie process."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
-        pass  # the process belongs to another user
+        pass  # The process exists, but belongs to another user.
     return True

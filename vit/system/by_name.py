@@ -1,4 +1,4 @@
-"""Load modules by name that only few runs need, in the processes that need them."""
+"""Import modules that only few runs need when they are first used."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 def load(name: str, needed_for: str) -> Any:
     """Return the module `name`, or an attribute for `module:attribute`.
 
-    needed_for: the setting or address that the user gave. Raises ValueError if the folder of the
-    module is not installed.
+    Raises ValueError if the module's folder is not installed.
+
+    needed_for: the setting or address that needs the module, for the message.
     """
     module, _, attribute = name.partition(":")
     try:
         loaded = importlib.import_module(module)
     except ModuleNotFoundError as error:
         missing = error.name or ""
-        if not f"{module}.".startswith(f"{missing}."):  # a package that the module needs
+        if not f"{module}.".startswith(f"{missing}."):  # The module's own import failed.
             raise
         raise ValueError(
-            f"{needed_for} needs {missing.replace('.', '/')}, which is not installed here"
+            f"{needed_for} needs {missing.replace('.', '/')}, which is not installed"
         ) from None
     return getattr(loaded, attribute) if attribute else loaded

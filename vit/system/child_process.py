@@ -1,4 +1,4 @@
-"""Set up every worker process: ignore signals, end with the parent, hide secrets."""
+"""Set up worker processes, which ignore signals, end with their parent, and mask secrets."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vit.system.redact import guard_console
 LEFT_TO_PARENTS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 LOOK_EACH_S = 1.0
-"""Seconds between two checks of the parent, in case the pipe does not show its end."""
+"""Seconds between two checks whether the parent is alive."""
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Block signals while worker processes start, until they call `follow_parent`."""
+    """Block signals while worker processes start. They inherit this until `follow_parent`."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_PARENTS)
     try:
         yield
@@ -28,27 +28,27 @@ def signals_blocked() -> Iterator[None]:
 
 
 def follow_parent() -> None:
-    """End this process when its parent ends, also by SIGKILL; ignore signals that parents handle.
+    """End this process when its parent ends, even by SIGKILL; ignore signals that parents handle.
 
-    Terminals and Slurm signal every process of a job: the parent decides what its workers do.
+    Terminals and Slurm send signals to every process of a job, but only the parent should react.
     """
     for number in LEFT_TO_PARENTS:
         signal.signal(number, signal.SIG_IGN)
-    # Unblock only now, so that signals from the time of the start are ignored as well.
+    # Unblock after this, so that signals that arrived during the start are ignored as well.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, LEFT_TO_PARENTS)
     guard_console()
     parent = multiprocessing.parent_process()
     assert parent is not None, "for worker processes only"
 
-    begun_by = os.getppid()  # the parent, or the server that forks for it
-    # Checked before the thread runs: if the parent died during the imports, the worker could begin
-    # the work in its queue, and leave a file behind.
+    begun_by = os.getppid()  # the parent, or multiprocessing's fork server
+    # If the parent died during the imports, the worker must not begin the work in its queue, which
+    # could leave a file behind.
     if not parent.is_alive():
         os._exit(1)
 
     def follow() -> None:
-        # The pipe alone is not enough: workers that were forked later also hold the parent's end,
-        # and a stopped worker would keep it open forever.
+        # The pipe alone is not enough: workers that were forked later inherit its write end, and a
+        # stopped worker would keep that open forever.
         while parent.is_alive() and os.getppid() == begun_by:
             parent.join(LOOK_EACH_S)
         os._exit(1)

@@ -1,4 +1,4 @@
-"""The argument parser of all commands; a mistake is one line that suggests the right option."""
+"""Define the argument parser of all commands, whose errors are one line with a suggestion."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ Hint = Callable[[str, str], str]
 
 
 INSTALLED_LAUNCH = Path(__file__).parents[1] / "launch"
-"""The folder in which setup.py puts the commands of a wheel; a checkout has them at its top."""
+"""The folder of commands in an installed package. In a checkout it is at the top level."""
 
 
 def as_typed(text: str) -> str:
-    """Return `text` with the commands of an installed package (vit/__main__.py), if it is one."""
+    """Return `text` with its commands as users of an installed package type them."""
     if not INSTALLED_LAUNCH.is_dir():
         return text
     text = re.sub(r"(torchrun .*?)launch/(\w+)\.py", r"\1-m vit \2", text)
@@ -32,9 +32,9 @@ def as_typed(text: str) -> str:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that raises a ValueError of one line, and allows no abbreviations.
+    """An argparse parser that raises one-line ValueErrors and allows no abbreviations.
 
-    `hint` is called for unknown options that resemble no known option.
+    `hint` is called for unknown options that do not resemble any known option.
     """
 
     def __init__(self, prog: str, description: str | None = None, hint: Hint | None = None):
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_intermixed_args(args, namespace)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check as argparse does; also suggest the nearest choice."""
+        """Check as argparse does, and suggest the nearest choices."""
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
@@ -73,7 +73,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError that names unknown options.
 
-        argparse reports a missing option first, but often the user has only misspelt it.
+        If an option is missing, argparse does not report unknown options, but the user has often
+        only misspelled the missing one.
         """
         is_unknown = message.startswith("unrecognized arguments: ")
         if options := self._unknown_options() if is_unknown or "are required: " in message else {}:
@@ -84,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         raise ValueError(f"{shown(message)} ({self.prog} --help lists the options)")
 
     def _unknown_options(self) -> dict[str, str]:
-        """Return the unknown options, as typed and with the value for `hint`, each with a hint."""
+        """Return a hint for each unknown option, which is given as typed, with its value."""
         options = list(self._option_string_actions)
         arguments = self._typed[: self._typed.index("--")] if "--" in self._typed else self._typed
         hints = {}
@@ -106,16 +107,16 @@ class Parser(argparse.ArgumentParser):
 def add_model_flags(
     parser: argparse.ArgumentParser, batch_size: str, num_workers: str, device: str
 ) -> None:
-    """Add flags for the use of a trained model: size, batches, workers, format and device.
+    """Add flags for commands that use a trained model: sizes, workers, precision and device.
 
-    The three texts are the help of their flags. A flag that is not given is None.
+    The three texts are the help of their flags. The default of every flag is None.
     """
     parser.add_argument(
         "--image-size",
         type=int,
         nargs="+",
         metavar="PIXELS",
-        help="side, or height and width (default: as trained)",
+        help="side, or height and width (default: the size used in training)",
     )
     parser.add_argument("--batch-size", type=int, metavar="N", help=batch_size)
     parser.add_argument("--num-workers", type=int, metavar="N", help=num_workers)
@@ -128,19 +129,19 @@ def add_model_flags(
 
 
 def model_flag_problems(args: argparse.Namespace) -> list[str]:
-    """Return a sentence for each wrong number of `add_model_flags`."""
+    """Return a message for each invalid number in the flags of `add_model_flags`."""
     problems = [
-        f"--{name.replace('_', '-')} {value}: give a number from {least} on"
+        f"--{name.replace('_', '-')} {value}: expected at least {least}"
         for name, least in (("batch_size", 1), ("num_workers", 0))
         if (value := getattr(args, name)) is not None and value < least
     ]
     if args.image_size and (len(args.image_size) > 2 or min(args.image_size) < 1):
-        problems.append("--image-size takes a side, or height and width, in pixels")
+        problems.append("--image-size: expected a side, or height and width, in pixels")
     return problems
 
 
 def model_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the flags of `add_model_flags` that change a model: dotted key -> value or None."""
+    """Return the settings that the flags of `add_model_flags` change: dotted key -> value."""
     size = args.image_size
     if size and len(size) == 1:
         size = size[0]
@@ -148,7 +149,7 @@ def model_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_run_words(parser: argparse.ArgumentParser) -> None:
-    """Add a run folder and settings that differ from the run's, for `run_and_settings`."""
+    """Add the positional arguments for `run_and_settings`: a run folder and settings."""
     parser.add_argument(
         "words",
         nargs="*",
@@ -159,9 +160,9 @@ def add_run_words(parser: argparse.ArgumentParser) -> None:
 
 
 def run_and_settings(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Divide `words` into a run folder or URL (or None), and settings (section.key=value).
+    """Split `words` into a run folder or URL (or None), and settings (section.key=value).
 
-    Raises ValueError for two folders.
+    Raises ValueError for more than one folder.
     """
     settings = [word for word in words if re.match(r"[a-z]+\.\w+=", word)]
     folders = [word for word in words if word not in settings]

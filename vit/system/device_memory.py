@@ -1,4 +1,4 @@
-"""Measure the memory of a process, on its GPU or on the host, and of its tensors (`LiveBytes`)."""
+"""Measure the memory of a process, on the GPU or the host, and of its tensors (`LiveBytes`)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torch.utils._pytree import tree_iter
 
 _DEVICE_OF = torch.ops.prim.device.default
 PROC = Path("/proc/self")
-"""The process's files of the kernel; only Linux has them."""
+"""The kernel's files about this process. Only Linux has them."""
 
 
 def reset_peak(device: torch.device) -> None:
-    """Start to measure the peak of memory."""
+    """Start measuring the peak memory."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif PROC.is_dir():
@@ -28,21 +28,21 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int | None:
-    """Return the peak of `bytes_in_use` since `reset_peak`; None if it is unknown."""
+    """Return the peak of `bytes_in_use` since `reset_peak`, or None if it is unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return _status_bytes("VmHWM") if PROC.is_dir() else None
 
 
 def bytes_in_use(device: torch.device) -> int:
-    """Return the memory of tensors on a GPU, or of this process on a CPU (0 if unknown)."""
+    """Return the memory of tensors on the GPU, or of the process on the CPU (0 if unknown)."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return _status_bytes("VmRSS") if PROC.is_dir() else 0
 
 
 def release_memory(device: torch.device) -> None:
-    """Free cached memory that no tensor uses."""
+    """Free cached memory that is not in use."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -55,9 +55,9 @@ def _status_bytes(name: str) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Adds up the bytes of all live storages that operations create.
+    """A dispatch mode that counts the bytes of all live storages that operations create.
 
-    now, peak: bytes. gradients_at_peak: the result of `begin`'s function at the peak.
+    now, peak: bytes. gradients_at_peak: the result of `count_gradients` at the peak.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         self._count_gradients: Callable[[], int] = lambda: 0
 
     def begin(self, count_gradients: Callable[[], int]) -> None:
-        """Start to measure the peak."""
+        """Start measuring the peak."""
         self.peak = 0
         self._count_gradients = count_gradients
 
@@ -77,7 +77,7 @@ class LiveBytes(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if function is torch.ops.aten._local_scalar_dense.default:
-            return 1.0  # an optimizer's count of updates, which affects no size
+            return 1.0  # an optimizer's update count, which does not affect sizes
         if function is _DEVICE_OF:
             return args[0].fake_device
         result = function(*args, **(kwargs or {}))
@@ -92,7 +92,7 @@ class LiveBytes(TorchDispatchMode):
             return
         self._sizes[key] = storage.nbytes()
         self.now += storage.nbytes()
-        # A storage object lives as long as a tensor uses it, so its end frees the bytes.
+        # A storage object is finalized when no tensor uses it any more.
         weakref.finalize(storage, self._remove, key)
         if self.now > self.peak:
             self.peak = self.now

@@ -1,16 +1,16 @@
-"""Choose the kind of device for all ranks of a run, from the devices that each rank finds.
+"""Choose the kind of device for all ranks, and bind each rank to the cores next to its GPU.
 
-Each rank looks up the GPUs of its host, and which of them torch can use. Rank 0 decides for all
-ranks before any of them chooses between gloo and NCCL, because ranks with different choices would
-wait for each other until a time limit ends the run.
+Each rank finds the GPUs of its host and those that torch can use. Rank 0 decides for all ranks
+before any rank chooses between gloo and NCCL, because ranks with different backends would wait for
+each other until a time limit ends the run.
 
-On a host of several sockets a rank is bound to the cores next to its GPU (`bind_near`):
+On a host with several sockets, a rank is bound to the cores next to its GPU (`bind_near`):
 
     PCI addresses of the GPUs -> numa_node of each -> cpulist of the node -> this process's cores
 
-Its workers, its page-locked slots and NCCL's threads inherit these cores, because the memory of the
-other socket is slower. torchrun's `--numa-binding` does the same, but needs numactl, and fails on a
-host that does not report the nodes of its GPUs.
+Its workers, its page-locked buffers and NCCL's threads inherit these cores, because access to the
+memory of another socket is slower. torchrun's `--numa-binding` does the same, but it needs numactl,
+and fails on a host that does not report the NUMA nodes of its GPUs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from vit.system.host import bind_to_cores, num_nvidia_gpus, text_of
 
 @dataclass(frozen=True)
 class HostDevices:
-    """The devices that a rank finds on its host."""
+    """The devices of a host, as found by one of its ranks."""
 
     host: str
     ranks: int
-    """Ranks of this run on the host."""
+    """Number of ranks of this run on the host."""
     gpus: int
-    """GPUs that torch can use."""
+    """Number of GPUs that torch can use."""
     nvidia_gpus: int
-    """GPUs of the host, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
+    """Number of NVIDIA GPUs, usable or not; 0 if CUDA_VISIBLE_DEVICES hides all of them."""
     said: str
-    """torch's reason why it can use no GPU, or ""."""
+    """torch's reason why it cannot use a GPU, or ""."""
     has_cuda_build: bool = True
     """Whether torch is built for GPUs."""
 
@@ -73,7 +73,7 @@ def find_devices(root: Path = Path("/")) -> HostDevices:
 
 
 def gpu_addresses(number: int) -> list[str]:
-    """Return the addresses of the first `number` GPUs on the PCI bus, in Linux's format."""
+    """Return the PCI addresses of the first `number` GPUs, in Linux's format."""
     gpus: list[Any] = [torch.cuda.get_device_properties(index) for index in range(number)]
     return [
         f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0" for gpu in gpus
@@ -81,7 +81,7 @@ def gpu_addresses(number: int) -> list[str]:
 
 
 def _with_remedy(reason: str) -> str:
-    """Return torch's `reason`, with a remedy if the driver or the build of torch is the cause."""
+    """Return torch's `reason`, with a remedy if the cause is the driver or the build of torch."""
     remedies = {
         "too old": f"this torch is built for CUDA {torch.version.cuda}: update the driver, or"
         " install a torch for an older CUDA (https://pytorch.org)",
@@ -95,13 +95,13 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     """Return "cpu" or "cuda" for all ranks, and notes to print.
 
     Args:
-        choice: the user's: "auto", "cpu" or "cuda".
+        choice: the user's choice: "auto", "cpu" or "cuda".
         setting: the name of that setting in messages, with "=".
         devices: the devices of each rank.
 
     Raises:
-        ValueError: some hosts lack a GPU for each rank, and the choice is "cuda" or other hosts
-            have enough; or a host has NVIDIA GPUs that a torch for GPUs cannot use.
+        ValueError: a host has fewer GPUs than ranks, although `choice` is "cuda" or other hosts
+            have enough; or torch is built for GPUs, but cannot use the NVIDIA GPUs of a host.
     """
     if choice == "cpu":
         return "cpu", []
@@ -109,21 +109,21 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
     lacking = [host for host in hosts if host.gpus < host.ranks]
     if not lacking:
         return "cuda", []
-    # On the CPUs of a GPU node ViT-B would train until the job's time limit, so unusable GPUs are
-    # an error. With a torch for CPUs only the user wants the CPU, as on a laptop.
+    # Training ViT-B on the CPUs of a GPU node would run into the job's time limit, so unusable GPUs
+    # are an error. With a CPU-only build of torch, the user probably wants the CPU.
     has_unusable = any(h.nvidia_gpus and not h.gpus and h.has_cuda_build for h in lacking)
     if choice == "cuda" or len(lacking) < len(hosts) or has_unusable:
         problems = "; ".join(f"{host.host}: {host}" for host in lacking)
         raise ValueError(
             f"{setting}{choice}: {len(lacking)} of {len(hosts)} host(s) cannot train on GPUs."
-            f" {problems}. Check them with nvidia-smi, start one rank for each GPU"
-            f" (--nproc_per_node), leave them out, or use {setting}cpu everywhere"
+            f" {problems}. Check these hosts with nvidia-smi, start one rank for each GPU"
+            f" (--nproc_per_node), exclude the hosts, or use {setting}cpu everywhere"
         )
     notes = [
         f"{host.host}, with {host.nvidia_gpus} NVIDIA GPU(s): {host}; TRAINING ON THE CPU, many"
         " times slower. Check nvidia-smi and that this torch is built for its driver, and start one"
-        f" rank for each GPU (--nproc_per_node); {setting}cuda makes it an error, {setting}cpu"
-        " leaves this note out"
+        f" rank for each GPU (--nproc_per_node); set {setting}cuda to stop with an error instead,"
+        f" or {setting}cpu to silence this note"
         for host in lacking
         if host.gpus or host.nvidia_gpus
     ]
@@ -131,10 +131,10 @@ def choose_device(choice: str, setting: str, devices: list[HostDevices]) -> tupl
 
 
 def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> None:
-    """Bind this process to the cores next to its GPU, if these are known.
+    """Bind this process to the cores next to its GPU, if these cores are known.
 
-    addresses: on the PCI bus ("0000:dc:00.0"), of the GPU of each rank of this host. own: index of
-    this rank's GPU. root: the folder of `sys`.
+    addresses: PCI address ("0000:dc:00.0") of the GPU of each rank on this host. own: index of this
+    rank's GPU. root: the folder of `sys`.
     """
     if not hasattr(os, "sched_setaffinity"):
         return
@@ -147,12 +147,12 @@ def bind_near(addresses: Sequence[str], own: int, root: Path = Path("/")) -> Non
 def cores_near(addresses: Sequence[str], own: int, allowed: set[int], root: Path) -> set[int]:
     """Return those of the `allowed` cores that are next to GPU `own`, or all of them.
 
-    All are returned if the GPU's node is unknown, or if ranks would get fewer cores than without
-    binding: some virtual machines report one node for all GPUs, and some jobs have most of their
+    All cores are returned if the GPU's NUMA node is unknown, or if binding would leave ranks fewer
+    cores. Some virtual machines report one node for all GPUs, and some jobs have most of their
     cores on another node.
     """
     nodes = [text_of(root / "sys/bus/pci/devices" / address / "numa_node") for address in addresses]
-    if not nodes[own].isdecimal():  # "": no such file; -1: the firmware does not report it
+    if not nodes[own].isdecimal():  # "" without the file; -1 if the firmware reports no node
         return allowed
     cores = text_of(root / "sys/devices/system/node" / f"node{nodes[own]}" / "cpulist")
     near = allowed & _cores_of(cores)
@@ -162,7 +162,7 @@ def cores_near(addresses: Sequence[str], own: int, allowed: set[int], root: Path
 
 
 def _cores_of(text: str) -> set[int]:
-    """Return the numbers of "0-3,8,10-11"."""
+    """Return the core numbers in a list such as "0-3,8,10-11"."""
     cores: set[int] = set()
     for part in filter(None, text.split(",")):
         first, _, last = part.partition("-")

@@ -1,8 +1,8 @@
-"""The common style of all pictures of the report: width, colours, fonts, names that fit.
+"""Draw the report's pictures in a common style: width, colors, fonts, and shortened names.
 
-Every PNG is 1400 pixels wide. Colours are from Okabe and Ito (2008), which colour-blind readers
-can distinguish, and no information is shown by colour alone. Class names are shortened in the
-middle to fit. A class without a name is "class 7".
+Every PNG is 1400 pixels wide. The colors are those of Okabe and Ito (2008), which color-blind
+readers can distinguish, and color alone never carries information. Class names are shortened in
+the middle to fit. A class without a name is shown as "class 7".
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from vit.system.files import replacing, told
 
-# Functions import matplotlib when they draw, so that training starts without it.
+# Functions import matplotlib only when they draw, so that training starts faster.
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "pdf", "svg")
-"""Suffixes of pictures; the last two keep lines and letters sharp in a paper."""
+"""Supported suffixes of pictures. `pdf` and `svg` are vector formats for papers."""
 WIDTH_IN = 8.0
 DPI = 175
 TITLE_PT = 12.0
@@ -43,7 +43,7 @@ GREY = "#666666"
 PURPLE = "#CC79A7"
 SKY = "#56B4E9"
 FONT = "DejaVu Sans"
-"""The font that comes with matplotlib, so that letters look the same on all machines."""
+"""The font that is shipped with matplotlib, so that pictures look the same on all machines."""
 STYLE: dict[str, Any] = {
     "font.size": TEXT_PT,
     "axes.titlesize": TITLE_PT,
@@ -59,7 +59,7 @@ STYLE: dict[str, Any] = {
     "legend.framealpha": 0.8,
     "savefig.dpi": DPI,
     "pdf.fonttype": 42,  # TrueType: publishers refuse Type 3
-    "svg.fonttype": "path",  # text as outlines: a phone has no DejaVu Sans
+    "svg.fonttype": "path",  # outlines, because a phone does not have DejaVu Sans
     "svg.hashsalt": "vit",
     "text.parse_math": False,  # a class may be called "US$"
 }
@@ -80,17 +80,17 @@ OTHER_LETTERS = (
     "Noto Sans Tamil",
     "Arial Unicode MS",
 )
-"""Fonts for letters that DejaVu Sans lacks; only the installed ones are used."""
+"""Fonts for letters that DejaVu Sans lacks. Only installed fonts are used."""
 _missing_letters = set[str]()
 """Letters that have already been reported."""
 
 
 @contextmanager
 def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]:
-    """Yield a figure of the common width and style; write it to `picture` when the block ends.
+    """Yield a figure of the common width and style, and write it to `picture` after the block.
 
-    The suffix of `picture` is its format, one of `FORMATS`. If writing fails, the old picture
-    stays. Raises ValueError for an unknown suffix, and if the picture cannot be written.
+    The suffix of `picture` selects the format, one of `FORMATS`. If writing fails, the old picture
+    is kept. Raises ValueError for an unknown suffix, and if the picture cannot be written.
     """
     form = picture_format(picture)
     with report_style():
@@ -105,16 +105,16 @@ def drawing(picture: Path, height_in: float, **options: Any) -> Iterator[Figure]
 
 
 def picture_format(picture: Path) -> str:
-    """Return the format of the suffix of `picture`. Raises ValueError for an unknown suffix."""
+    """Return the format that the suffix of `picture` selects. Raises ValueError for others."""
     form = picture.suffix.lower().removeprefix(".")
     if form not in FORMATS:
-        raise ValueError(f"{picture}: the suffix says in which format, one of {', '.join(FORMATS)}")
+        raise ValueError(f"{picture}: expected a suffix out of {', '.join(FORMATS)}")
     return form
 
 
 @contextmanager
 def report_style() -> Iterator[None]:
-    """Apply `STYLE` over matplotlib's defaults, and ignore the user's settings."""
+    """Apply `STYLE` over matplotlib's defaults, ignoring the user's matplotlib settings."""
     import matplotlib.style
 
     fonts = [FONT, *_installed(OTHER_LETTERS)]
@@ -127,7 +127,7 @@ def report_style() -> Iterator[None]:
 
 @lru_cache
 def _installed(fonts: tuple[str, ...]) -> list[str]:
-    """Return the installed ones of `fonts`."""
+    """Return those of `fonts` that are installed."""
     from matplotlib.font_manager import fontManager
 
     present = {font.name for font in fontManager.ttflist}
@@ -136,7 +136,7 @@ def _installed(fonts: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def _missing_letters_once() -> Iterator[None]:
-    """Report letters that no font has in one line, instead of two lines at each use of a letter."""
+    """Report letters that no font has in one line, in place of matplotlib's repeated warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         yield
@@ -150,16 +150,16 @@ def _missing_letters_once() -> Iterator[None]:
     if letters:
         _missing_letters.update(letters)
         print(
-            f"note: no font here has {' '.join(sorted(letters)[:20])}, drawn as boxes: install"
-            f" one that has, such as {OTHER_LETTERS[0]}",
+            f"note: no installed font has {' '.join(sorted(letters)[:20])}, drawn as boxes: install"
+            f" a font such as {OTHER_LETTERS[0]}",
             file=sys.stderr,
         )
 
 
 def new_sheet(figure: Figure, heading: str) -> Axes:
-    """Add axes over the entire figure, in inches from its top left corner.
+    """Add axes over the entire figure, in inches from the top left corner, with a heading.
 
-    The heading takes the first 0.5 inches.
+    The heading occupies the top 0.5 inches.
     """
     width, height = figure.get_size_inches()
     axes = figure.add_axes((0, 0, 1, 1))
@@ -172,7 +172,7 @@ def new_sheet(figure: Figure, heading: str) -> Axes:
 def place(
     sheet: Axes, pixels: NDArray, left: float, top: float, width: float, height: float
 ) -> None:
-    """Draw `pixels` (H, W, 3) into a box of a sheet, in inches, as large as their aspect allows."""
+    """Draw `pixels` (H, W, 3) centered in a box (in inches), as large as fits."""
     scale = min(width / pixels.shape[1], height / pixels.shape[0])
     half_w = pixels.shape[1] * scale / 2
     half_h = pixels.shape[0] * scale / 2
@@ -181,12 +181,12 @@ def place(
 
 
 class Cell(NamedTuple):
-    """A picture of a grid."""
+    """A picture in a grid, with its caption."""
 
     image: Tensor
     """(1 or 3, H, W) uint8, or float in [0, 1]."""
     caption: list[str]
-    """Lines under it."""
+    """Lines under the picture."""
 
 
 def cell_width_in(num_columns: int) -> float:
@@ -204,7 +204,7 @@ def plot_cells(
 ) -> Path:
     """Draw pictures of one size, row by row, with their captions. Return `picture`.
 
-    titles: those of the columns.
+    titles: column titles.
     """
     height, width = cells[0].image.shape[1:]
     side = cell_width_in(num_columns)
@@ -229,7 +229,7 @@ def plot_cells(
 
 
 def as_colors(inputs: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Undo the normalisation of inputs (B, C, H, W); return them on the host, in [0, 1]."""
+    """Undo the normalization of inputs (B, C, H, W); return them on the CPU, in [0, 1]."""
     shift, scale = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return (inputs.detach().float().cpu() * scale + shift).clamp(0, 1)
 
@@ -239,7 +239,7 @@ def add_title(figure: Figure, text: str) -> None:
 
 
 def to_pixels(image: Tensor) -> NDArray:
-    """Convert (1 or 3, H, W) to (H, W, 3), of the same dtype."""
+    """Convert an image (1 or 3, H, W) to (H, W, 3) of the same dtype."""
     return image.detach().cpu().expand(3, -1, -1).permute(1, 2, 0).numpy()
 
 
@@ -252,7 +252,7 @@ def display_name(class_names: Sequence[str], label: int) -> str:
 def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "normal") -> str:
     """Shorten `text` in the middle until it is at most `width_in` inches wide.
 
-    size: the size of its letters, in points.
+    size: font size in points.
     """
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
@@ -274,7 +274,7 @@ def shorten(text: str, width_in: float, size: float = TEXT_PT, weight: str = "no
 
 
 def share_lines(target: Tensor, class_names: Sequence[str], width_in: float) -> list[str]:
-    """Return a line for a single class, or one for each of the two largest shares: "cat .72"."""
+    """Return a line with the class, or a line for each of the two largest shares: "cat .72"."""
     values, classes = target.topk(min(2, len(target)))
     if values[0] >= 0.995 or values[-1] < 0.005:
         return [shorten(display_name(class_names, int(classes[0])), width_in, SMALL_PT)]

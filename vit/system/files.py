@@ -1,7 +1,7 @@
-"""Atomic file writes, and the error for damaged files.
+"""Write files atomically, and define the errors for damaged files.
 
-A file gets its name when it is complete and on the disk, so a reader sees the old file or the new
-one, never a part.
+A file gets its final name only when it is complete and flushed to the disk. A reader therefore sees
+either the old file or the new one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Errors of a full disk: no space, a quota, a limit on the size of a file."""
+"""The error numbers of a full disk: no space, an exhausted quota, a file-size limit."""
 
 
 class ShardError(ValueError):
@@ -35,22 +35,22 @@ class WeightsError(ValueError):
 
 
 def unreadable(path: Path, error: OSError) -> ShardError:
-    """Return the error for a `path` that the system refuses to open."""
+    """Return the error for a `path` that the system cannot open."""
     return ShardError(
         f"{path}: cannot be read ({error.strerror}); check its permissions and its disk"
     )
 
 
 def temporary_beside(path: Path) -> Path:
-    """Return a unique name next to `path` for an unfinished file.
+    """Return a unique path next to `path` for an unfinished file.
 
-    It is random because containers may share host name and process ids.
+    The name is random because containers may have equal host names and process ids.
     """
     return path.with_name(f".{path.name}.{socket.gethostname()}.{secrets.token_hex(4)}.tmp")
 
 
 def _locked(path: Path, flags: int = 0) -> tuple[int, bool | None]:
-    """Return a descriptor of a file or folder, and whether it was locked; None without locks."""
+    """Return a descriptor of `path`, and whether it could be locked (None without locks)."""
     descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | flags)
@@ -65,7 +65,7 @@ def remove_if_abandoned(temporary: Path) -> None:
     """Remove a file or folder named by `temporary_beside`, unless a live process writes it.
 
     A live process holds a lock. If locks are not visible (another host, some file systems), a file
-    counts as abandoned after ten minutes without a change, a folder after a day.
+    is considered abandoned after ten minutes without a change, and a folder after a day.
     """
     with suppress(OSError):
         descriptor, is_locked = _locked(temporary, fcntl.LOCK_NB)
@@ -85,7 +85,7 @@ def remove_if_abandoned(temporary: Path) -> None:
 
 
 def _newest_change_s(path: Path) -> float:
-    """Return when `path`, or anything in it, changed last. Raises OSError if it is gone."""
+    """Return when `path`, or anything in it, last changed. Raises OSError if it is gone."""
     newest_s = path.stat().st_mtime
     for inside in path.rglob("*"):
         with suppress(OSError):
@@ -94,7 +94,7 @@ def _newest_change_s(path: Path) -> float:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove unfinished files of killed processes for `folder / name`, or for all of `folder`."""
+    """Remove unfinished files that killed processes left in `folder`, optionally only of `name`."""
     for leftover in folder.glob(f".{'*' if name is None else glob.escape(name)}.*.tmp"):
         remove_if_abandoned(leftover)
 
@@ -105,9 +105,9 @@ _unfinished: set[int] = set()
 
 def _leave_unfinished() -> None:
     """Let a forked process release the files that its parent is writing."""
-    # A loader worker lives for hours. Its descriptor would keep the lock of an abandoned file, and
-    # the disk space of a removed one. Descriptors are replaced, not closed: the worker's copy of
-    # the file object would otherwise write to the next file that gets the same number.
+    # A loader worker lives for hours. Its descriptor would keep an abandoned file locked, and keep
+    # the disk space of a removed file. Replace the descriptors: if they were closed, the worker's
+    # copy of the file object could write to the next file that gets the same number.
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in _unfinished:
         os.dup2(null, descriptor, inheritable=False)
@@ -122,14 +122,14 @@ os.register_at_fork(after_in_child=_leave_unfinished)
 def temporary_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a new locked file next to `path`; remove it after the block unless it was renamed.
 
-    A process that is forked during the block does not inherit it.
+    A process that is forked during the block does not inherit the file.
     """
     with ExitStack() as stack:
         while True:
             file = stack.enter_context(open(temporary_beside(path), "x+b"))
             with suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX)
-            # 0: another process took the file for abandoned, and removed it before the lock.
+            # Without a link, another process removed the unlocked file as abandoned.
             if os.fstat(file.fileno()).st_nlink:
                 break
         _unfinished.add(file.fileno())
@@ -150,22 +150,23 @@ def locked_folder(path: Path) -> tuple[Path, int]:
         temporary.mkdir(mode=0o700)
         with suppress(FileNotFoundError):
             descriptor, _ = _locked(temporary)
-            # Otherwise another process took the folder for abandoned before the lock.
+            # If it is missing, another process removed the unlocked folder as abandoned.
             if temporary.exists():
                 return temporary, descriptor
             os.close(descriptor)
 
 
 def private_folder(path: Path) -> Path:
-    """Create the folder `path` so that only this user can read it; return it.
+    """Create the folder `path` so that only this user can read it; return `path`.
 
-    Other users can guess the name. Raises PermissionError if `path` is a link, or another user's.
+    Another user could create this folder first. Raises PermissionError if `path` is a link or
+    belongs to another user.
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-        reason = "it is not a folder of this user's: remove it, or set TMPDIR"
+        reason = "the folder does not belong to this user: remove it, or set TMPDIR"
         raise PermissionError(errno.EPERM, reason, str(path))
     path.chmod(0o700)
     return path
@@ -173,23 +174,23 @@ def private_folder(path: Path) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a temporary file that replaces `path` at the end of the block, unless it raises."""
+    """Yield a temporary file that replaces `path` after the block, unless the block raises."""
     try:
         with temporary_file(path) as file:
             yield file
             file.flush()
-            os.fsync(file.fileno())  # the rename must not reach the disk before the data
+            os.fsync(file.fileno())  # The data must reach the disk before the rename does.
             os.replace(file.name, path)
     except OSError as error:
         if error.filename is None:
-            # A failed write ("No space left on device") does not name its file.
+            # An error of a write ("No space left on device") does not name the file.
             error.filename = str(path)
         raise
 
 
 @contextmanager
 def told(path: Path, flag: str = "") -> Iterator[None]:
-    """Turn an OSError about writing the user's `path` into a ValueError of one line.
+    """Convert an OSError about writing the user's `path` to a one-line ValueError.
 
     flag: the command-line flag of the path, followed by a space.
     """
@@ -203,7 +204,7 @@ def told(path: Path, flag: str = "") -> Iterator[None]:
 
 
 def check_place(path: Path, flag: str = "") -> None:
-    """Raise ValueError if `path` cannot be written; for use before the work whose result it is."""
+    """Raise ValueError if `path` cannot be written. Call it before computing the result."""
     with told(path, flag):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
@@ -213,7 +214,7 @@ def check_place(path: Path, flag: str = "") -> None:
 
 
 def link_to(name: str, path: Path) -> None:
-    """Make `path` a symbolic link to `name` in its folder; replace an existing file or link."""
+    """Make `path` a symbolic link to `name` in the same folder, replacing what exists."""
     if not os.path.lexists(path):
         path.symlink_to(name)
     elif not (path.is_symlink() and os.readlink(path) == name):
@@ -230,7 +231,7 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 def json_bytes(content: dict[str, Any]) -> bytes:
     """Return `content` in the format of all JSON files of this project."""
-    # A name that is not UTF-8 has lone surrogates, which backslashreplace writes as JSON escapes.
+    # Names that are not UTF-8 have lone surrogates, which backslashreplace writes as JSON escapes.
     return (
         json.dumps(content, indent=1, ensure_ascii=False).encode("utf-8", "backslashreplace")
         + b"\n"
@@ -238,9 +239,9 @@ def json_bytes(content: dict[str, Any]) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return the object in the JSON file `path`; None if the file does not exist.
+    """Return the object in the JSON file `path`, or None if the file does not exist.
 
-    Raises ShardError for anything else, or an unreadable file.
+    Raises ShardError for any other content, and for an unreadable file.
     """
     try:
         return parse_json(path.read_bytes(), path)
@@ -251,7 +252,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
-    """Return the JSON object in `content`, read from `source`. Raises ShardError for anything
+    """Return the JSON object in `content`. Raises ShardError, which names `source`, for anything
     else."""
     try:
         parsed = json.loads(content)
@@ -268,9 +269,9 @@ def parse_json(content: bytes, source: Path | str) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Force a file, or the entries of a folder, to the disk.
+    """Flush a file, or the entries of a folder, to the disk.
 
-    Without it a renamed file may be empty after a power cut.
+    Otherwise a renamed file may be empty after a power failure.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -280,6 +281,6 @@ def flush(path: Path) -> None:
 
 
 def sha256_of(path: Path) -> str:
-    """Return the sha256 of a file in hexadecimal."""
+    """Return the sha256 of a file as hexadecimal text."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

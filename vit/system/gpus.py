@@ -1,7 +1,7 @@
-"""A table of GPUs: peak of matrix products, memory and its bandwidth.
+"""Define a table of GPUs: peak FLOP/s of matrix products, memory size and bandwidth.
 
-The peak is the base of utilization (MFU), so it is the dense number of the data sheet. Numbers with
-structured sparsity are twice as large, but training does not use that.
+Model FLOPs utilization (MFU) is relative to the peak, so the table has the dense peak of the data
+sheet. The peak with structured sparsity is twice as high, but training does not use sparsity.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from vit.system.spelling import did_you_mean
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU of a data sheet."""
+    """The data-sheet values of a GPU."""
 
     name: str
     bf16_tflops: float
-    """Dense bf16 and fp16 with fp32 accumulation, 10**12 operations per second. V100 and T4 have
-    no bf16, so theirs is for fp16."""
+    """Dense bf16 or fp16 with fp32 accumulation, 10**12 operations per second. V100 and T4 have no
+    bf16, so their values are for fp16."""
     fp32_tflops: float
-    """fp32 outside of the tensor cores, which is what torch uses unless TF32 is allowed."""
+    """fp32 without tensor cores, which torch uses unless TF32 is allowed."""
     memory_gib: float
-    """The total memory that torch reports, a little less than the advertised size."""
+    """The total memory that torch reports, slightly less than the advertised size."""
     bandwidth_gbs: float
-    """The bandwidth of the memory, 10**9 bytes per second."""
+    """The memory bandwidth, 10**9 bytes per second."""
     pattern: str
-    """A pattern that matches the driver's name of the GPU."""
+    """A pattern that matches the driver's name for the GPU."""
 
     def peak_tflops(self, precision: str) -> float:
         """Return the peak for `precision`: fp32, bf16 or fp16."""
@@ -39,8 +39,8 @@ GPUS = (
     # B200 and B300, GB200 and GB300 NVL72 (per GPU), RTX 6000 Ada and RTX PRO 6000 (fp16 from their
     # fp8 and fp4); A10G by AWS's G5, H20 by its sellers; appendix A of the GA102, Ada and RTX
     # Blackwell architectures for 3090, 4090 and 5090, whose tensor cores are half as fast with fp32
-    # accumulation; AMD's data sheet of the MI300X. The first pattern that matches counts, so the
-    # narrower ones come first.
+    # accumulation; AMD's data sheet of the MI300X. The first matching pattern is used, so narrower
+    # patterns come first.
     Gpu("H100-PCIe", 756.0, 51.0, 79.1, 2039.0, r"\bH100.*PCIe"),
     Gpu("H100-NVL", 835.0, 60.0, 93.1, 3938.0, r"\bH100.*NVL"),
     Gpu("H100", 989.4, 66.9, 79.1, 3352.0, r"\bH100\b"),
@@ -74,29 +74,29 @@ GPUS = (
 
 
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU for a common `name`: H200, h100-pcie, 4090.
+    """Return the GPU for a common `name`, such as H200, h100-pcie or 4090.
 
-    Raises ValueError with the known names.
+    Raises ValueError, which lists the known names, for any other name.
     """
     for gpu in GPUS:
         if _plain(name) == _plain(gpu.name):
             return gpu
     names = [gpu.name for gpu in GPUS]
     raise ValueError(
-        f"{name!r} is not in the table of GPUs{did_you_mean(name, map(str.lower, names))}: it has"
+        f"{name!r} is not a known GPU{did_you_mean(name, map(str.lower, names))}: use one of"
         f" {', '.join(names)}"
     )
 
 
 def _plain(name: str) -> str:
-    """Return `name` without the parts that do not distinguish GPUs of the table."""
+    """Return `name` without the parts that do not distinguish GPUs in the table."""
     return re.sub(r"[^a-z0-9]|rtx|sxm\d?|80gb$|141gb$", "", name.lower())
 
 
 def find_device(device_name: str) -> Gpu | None:
-    """Return the GPU for the driver's `device_name`, or None if the table does not have it.
+    """Return the GPU for the driver's `device_name`, or None if the table lacks it.
 
-    Also None for an instance of a divided GPU ("NVIDIA H200 MIG 1g.18gb"), whose peak is lower.
+    The result is also None for a MIG instance ("NVIDIA H200 MIG 1g.18gb"), whose peak is lower.
     """
     if re.search(r"\bMIG\b", device_name):
         return None

@@ -1,8 +1,9 @@
-"""Random numbers as pure functions: a hash of integers, and permutations keyed by one.
+"""Compute random numbers and permutations as pure functions: a hash of integers.
 
-Order and augmentation use them, so that any draw can be computed without the draws before it. The
-hash is implemented in this module because libraries do not guarantee stable random streams:
-`tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` have its output.
+The sample order and augmentation use these functions, so that any random number can be computed
+without those before it. This module implements the hash because libraries do not guarantee stable
+random streams. `tests/data/golden_order.json` and `tests/data/augment/golden_draws.json` contain
+expected output.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 
 U64 = np.uint64
 CHUNK_NUMBERS = 1 << 16
-"""Numbers hashed at a time, so that they fit into the cache of a core."""
+"""The number of integers hashed at a time, which fit into the cache of a core."""
 
 
 def hash64(values: ArrayLike) -> NDArray[np.uint64]:
@@ -27,7 +28,7 @@ def hash64(values: ArrayLike) -> NDArray[np.uint64]:
 
 
 def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Return one key for several integers or arrays (broadcast together), whose order matters."""
+    """Combine integers or arrays, broadcast together, into keys. The order of `parts` matters."""
     key: NDArray[np.uint64] = np.zeros((), dtype=U64)
     for part in parts:
         key = hash64(key ^ hash64(np.asarray(part).astype(U64)))
@@ -37,7 +38,7 @@ def fold(*parts: ArrayLike) -> NDArray[np.uint64]:
 def fold_numbers(
     key_of: Callable[[NDArray[np.integer]], NDArray[np.uint64]], numbers: NDArray[np.integer]
 ) -> NDArray[np.uint64]:
-    """Return `key_of(numbers)`, computed in chunks: `fold` needs five times its result."""
+    """Return `key_of(numbers)`, computed in chunks: `fold` needs five times its result's memory."""
     keys = np.empty(len(numbers), U64)
     for start in range(0, len(numbers), CHUNK_NUMBERS):
         chunk = slice(start, start + CHUNK_NUMBERS)
@@ -46,13 +47,13 @@ def fold_numbers(
 
 
 def are_ranked(keys: NDArray[np.uint64], first: int, end: int) -> NDArray[np.bool_]:
-    """Return which of `keys`, all different, come `first` to before `end` in ascending order."""
+    """Return which of the distinct `keys` have ranks [first, end) in ascending order."""
     lowest, highest = np.partition(keys, [first, end - 1])[[first, end - 1]]
     return (keys >= lowest) & (keys <= highest)
 
 
 def uniform(key: ArrayLike, *index: ArrayLike) -> NDArray[np.float64]:
-    """Return uniform numbers in [0, 1) with 53 random bits, one per (key, *index), broadcast."""
+    """Return a uniform number in [0, 1) with 53 random bits for each (key, *index), broadcast."""
     return (fold(key, *index) >> U64(11)).astype(np.float64) * 2.0**-53
 
 
@@ -70,7 +71,7 @@ class Permutation:
         self.keys = fold(key, np.arange(rounds))
 
     def __call__(self, positions: ArrayLike) -> NDArray[np.int64]:
-        """Map positions in [0, n), any shape, to values in [0, n); each value comes once."""
+        """Map positions in [0, n), of any shape, to distinct values in [0, n)."""
         out = np.array(positions, dtype=U64)
         todo = np.ones(out.shape, dtype=bool)
         # The power of four is below 4 n, so at most four passes are expected.

@@ -1,7 +1,7 @@
-"""Resources of this machine that a process may use: cores, memory, open files.
+"""Find the resources that this process may use: cores, memory, open files, local disks.
 
-`/proc` has the resources of the machine. Control groups (version 2 or 1) may allow less to a
-container or a batch job. Each level of groups may set a limit, and the smallest limit counts.
+`/proc` lists the resources of the machine. Control groups (version 2 or 1) may limit a container or
+a batch job further. Each level of groups may set a limit, and the smallest limit applies.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ _STATES = {
     "Z": "dead",
 }
 _V1_UNLIMITED = 2**60
-"""Version 1 writes "no limit" as a number near 2**63."""
+"""A threshold for limits of version 1, which writes "no limit" as a number near 2**63."""
 _num_before_binding: int | None = None
-"""Number of cores that this process could use before `bind_to_cores`."""
+"""The number of cores that this process could use before `bind_to_cores`."""
 
 
 def num_cores(root: Path = Path("/")) -> int:
     """Return the number of cores that the job may use on this host, at least 1.
 
-    It is that of the affinity at the start of this process, or a smaller quota of its groups.
+    The affinity at the start of this process and the quotas of its control groups limit the number.
     `root`: the folder of `proc` and `sys`.
     """
     cores = float(_num_before_binding or _num_allowed())
@@ -65,7 +65,7 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def bind_to_cores(cores: set[int]) -> None:
-    """Bind this process, and the processes that it starts from now on, to `cores`.
+    """Bind this process, and the processes that it starts later, to `cores`.
 
     `num_cores` still reports all cores of the job, because the ranks of a host share them.
     """
@@ -81,8 +81,8 @@ def _num_allowed() -> int:
 def free_memory_bytes(root: Path = Path("/")) -> int | None:
     """Return the memory that this process and its children may still use; None if unknown.
 
-    It is the available memory of the kernel, or less if a control group has a limit. The file cache
-    of the group counts as free.
+    Both the available memory of the machine and the limits of control groups apply. The file cache
+    of a group is counted as free.
     """
     free = [
         int(line.split()[1]) * 1024
@@ -102,8 +102,8 @@ def free_memory_bytes(root: Path = Path("/")) -> int | None:
 def num_oom_kills(root: Path = Path("/")) -> int | None:
     """Return the number of processes that the kernel has killed because memory ran out.
 
-    Counted in the control groups of this process, or on the machine if groups do not count. None if
-    unknown.
+    The number is that of this process's control groups, or of the machine if groups do not count
+    kills. None if unknown.
     """
     counted = [
         text_of(group / name)
@@ -116,7 +116,7 @@ def num_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def file_system(path: Path, root: Path = Path("/")) -> str:
-    """Return the kernel's name of the file system of `path` (ext4, nfs4, lustre), or "".
+    """Return the kernel's name for the file system of `path` (ext4, nfs4, lustre), or "".
 
     `root`: the folder of `proc`.
     """
@@ -135,12 +135,12 @@ def file_system(path: Path, root: Path = Path("/")) -> str:
 
 
 def is_shared(kind: str) -> bool:
-    """Return whether a file system of this kind is shared with other machines."""
+    """Return whether other machines share a file system of this kind."""
     return kind in _SHARED or kind.startswith(("nfs", "fuse."))
 
 
 def process_state(pid: int | None) -> str:
-    """Return the state of a process, to append to its number: ", stopped"; "" if unknown."""
+    """Return a process state to append to messages, such as ", stopped"; "" if unknown."""
     try:
         letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
@@ -149,9 +149,9 @@ def process_state(pid: int | None) -> str:
 
 
 def num_nvidia_gpus(root: Path = Path("/")) -> int:
-    """Return the number of NVIDIA GPUs on the PCI bus, whether their driver works or not.
+    """Return the number of NVIDIA GPUs on the PCI bus, with or without a working driver.
 
-    0 if unknown. `root`: the folder of `proc` and `sys`.
+    Returns 0 if unknown. `root`: the folder of `proc` and `sys`.
     """
     display = "0x03"  # PCI's class of display and 3D controllers
     return sum(
@@ -161,7 +161,7 @@ def num_nvidia_gpus(root: Path = Path("/")) -> int:
 
 
 def raise_open_files(limit: int) -> int:
-    """Raise this process's limit of open files to `limit`, or as far as allowed; return it."""
+    """Raise this process's limit of open files to `limit` if allowed; return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     reachable = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     if soft == resource.RLIM_INFINITY or soft >= reachable:
@@ -181,7 +181,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         group = mount / name.strip("/")
-        # In a container the name may be that of the host, where only the mount itself exists.
+        # In a container, this may be the host's path, and only the mount itself exists.
         yield from (
             place
             for place in (group, *group.parents)
@@ -190,7 +190,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def text_of(path: Path) -> str:
-    """Return the content of a small file of the kernel; "" if it cannot be read."""
+    """Return the content of a small kernel file, or "" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -198,7 +198,7 @@ def text_of(path: Path) -> str:
 
 
 def cpu_name(root: Path = Path("/")) -> str:
-    """Return the model name of this CPU, or its architecture. `root`: the folder of `proc`."""
+    """Return the model name of the CPU, or its architecture. `root`: the folder of `proc`."""
     try:
         match = re.search(r"^model name\s*:\s*(.+)$", (root / "proc/cpuinfo").read_text(), re.M)
     except OSError:
@@ -211,11 +211,11 @@ def _is_of_another(place: Path) -> bool:
 
 
 def default_folder(root: Path = Path("/")) -> Path:
-    """Return a folder on a disk of this machine.
+    """Return a folder on a local disk.
 
-    It is in SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk; else it is `vit` in
-    XDG_CACHE_HOME or in ~/.cache. root: the folder that contains `proc`.
-    Raises ShardError if all of these are in memory or on network file systems.
+    The folder is in SLURM_TMPDIR or TMPDIR, which batch systems set to a local disk, or else `vit`
+    in XDG_CACHE_HOME or ~/.cache. Raises ShardError if all of these are in memory or on network
+    file systems. root: the folder that contains `proc`.
     """
     places = [
         Path(os.environ[name]) / f"vit-{os.getuid()}"
@@ -227,14 +227,13 @@ def default_folder(root: Path = Path("/")) -> Path:
     for place in places:
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
         if place.name == f"vit-{os.getuid()}" and _is_of_another(place):
-            refused.append(f"{place} (another user's)")  # other users can guess the name
+            refused.append(f"{place} (another user's)")  # Another user created it first.
             continue
         kind = file_system(existing, root)
         if not is_shared(kind) and kind != "tmpfs":
             return place
         refused.append(f"{place} ({kind})")
     raise ShardError(
-        "no folder on a disk of this machine is known for blocks of shards, only"
-        f" {', '.join(refused)}: name one with data.cache_dir, as /scratch or /local_disk of a"
-        " cluster's node"
+        "no folder on a local disk was found for cached blocks of shards, only"
+        f" {', '.join(refused)}: set data.cache_dir to one, such as /scratch or /local_disk"
     )

@@ -1,4 +1,4 @@
-"""Report progress of a long task: a live line on a terminal, a line every 10 s in a log file."""
+"""Report the progress of a task by a live line on a terminal, or a line every 10 s in a log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 def steady_s() -> float:
     """Return the seconds of a clock that does not jump when the time of day is set.
 
-    On Linux it also counts the time that the machine sleeps.
+    On Linux, the clock also advances while the machine sleeps.
     """
     if hasattr(time, "CLOCK_BOOTTIME"):
         return time.clock_gettime(time.CLOCK_BOOTTIME)
@@ -31,12 +31,12 @@ def steady_s() -> float:
 
 
 class Meter:
-    """Shows on stderr how many of `total` units are done, the rate and the remaining time.
+    """A progress display on stderr: units done of `total`, rate, and remaining time.
 
         with Meter("evaluating", 50_000, "images") as meter:
             meter.update(done=6_400)
 
-    Silent unless `shown`. `into`: gets the text instead of stderr, for an existing live line.
+    shown: False prints nothing. into: a function that receives the text in place of stderr.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Meter:
             self._live.stop()
 
     def update(self, done: int, also: str = "", num_bytes: int = 0) -> None:
-        """Report `done` of `total` so far; `also` is appended, and `num_bytes` so far as MB/s."""
+        """Report `done` of `total` units, optionally `num_bytes` as MB/s, and the text `also`."""
         now = time.monotonic()
         in_log = self.into is None and self._live is None
         if not self.shown or (in_log and now - self._printed_at < LOG_EVERY_S):
@@ -89,7 +89,7 @@ class Meter:
         ]
         if num_bytes:
             parts.append(f"{num_bytes / elapsed_s / 1e6:,.1f} MB/s")
-        # The least important part comes last, because a narrow terminal cuts off the end.
+        # The least important part comes last, because narrow terminals truncate the line.
         text = f"{self.task}: {', '.join([*parts, *filter(None, [also])])}"
         if self.into is not None:
             self.into(text)
@@ -100,7 +100,7 @@ class Meter:
 
 
 def digits(value: float) -> str:
-    """Format a number with two digits or more: 2,712, 27.1, 0.27, 0.0027."""
+    """Format a number with at least two significant digits: 2,712, 27.1, 0.27, 0.0027."""
     if value >= 100:
         return f"{value:,.0f}"
     if value >= 0.1:

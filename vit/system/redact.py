@@ -1,7 +1,7 @@
-"""Replace logins and other secrets in texts by `***`.
+"""Replace logins and other secrets in text with `***`.
 
-All messages, records and reports go through `shown`. `guard_console` applies it to everything that
-a process prints.
+`shown` masks all messages, records and reports. `guard_console` applies it to everything that a
+process prints.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ MASK = "***"
 HEADER_VARIABLE = "VIT_HTTP_HEADER"
 
 _REFERENCE = r"\$\{[A-Za-z_]\w*\}|\$[A-Za-z_]\w*"
-"""Matches `$NAME` and `${NAME}`, which stand for the value of an environment variable."""
+"""Matches `$NAME` and `${NAME}`, which mean the value of an environment variable."""
 _NO_SECRET = re.compile(rf"(?:{_REFERENCE}|\*\*\*|\.\.\.)+")
 _WORD = r"""(?:\\[^"']|[^\s"'\\])+"""
 """A word of a shell command, possibly inside a JSON text."""
 USERINFO = re.compile(r"(?<=:/)(/?)((?:[^/\s\"<>]*|[^/\s:@\"<>]+:(?!\d+(?:[/\s]|$))[^\s@\"<>]*)@)")
-"""Also after a single slash, because a URL that was taken for a path has only one."""
+"""Matches a login after one slash as well, because `Path` removes the second slash of a URL."""
 _END = r"(?=[).,;:|]*(?:[\s#\"'<>\\]|::|$))"
 QUERY = re.compile(r"(:/[^\s?#\"'<>\\]*)\?(?![).,;:|])([^\s#\"'<>\\]+?)" + _END)
 _PARAMETER = re.compile(
@@ -58,19 +58,20 @@ _SECRET_VARIABLE = re.compile(
     re.IGNORECASE,
 )
 UNPRINTED = {"Cc", "Cf", "Cs", "Zl", "Zp"}
-"""Unicode's categories of control and format characters, lone surrogates and line ends."""
+"""The Unicode categories of control and format characters, lone surrogates and line ends."""
 _COMMANDS = re.compile(r"\x1b(?!\[[0-9;?]*[A-Za-z])|[\x00-\x08\x0b\x0c\x0e-\x1a\x1c-\x1f\x7f-\x9f]")
-"""Control characters but tab, line feed, carriage return and CSI sequences: titles of windows, the
-clipboard, bells."""
+"""Matches control characters (window titles, clipboard, bells), except tab, line feed, carriage
+return and CSI sequences."""
 _known: dict[str, str] = {}
-"""Secrets that this process has used, in all forms in which they are sent -> replacement."""
+"""The secrets that this process has used, in all encodings, and their replacements."""
 
 
 def shown(text: str) -> str:
     """Return `text` with `***` in place of every secret.
 
-    Secrets are the userinfo and the query of URLs, headers and options that log in, and all secrets
-    that this process has used to log in or has in its environment. `${NAME}` stays. Idempotent.
+    Secrets are the userinfo and query of URLs, headers and options with credentials, and all
+    secrets that this process has used or has in its environment. `${NAME}` is kept. The function is
+    idempotent.
     """
     for secret, instead in sorted(
         (_of_environment() | _known).items(), key=lambda item: -len(item[0])
@@ -121,9 +122,9 @@ def _masked(match: re.Match[str]) -> str:
 
 
 def _of_environment() -> dict[str, str]:
-    """Return each secret in the environment -> its replacement.
+    """Return the secrets in the environment and their replacements.
 
-    Secrets are recognised by the names of their variables; a path is not a secret.
+    Secrets are recognized by the names of their variables. A path is not a secret.
     """
     replacements = dict[str, str]()
     for name, value in os.environ.items():
@@ -136,8 +137,10 @@ def _of_environment() -> dict[str, str]:
 
 
 def _forms(secret: str, instead: str = MASK) -> dict[str, str]:
-    """Return the forms in which a secret is sent -> `instead`; {} if the secret is so short that
-    other text may contain it by chance."""
+    """Return a dict that maps each encoding of `secret` to `instead`.
+
+    The dict is empty if the secret is so short that other text may contain it by chance.
+    """
     if len(secret) < (12 if secret.isdecimal() else 6) or _NO_SECRET.fullmatch(secret):
         return {}
     quoted = {
@@ -150,22 +153,22 @@ def _forms(secret: str, instead: str = MASK) -> dict[str, str]:
 
 
 def keep_secret(*secrets: str) -> None:
-    """Let `shown` replace `secrets` from now on."""
+    """Make `shown` replace `secrets` from now on."""
     for secret in secrets:
         _known.update(_forms(secret))
 
 
 def printed(message: str) -> str:
-    """Return `message` as `shown`, with control characters escaped."""
+    """Return `message` with secrets masked and control characters escaped."""
     return escape_unprinted(shown(message))
 
 
 def escape_unprinted(text: str) -> str:
-    """Return `text` with control characters escaped, because a terminal would obey them.
+    """Return `text` with control characters escaped, because a terminal would execute them.
 
     Names of files, classes and runs may come from untrusted sources.
     """
-    if text.isprintable():  # nearly all names
+    if text.isprintable():  # a fast path for nearly all names
         return text
     return "".join(
         letter.encode("unicode_escape").decode()
@@ -176,12 +179,11 @@ def escape_unprinted(text: str) -> str:
 
 
 class _Guarded:
-    """A stream that prints text as `shown`, and forwards everything else to `stream`.
+    """A stream that masks secrets in text, and forwards everything else to `stream`.
 
-    It removes all control sequences except colours and moves of the cursor, which progress lines
-    need.
+    It escapes control sequences, except colors and cursor movements, which progress lines need.
 
-    is_view: drop text that a full disk refuses; otherwise the write raises OSError.
+    is_view: ignore failed writes, such as to a full disk, in place of raising OSError.
     """
 
     def __init__(self, stream: TextIO, is_view: bool):
@@ -207,10 +209,10 @@ class _Guarded:
 
 
 def guard_console() -> None:
-    """Make this process print everything as `shown`, also warnings and stack traces.
+    """Mask secrets in everything that this process prints, including warnings and stack traces.
 
-    If stderr is a file on a full disk, its text is lost and the run continues. stdout has a
-    command's result, so a failed write to it is an error.
+    If stderr is a file on a full disk, its text is lost and the run continues. A failed write to
+    stdout, which has a command's result, is an error.
     """
     _open_closed_streams()
     for name in ("stdout", "stderr"):
@@ -220,13 +222,13 @@ def guard_console() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that are closed (`>&-`, some launchers) as /dev/null."""
-    # Otherwise the next file that is opened would get the number of a standard stream, and C++
-    # libraries would print into that file.
+    """Open closed standard streams (`>&-`, some launchers) as /dev/null."""
+    # Otherwise the next opened file would get the number of a standard stream, and C++ libraries
+    # would print into that file.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    # Python's objects for closed streams are None, which libraries do not expect.
+    # Python sets closed streams to None, which libraries do not expect.
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (for good)

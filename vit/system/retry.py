@@ -1,9 +1,10 @@
 """One retry policy for servers, object stores and mounted folders.
 
-A caller passes a function that raises `RetryableError` for temporary errors: a lost connection,
-"slow down", a stale handle. It is repeated after growing pauses up to the limit of the policy. An
-error that is probably final, such as a refused login, is retried only a few times. Each process
-logs one warning when a server stops answering, and one when it answers again, for all its threads.
+A caller passes a function that raises `RetryableError` for temporary errors, such as a lost
+connection, "slow down" or a stale handle. The function is called again after growing pauses, up to
+the limit of the policy. An error that is probably final, such as a refused login, is retried only a
+few times. Each process logs one warning when a server stops answering, and one when it answers
+again, for all its threads.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from vit.system.files import ShardError
 from vit.system.meter import steady_s
 
 WARN_AFTER_S = 3.0
-"""Shorter interruptions are not reported."""
+"""Interruptions shorter than this are not reported."""
 WARN_AGAIN_S = 60.0
 NUM_REFUSALS = 6
-"""Attempts (about 15 s) for an error that is probably final. A login that is refused during a run
-may work again when its token has been renewed."""
+"""The number of attempts (about 15 s) for an error that is probably final. A refused login may work
+again when its token has been renewed."""
 FORGOTTEN_AFTER_S = 180.0
-"""Time without an attempt after the last pause, after which an outage counts as over: longer than
-one attempt takes."""
+"""An outage is considered over this long after its last pause if there was no further attempt. An
+attempt never takes this long."""
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 
 class RetryableError(Exception):
-    """An error after which a retry may succeed; its text is the reason."""
+    """An error, with its reason as text, after which a retry may succeed."""
 
     def __init__(
         self,
@@ -54,13 +55,13 @@ class RetryableError(Exception):
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """The limits and pauses of retries; picklable and without state."""
+    """The limits and pauses of retries, picklable and without state."""
 
     limit_s: float = 480.0
     """Time since the first failure, or since the last byte from the same server; 0: no retries."""
     first_pause_s: float = 0.5
-    """The first pause; each further one is twice as long. Lengths are drawn between half and three
-    halves of that, so that clients that failed together do not retry together."""
+    """The first pause, which doubles after each attempt. A random factor between 0.5 and 1.5
+    prevents clients that failed together from retrying together."""
     longest_pause_s: float = 20.0
 
     def call(
@@ -71,10 +72,11 @@ class RetryPolicy:
     ) -> T:
         """Return the result of `attempt`, repeated while it raises `RetryableError`.
 
-        address: URL or path for messages, without secrets. while_waiting: called a few times a
-        second in pauses; may raise to stop.
         Raises ShardError with the number of attempts, their time and the last reason, and all other
         errors of `attempt`.
+
+        address: URL or path for messages, without secrets. while_waiting: called a few times a
+        second during pauses; may raise to stop.
         """
         global _retries
         place = _server_or_folder(address)
@@ -109,11 +111,11 @@ class RetryPolicy:
                         if error.final is None
                         else f"{error.num_refusals - refusals} more times",
                     )
-                _retries += 1  # not atomic, because the number is only reported
+                _retries += 1  # This need not be atomic, because the number is only reported.
                 outage_failed_s = outage.failed_s
                 warn_at_s = outage.warn_at_s
                 _wait(pause_s, while_waiting)
-                # The process may have been suspended for hours, which must not use up the limit.
+                # The process may have been suspended for hours, which must not exhaust the limit.
                 suspended_s = max(time.monotonic() - now_s - pause_s, 0.0)
                 failed_s += suspended_s
                 outage.failed_s = max(outage.failed_s, outage_failed_s + suspended_s)
@@ -134,13 +136,13 @@ class RetryPolicy:
 
 
 _JITTER = random.Random()
-"""A separate generator, because the network must not change the draws of training."""
+"""A separate generator, because network errors must not change the random numbers of training."""
 
 
 def _exhausted(address: str, error: RetryableError, number: int, elapsed_s: float) -> ShardError:
     times = f", {number} times in {elapsed_s:.0f} s" if number > 1 else ""
     return ShardError(
-        f"{address}: {error}{times}; check the address and the network, then start again"
+        f"{address}: {error}{times}: check the address and the network, then start again"
     )
 
 
@@ -162,13 +164,13 @@ class _Outage:
 
 
 _outages: dict[str, _Outage] = {}
-"""Server or folder -> its outage, until it answers again. All threads share the limit of an outage,
-because with limits of their own they could wait many times as long, one after another. No lock is
-needed for single dict operations."""
+"""The current outage of each server or folder. All threads share the limit of an outage; with
+separate limits they could wait many times as long, one after another. Single dict operations need
+no lock."""
 
 
 def _outage_of(place: str, began: tuple[float, float], failed_s: float) -> _Outage:
-    """Return the outage that a failure belongs to; begin a new one if the last one is over."""
+    """Return the current outage of `place`, or begin a new one if the last one is over."""
     outage = _outages.get(place)
     if outage is not None and time.monotonic() > outage.awaited_until_s + FORGOTTEN_AFTER_S:
         _outages.pop(place, None)
@@ -196,14 +198,14 @@ _progress = 0
 
 
 def num_retries() -> int:
-    """Return the number of attempts that this process has repeated; 0 after a fork."""
+    """Return the number of retries in this process, which a fork resets to 0."""
     return _retries
 
 
 def num_progress() -> int:
     """Return a number that grows while a thread receives bytes or pauses between attempts.
 
-    A process whose number grows does not hang.
+    A growing number shows that the process does not hang.
     """
     return _progress
 
@@ -211,7 +213,7 @@ def num_progress() -> int:
 def note_progress() -> None:
     """Record that bytes have arrived."""
     global _progress
-    _progress += 1  # not atomic, because any change of the number is enough
+    _progress += 1  # This need not be atomic, because any change of the number is enough.
 
 
 def _reset() -> None:

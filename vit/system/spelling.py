@@ -1,4 +1,4 @@
-"""Format names in messages: suggestions for a misspelt name, the first of many names."""
+"""Format names in messages: suggest similar names, and shorten long lists of names."""
 
 from __future__ import annotations
 

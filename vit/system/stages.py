@@ -1,10 +1,10 @@
-"""The status of each loader process: its current stage and its counts, in shared memory.
+"""Track the current stage and the counters of each loader process in shared memory.
 
-A process that makes batches has a status, in memory that workers and training share. When it
-changes its stage, such as from reading to decoding, it writes the new stage and the time, and adds
-the time of the last stage to its sum: about 0.3 microseconds a change. Training only reads the
-status, so it also sees the stage of a process that hangs. `vit.data.stall_watch` reports that
-stage, and `vit.hooks.monitor` writes the sums to the record.
+Each process that makes batches has a status in memory that it shares with the training process.
+When the process changes its stage, such as from reading to decoding, it stores the new stage and
+the time, and adds the duration of the old stage to a sum. A change takes about 0.3 microseconds.
+The training process only reads the status, so it sees the stage even if the process hangs.
+`vit.data.stall_watch` reports the stage, and `vit.hooks.monitor` writes the sums to metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from vit.system.retry import num_progress, num_retries
 
 STATUS_BYTES = 256
-"""Size of a process's status: 32 numbers of 8 bytes."""
+"""The size of a process's status: 32 numbers of 8 bytes."""
 
 
 class Stage(IntEnum):
@@ -40,7 +40,7 @@ class Stage(IntEnum):
     RESIZE = 6
     """Resizing pixels to the model's size."""
     DRAW = 7
-    """Drawing the augmentation's table."""
+    """Drawing the random parameters of the augmentation."""
 
 
 DOING = {
@@ -53,18 +53,17 @@ DOING = {
     Stage.RESIZE: "resizing",
     Stage.DRAW: "drawing the augmentation",
 }
-"""Stages in messages."""
+"""The names of the stages in messages."""
 COUNTED = ("retries", "cache_hits", "cache_misses", "read_bytes", "fetched_bytes")
-"""Counts: repeated requests to a store or file system; samples whose block was in the cache, or was
-not; bytes of samples that were read, from anywhere; bytes that were fetched, whether or not the
-cache kept them."""
+"""The counters: repeated requests to a store or file system; samples whose block was in the cache;
+samples whose block was not; bytes of samples read from any source; bytes fetched from a store."""
 TALLIED = (*(f"{stage.name.lower()}_s" for stage in Stage), *COUNTED)
 """The names in a `Tally`."""
 Tally = dict[str, float]
-"""The work of processes, by the names in `TALLIED`: seconds in each stage, then counts."""
+"""The work of processes by name (`TALLIED`): seconds in each stage, then counters."""
 _CHANGES, _STAGE, _SINCE_S, _POSITION, _FIRST, _SAMPLE, _OWN_BYTES = range(7)
 _SECONDS = 8
-"""Index of the first number of the tally; the seconds come first."""
+"""The index of the first number of the tally, which begins with the seconds."""
 _PLACES = {name: index for index, name in enumerate(TALLIED, _SECONDS)}
 
 
@@ -74,12 +73,12 @@ def add_up(tallies: Sequence[Tally]) -> Tally:
 
 
 def since(now: Tally, before: Tally) -> Tally:
-    """Return the difference of two tallies of a process."""
+    """Return the difference between two tallies of a process."""
     return {name: now[name] - before[name] for name in TALLIED}
 
 
 class WorkerStatus:
-    """The status of one process, in `STATUS_BYTES` bytes that it writes and others read."""
+    """The status of one process, stored in `STATUS_BYTES` bytes of shared memory."""
 
     def __init__(self, memory: memoryview):
         self._numbers = memory.cast("d")
@@ -98,14 +97,14 @@ class WorkerStatus:
         numbers[_CHANGES] += 1
 
     def take(self, position: int, first: int) -> None:
-        """Begin a part: rows `first` and following of the batch at `position`."""
+        """Begin a part of the batch at `position`, from row `first` on."""
         self._numbers[_POSITION] = position
         self._numbers[_FIRST] = first
         self._numbers[_SAMPLE] = -1
         self.enter(Stage.ORDER)
 
     def read(self, sample: int) -> None:
-        """Begin to read `sample`."""
+        """Begin reading `sample`."""
         self._numbers[_SAMPLE] = sample
         self.enter(Stage.READ)
 
@@ -120,15 +119,15 @@ class WorkerStatus:
             self.enter(before)
 
     def count(self, **counted: int) -> None:
-        """Add to counts. counted: numbers by names in `COUNTED`."""
+        """Add to the counters. counted: numbers by names in `COUNTED`."""
         for name, number in counted.items():
             self._numbers[_PLACES[name]] += number
 
     def count_retries(self) -> None:
-        """Count the requests that this process has repeated.
+        """Add the retries of this process to its counters.
 
-        A retry, a pause between attempts, and arriving bytes count as progress, because a process
-        that waits for them does not hang.
+        Retries, pauses between attempts, and arriving bytes are progress, because a process that
+        waits for a store does not hang.
         """
         retries = num_retries()
         progress = num_progress()
@@ -143,14 +142,14 @@ class WorkerStatus:
         self._numbers[_CHANGES] += 1
 
     def measure_memory(self) -> None:
-        """Measure the memory that only this process has, if the system reports it (2 ms)."""
+        """Measure the private memory of this process, if the system reports it (2 ms)."""
         with suppress(OSError):
             text = Path("/proc/self/smaps_rollup").read_text()
             sizes_kib = re.findall(r"^Private_(?:Clean|Dirty):\s+(\d+) kB", text, re.M)
             self._numbers[_OWN_BYTES] = 1024 * sum(map(int, sizes_kib))
 
     def restart(self) -> None:
-        """Reset the status for the successor of a dead process; the tally stays."""
+        """Reset the status, except the tally, for the successor of a dead process."""
         self._numbers[_STAGE] = Stage.IDLE
         self._numbers[_SINCE_S] = time.monotonic()
         self._numbers[_SAMPLE] = -1
@@ -159,7 +158,7 @@ class WorkerStatus:
 
     @property
     def num_changes(self) -> int:
-        """Number of changes so far; a different number means progress."""
+        """The number of changes, which grows while the process makes progress."""
         return int(self._numbers[_CHANGES])
 
     @property
@@ -169,32 +168,32 @@ class WorkerStatus:
 
     @property
     def since_s(self) -> float:
-        """The time at which the stage began, in seconds of `time.monotonic`."""
+        """The time (`time.monotonic`) at which the stage began."""
         return self._numbers[_SINCE_S]
 
     @property
     def part(self) -> tuple[int, int]:
-        """(position, first row) of the part that the process makes, or made last."""
+        """The position and first row of the current, or else the last, part of a batch."""
         return int(self._numbers[_POSITION]), int(self._numbers[_FIRST])
 
     @property
     def sample(self) -> int | None:
-        """The number of the sample that is read or decoded, None before the first of a part."""
+        """The sample that is being read or decoded, or None before the first one of a part."""
         sample = int(self._numbers[_SAMPLE])
         return None if sample < 0 else sample
 
     @property
     def own_bytes(self) -> int:
-        """Memory that only this process has; 0 until it is measured."""
+        """The private memory of the process, or 0 until it is measured."""
         return int(self._numbers[_OWN_BYTES])
 
     def tally(self) -> Tally:
-        """Return the tally of the process up to its last change."""
+        """Return the tally of the process up to its last change of stage."""
         return dict(zip(TALLIED, self._numbers[_SECONDS : _SECONDS + len(TALLIED)], strict=True))
 
 
 current = WorkerStatus(memoryview(bytearray(STATUS_BYTES)))
-"""The status of this process; code that reads or decodes updates it."""
+"""The status of this process, which code that reads or decodes updates."""
 
 
 def use(status: WorkerStatus) -> WorkerStatus:

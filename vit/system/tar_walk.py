@@ -1,12 +1,12 @@
 """List the members of a tar in a file, a part of a file, or a stream.
 
-`walk` reads one header after the other, and compares its checksum. It skips the data in between;
-the caller may read them as each member is yielded. Long names (GNU's and pax's) are resolved. A
-file that is not a tar, damaged, cut off, or continued after its end raises an error with the
+`walk` reads the headers one by one, verifies their checksums, and skips the data between them. The
+caller may read the data of each member when it is yielded. Long names (GNU and pax) are resolved. A
+file that is not a tar, is damaged or truncated, or continues after its end raises an error with the
 position.
 
-`tarfile` is not used because it ends silently at a damaged header, which would lose the samples
-after it, and because it takes ten times as long.
+`tarfile` is not used because it stops silently at a damaged header, which would lose all later
+samples, and because it takes ten times as long.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 TAR_BLOCK = 512
-"""Bytes; every header and the data of every member begin at a multiple of this."""
+"""Every header, and the data of every member, begin at a multiple of this many bytes."""
 AHEAD_BYTES = 1 << 16
 CLOSE_BYTES = 1 << 12
-"""Distance of two headers up to which `AHEAD_BYTES` are read at once."""
+"""If two headers are at most this far apart, the next read gets `AHEAD_BYTES`."""
 MAX_NAME_BYTES = 1 << 16
-"""Largest size of a GNU long name or a pax header."""
+"""The maximum size of a GNU long name or a pax header."""
 FILE = "a file"
 FOLDER = "a folder"
 KINDS = {
@@ -47,7 +47,7 @@ WITHOUT_DATA = (
     tarfile.BLKTYPE,
     tarfile.FIFOTYPE,
 )
-"""Types of members without data, even if their headers have a size."""
+"""Member types without data, even if their headers state a size."""
 EXTENSIONS = (tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE, tarfile.XGLTYPE)
 """Headers that describe the next member."""
 WEB_PAGE = re.compile(rb"\s*<(!doctype|html|\?xml|head)", re.IGNORECASE)
@@ -60,11 +60,11 @@ COMPRESSED = {
 
 
 class TarDamaged(ValueError):
-    """A file is not a tar, damaged, cut off, or continued after its end; names the byte."""
+    """A file is not a tar, is damaged or truncated, or continues after its end."""
 
 
 class TarMember(NamedTuple):
-    """One member: `size` bytes at `offset`. kind: FILE, FOLDER, or the name of another type."""
+    """One member, with `size` bytes at `offset`. kind: FILE, FOLDER, or another type in words."""
 
     name: str
     offset: int
@@ -73,31 +73,31 @@ class TarMember(NamedTuple):
 
 
 Read = Callable[[int, int], bytes]
-"""(size, position) -> the bytes at the position, fewer at the end, like `os.pread`.
+"""A function of (size, position) that returns the bytes at the position, or fewer at the end.
 
 Positions never decrease."""
 
 
 def describe_content(head: bytes) -> str:
-    """Describe the file that begins with `head`, if it is a web page or compressed; else ""."""
+    """Describe a file that begins with `head` if it is a web page or compressed; else ""."""
     if WEB_PAGE.match(head):
         return "a web page (a login or an error page was saved in its place)"
     return next((kind for magic, kind in COMPRESSED.items() if head.startswith(magic)), "")
 
 
 def pread(descriptor: int) -> Read:
-    """Return a reader of a file."""
+    """Return a reader of the file behind a descriptor."""
     return lambda size, position: os.pread(descriptor, size, position)
 
 
 class Readable(Protocol):
-    """A stream that can be read once, in order."""
+    """A stream that can be read only once, in order."""
 
     def read(self, size: int, /) -> bytes: ...
 
 
 def in_order(stream: Readable) -> Read:
-    """Return a reader of a stream; it keeps no bytes before the last position."""
+    """Return a reader of a stream, which buffers only bytes from the last position on."""
     held = b""
     start = 0
 
@@ -121,7 +121,7 @@ def in_order(stream: Readable) -> Read:
 
 
 class _FromStart:
-    """A stream over a `Read` function, from its first byte on."""
+    """A stream over a `Read` function that begins at the first byte."""
 
     def __init__(self, read: Read):
         self._read = read
@@ -134,7 +134,7 @@ class _FromStart:
 
 
 def unpacked(stream: Readable) -> Read:
-    """Return a reader of a stream, or of its content if it is compressed (gzip, bzip2, xz)."""
+    """Return a reader of a stream, decompressed if it is gzip, bzip2 or xz."""
     read = in_order(stream)
     head = read(6, 0)
     openers: dict[bytes, Any] = {
@@ -149,10 +149,10 @@ def unpacked(stream: Readable) -> Read:
 def walk(
     read: Read, start: int = 0, stop: int | None = None, *, needs_end: bool = True
 ) -> Iterator[TarMember]:
-    """Yield the members of the tar in the bytes [start, stop), in order.
+    """Yield the members of the tar in the bytes [start, stop), in order. Raises TarDamaged.
 
-    stop: None for a stream, which is read up to its end mark. needs_end: a missing end mark is an
-    error. Raises TarDamaged.
+    stop: None for a stream, which is read up to its end mark. needs_end: whether a missing end mark
+    is an error.
     """
     position = start
     previous = start - 2 * CLOSE_BYTES
@@ -168,8 +168,8 @@ def walk(
     while True:
         block = ahead[position - ahead_at : position - ahead_at + TAR_BLOCK]
         if len(block) < TAR_BLOCK:
-            # One call reads many headers of small files. Between large files it would only read
-            # data that are not needed.
+            # A large read gets many headers of small files. Between large files it would get only
+            # unneeded data.
             num_bytes = AHEAD_BYTES if position - previous <= CLOSE_BYTES else TAR_BLOCK
             if stop is not None:
                 num_bytes = max(0, min(num_bytes, stop - position))
@@ -226,10 +226,10 @@ def walk(
 
 
 def _is_plain_file(block: bytes) -> bool:
-    """Return whether a header is an undamaged one of an ordinary file ("0").
+    """Return whether a header is undamaged and of an ordinary file ("0").
 
-    `walk` reads such headers itself, 10 times as fast as `tarfile`. The checksum is the sum of all
-    bytes, with its own bytes counted as blanks. The lower half of Adler-32 is that sum plus 1,
+    `walk` parses such headers 10 times as fast as `tarfile`. A header's checksum is the sum of its
+    bytes, with the checksum field counted as spaces. The lower half of Adler-32 is that sum plus 1,
     modulo 65521. Raises ValueError if the checksum is not a number.
     """
     if block[156] != 48 or block[124] >= 128 or block[345]:  # type, size in binary, long name
@@ -242,7 +242,7 @@ def _is_plain_file(block: bytes) -> bool:
 def _expect_zeros(
     read: Read, position: int, stop: int | None, damaged: Callable[[str], TarDamaged]
 ) -> None:
-    """Raise unless only zeros follow the end mark: else a header was lost, or a tar appended."""
+    """Raise if data follow the end mark: a header was lost, or another tar was appended."""
     while stop is None or position < stop:
         data = read(1 << 20 if stop is None else min(1 << 20, stop - position), position)
         if not data:
@@ -256,7 +256,7 @@ def _expect_zeros(
 
 
 def _read_pax(extra: bytes, name: str, size: int) -> tuple[str, int]:
-    """Return name and size of a pax header; `name` and `size` if it has none."""
+    """Return the name and size in a pax header, or else `name` and `size`."""
     while entry := re.match(rb"(\d{1,5}) ([^=]+)=", extra):
         value = extra[entry.end() : int(entry[1]) - 1]
         if entry[2] == b"path":

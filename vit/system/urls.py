@@ -1,14 +1,14 @@
-"""Handle addresses of data: environment variables in them, logins, patterns.
+"""Handle environment variables, logins and patterns in the addresses of data.
 
-A user gives an address or a command with a login in it (`https://user:password@host/...`, a signed
-query, a header for curl), or better with an environment variable instead (`${NAME}`). `resolve`
-fills in the variables. A data set is identified by `bare`, its address without a login. `address`
-is sent to a server, with the headers of `credentials`.
+A user's address or command may contain a login (`https://user:password@host/...`, a signed query, a
+header for curl) or, better, an environment variable (`${NAME}`). `resolve` substitutes the
+variables. `bare` returns the address without its login, which identifies a data set. Requests use
+`address`, with the headers of `credentials`.
 
-A login comes from the first of four places that has one: the address itself; VIT_HTTP_HEADER, with
+A login is taken from the first of four sources that has one: the address; VIT_HTTP_HEADER, with
 lines of `host Header: value`; HF_TOKEN, for https://huggingface.co; and `.netrc`, or the file that
-NETRC names. Each login belongs to a host, and is never sent to a different host, such as the target
-of a redirect.
+NETRC names. A login is only sent to its own host, and never to the target of a redirect to a
+different host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def local_path(root: str | Path) -> Path | None:
-    """Return the folder that `root` names; None for a URL, unless it is a file:// URL."""
+    """Return the local folder of a path or file:// URL; None for other URLs."""
     scheme, is_url, path = str(root).partition("://")
     if not is_url:
         return Path(root)
@@ -40,12 +40,12 @@ def local_path(root: str | Path) -> Path | None:
 
 
 def on_the_web(url: str) -> bool:
-    """Return whether `vit.data.storage.http` reads a URL."""
+    """Return whether a URL is read by `vit.data.storage.http`."""
     return url.startswith(("http://", "https://"))
 
 
 def unset_variables(text: str) -> list[str]:
-    """Return the names of `${NAME}` in `text` that are not set in the environment, each once."""
+    """Return the distinct names of `${NAME}` in `text` that are not environment variables."""
     names = (
         reference[1]
         for part in text.split("::")
@@ -59,15 +59,15 @@ def unset_variables(text: str) -> list[str]:
 def resolve(text: str) -> str:
     """Return `text` with the values of environment variables in place of `${NAME}`.
 
-    `text` joins URLs, paths and commands by `::`. `$${NAME}` means `${NAME}` itself. A URL that was
-    recorded as `shown` gets its login back if this process knows it. The shell handles a command
-    after `pipe:`. From now on `shown` knows the secrets of the result.
+    `text` joins URLs, paths and commands by `::`. `$${NAME}` means the literal text `${NAME}`. A
+    recorded URL with a masked login gets its login back if this process knows it. Commands after
+    `pipe:` are left to the shell. The secrets of the result are registered for masking by `shown`.
 
-    Call it only for text of the user, never for text of a data set: the author of a data set could
-    read the environment of every user who opens it.
+    Call this function only with text from the user, never with text from a data set. Otherwise the
+    author of a data set could read the environment of every user who opens it.
 
     Raises:
-        ShardError: variables that are not set; a command whose login was not recorded.
+        ShardError: a variable is not set, or the login of a command was not recorded.
     """
     if unset := unset_variables(text):
         raise ShardError(f"{shown(text)}: {not_set(unset)}")
@@ -80,12 +80,12 @@ def resolve(text: str) -> str:
     for part in text.split("::"):
         if part.startswith(PIPE) and MASK in part:
             raise ShardError(
-                f"{part}: its login is recorded nowhere; give the command once more, with $NAME of"
-                " an environment variable for it"
+                f"{part}: the login was not recorded: give the command again, with an environment"
+                " variable ($NAME) as login"
             )
         used = part if part.startswith(PIPE) else _VARIABLE.sub(value, part)
         without = bare(used)
-        # A recorded URL, without its login. Use the login if the user gave it to this process.
+        # This is a recorded URL without its login. Use the login that the user gave, if any.
         if MASK in used and without != used:
             used = _used.get(without, without)
             _lost_login.add(urllib.parse.urlsplit(used).netloc)
@@ -100,20 +100,20 @@ def not_set(names: Iterable[str]) -> str:
     """Return a message about variables that are not set."""
     listed = [f"${{{name}}}" for name in names]
     return (
-        f"{', '.join(listed)} not set in the environment; export it, or write ${listed[0]} for the"
-        f" text {listed[0]} itself"
+        f"{', '.join(listed)} not set in the environment: export the variable, or write"
+        f" ${listed[0]} for the literal text {listed[0]}"
     )
 
 
 _used: dict[str, str] = {}
-"""Bare address -> the address with its login, which the user gave to this process."""
+"""The full address that the user gave, with its login, for each bare address."""
 _lost_login = set[str]()
-"""Hosts of addresses that were recorded without their login."""
+"""The hosts of addresses that were recorded without their login."""
 _VARIABLE = re.compile(r"\$?\$\{([A-Za-z_]\w*)\}")
 
 
 def _remember(url: str) -> None:
-    """Let `shown` know the secrets of a URL."""
+    """Register the secrets of a URL for masking by `shown`."""
     if "://" not in url or url.startswith(PIPE):
         return
     parts = urllib.parse.urlsplit(url)
@@ -130,15 +130,15 @@ def is_url(place: object) -> bool:
 
 
 def bare(text: str) -> str:
-    """Return `text` without the userinfo and query of its URLs: the same name for all users."""
+    """Return `text` without the userinfo and query of its URLs, which is equal for all users."""
     return QUERY.sub(lambda match: match[1], USERINFO.sub(r"\1", text))
 
 
 def address(url: str, name: str = "") -> str:
-    """Return the URL to send to a server for the file `name` in the folder `url`, or for `url`.
+    """Return the URL of a request for the file `name` in the folder `url`, or for `url`.
 
-    It lacks the userinfo, which is sent in a header. A query, such as the signature of a folder,
-    follows the name.
+    The userinfo is removed, because it is sent in a header. A query, such as the signature of a
+    folder, follows the name.
     """
     _remember(url)
     parts = urllib.parse.urlsplit(url)
@@ -151,7 +151,8 @@ def address(url: str, name: str = "") -> str:
 def expand_braces(pattern: str) -> list[str]:
     """Expand braces as shells and webdataset do: `a-{0..2}.tar` -> a-0.tar, a-1.tar, a-2.tar.
 
-    {000..002} keeps zeros, {a,b} is either, other braces stay. Each result is returned once.
+    {000..002} keeps leading zeros, {a,b} is either text, and other braces are not expanded. The
+    results are distinct.
     """
     for match in re.finditer(r"\{([^{}]*)\}", pattern):
         if choices := _choices(match[1]):
@@ -173,10 +174,10 @@ def _choices(inside: str) -> list[str]:
 
 
 def credentials(url: str) -> dict[str, str]:
-    """Return the headers that log in at the host of a http(s) URL, or {}.
+    """Return the login headers for the host of an http(s) URL, or {}.
 
-    They are only for this host: call it again for the host of a redirect. Raises ShardError for a
-    VIT_HTTP_HEADER or `.netrc` that cannot be read.
+    Call this function again for the host of a redirect. Raises ShardError if VIT_HTTP_HEADER or
+    `.netrc` cannot be read.
     """
     _remember(url)
     parts = urllib.parse.urlsplit(url)
@@ -196,7 +197,7 @@ def credentials(url: str) -> dict[str, str]:
 
 
 def login_hint(url: str) -> str:
-    """Return a remedy for the answer 401 or 403 to `url`."""
+    """Return a remedy for a response 401 or 403 from `url`."""
     parts = urllib.parse.urlsplit(url)
     host = parts.hostname or ""
     ways = (
@@ -204,13 +205,13 @@ def login_hint(url: str) -> str:
     )
     ways += ", or HF_TOKEN" if _is_hugging_face(host) else ""
     if credentials(url) or parts.query:
-        return "the login that was sent is not accepted, or has run out, or there is no such file"
+        return "the login is wrong or has expired, or the file does not exist"
     if parts.netloc in _lost_login:
         return (
-            "the login that its address had is recorded nowhere: give data.root=... (--data of"
-            f" eval.py) with it once more, or {ways}"
+            "the login in the address was not recorded: give data.root=... (--data of eval.py) with"
+            f" the login again, or {ways}"
         )
-    return f"it wants a login, or there is no such file: give {ways} (docs/data.md)"
+    return f"a login is required, or the file does not exist: give {ways} (docs/data.md)"
 
 
 def _basic(user: str, password: str) -> dict[str, str]:
@@ -231,7 +232,8 @@ def _from_variable(parts: urllib.parse.SplitResult) -> dict[str, str]:
         if match is None:
             example = f"{HEADER_VARIABLE}='data.example.org Authorization: Bearer ...'"
             raise ShardError(
-                f"{HEADER_VARIABLE}: expected lines of a host, a header and its value, as {example}"
+                f"{HEADER_VARIABLE}: expected lines with a host, a header and its value, such as"
+                f" {example}"
             )
         if any(fnmatch.fnmatchcase(host, match[1].lower()) for host in _names(parts)):
             headers[match[2]] = match[3]
@@ -263,7 +265,7 @@ def _from_netrc(parts: urllib.parse.SplitResult) -> dict[str, str]:
                 else error.strerror
             )
             raise ShardError(
-                f"{path}: cannot be read ({reason}); fix it, or name another file with NETRC"
+                f"{path}: cannot be read ({reason}): fix the file, or set NETRC to another file"
             ) from None
         for host in _names(parts):
             if login := hosts.get(host):
@@ -277,12 +279,10 @@ def _netrc(path: Path, changed_ns: int) -> dict[str, tuple[str, str, str]]:
 
 
 def _names(parts: urllib.parse.SplitResult) -> tuple[str, str]:
-    """Return the names of a host, with its port and without."""
+    """Return the name of the host with and without its port."""
     return parts.netloc.rpartition("@")[2].lower(), parts.hostname or ""
 
 
 @functools.lru_cache
 def _warn_of_plain_text(host: str) -> None:
-    log.warning(
-        "http://%s: a login is sent to it that anybody on the way can read; use https://", host
-    )
+    log.warning("http://%s: the login is sent without encryption; use https://", host)

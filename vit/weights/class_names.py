@@ -1,9 +1,9 @@
 """Compare a model's class names with those of a data set, or select classes by name.
 
-`data_prep/read/class_names.py` reads the class names of a data set when it makes the index. Weights
-of this project store class names in their metadata. Weights of other programs store them in a
-`config.json` or not at all. If names are missing and the head has 1,000 rows, the classes are
-assumed to be ImageNet-1k's in the order of their WordNet ids, which all published weights use.
+`data_prep/read/class_names.py` reads the class names of a data set when it creates the index.
+Weights of this project store class names in their metadata. Other programs store them in
+`config.json`, or not at all. A head with 1,000 rows and no class names is assumed to be for
+ImageNet-1k in the order of WordNet ids, which all published weights use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from vit.weights.transformers_config import class_names_in
 def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int) -> str:
     """Describe how the classes of a data set differ from those of `loaded`, or return "".
 
-    Labels are numbers, so no other check notices that an accuracy on other classes is meaningless.
+    An accuracy on other classes is meaningless, and no other check detects this, because labels are
+    numbers.
 
     Args:
         names: class names of labels 0, 1, ...; [] if the data have none.
@@ -34,13 +35,15 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
         counts = f"{num_classes:,} classes in the data, {loaded.num_classes:,} in the model"
     if not model_names or not names:
         if counts:
-            return f"{counts}, and no names to compare them by: labels are compared by number"
-        # Equal counts prove little: two different sets of ten classes also have equal counts.
-        warning = "the data have no names of classes, the model has: labels are compared by number"
+            return f"{counts}, and no class names to compare: labels are compared by number"
+        # Equal counts prove little, because different sets of ten classes also have equal counts.
+        warning = "the model has class names, but the data do not: labels are compared by number"
         return warning if model_names else ""
     differing = [n for n, name in enumerate(names) if [name] != model_names[n : n + 1]]
     if not differing:
-        first = f"{len(names):,} classes in the data, the first of the model's {len(model_names):,}"
+        first = (
+            f"the data have the first {len(names):,} of the model's {len(model_names):,} classes"
+        )
         return "" if len(names) == len(model_names) else first
     examples = [
         f"label {n} is {names[n]!r} in the data,"
@@ -50,13 +53,13 @@ def class_mismatch(loaded: LoadedWeights, names: Sequence[str], num_classes: int
     more = f" and {len(differing) - 3:,} more" if len(differing) > 3 else ""
     agree = f"{len(names) - len(differing):,} of {len(names):,} names agree"
     if sorted(model_names) == sorted(names):
-        meaning = "they are in a different order, so the accuracy means nothing: write new shards"
+        meaning = "their order differs, so the accuracy is meaningless: write new shards"
     elif len(differing) < len(names):
-        meaning = "the accuracy counts these labels as the model's"
+        meaning = "the accuracy treats these labels as the model's"
     else:
-        meaning = "the accuracy means nothing, unless only the names differ"
+        meaning = "the accuracy is meaningless, unless only the names differ"
     return (
-        f"the data's classes are not the model's: {', '.join(examples)}{more}"
+        f"the classes of data and model differ: {', '.join(examples)}{more}"
         f" ({'; '.join(filter(None, (agree, counts)))}): {meaning}"
     )
 
@@ -85,23 +88,23 @@ def imagenet_names() -> dict[str, list[str]]:
 
 
 def namings_of(loaded: LoadedWeights, num_rows: int) -> dict[str, list[str]]:
-    """Return all sets of names for the rows of the head, keyed by a remark about each set.
+    """Return the possible class names for the rows of the head, keyed by a remark on their source.
 
-    Raises WeightsError if only timm could name the rows, but timm is not installed.
+    Raises WeightsError if the names can only come from timm, but timm is not installed.
     """
     own = loaded.class_names or class_names_in(loaded.path.with_name("config.json"), num_rows)
     namings = {"": own} if own else {}
-    # Weights of this project record the names of their classes, so guessing could only be wrong.
+    # Weights of this project record their class names, so do not guess.
     if loaded.step is not None or num_rows != IMAGENET_CLASSES:
         return namings
     guesses = imagenet_names()
     if not guesses and not own:
         raise WeightsError(
-            f"{loaded.path} has no names of classes to select by; if its 1,000 classes are"
-            " ImageNet's, timm knows them: pip install timm"
+            f"{loaded.path} has no class names to select by; if its 1,000 classes are ImageNet's,"
+            " install timm, which has their names: pip install timm"
         )
     return namings | {
-        f", taken for ImageNet-1k's ({kind})": names for kind, names in guesses.items()
+        f", assumed to be ImageNet-1k's ({kind})": names for kind, names in guesses.items()
     }
 
 
@@ -112,10 +115,10 @@ _HEADS = ("head", "fc", "head.fc", "classifier")
 def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights:
     """Return `loaded` with its head reduced to the classes `names`, in that order.
 
-    The logits of these classes do not change; the softmax is then over these classes alone. If
-    another program made the weights and they have 1,000 classes, ImageNet-1k's names are tried as
-    well (`imagenet_names`). The set that contains the most of `names` is used; in a tie, the names
-    stored with the weights are preferred.
+    The logits of these classes do not change, and the softmax is over these classes only. For
+    weights of other programs with 1,000 classes, ImageNet-1k's names are tried as well
+    (`imagenet_names`). The set that contains the most of `names` is used. If sets contain equally
+    many, the names stored with the weights are preferred.
 
     Raises WeightsError if weights or data have no names, or if the weights lack some of `names`.
     """
@@ -125,13 +128,13 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     namings = namings_of(loaded, num_rows)
     if not namings or not names:
         subject = f"{loaded.path} has" if names else "the data have"
-        raise WeightsError(f"{subject} no names of classes to select by: labels are only numbers")
+        raise WeightsError(f"{subject} no class names to select by: labels are only numbers")
     remark, model_names = min(namings.items(), key=lambda item: len({*names} - {*item[1]}))
     if missing := [name for name in names if name not in model_names]:
         own = " or ".join(few(naming) for naming in namings.values())
         raise WeightsError(
-            f"{loaded.path} does not know {len(missing):,} of the data's {len(names):,} classes"
-            f" ({few(missing)}), its own are {own}: for other classes start with a new head,"
+            f"{loaded.path} lacks {len(missing):,} of the data's {len(names):,} classes"
+            f" ({few(missing)}); its classes are {own}: start with a new head by"
             " init.reset_head=true"
         )
     if doubled := sorted({name for name in names if model_names.count(name) > 1}):
@@ -140,8 +143,7 @@ def select_classes(loaded: LoadedWeights, names: Sequence[str]) -> LoadedWeights
     rows = [row_of[name] for name in names]
     if num_rows != len(model_names):
         raise WeightsError(
-            f"{loaded.path} has {len(model_names):,} names of classes and a head of {num_rows:,}"
-            " rows"
+            f"{loaded.path} has {len(model_names):,} class names, but a head of {num_rows:,} rows"
         )
     for head in (heads[0], "head_dist"):  # DeiT's second head has the same classes
         for name in (f"{head}.weight", f"{head}.bias"):

@@ -1,14 +1,14 @@
 """Read weights of this project or another program, and fit them to a model.
 
-1. A run's folder, a checkpoint or a file leads to the file that is read; a
-   name of the Hugging Face hub is fetched first (vit/weights/hub.py)         find_weights
-2. The file is opened without running any code in it (vit/weights/formats.py),
-   and its names become this project's names (vit/weights/layouts.py)         read_weights
-3. Positions are resampled to the model's grid, the head is dropped on demand load_weights
-4. Everything else must fit exactly: a missing or unknown key is an error     load_weights
+1. Find the file in a run folder or checkpoint, or fetch a name from the
+   Hugging Face hub (vit/weights/hub.py)                                      find_weights
+2. Open the file without running any code in it (vit/weights/formats.py), and
+   convert its names to this project's names (vit/weights/layouts.py)         read_weights
+3. Resample positions to the model's grid, and drop the head on demand        load_weights
+4. Raise an error if any other key is missing, unknown or of another shape    load_weights
 
-`read_weights` adds what a run recorded about its weights. An error that a user can fix is a
-`WeightsError`. `vit.weights.save` writes weights.
+`read_weights` also returns the facts that a run recorded about its weights. An error that a user
+can fix is a `WeightsError`. `vit.weights.save` writes weights.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from vit.weights.save import HUB_FILES
 from vit.weights.transformers_config import norm_notes
 
 SUFFIXES = (".safetensors", ".pth", ".pt", ".bin", ".pth.tar", ".npz")
-"""Suffixes searched for in a folder. The format is detected from the content."""
+"""The suffixes of weights files in a folder. The content decides the format."""
 
 
 def load_weights(
@@ -59,25 +59,26 @@ def load_weights(
 ) -> list[str]:
     """Copy weights into a model that is not wrapped or compiled yet.
 
-    Positions are resampled to the model's grid. If the source has no positions for its prefix
-    tokens (DeiT III), zeros are used. If only the source has them (the model has `no_embed_class`),
-    they are added to the tokens. Neither changes what the network computes. DeiT III's own names of
-    LayerScale become timm's. Values are cast to the model's dtype; `state_dict` does not change.
+    Positions are resampled to the model's grid. If only the model has positions for prefix tokens
+    (the source is DeiT III), they are zero. If only the source has them (the model has
+    `no_embed_class`), they are added to the tokens. Neither changes the output of the network. DeiT
+    III's names of LayerScale become timm's. Values are cast to the model's dtype, and `state_dict`
+    does not change.
 
     Args:
         grid: (h, w) of the source's positions; None: a square.
         reset_head: keep the model's initial head and pre-logits layer (the head starts at zero).
 
     Returns:
-        One sentence per adaptation.
+        A sentence for each adaptation.
 
     Raises:
-        WeightsError: lists all names that are missing, unknown or of a different shape; the model
-            is unchanged.
+        WeightsError: names are missing, unknown or of a different shape. The error lists them, and
+            the model is unchanged.
     """
     target = model.state_dict()
     notes = list[str]()
-    # Rename only what the model lacks, because BEiT and CaiT have parameters named gamma_1.
+    # Rename only if the model lacks the name, because BEiT and CaiT have parameters named gamma_1.
     source = {
         name if name in target else re.sub(r"\.gamma_([12])$", r".ls\1.gamma", name): value
         for name, value in state_dict.items()
@@ -88,8 +89,8 @@ def load_weights(
         source = {name: value for name, value in source.items() if name not in dropped}
         outcome = f"dropped {few(dropped)}" if dropped else "the source has none"
         notes.append(f"the head is new: {outcome}")
-        # MAE's pre-training normalises all tokens. Its fine-tuning pools first and then applies a
-        # new norm, which belongs to the head (facebookresearch/mae:models_vit.py).
+        # MAE's pre-training normalizes all tokens. Its fine-tuning pools first and then applies a
+        # new norm, which is part of the head (facebookresearch/mae:models_vit.py).
         if not any(name.startswith("fc_norm.") for name in source) and "fc_norm.weight" in target:
             head = (*head, "fc_norm.")
             dropped = [name for name in source if name.startswith("norm.")]
@@ -107,7 +108,7 @@ def load_weights(
     problems = _differences(source, expected, head) or _rounded(source, expected)
     if problems:
         if family := family_of(source.keys() - target.keys()):
-            problems.insert(0, f"their names are those of {family}")
+            problems.insert(0, f"they are probably the weights of {family}")
         raise WeightsError("the weights do not fit the model: " + "; ".join(problems))
     model.load_state_dict(source, strict=not reset_head)
     return notes
@@ -116,7 +117,7 @@ def load_weights(
 def _differences(
     source: Mapping[str, Tensor], target: Mapping[str, Tensor], head: tuple[str, ...]
 ) -> list[str]:
-    """List the differences between `source` and `target`; `head`: name prefixes of the head."""
+    """List the differences between `source` and `target`. head: name prefixes of the head."""
     missing = [name for name in target if name not in source]
     unexpected = [name for name in source if name not in target]
     shapes = {
@@ -129,7 +130,7 @@ def _differences(
         reason = "the head is different"
         for name, (shape, target_shape) in shapes.items():
             if name.startswith(head) and shape[1:] == target_shape[1:]:
-                reason = f"the source has {shape[0]} classes, the model {target_shape[0]}"
+                reason = f"the source has {shape[0]} classes, but the model has {target_shape[0]}"
         problems.append(f"{reason}: for a new head set init.reset_head=true")
     if missing:
         problems.append(f"{len(missing)} missing from the source: {few(missing)}")
@@ -145,9 +146,9 @@ def _differences(
 
 
 def _rounded(source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> list[str]:
-    """List integer weights for which the model has floating-point ones.
+    """List integer weights of parameters that are floating-point in the model.
 
-    Such weights are quantised, and their scales would not be applied.
+    Integer weights are quantized, and their scales would not be applied.
     """
     kinds = {
         name: str(source[name].dtype).removeprefix("torch.")
@@ -173,9 +174,9 @@ def fingerprint(weights: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """Weights with the facts that a run recorded about them.
+    """Weights, and the facts that a run recorded about them.
 
-    The facts are None for a bare state dict of another program.
+    The facts are None for the weights of another program.
     """
 
     path: Path
@@ -187,15 +188,15 @@ class LoadedWeights:
     grid_size: tuple[int, int] | None = None
     step: int | None = None
     class_names: list[str] | None = None
-    """Names of the training classes; [] if the data had none, None for other programs' weights."""
+    """Names of the training classes: [] if the data had none, None for other programs' weights."""
     layout: str = ""
-    """The program whose parameter names the file has; "" for timm's, which this project uses."""
+    """The program whose parameter names the file uses; "" for timm's, which this project shares."""
     arch: str = ""
-    """The model name that another program stores with its weights, or ""."""
+    """The model name that another program stored with its weights, or ""."""
     notes: tuple[str, ...] = ()
-    """One sentence per choice or omission made while reading."""
+    """A sentence for each choice or omission made while reading."""
     source: dict[str, str] | None = None
-    """Repository, commit and licence if the weights are from the hub (vit/weights/hub.py)."""
+    """Repository, commit and license if the weights are from the hub (vit/weights/hub.py)."""
 
     def which(self) -> str:
         """Return "step 1,200, averaged weights", or "" for another program's weights."""
@@ -203,14 +204,14 @@ class LoadedWeights:
         return "" if self.step is None else f"step {self.step:,}, {kind}"
 
     def report(self, adaptations: list[str]) -> list[str]:
-        """Return a summary line, then one line per note and per adaptation.
+        """Return a summary line, followed by a line for each note and adaptation.
 
-        adaptations: the return value of `load_weights`, which matched all other weights exactly.
+        adaptations: the return value of `load_weights`.
         """
         values = sum(tensor.numel() for tensor in self.weights.values())
         types = sorted({str(t.dtype).removeprefix("torch.") for t in self.weights.values()})
         layout = f", names of {self.layout}" if self.layout else ""
-        fit = "with these changes" if adaptations else "all as they are"
+        fit = "with these changes" if adaptations else "without changes"
         summary = f"{len(self.weights)} weights, {values:,} values in {', '.join(types)}{layout}"
         return [f"{summary}: fit the model, {fit}", *self.notes, *adaptations]
 
@@ -219,8 +220,8 @@ def find_weights(path: str | os.PathLike[str]) -> Path:
     """Return the file, or the checkpoint folder, that `read_weights` reads for `path`.
 
     `path` is a file, a checkpoint folder, a Hugging Face folder, a run folder, or a run's URL. For
-    a run, the weights of the latest step are chosen: the last weights, averaged if the run has an
-    average, or the newest checkpoint. Raises WeightsError.
+    a run, the weights of the latest step are chosen: the file of last weights (averaged, if the run
+    has an average) or the newest checkpoint. Raises WeightsError.
     """
     with readable(path):
         return _find(local_copy(path, only_weights=True))
@@ -232,25 +233,25 @@ def _find(path: Path) -> Path:
     candidates = [weights_file(path, "last", averaged) for averaged in (True, False)]
     candidates = [candidate for candidate in candidates if candidate.exists()]
     for folder in complete_checkpoints(path)[:1]:
-        # A killed run may have saved checkpoints after the evaluation that wrote the last weights.
+        # A killed run may have saved checkpoints after it wrote the last weights.
         is_newer = not candidates or _step_of(folder) > _step_of(candidates[0])
         candidates.insert(0 if is_newer else len(candidates), folder)
     candidates += [path / name for name in (*HUB_FILES, *PARTS_FILES) if (path / name).exists()]
     if not candidates and (path / METRICS_FILE).exists():
         raise WeightsError(
             f"{path} has no weights: the run has not saved any yet, or weights/ and checkpoints/"
-            " were removed"
+            " have been removed"
         )
     if not candidates:
         # `launch/export.py` writes Google's layout to such a folder, and timm accepts one.
         candidates = [file for file in path.glob("*") if file.name.endswith(SUFFIXES)]
         if len(candidates) > 1:
             names = few(sorted(file.name for file in candidates))
-            raise WeightsError(f"{path} holds {names}: name one of these files")
+            raise WeightsError(f"{path} contains {names}: give the path of one of these files")
     if not candidates:
         raise WeightsError(
-            f"{path}: neither a run folder (with weights/ or checkpoints/) nor a checkpoint folder"
-            f" nor Hugging Face's ({HUB_FILES[0]})"
+            f"{path}: expected a run folder (with weights/ or checkpoints/), a checkpoint folder,"
+            f" or a Hugging Face folder (with {HUB_FILES[0]})"
         )
     return candidates[0]
 
@@ -258,7 +259,7 @@ def _find(path: Path) -> Path:
 def _step_of(path: Path) -> int:
     """Return the step of a checkpoint folder (from its name) or of a run's weights file.
 
-    A file without a readable step counts as the newest, so that reading it reports the reason.
+    A file without a readable step is considered the newest, so that reading it reports the reason.
     """
     try:
         if path.is_dir():
@@ -270,13 +271,13 @@ def _step_of(path: Path) -> int:
 
 
 def read_weights(path: str | os.PathLike[str]) -> LoadedWeights:
-    """Read the weights that `find_weights` finds, the averaged ones if the run has an average.
+    """Read the weights that `find_weights` finds, averaged if the run has an average.
 
-    A Hugging Face hub name is fetched first, unless a path of that name exists
+    A name on the Hugging Face hub is fetched first, unless a path of that name exists
     (vit/weights/hub.py).
 
-    Raises WeightsError for any other content, with what was expected, and for weights that are not
-    finite.
+    Raises WeightsError, which states the expected content, for other files and for weights that are
+    not finite.
     """
     if not is_hub_name(path):
         return _read_path(path)
@@ -294,13 +295,13 @@ def _read_path(path: str | os.PathLike[str]) -> LoadedWeights:
             _check_finite(loaded)
             return loaded
         except (WeightsError, OSError, RuntimeError):  # safetensors: RuntimeError if file is gone
-            # A running job may have replaced its newest checkpoint while it was read: try that one.
+            # A running job may have replaced its newest checkpoint. If so, read the new one.
             if find_weights(path) == weights_path:
                 raise
 
 
 def _check_finite(loaded: LoadedWeights) -> None:
-    """Raise WeightsError if a value is NaN or infinite, because all outputs would then be NaN."""
+    """Raise WeightsError if a value is NaN or infinite, because all outputs would become NaN."""
     counts = {
         name: tensor.numel() - int(tensor.isfinite().sum())
         for name, tensor in loaded.weights.items()
@@ -308,7 +309,7 @@ def _check_finite(loaded: LoadedWeights) -> None:
     if names := [name for name, count in counts.items() if count]:
         raise WeightsError(
             f"{loaded.path}: {sum(counts.values()):,} values in {len(names)} of {len(counts)}"
-            f" weights are NaN or infinite ({few(names)}): copy the file again, or take weights"
+            f" weights are NaN or infinite ({few(names)}): copy the file again, or use weights"
             " from before training diverged"
         )
 
@@ -347,9 +348,9 @@ def _read(path: Path) -> LoadedWeights:
 
 
 def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int] | None:
-    """Return the position grid that timm's or transformers' `config` states; None if it is missing.
+    """Return the position grid in timm's or transformers' `config`; None if it is missing.
 
-    Without it 49 positions are ambiguous: 7x7 patches, or 6x8 patches and a class token.
+    Without the config, 49 positions could be 7x7 patches, or 6x8 patches and a class token.
     """
     try:
         content = json.loads(config.read_text(encoding="utf-8"))
@@ -360,7 +361,7 @@ def _stated_grid(config: Path, weights: Mapping[str, Tensor]) -> tuple[int, int]
         grid = sides[0] // patch[0], sides[1] // patch[1]
         length = weights["pos_embed"].shape[1]
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return None  # no such file, or another program's
+        return None  # The file is missing, or of another program.
     other_tokens = ("dist_token", "reg_token")
     prefix = 1 + sum(weights[name].shape[1] for name in other_tokens if name in weights)
     return grid if math.prod(grid) in (length, length - prefix) else None
@@ -374,7 +375,7 @@ def _with_facts(
     step: Any,
     class_names: Any,
 ) -> LoadedWeights:
-    """Return `loaded` with a run's records about it. Raises ValueError if a record is malformed."""
+    """Return `loaded` with the facts that a run recorded. Raises ValueError for malformed facts."""
     names_fit = (
         isinstance(class_names, list)
         and all(isinstance(name, str) for name in class_names)

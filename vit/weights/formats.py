@@ -1,11 +1,11 @@
-"""Read weights files of any supported format into tensors by name.
+"""Read a weights file of any supported format into tensors by name.
 
-The format is detected from the content, not from the file name. No code in a file is run.
+The content, not the file name, decides the format. Code in a file is never run.
 
-    one file      safetensors; torch's zip and its older pickle; numpy's .npz       `_open`
-    its parts     Hugging Face's index, `*.index.json`, lists them                   `_open_parts`
-        -> the averaged weights or the plain ones, out of their containers           `_unpack`
-        -> without the prefixes of wrappers (`module.`, `_orig_mod.`)                `_bare_names`
+    one file        safetensors, torch's zip or older pickle, numpy's .npz           `_open`
+    several files   the parts that Hugging Face's `*.index.json` lists               `_open_parts`
+        -> take the weights, averaged if possible, out of their container            `_unpack`
+        -> remove the prefixes of wrappers (`module.`, `_orig_mod.`)                 `_bare_names`
         -> `Content`, whose names vit/weights/layouts.py converts to this project's
 """
 
@@ -34,10 +34,10 @@ from vit.system.spelling import few
 from vit.weights.save import HUB_FILES, SEAL, is_intact
 
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-"""Keys under which training programs store the weights (timm; DeiT and MAE). The first match wins,
-so the average is preferred, as in timm."""
+"""The keys under which training programs store weights (timm, DeiT, MAE). The first match is used,
+so averaged weights are preferred, as in timm."""
 PARTS_FILES = tuple(f"{name}.index.json" for name in HUB_FILES)
-"""Names of the index in a Hugging Face folder whose weights are split into several files."""
+"""The names of the index in a Hugging Face folder with several weights files."""
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """Parts that DDP, torch.compile, FSDP1 and activation checkpointing add to parameter names."""
 KINDS = "safetensors, a file of torch.save (.pth, .pt, .bin), .npz, or an .index.json of parts"
@@ -49,7 +49,7 @@ OTHER_KINDS = {
     b"GGUF": "GGUF: use the safetensors file that it was made from",
     b"\x08": "perhaps ONNX, whose weights have no names to match: use what it was exported from",
 }
-"""First bytes of files that users mistake for weights, and a description with a remedy."""
+"""The first bytes of other files that users mistake for weights; a description with a remedy."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         raise WeightsError(
             f"{error.filename or path}: cannot be read ({error.strerror}): fix its permissions, or"
-            " name another file"
+            " give another file"
         ) from error
 
 
@@ -73,19 +73,20 @@ class Content:
     metadata: dict[str, str] = field(default_factory=dict)
     """Metadata of a safetensors file; {} for other formats."""
     notes: list[str] = field(default_factory=list)
-    """One sentence per choice or omission."""
+    """A sentence for each choice or omission."""
     arch: str = ""
-    """The model name of the program that trained the weights, if the file has it; else ""."""
+    """The model name that the training program stored in the file, or ""."""
 
 
 def read_content(path: str | os.PathLike[str]) -> Content:
     """Return the weights in a file, or in the parts that an index lists.
 
-    A pickle may only hold tensors, plain values and `argparse.Namespace`, in which MAE, DeiT and
+    A pickle may only contain tensors, plain values and `argparse.Namespace`, in which MAE, DeiT and
     timm store their command lines.
 
     Raises:
-        WeightsError: the file does not exist, is damaged, or has no weights or pickled objects.
+        WeightsError: the file does not exist, is damaged, has no weights, or contains pickled
+            objects.
     """
     path = Path(path)
     with readable(path):
@@ -104,7 +105,7 @@ def read_content(path: str | os.PathLike[str]) -> Content:
 
 
 def _arch(content: Mapping[str, Any]) -> str:
-    """Return `model` of the command line that timm, DeiT and MAE store, or `arch`; else ""."""
+    """Return the model name in the stored command line (timm, DeiT, MAE) or in `arch`; else ""."""
     args = content.get("args")
     options = vars(args) if isinstance(args, argparse.Namespace) else args
     names = [options.get("model") if isinstance(options, dict) else None, content.get("arch")]
@@ -112,12 +113,12 @@ def _arch(content: Mapping[str, Any]) -> str:
 
 
 def _instead_of_a_file(path: Path) -> str:
-    """Describe the state of `path`, which is not a file, for a message."""
+    """Return a phrase for messages about `path`, which is not a file."""
     if path.is_dir():
         return "is a folder"
     if path.exists():
         return "is not a regular file"  # a pipe would block
-    return "is a link that leads nowhere" if path.is_symlink() else "does not exist"
+    return "is a broken link" if path.is_symlink() else "does not exist"
 
 
 def _open(path: Path, head: bytes) -> tuple[Any, dict[str, str]]:
@@ -156,29 +157,29 @@ def _open_safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         ) from error
     if not is_intact(path, metadata):
         raise WeightsError(
-            f"{path}: its content does not match the sha256 in its metadata: it is damaged (copy it"
-            " again, or take a checkpoint of the run, checkpoints/step_<n>), or another program has"
-            " changed it (save it without 'sha256' in the metadata)"
+            f"{path}: its content does not match the sha256 in its metadata: the file is damaged"
+            " (copy it again, or use a checkpoint of the run, checkpoints/step_<n>), or another"
+            " program has changed the file (save it without 'sha256' in the metadata)"
         )
-    metadata.pop(SEAL, None)  # the hash is of this file; a copy of its tensors has another
+    metadata.pop(SEAL, None)  # The hash is valid for this file only, not for new files.
     return tensors, metadata
 
 
 def _open_zip(path: Path) -> Any:
-    """Return the content of a zip: numpy's arrays, or torch's archive, which has `data.pkl`."""
+    """Return the content of a zip, which has numpy arrays, or a `data.pkl` by torch."""
     try:
         with zipfile.ZipFile(path) as file:
             names = file.namelist()
     except (zipfile.BadZipFile, OSError):
         raise WeightsError(
-            f"{path} is truncated or not a checkpoint (a zip without its list of contents, which is"
-            " at the end): copy it again"
+            f"{path} is truncated or not a checkpoint (a zip without the table of contents at its"
+            " end): copy it again"
         ) from None
     if names and all(name.endswith(".npy") for name in names):
         return _open_npz(path)
     if any(name.endswith("/constants.pkl") for name in names):
         raise WeightsError(
-            f"{path} is TorchScript, a program, which is not run: open it with torch.jit.load, and"
+            f"{path} is a TorchScript program, which is never run: open it with torch.jit.load, and"
             " save its state_dict() with torch.save"
         )
     if not any(name.endswith("/data.pkl") for name in names):
@@ -197,8 +198,8 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
                 f"{path} is truncated or damaged ({error}): copy it again"
             ) from error
         raise WeightsError(
-            f"{path} holds pickled objects (numpy's object arrays), which can run code, and is"
-            " refused: save arrays of numbers alone"
+            f"{path} is refused, because it contains pickled objects (numpy's object arrays), which"
+            " can run code: save only arrays of numbers"
         ) from error
     except (zipfile.BadZipFile, OSError, EOFError, KeyError) as error:
         raise WeightsError(f"{path} is truncated or damaged ({error}): copy it again") from error
@@ -212,8 +213,8 @@ def _open_npz(path: Path) -> dict[str, Tensor]:
 
 
 def _open_torch(path: Path, mapped: bool) -> Any:
-    # torch.load picks the format by the suffix ".safetensors", so it gets the open file instead of
-    # the name. It can memory-map names only.
+    # torch.load would choose the format by the suffix ".safetensors", so pass the open file, which
+    # cannot be memory-mapped.
     misnamed = path.suffix == ".safetensors"
     try:
         with (
@@ -221,7 +222,7 @@ def _open_torch(path: Path, mapped: bool) -> Any:
             path.open("rb") as file,
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # torch warns about content that is refused or harmless
+            warnings.simplefilter("ignore")  # torch warns about refused or harmless content.
             return torch.load(
                 file if misnamed else path,
                 map_location="cpu",
@@ -236,25 +237,25 @@ def _open_torch(path: Path, mapped: bool) -> Any:
         ValueError,
         LookupError,
         AttributeError,
-    ) as error:  # damaged files raise all of these
+    ) as error:  # Damaged files can raise any of these.
         refused_class = re.search(r"GLOBAL ([\w.]+)", str(error))
         if refused_class and isinstance(error, pickle.UnpicklingError):
             raise WeightsError(
-                f"{path} holds pickled objects ({refused_class[1]}), which can run code, and is"
-                " refused: if you trust it, open it with torch.load(weights_only=False) and save"
-                " its state dict alone"
+                f"{path} is refused, because it contains pickled objects ({refused_class[1]}),"
+                " which can run code: if you trust it, open it with"
+                " torch.load(weights_only=False) and save only its state dict"
             ) from error
         protocol = 2 if mapped else _protocol_of(path)
         if isinstance(error, pickle.UnpicklingError) and 2 < protocol <= pickle.HIGHEST_PROTOCOL:
             raise WeightsError(
-                f"{path} is a pickle of protocol {protocol}, which torch.save does not write and"
-                " which can run code: refused; if you trust it, open it with Python's pickle and"
-                " save its tensors with torch.save or as safetensors"
+                f"{path} is refused, because it is a pickle of protocol {protocol}, which can run"
+                " code and which torch.save never writes: if you trust it, open it with Python's"
+                " pickle and save its tensors with torch.save or as safetensors"
             ) from error
-        # Keep the first sentence only, because the rest of torch's texts is for its developers.
+        # Keep only the first sentence, because the rest of torch's message is for developers.
         reason = (str(error).splitlines() or [""])[0].partition(". ")[0][:200]
         if isinstance(error, pickle.UnpicklingError):
-            reason = "not a pickle"  # torch's text advises an unsafe way to load the file
+            reason = "not a pickle"  # torch's message recommends an unsafe way to load the file.
         raise WeightsError(
             f"{path} is truncated or not a checkpoint ({type(error).__name__}: {reason}): copy it"
             " again"
@@ -262,7 +263,7 @@ def _open_torch(path: Path, mapped: bool) -> Any:
 
 
 def _protocol_of(path: Path) -> int:
-    """Return the protocol number that a pickle of version 2 or later begins with."""
+    """Return the protocol number at the beginning of a pickle of protocol 2 or later."""
     with path.open("rb") as file:
         return (file.read(2) + b"\0\0")[1]
 
@@ -272,40 +273,42 @@ def _open_parts(index: Path) -> Content:
     try:
         file_of: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         files = sorted(set(file_of.values()))
-        # An index is untrusted: it must not make this program read files outside its folder.
+        # An index is untrusted, so it must not name files outside its folder.
         outside = [file for file in files if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise WeightsError(f"{index} is not an index of weights in parts: copy it again") from None
     if outside:
-        raise WeightsError(f"{index} names files outside of its folder ({few(outside)}): refused")
+        raise WeightsError(
+            f"{index} is refused, because it lists files outside its folder ({few(outside)})"
+        )
     if missing := [file for file in files if not (index.parent / file).is_file()]:
         raise WeightsError(
-            f"{index} names {len(files)} parts, of which {few(missing)} are missing: copy them"
+            f"{index} lists {len(files)} parts, but {few(missing)} are missing: copy them"
         )
     parts = [read_content(index.parent / file) for file in files]
     tensors = {name: tensor for part in parts for name, tensor in part.tensors.items()}
     if missing := [name for name in file_of if name not in tensors]:
         raise WeightsError(
-            f"{index} names {len(file_of)} weights, of which its parts lack {few(missing)}: copy"
-            " index and parts again"
+            f"{index} lists {len(file_of)} weights, but its parts lack {few(missing)}: copy the"
+            " index and the parts again"
         )
     notes = [f"read from {len(files)} parts", *(note for part in parts for note in part.notes)]
     return Content(tensors, parts[0].metadata, notes)
 
 
 def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
-    """Return the tensors in `content`, taken out of its containers."""
+    """Return the tensors in `content`, taken out of nested containers."""
     while isinstance(content, dict):
         keys = [name for name in CONTAINERS if isinstance(content.get(name), dict)]
         if not keys:
             break
         if len(keys) > 1:
-            notes.append(f"{keys[0]} is used, {few(keys[1:])} in the same file is not")
+            notes.append(f"{keys[0]} is used, {few(keys[1:])} in the same file is ignored")
         content = content[keys[0]]
     under = f"under {' or '.join(CONTAINERS[2:])}"
     if not isinstance(content, dict) or not content:
         kind = "nothing" if content == {} else f"a {type(content).__name__}"
-        raise WeightsError(f"{path} holds {kind}: expected a state dict, or one {under}")
+        raise WeightsError(f"{path} contains {kind}: expected a state dict, or one {under}")
     non_tensors = [
         f"{name} ({type(value).__name__})"
         for name, value in content.items()
@@ -313,8 +316,8 @@ def _unpack(content: Any, path: Path, notes: list[str]) -> dict[str, Tensor]:
     ]
     if non_tensors:
         raise WeightsError(
-            f"{path} is not a state dict, it also holds {few(non_tensors)}: keep only tensors by"
-            f" their names, or put them {under}"
+            f"{path} is not a state dict, because it also contains {few(non_tensors)}: keep only"
+            f" tensors by name, or put them {under}"
         )
     return content
 
@@ -327,7 +330,7 @@ def _bare_names(content: Mapping[str, Tensor], path: Path) -> dict[str, Tensor]:
     }
     if len(weights) < len(content):
         raise WeightsError(
-            f"{path} holds the same weight twice once prefixes are removed: {len(content)} names"
+            f"{path} contains a weight twice after prefixes are removed: {len(content)} names"
             f" become {len(weights)}"
         )
     return weights

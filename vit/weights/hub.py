@@ -1,12 +1,13 @@
-"""Fetch weights of the Hugging Face hub by name into the hub's cache, to be read as a folder.
+"""Fetch weights by name from the Hugging Face hub into the hub's cache.
 
     timm/NAME.TAG                   the repository of that name
     hf-hub:OWNER/REPO[@REVISION]    any repository; `hf_hub:` is accepted as well
         -> a folder of the cache, with safetensors and json only, never a pickle
-        -> the source of the weights: repository, commit, licence
+        -> the source of the weights: repository, commit, license
 
-Only rank 0 reads weights, so only rank 0 fetches. The hub's client configures cache, login and
-address: HF_HOME, HF_TOKEN or `hf auth login`, HF_ENDPOINT, HF_HUB_OFFLINE.
+Only rank 0 reads weights, so only rank 0 fetches them. The hub's client reads its settings for
+cache, login and address from HF_HOME, HF_TOKEN (or `hf auth login`), HF_ENDPOINT and
+HF_HUB_OFFLINE.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from vit.system.spelling import did_you_mean
 from vit.weights.published_models import KNOWN
 
 WEIGHTS_FILES = ("model.safetensors", "model.safetensors.index.json")
-"""A repository must have one of these files for its weights to be read."""
+"""A repository must have one of these files."""
 FETCHED = (*WEIGHTS_FILES, "model-*-of-*.safetensors", "config.json", "preprocessor_config.json")
 """Patterns of the files that are fetched."""
 _NAME = re.compile(r"(?:hf[-_]hub:)?([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 _LICENCE = re.compile(r"[\w.+-]{1,60}")
-"""Allowed licence text. It is untrusted input that is printed and written into model cards."""
+"""Matches valid license names. They are untrusted, and are printed and written to model cards."""
 _LICENCE_TIMEOUT_S = 10.0
 
 
@@ -38,43 +39,42 @@ class HubCopy:
 
     folder: Path
     source: dict[str, str]
-    """`repository`, `commit`, and `licence` if the model card states one."""
+    """`repository`, `commit`, and `licence` if the model card states a license."""
 
 
 def is_hub_name(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` names a repository of the hub. An existing path never does."""
+    """Return whether `path` names a hub repository rather than an existing path."""
     prefixes = ("timm/", "hf-hub:", "hf_hub:")
     return str(path).startswith(prefixes) and not Path(path).exists()
 
 
 def in_words(source: Mapping[str, str]) -> str:
-    """Return repository, commit and licence as a phrase for messages."""
+    """Return repository, commit and license as a phrase for messages."""
     licence = source.get("licence", "not stated")
     commit = source["commit"][:12]
-    return f"{source['repository']} on the Hugging Face hub, commit {commit}, licence {licence}"
+    return f"{source['repository']} on the Hugging Face hub, commit {commit}, license {licence}"
 
 
 def fetch(name: str) -> HubCopy:
     """Fetch the repository `name`, or return its cached copy if the hub cannot be reached.
 
     Raises:
-        WeightsError: with a remedy for each cause. `name` is not a hub name; huggingface_hub is not
-            installed; the repository or revision does not exist; the repository requires consent,
-            or lacks safetensors; the hub cannot be reached and nothing is cached; the cache cannot
-            be written.
+        WeightsError: `name` is not a hub name; huggingface_hub is not installed; the repository or
+            revision does not exist; the repository requires consent, or lacks safetensors; the hub
+            cannot be reached and nothing is cached; the cache cannot be written.
     """
     parts = _NAME.fullmatch(name)
     if parts is None:
         raise WeightsError(
-            f"{name} is not a name of the hub: give hf-hub:OWNER/REPO, or timm/NAME.TAG"
+            f"{name} is not a name on the hub: give hf-hub:OWNER/REPO, or timm/NAME.TAG"
         )
     repository = parts[1]
     try:
         from huggingface_hub import constants, errors, snapshot_download
     except ImportError:
         raise WeightsError(
-            f"{name} is on the Hugging Face hub, and huggingface_hub, which fetches it, is not"
-            " installed: pip install huggingface_hub"
+            f"{name} is on the Hugging Face hub, but huggingface_hub is not installed: pip install"
+            " huggingface_hub"
         ) from None
     hub = constants.ENDPOINT
     try:
@@ -102,14 +102,14 @@ def fetch(name: str) -> HubCopy:
             ) from None
         raise WeightsError(
             f"{name}: no such file or folder, and {hub} cannot be reached: run `hf download"
-            f" {repository} --local-dir DIR` on a machine that reaches it and give DIR in place of"
-            " the name (init.checkpoint=DIR), or set HF_HOME to a cache that has it"
+            f" {repository} --local-dir DIR` on a machine with access and give DIR in place of the"
+            " name (init.checkpoint=DIR), or set HF_HOME to a cache with this repository"
         ) from None
     folder = Path(path)
     if not any((folder / name).exists() for name in WEIGHTS_FILES):
         raise WeightsError(
-            f"{name}: {repository} has no model.safetensors, and nothing else is fetched,"
-            " because a pickle can run code: use another copy of the model, such as timm's"
+            f"{name}: {repository} has no model.safetensors, and pickles are not fetched because"
+            " they can run code: use another copy of the model, such as timm's"
             " (https://huggingface.co/timm)"
         )
     source = {"repository": repository, "commit": folder.name}
@@ -117,7 +117,7 @@ def fetch(name: str) -> HubCopy:
 
 
 def _licence(repository: str, commit: str) -> dict[str, str]:
-    """Return {"licence": ...} from the card of `repository`; {} if missing or the hub is down."""
+    """Return {"licence": ...} from the model card, or {} if it is missing or the hub is down."""
     from huggingface_hub import HfApi, errors
 
     with suppress(OSError, errors.HTTPError):

@@ -1,13 +1,13 @@
 """Convert the names of a ViT's weights from and to other programs, with one table per program.
 
-This project uses timm's names. A table maps each of them to the other program's. In a row, `{n}` is
-the number of a block and `{p}` is "weight" or "bias":
+This project uses timm's names. A table maps each of them to the other program's name. In a row,
+`{n}` is the number of a block, and `{p}` is "weight" or "bias":
 
     "blocks.{n}.mlp.fc1.{p}": Row(("vit.encoder.layer.{n}.intermediate.dense.{p}",))
 
-A `Row` may list several weights that this project joins (query, key, value), and may state how the
-other program lays out a weight. `to_ours` and `from_ours` only rename, transpose, join and split:
-each value keeps its bits. A weight without a row cannot be stored in the other program.
+A `Row` may list several weights that this project concatenates (query, key, value), and may state a
+different memory layout. `to_ours` and `from_ours` only rename, transpose, concatenate and split, so
+the bits of each value are preserved. A weight without a row cannot be exported to the program.
 
     torchvision    pytorch/vision:torchvision/models/vision_transformer.py
     huggingface    huggingface/transformers:src/transformers/models/vit/modeling_vit.py
@@ -29,9 +29,9 @@ from vit.system.spelling import few
 
 @dataclass(frozen=True)
 class Row:
-    """The names and layout that another program has for one weight of this project.
+    """The names and the layout of one weight of this project in another program.
 
-    theirs: one name, or the names of query, key and value. turn: the change of layout, see `_turn`.
+    theirs: one name, or the names of query, key and value. turn: the change of layout (`_turn`).
     """
 
     theirs: tuple[str, ...]
@@ -40,16 +40,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Layout:
-    """The weight names of one program."""
+    """The table of weight names for one program."""
 
     name: str
     block: str
-    """The part of a name before a block's number."""
+    """The prefix of a name before the block number."""
     rows: dict[str, Row]
     sign: str
-    """A pattern that matches a name only this program's weights have."""
+    """A pattern that matches a name only in this program's weights."""
     dropped: tuple[str, ...] = ()
-    """Name prefixes of weights that classification does not use."""
+    """The name prefixes of weights that classification does not use."""
     other_names: tuple[tuple[str, str], ...] = ()
     """(pattern, replacement) pairs that turn names of other versions into the names in `rows`."""
 
@@ -75,7 +75,7 @@ def _torchvision() -> Layout:
             "head.{p}": Row(("heads.head.{p}",)),
         },
         sign=r"conv_proj\.weight|encoder\.pos_embedding",
-        # Names before torchvision 0.13, which published files still have.
+        # Published files still have the names from before torchvision 0.13.
         other_names=((r"\.mlp\.linear_1\.", ".mlp.0."), (r"\.mlp\.linear_2\.", ".mlp.3.")),
     )
 
@@ -104,7 +104,7 @@ def _huggingface() -> Layout:
         dropped=("vit.pooler.", "vit.embeddings.mask_token", "decoder."),
         other_names=(
             (r"^(embeddings|encoder|layers|layernorm|pooler)\.", r"vit.\1."),  # ViTModel alone
-            # Since version 5 models in memory have these names; files still have those of `rows`.
+            # Models of version 5 have these names in memory, but files still have those in `rows`.
             (r"^vit\.layers\.", "vit.encoder.layer."),
             (r"\.attention\.q_proj\.", ".attention.attention.query."),
             (r"\.attention\.k_proj\.", ".attention.attention.key."),
@@ -169,7 +169,7 @@ def _npz() -> Layout:
 
 
 _MAE = Layout("mae", "blocks.", {}, sign="decoder_pos_embed", dropped=("decoder_", "mask_token"))
-"""MAE's pre-training uses timm's names and adds a decoder."""
+"""The layout of MAE's pre-training, which adds a decoder to timm's names."""
 LAYOUTS = {layout.name: layout for layout in (_torchvision(), _huggingface(), _npz(), _MAE)}
 
 
@@ -184,11 +184,11 @@ FAMILIES = {
     " convolutional network",
     r"(.*\.)?(to_qkv|to_patch_embedding\..*)\.weight": "vit-pytorch",
 }
-"""Patterns of names that identify weights of other model families, and the family's name."""
+"""Patterns of weight names that identify other model families, and the names of the families."""
 
 
 def family_of(names: Iterable[str]) -> str:
-    """Return the other model family that weights with these names belong to, or "" if unknown."""
+    """Return the other model family that uses such names, or "" if unknown."""
     names = list(names)
     for sign, family in FAMILIES.items():
         if any(re.fullmatch(sign, name) for name in names):
@@ -197,7 +197,7 @@ def family_of(names: Iterable[str]) -> str:
 
 
 def layout_of(names: Iterable[str]) -> Layout | None:
-    """Return the layout that has these names; None for timm's names or unknown ones."""
+    """Return the layout that uses such names; None for timm's or unknown names."""
     names = list(names)
     for layout in LAYOUTS.values():
         if any(re.fullmatch(layout.sign, name) for name in names):
@@ -206,7 +206,7 @@ def layout_of(names: Iterable[str]) -> Layout | None:
 
 
 def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights under this project's names, and a note about dropped weights.
+    """Return the weights by this project's names, and a note about dropped weights.
 
     Weights without a row keep their names, so that `load_weights` reports them as unknown.
     """
@@ -221,14 +221,14 @@ def to_ours(layout: Layout, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Te
             pieces = [_turn_back(source.pop(theirs), row.turn) for theirs in row.theirs]
             ours[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     dropped = [name for name in source if layout.dropped and name.startswith(layout.dropped)]
-    notes = [f"dropped as not used to classify: {few(dropped)}"] if dropped else []
+    notes = [f"dropped, not used for classification: {few(dropped)}"] if dropped else []
     return ours | {name: source[name] for name in source if name not in dropped}, notes
 
 
 def from_ours(
     layout: Layout, weights: Mapping[str, Tensor], num_heads: int
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the weights under the other program's names, and the names that have no row."""
+    """Return the weights by the other program's names, and the names without a row."""
     remaining = dict(weights)
     theirs: dict[str, Tensor] = {}
     for name, row in _each(layout, weights, "blocks."):
@@ -240,7 +240,7 @@ def from_ours(
 
 
 def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """Return `tensor` by name; big_vision's tensors over all blocks are split by block."""
+    """Return `tensor` by name. Split big_vision's tensors, which stack all blocks, by block."""
     begin, stacked, end = name.partition("Transformer/encoderblock/")
     if not stacked:
         return {name: tensor}
@@ -248,9 +248,9 @@ def _one_of_each_block(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[str, Row]]:
-    """Yield each row with block numbers and parts filled in, for as many blocks as `names` have.
+    """Yield each row, with block numbers and parts filled in, for all blocks in `names`.
 
-    begin: the part of `names` before a block's number.
+    begin: the prefix of `names` before the block number.
     """
     pattern = re.compile(rf"{re.escape(begin)}(\d+)\b")
     numbers = [int(match[1]) for name in names if (match := pattern.match(name))]
@@ -264,7 +264,7 @@ def _each(layout: Layout, names: Iterable[str], begin: str) -> Iterator[tuple[st
 def _turn(ours: Tensor, turn: str, num_heads: int) -> Tensor:
     """Return a weight in the other program's layout.
 
-    Flax stores inputs before outputs, and gives the heads a dimension of their own.
+    Flax stores inputs before outputs, and has a separate dimension for attention heads.
     """
     if turn == "linear":
         return ours.t()

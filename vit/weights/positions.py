@@ -1,7 +1,7 @@
 """Fit the position embeddings of a weights file to the grid and prefix tokens of a model.
 
-If the source has positions for class token and registers but the model does not, they are added to
-the tokens themselves. The positions of the grid are resampled.
+If only the source has positions for the class token and registers, they are added to these tokens.
+The positions of the grid are resampled.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def fold_prefix_positions(
     new_grid: tuple[int, int] | None,
     grid: tuple[int, int] | None,
 ) -> list[str]:
-    """Add positions of class token and registers to these tokens in `source` if the model has none.
+    """Add positions of class token and registers to these tokens if the model has none.
 
-    source, target: state dicts of file and model. new_grid, grid: (h, w) of the model's patches and
-    of the source's positions, or None if unknown. Returns a note if `source` was changed.
+    Returns a note if `source` was changed. source, target: state dicts of file and model. new_grid,
+    grid: (h, w) of the model's patches and of the source's positions, or None if unknown.
     """
     positions = source["pos_embed"]
     names = [name for name in ("cls_token", "reg_token") if name in source and name in target]
@@ -39,7 +39,7 @@ def fold_prefix_positions(
         return []
     num_tokens = sum(value.shape[1] for value in tokens.values())
     length = positions.shape[1]
-    # As in `fit_posemb`, the grid is the caller's, a square, or the model's, in this order.
+    # As in `fit_posemb`, try the caller's grid, then a square, then the model's grid.
     squares = [(math.isqrt(n),) * 2 for n in (length, length - num_tokens) if n > 0]
     candidates = [*squares, new_grid] if grid is None else [grid]
     lengths = [math.prod(hw) for hw in candidates if math.prod(hw) in (length, length - num_tokens)]
@@ -52,7 +52,7 @@ def fold_prefix_positions(
         first += token.shape[1]
     source["pos_embed"] = positions[:, num_tokens:]
     prefix = "class token" if num_tokens == 1 else f"{num_tokens} prefix tokens"
-    return [f"the model has no positions for the {prefix}: the source's are added to the tokens"]
+    return [f"the model has no positions for the {prefix}: added the source's to the tokens"]
 
 
 def fit_posemb(
@@ -65,21 +65,21 @@ def fit_posemb(
     """
     fits = source.ndim == 3 and source.shape[0] == 1 and source.shape[2] == target.shape[2]
     if new_grid is None or not fits:
-        return source, []  # resampling cannot help; `load_weights` reports the different shape
+        return source, []  # `load_weights` reports the different shape.
     num_prefix_tokens = target.shape[1] - math.prod(new_grid)
     length = source.shape[1]
     length_of_grid = max(length - num_prefix_tokens, 0)
     # The source may have positions for its prefix tokens (ViT, DeiT) or not (DeiT III). If `grid`
-    # is None, a square is tried before the model's grid, because 256 may be 8x32 or 16x16, and
-    # published weights are square.
+    # is None, try a square before the model's grid, because 256 positions may be 8x32 or 16x16, and
+    # published weights use squares.
     squares = [(math.isqrt(number),) * 2 for number in (length_of_grid, length)]
     candidates = [*squares, new_grid] if grid is None else [grid]
     fitting = [hw for hw in candidates if math.prod(hw) in (length_of_grid, length)]
     if not fitting:
         assumed = "a square grid" if grid is None else f"a grid of {grid[0]}x{grid[1]}"
         raise WeightsError(
-            f"the source's pos_embed has {length} positions, which is not {assumed} with or without"
-            f" {num_prefix_tokens} for prefix tokens: give its grid (height, width)"
+            f"the source's pos_embed has {length} positions, which do not form {assumed} with or"
+            f" without {num_prefix_tokens} for prefix tokens: give its grid (height, width)"
         )
     old_grid = fitting[0]
     notes = []

@@ -1,16 +1,16 @@
 """Write the configs with which other programs open this project's models, or list the obstacles.
 
     Subject: a model, its config and its class names
-      -> lacking         phrases for the features that a program lacks; [] if it can open the model
+      -> lacking         the features that a program lacks; [] if it can open the model
       -> timm_config     config.json of timm, which transformers opens as well
          huggingface_configs   config.json and preprocessor_config.json of transformers
 
-`View` describes in other programs' terms how evaluation turns an image into the model's input
-(`vit.data.decode.crops`).
+`View` describes the preprocessing of evaluation (`vit.data.decode.crops`) in the terms of other
+programs.
 
-A field of `ModelConfig` that this module does not know counts as lacking in all programs except
-ONNX, which stores a graph. A new part of the network is therefore refused until this module lists
-it.
+A field of `ModelConfig` that is not listed in this module is considered unsupported by all programs
+except ONNX, which stores a graph. Models with a new feature are therefore not exported until this
+module lists the feature.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.layers.presets import PRESETS, SIZES
 
 @dataclass(frozen=True)
 class View:
-    """The steps from an image of any size to the input of a model."""
+    """The preprocessing of an image for a model."""
 
     size: tuple[int, int]
     """Height and width of the input in pixels."""
@@ -41,13 +41,13 @@ class View:
     std: tuple[float, ...]
     """`mean` and `std` per channel, for images scaled to [0, 1]."""
     crop_pct: float
-    """Side of the centre crop over the side of the resized image, as in timm."""
+    """Side of the center crop over the side of the resized image, as in timm."""
     apply_exif: bool
     """Whether the image is first rotated as its EXIF orientation states."""
 
     @classmethod
     def from_config(cls, config: Config) -> View:
-        """Return the view that evaluation uses for runs of `config`."""
+        """Return the preprocessing of evaluation with `config`."""
         height, width = config.model.height_width()
         view = config.eval
         cover = int(height / view.crop_pct), int(width / view.crop_pct)
@@ -55,10 +55,10 @@ class View:
         if view.resize_px is not None:
             cover = view.resize_px, view.resize_px
             crop_pct = height / view.resize_px
-            while int(height / crop_pct) < view.resize_px:  # timm truncates this quotient
+            while int(height / crop_pct) < view.resize_px:  # timm truncates the quotient.
                 crop_pct = math.nextafter(crop_pct, 0)
         data = config.data
-        channels = config.model.in_chans  # a single mean or std applies to all channels
+        channels = config.model.in_chans  # A single mean or std applies to all channels.
         return cls(
             size=(height, width),
             cover=cover,
@@ -79,21 +79,23 @@ class View:
         elif self.cover[0] == self.cover[1]:
             resized = f"Resize it so that its shorter side has {self.cover[0]} pixels ({method})"
         else:
-            resized = f"Resize it, keeping its aspect, to cover {self.cover[0]}x{self.cover[1]}"
+            resized = (
+                f"Resize it, keeping its aspect ratio, to cover {self.cover[0]}x{self.cover[1]}"
+            )
             resized += f" ({method})"
-        turned = "Turn the image as its EXIF orientation says. " if self.apply_exif else ""
-        colours = "RGB" if len(self.mean) == 3 else "grey"
+        turned = "Rotate the image by its EXIF orientation. " if self.apply_exif else ""
+        colours = "RGB" if len(self.mean) == 3 else "grayscale"
         mean = ", ".join(f"{value:g}" for value in self.mean)
         std = ", ".join(f"{value:g}" for value in self.std)
         return (
-            f"{turned}Read the image as {colours}. {resized}. Cut out the centre of"
+            f"{turned}Read the image as {colours}. {resized}. Crop the center of"
             f" {height}x{width} (height x width). Divide by 255, subtract the mean ({mean}), divide"
             f" by the standard deviation ({std}), each per channel. Inputs are float32, (batch,"
             f" {len(self.mean)}, {height}, {width})."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the steps as the content of `preprocessing.json`, for programs."""
+        """Return the content of `preprocessing.json`."""
         return {
             "apply_exif": self.apply_exif,
             "input_size": [len(self.mean), *self.size],
@@ -132,10 +134,10 @@ KNOWN_FIELDS = {
     "init_head_bias",
     "dist_token",
 }
-"""Fields of `ModelConfig` that the tables below account for. Fields that end with `_rate` matter in
-training only."""
+"""The fields of `ModelConfig` that the tables below cover. Fields that end with `_rate` affect only
+training."""
 FEATURES = {
-    "guest": "a model of timm's own (model.name=timm/...)",
+    "guest": "a model from timm (model.name=timm/...)",
     "no_class_token": "no class token (model.class_token=false)",
     "avg": "the mean of the patches before the norm (model.global_pool=avg)",
     "map": "a query that pools the patches (model.global_pool=map)",
@@ -145,8 +147,8 @@ FEATURES = {
     "no_qkv_bias": "no bias of queries, keys and values (model.qkv_bias=false)",
     "representation": "a representation layer (model.representation_size)",
     "not_square": "images or patches that are not square",
-    "centre_not_square": "the centre cut out of images that are not square",
-    "grey": "grey images (model.in_chans=1)",
+    "centre_not_square": "a center crop of images that are not square",
+    "grey": "grayscale images (model.in_chans=1)",
 }
 LACKS = {
     "timm": {"representation"},
@@ -177,17 +179,17 @@ class Subject:
     config: Config
     num_classes: int
     class_names: list[str]
-    """Class names; [] if unknown, fewer than `num_classes` if the data had fewer classes."""
+    """Class names: [] if unknown, fewer than `num_classes` if the data had fewer classes."""
 
     @property
     def labels(self) -> list[str]:
-        """Return a name for each class, because programs count classes by their names; or []."""
+        """Return a name for each class, because programs count classes by name; [] if unknown."""
         names = self.class_names
         return names and names + [f"class {n}" for n in range(len(names), self.num_classes)]
 
     @property
     def view(self) -> View:
-        """Return the steps from an image to the model's input."""
+        """Return the preprocessing of an image for the model."""
         return View.from_config(self.config)
 
 
@@ -220,7 +222,7 @@ def lacking(program: str, config: Config) -> list[str]:
 
 
 def _unknown_fields(model: ModelConfig) -> list[str]:
-    """List fields with values other than the default that this module does not know."""
+    """List the fields with non-default values that this module does not know."""
     fields = type(model).model_fields
     return [
         name
@@ -234,8 +236,8 @@ def _unknown_fields(model: ModelConfig) -> list[str]:
 def timm_config(subject: Subject) -> dict[str, Any] | None:
     """Return the `config.json` with which timm and transformers open the weights of `subject`.
 
-    Returns None if timm has no such model. timm's models take the sizes as arguments, so any of its
-    ViT names would work; the nearest one is used.
+    Returns None if timm has no such model. Sizes are arguments of timm's models, so any ViT name
+    would work. The most similar name is used.
     """
     config = subject.config
     if lacking("timm", config):
@@ -268,12 +270,12 @@ def timm_config(subject: Subject) -> dict[str, Any] | None:
 
 
 def _exif_entry(view: View) -> dict[str, Any]:
-    """Return a note about EXIF. Programs have no key for it and ignore it; readers see it."""
+    """Return an entry about EXIF for human readers. Programs ignore this key."""
     return {"apply_exif": True} if view.apply_exif else {}
 
 
 def _timm_arguments(subject: Subject) -> tuple[str, dict[str, Any]]:
-    """Return timm's name of the nearest model, and the arguments that make it `subject`'s."""
+    """Return timm's name of the most similar model, and the arguments for `subject`'s sizes."""
     model = subject.model
     section = subject.config.model
     arguments = section.model_dump(exclude_none=True, include=_TIMM_ARGUMENTS)
@@ -317,7 +319,7 @@ _TIMM_ARGUMENTS = {
     "init_values",
     *_TIMM_PARTS,
 }
-"""Fields of `ModelConfig` that timm's ViT takes as arguments of the same name."""
+"""The fields of `ModelConfig` that are arguments of timm's ViT with the same name."""
 _TIMM_NAMES: tuple[str, ...] = (
     "vit_base_patch16_224",
     "vit_base_patch32_224",
@@ -360,7 +362,7 @@ def huggingface_configs(subject: Subject) -> dict[str, dict[str, Any]]:
     }
     height, width = view.size
     cover_h, cover_w = view.cover
-    # ViT's processor can only squash. CLIP's can crop the centre, and works with any model.
+    # ViT's processor can only squash. CLIP's can crop the center, and works with any model.
     processor = {
         "image_processor_type": "ViTImageProcessor" if view.squash else "CLIPImageProcessor",
         "do_resize": True,

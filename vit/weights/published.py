@@ -1,12 +1,13 @@
-"""Identify published weights, and evaluate them with the model and view they were published with.
+"""Identify published weights, and evaluate them with their published model and preprocessing.
 
-1. A file or folder, and a name if the user gave one, lead to a `KnownModel`   identify
-2. Its settings become a config, so that the weights are evaluated like
+1. Find the `KnownModel` of a file or folder, optionally by a given name      identify
+2. Convert its settings to a config, so that the weights are evaluated like
    those of this project's runs                                  with_published_config
-3. Its published accuracy is printed next to the measured one       describe_published
+3. Print its published accuracy next to the measured one            describe_published
 
-A model is identified by its name, by the `config.json` next to Hugging Face's weights, by the name
-that the training program stored in the file (timm's `args.model`), or by the name of the file:
+A model is identified by a name that the user gives, by the `config.json` next to Hugging Face's
+weights, by the name that the training program stored in the file (timm's `args.model`), or by the
+name of the file:
 
     vit_base_patch16_224.augreg_in1k.safetensors        timm's name and tag
     deit_base_patch16_224-b5f2ef4d.pth                  the authors' name
@@ -49,15 +50,15 @@ SEVERAL_TAGS = ("vit_", "deit3_")
 def identify(path: str | Path, name: str | None = None, arch: str = "") -> KnownModel:
     """Return the model whose weights the file or Hugging Face folder `path` holds.
 
-    The first of these that is available decides:
-    1. `name`, a timm name with or without `timm/` or `hf_hub:timm/`. Without a tag it means timm's
-       default settings.
+    The first of these that is available is used:
+    1. `name`, a timm name with or without `timm/` or `hf_hub:timm/`. A name without a tag means
+       timm's default settings.
     2. `config.json` next to the file.
     3. `arch`, the name stored in the file, if it is a timm name.
     4. The name of the file or its folder.
 
     Raises:
-        ValueError: none of these leads to one model. The message contains the nearest names and a
+        ValueError: none of these identifies a single model. The message lists similar names and a
             remedy.
     """
     if name is not None:
@@ -68,8 +69,7 @@ def identify(path: str | Path, name: str | None = None, arch: str = "") -> Known
         return model
     with suppress(ValueError):  # `arch` may be another program's name, or a Python class
         model = _by_name(arch, or_defaults=True)
-        # These weights come from another training, so the accuracy published for the name does not
-        # apply to them.
+        # The weights are from another training run, so the published accuracy does not apply.
         source = NO_NUMBER if model.top1 else model.source
         return replace(model, top1=None, top5=None, source=source)
     return _by_file_name(file)
@@ -91,8 +91,8 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
     if rows:
         tags = ", ".join(f"{row.name} ({row.top1:.1f} %)" for row in rows)
         raise ValueError(
-            f"{full_name} names several weights, which differ only in their tag: give --model with"
-            f" one, such as {tags}"
+            f"{full_name} is ambiguous, because several weights differ only in their tag: give"
+            f" --model with a tag, such as {tags}"
         )
     if (model := _from_timm(name)) is None:
         raise ValueError(
@@ -103,9 +103,9 @@ def _by_name(full_name: str, or_defaults: bool = False) -> KnownModel:
 
 
 def _with_tag_note(model: KnownModel, name: str) -> KnownModel:
-    """Return `model`, with a note in its source if `name` had no tag and timm chose its default."""
+    """Return `model`, with a note in `source` if `name` has no tag, so timm's default was used."""
     tag = model.name.partition(".")[2]
-    note = f"; {name} has no tag, so the settings are those of timm's default, {tag}"
+    note = f"; {name} has no tag, so timm's default {tag} determines the settings"
     return replace(model, source=model.source + (note if tag and "." not in name else ""))
 
 
@@ -135,19 +135,19 @@ def _by_settings(path: Path) -> KnownModel | None:
     ):
         return row
     model = replace(model, apply_exif=content.get("apply_exif") is True)
-    # The sizes were arguments, so the architecture's name does not identify the model.
+    # If sizes are arguments, the architecture's name does not identify the model.
     if {"embed_dim", "depth"} & made_with.keys():
         return replace(model, name=str(path.parent))
     return model
 
 
 def _by_file_name(file: Path) -> KnownModel:
-    """Return the model by the name of the file, or of its folder if the file name is generic."""
+    """Return the model by the file name, or by the folder's name if the file name is generic."""
     for row in KNOWN:
         if file.name in row.files:
             return row
     texts = [file.name]
-    # The folder's name is the user's, or models--timm--NAME/snapshots/HASH in the hub's cache.
+    # The folder is the user's, or models--timm--NAME/snapshots/HASH in the hub's cache.
     if file.name in (*HUB_FILES, *PARTS_FILES):
         texts += [
             folder.name.removeprefix("models--timm--") for folder in file.absolute().parents[:3]
@@ -162,10 +162,10 @@ def _by_file_name(file: Path) -> KnownModel:
                 return model
         if architecture := _longest_prefix(text, architectures):
             return _by_name(architecture)
-    # Suggest no similar names: they seldom belong to a model with the same shapes.
+    # Do not suggest similar names, because such models seldom have the same shapes.
     raise ValueError(
-        f"{file}: neither its name nor a config.json next to it identifies the model: give"
-        " --model NAME, a name of timm's"
+        f"{file}: neither its name nor a config.json next to it identifies the model: give its name"
+        " in timm with --model NAME"
     )
 
 
@@ -201,7 +201,7 @@ def _timm_version() -> str:
     return f"timm {timm.__version__}"
 
 
-# timm's model arguments -> fields of the `model` section; None: another source sets the field.
+# timm's model arguments -> fields of the `model` section, or None if set from another source.
 _MADE_WITH = {
     "img_size": "image_size",
     "patch_size": "patch_size",
@@ -230,13 +230,13 @@ def _from_settings(
     made_with: Mapping[str, Any],
     origin: str,
 ) -> KnownModel:
-    """Return the model that timm's settings describe; `origin`: their place, for messages."""
+    """Return the model that timm's settings describe. origin: their source, for messages."""
     channels, height, width = settings.get("input_size") or (3, 224, 224)
     interpolation = settings.get("interpolation") or "bilinear"
     name = f"{architecture}.{tag}" if tag else architecture
     model = own_model(architecture) or {"name": f"timm/{architecture}"}
     unknown = [key for key in made_with if key not in _MADE_WITH and not key.endswith("_rate")]
-    problems = [f"its model was made with {', '.join(unknown)}"] if unknown else []
+    problems = [f"its model was created with {', '.join(unknown)}"] if unknown else []
     if interpolation not in ("bilinear", "bicubic"):
         problems.append(f"it resizes with {interpolation!r}, not with bilinear or bicubic")
     if problems:
@@ -249,8 +249,8 @@ def _from_settings(
         if ours and made_with.get(key) is not None
     }
     size = fields.pop("image_size", (height, width))
-    # timm's settings may repeat the architecture's default pooling. Other kinds of pooling exist
-    # in timm's own models only, which set them up.
+    # timm's settings may repeat the architecture's default pooling. Only timm's own models have
+    # other kinds of pooling, and they set it themselves.
     if fields.get("global_pool") not in (
         ("avg", "map") if own_model(architecture) else ("token", "avg")
     ):
@@ -258,7 +258,7 @@ def _from_settings(
     model |= fields | ({"in_chans": channels} if channels != 3 else {})
     mode = settings.get("crop_mode") or "center"
     classifier = settings.get("classifier") or "head"
-    border = f"; timm evaluates it with crop_mode={mode!r}, here the centre is cropped"
+    border = f"; timm evaluates it with crop_mode={mode!r}, this project crops the center"
     return KnownModel(
         name,
         model,
@@ -287,8 +287,8 @@ def to_config(
 ) -> dict[str, Any]:
     """Return a complete config (`config_io.to_dict`) that reproduces `model`'s published accuracy.
 
-    It uses fp32, because rounding to bf16 changes the class of a few of 50,000 images, and Pillow's
-    resize, with which the published numbers were measured. `train` is a required section.
+    The config uses fp32, because rounding to bf16 changes the predictions of a few of 50,000
+    images, and Pillow's resize, with which the published numbers were measured.
     """
     height, width = model.image_size
     size = height if height == width else [height, width]
@@ -315,12 +315,12 @@ def to_config(
 def with_published_config(
     loaded: LoadedWeights, name: str | None, data_root: str | None, val_split: str = "val"
 ) -> tuple[LoadedWeights, KnownModel]:
-    """Return another program's weights with the config of a run, and the model they belong to.
+    """Return another program's weights with the config of a run, and their model.
 
-    The head's rows are the classes. A published accuracy applies to 1,000 classes only.
+    The head has one row per class. A published accuracy applies only to 1,000 classes.
 
     Raises:
-        ValueError: as in `identify`; or `data_root` is None; or the weights have no head.
+        ValueError: the model is not identified, `data_root` is None, or the weights have no head.
     """
     family = family_of(loaded.weights)
     try:
@@ -331,21 +331,21 @@ def with_published_config(
         raise ValueError(_unsupported_family(loaded.path, family)) from None
     if data_root is None:
         raise ValueError(
-            f"{loaded.path} is {model.name}, trained elsewhere: name the folder of shards to"
-            " evaluate it on with --data ROOT"
+            f"{loaded.path} is {model.name}, trained by another program: give the folder of shards"
+            " to evaluate on with --data ROOT"
         )
     head = loaded.weights.get(f"{model.head}.weight")
     if head is None and family and not model.model["name"].startswith("timm/"):
         raise ValueError(_unsupported_family(loaded.path, family))
     if head is None:
         raise ValueError(
-            f"{loaded.path} has no {model.head}.weight, so no classes to evaluate as"
-            f" {model.name}: fine-tune it first (init.checkpoint, init.reset_head), or give --model"
-            " NAME if it is another model"
+            f"{loaded.path} has no {model.head}.weight, so {model.name} cannot classify: fine-tune"
+            " it first (init.checkpoint, init.reset_head), or give --model NAME if it is another"
+            " model"
         )
     num_classes = head.shape[0]
     if loaded.source is not None and model.top1 is None:
-        # Name the repository, because the file's folder is only a place in the hub's cache.
+        # Use the repository's name, because the file's folder is only a cache folder.
         model = replace(model, name=loaded.source["repository"])
     settings = loaded.path.parent / "config.json"
     names = class_names_in(settings, num_classes) if name is None else []
@@ -360,7 +360,7 @@ def with_published_config(
 
 def _unsupported_family(path: Path, family: str) -> str:
     return (
-        f"{path}: its weights have the names of {family}, not of a supported ViT: use"
+        f"{path}: these are probably the weights of {family}, not of a supported ViT: use"
         " timm's copy of the model, https://huggingface.co/timm, and give its name with --model"
     )
 
@@ -368,17 +368,17 @@ def _unsupported_family(path: Path, family: str) -> str:
 def describe_published(
     model: KnownModel, num_images: int, size: tuple[int, int], num_classes: int, head_classes: int
 ) -> str:
-    """Return a line with the published accuracy, to print below a result on `num_images` images.
+    """Return a line with the published accuracy, for printing below a result on `num_images`.
 
     Args:
         size: (height, width) at which the images were evaluated.
         num_classes: number of classes in the data.
         head_classes: number of rows of the model's head. Only the counts can be compared, because
-            weights of other programs have no class names.
+            these weights have no class names.
     """
     counts = ""
     if num_classes != head_classes:
-        differ = f"the data have {num_classes} classes, the model {head_classes}"
+        differ = f"the data have {num_classes} classes, but the model has {head_classes}"
         counts = f"; {differ}: labels are compared by number"
     if model.top1 is None or model.top5 is None:
         return f"{model.name}: {model.source}{counts}"

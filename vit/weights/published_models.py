@@ -1,4 +1,4 @@
-"""The table of published models: settings, accuracy and file names of their weights."""
+"""Define the table of published models: settings, accuracy and file names of their weights."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ TIMM = "huggingface/pytorch-image-models@4e5207c7:results/results-imagenet.csv"
 TORCHVISION = "pytorch/vision@f1228151:torchvision/models/vision_transformer.py"
 MAE = "facebookresearch/mae@efb2a806:FINETUNE.md"
 VAL_IMAGES = 50_000
-"""Images of the ILSVRC2012 validation split, on which every number in `KNOWN` was measured."""
-NO_NUMBER = "no published number at hand"
+"""The number of ILSVRC2012 validation images, on which all accuracies in `KNOWN` were measured."""
+NO_NUMBER = "no published accuracy known"
 
 
 @dataclass(frozen=True)
 class KnownModel:
-    """Published weights: their model, its view of an image, and its accuracy."""
+    """The model, preprocessing and accuracy of published weights."""
 
     name: str
     """timm's name with its tag, or the authors' name if timm does not have the model."""
     model: dict[str, Any]
-    """The config's `model` section without image size and classes. The name is `timm/<name>` if
-    this project's model computes something else."""
+    """The config's `model` section without image size and classes. Its name is `timm/<name>` if
+    this project has no equivalent model."""
     image_size: tuple[int, int]
     """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
     """`mean` and `std` per channel, for images scaled to [0, 1]."""
     crop_pct: float
-    """Side of the centre crop over the shorter side of the resized image."""
+    """Side of the center crop over the shorter side of the resized image."""
     interpolation: str = "bicubic"
     crop_mode: str = "center"
-    """`center`, or `squash`, which changes the aspect ratio; as in timm."""
+    """timm's crop mode: `center`, or `squash`, which changes the aspect ratio."""
     apply_exif: bool = False
-    """Whether images are rotated as EXIF states. Only this project's exports set it."""
+    """Whether images are rotated by their EXIF orientation. Only this project's exports set it."""
     top1: float | None = None
     top5: float | None = None
     """`top1` and `top5` in percent of the 50,000 images of ILSVRC2012 val; None if unknown."""
     source: str = NO_NUMBER
-    """The publication of the two numbers, or the reason for their absence."""
+    """The publication of `top1` and `top5`, or the reason why they are missing."""
     files: tuple[str, ...] = ()
-    """File names under which the authors distribute the weights."""
+    """The file names under which the authors distribute the weights."""
     head: str = "head"
-    """Name of the classifier layer, whose weight has a row per class."""
+    """The name of the classifier layer, whose weight has a row per class."""
 
 
 def own_model(architecture: str) -> dict[str, Any] | None:
@@ -68,7 +68,7 @@ def own_model(architecture: str) -> dict[str, Any] | None:
     if match[2] == "medium":
         fields |= {"embed_dim": 512, "num_heads": 8}
     if match[1] == "deit3":
-        fields["init_values"] = 1e-6  # any value: the weights overwrite it
+        fields["init_values"] = 1e-6  # any value, because the weights overwrite it
     if match[5]:
         fields["qkv_bias"] = False
     return fields

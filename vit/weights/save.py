@@ -4,13 +4,13 @@
     header         JSON: type, shape and data offsets of each tensor; and `__metadata__`
     data           tensors in little-endian order, without gaps
 
-The safetensors package writes the same bytes, but in one call: hashing would have to read the file
-back, and a writer thread would hold Python's global lock. This module writes the file in pieces,
-and releases the lock while a piece is hashed or written.
+The safetensors package writes the same bytes in a single call. Hashing would then have to read the
+file back, and a writer thread would hold Python's global lock (GIL). This module writes the file in
+pieces, and releases the GIL while a piece is hashed or written.
 
-A sealed file has its own hash in its metadata, so that a flipped bit is detected. The hash is the
-sha256 of the complete file with zeros in place of the hash. Other programs ignore it, as they
-ignore all metadata. Files without it are not checked.
+A sealed file stores its own hash in its metadata, so that a flipped bit is detected. The hash is
+the sha256 of the complete file with zeros in place of the hash. Other programs ignore this
+metadata. Files without a hash are not checked.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vit.system.files import WeightsError, flush, replacing
 SEAL = "sha256"
 UNSEALED = "0" * 64
 PIECE_BYTES = 2**24
-"""Bytes written and hashed at a time; small enough to stay in or near the processor's cache."""
+"""The number of bytes written and hashed at a time, small enough for the CPU cache."""
 
 
 def place_of_seal(header: bytes, digest: str = UNSEALED) -> int:
-    """Return the offset of `digest` in the file. Raises ValueError if the header lacks it."""
+    """Return the offset of `digest` in the file. Raises ValueError if it is not in the header."""
     return header.index(f'"{SEAL}":"{digest}"'.encode()) + len(SEAL) + 4
 
 
@@ -57,9 +57,9 @@ def is_intact(path: Path, metadata: Mapping[str, str]) -> bool:
 
 
 HUB_FILES = ("model.safetensors", "pytorch_model.bin")
-"""Names of weights files in a Hugging Face folder."""
+"""The names of weights files in a Hugging Face folder."""
 ALIGNMENT = 8
-"""The data begin at a multiple of this, so that readers can map any type in place."""
+"""The data begin at a multiple of this many bytes, so that any type can be memory-mapped."""
 TYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -72,7 +72,7 @@ TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""The format's names for the types that weights and optimizers use."""
+"""The safetensors names of the types that weights and optimizers use."""
 
 
 class Written(NamedTuple):
@@ -80,7 +80,7 @@ class Written(NamedTuple):
 
     num_bytes: int
     sha256: str
-    """Hash of the file; for a sealed file, with zeros in place of the seal."""
+    """The hash of the file, with zeros in place of the seal if the file is sealed."""
 
 
 def save_weights(
@@ -96,8 +96,8 @@ def save_weights(
     metadata (`vit.weights.save`).
 
     Raises:
-        WeightsError: the file cannot be written, such as for lack of space or permission.
-        TypeError: the format does not have a tensor's type, or metadata are not strings.
+        WeightsError: the file cannot be written, for instance because the disk is full.
+        TypeError: a tensor's type is not supported by the format, or metadata are not strings.
     """
     path = Path(path)
     # Write the largest types first, so that each tensor begins at a multiple of its type's size.
@@ -127,15 +127,15 @@ def save_weights(
 
 
 def cannot_write(path: Path, error: OSError) -> WeightsError:
-    """Return the error for a file in `weights/` that could not be replaced."""
+    """Return the error for a weights file that could not be replaced."""
     return WeightsError(
-        f"{path}: cannot be written ({error.strerror}); what was there before is untouched: free"
-        " some space or fix the permissions, and run the same command again"
+        f"{path}: cannot be written ({error.strerror}); a previous file is unchanged: free some"
+        " space or fix the permissions, and run the same command again"
     )
 
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the data; the data have the order of `tensors`."""
+    """Return the bytes before the data, which are in the order of `tensors`."""
     if not all(isinstance(value, str) for value in metadata.values()):
         raise TypeError(f"metadata {metadata}: expected strings")
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -155,6 +155,6 @@ def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor in row-major order; a tensor on a GPU is copied first."""
+    """Return the bytes of a tensor in row-major order. A GPU tensor is copied first."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data

@@ -1,6 +1,6 @@
-"""Read the model, view and class names that Hugging Face's transformers stores with weights.
+"""Read the model, preprocessing and class names that transformers stores with weights.
 
-`config.json` describes the network, `preprocessor_config.json` the preprocessing of its input.
+`config.json` describes the network, and `preprocessor_config.json` its preprocessing.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from vit.system.files import WeightsError
 from vit.weights.published_models import HALF, KnownModel
 
 _SIZES = {(192, 12): "ti", (384, 12): "s", (768, 12): "b", (1024, 24): "l", (1280, 32): "h"}
-"""Letter of each named size, by (hidden_size, num_hidden_layers)."""
+"""The letter of each named size, by (hidden_size, num_hidden_layers)."""
 _RESAMPLE = {2: "bilinear", 3: "bicubic"}
-"""Interpolation methods by Pillow's numbers."""
+"""The interpolation methods by Pillow's numbers."""
 MAX_NORM_EPS = 1e-5
-"""Largest accepted epsilon of norms. Up to this value, outputs differ from this project's only
-slightly. The default of transformers is 1e-12."""
+"""The largest accepted epsilon of norms (transformers' default: 1e-12). Up to this value, outputs
+differ only slightly from those of this project's model."""
 
 
 def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
     """Return the model that `config`, the content of `path`, describes.
 
-    Raises ValueError if the model is not a ViT, or if this project does not support its view.
+    Raises ValueError if the model is not a ViT, or if its preprocessing is not supported.
     """
     kind = config.get("model_type")
     if kind not in ("vit", "vit_mae"):
@@ -59,7 +59,7 @@ def from_transformers(config: dict[str, Any], path: Path) -> KnownModel:
 
 
 def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
-    """Return the preprocessing fields of `KnownModel`; transformers' defaults without a file."""
+    """Return the preprocessing fields of `KnownModel`, or transformers' defaults without a file."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -72,7 +72,7 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
             raise ValueError(f"{path}: resample is {resample}, expected one of {_RESAMPLE}")
         resize = content.get("size") or {}
         if not isinstance(resize, dict):
-            resize = {}  # older files have the side alone, which config.json states as well
+            resize = {}  # Older files have only the side, which is also in config.json.
         shortest = resize.get("shortest_edge")
         cuts = content.get("do_center_crop") and {"height", "width"} <= {*resize}
         sides = (resize["height"], resize["width"]) if cuts else size
@@ -86,12 +86,12 @@ def _view(path: Path, size: tuple[int, int]) -> dict[str, Any]:
         }
     except (AttributeError, TypeError, ZeroDivisionError) as error:
         raise ValueError(
-            f"{path}: a setting is of the wrong kind ({error}): copy it again"
+            f"{path}: a setting has the wrong type ({error}): copy the file again"
         ) from None
 
 
 def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
-    """Return timm's crop_pct: `size` / crop_pct, truncated, is `cover`; (height, width) each."""
+    """Return timm's crop_pct, for which `size` / crop_pct, truncated, is `cover`."""
     crop_pct = min(*(side / covered for side, covered in zip(size, cover, strict=True)), 1.0)
     while crop_pct < 1.0 and any(int(s / crop_pct) < c for s, c in zip(size, cover, strict=True)):
         crop_pct = math.nextafter(crop_pct, 0)
@@ -99,10 +99,9 @@ def _crop_pct(size: tuple[int, int], cover: tuple[int, int]) -> float:
 
 
 def norm_notes(path: Path) -> list[str]:
-    """Return a note if the `config.json` of transformers' ViT states another epsilon for its norms.
+    """Return a note if the `config.json` of transformers' ViT has a different epsilon of norms.
 
-    Raises WeightsError above `MAX_NORM_EPS`, because this project's model would then compute
-    different outputs.
+    Raises WeightsError if it exceeds `MAX_NORM_EPS`, because outputs would then differ.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -110,10 +109,10 @@ def norm_notes(path: Path) -> list[str]:
             return []
         eps = float(content.get("layer_norm_eps", 1e-12))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []  # no such file, or another program's
+        return []  # The file is missing, or of another program.
     if eps == EPS:
         return []
-    text = f"its norms have epsilon {eps:g} (layer_norm_eps), here {EPS:g}"
+    text = f"its norms use epsilon {eps:g} (layer_norm_eps), this project's {EPS:g}"
     if eps > MAX_NORM_EPS:
         raise WeightsError(
             f"{path}: {text}, so outputs would differ: use the model in transformers"
@@ -133,7 +132,7 @@ def class_names_in(path: Path, num_classes: int) -> list[str]:
         names = [by_number.get(str(n)) for n in range(num_classes)]
     if not isinstance(names, list) or len(names) != num_classes:
         return []
-    # transformers writes these placeholders if the classes have no names.
+    # If classes have no names, transformers writes these placeholders.
     unnamed = [f"LABEL_{n}" for n in range(num_classes)]
     return names if names != unnamed and all(isinstance(name, str) for name in names) else []
 

@@ -239,37 +239,37 @@ def test_jitter_without_strength_takes_no_column():
         (
             {"randaugment_layers": 2, "three_augment": True},
             3,
-            "augment.three_augment takes RandAugment's place: set ",
+            "augment.three_augment replaces RandAugment: set ",
         ),
         (
             {"randaugment_layers": 2, "auto_augment": "ta_wide"},
             3,
-            "augment.auto_augment=ta_wide takes RandAugment's place: set augment.randaugment_",
+            "augment.auto_augment=ta_wide replaces RandAugment: set augment.randaugment_",
         ),
         (
             {"three_augment": True, "auto_augment": "v0"},
             3,
-            "augment.auto_augment=v0 takes the place of augment.three_augment: keep one of them",
+            "augment.auto_augment=v0 replaces augment.three_augment: keep one of them",
         ),
         (
             {"auto_augment": "ta_wide"},
             1,
-            "augment.auto_augment needs colour images (model.in_chans=3): set it to null",
+            "augment.auto_augment needs color images (model.in_chans=3): set it to null",
         ),
         (
             {"randaugment_layers": 2},
             1,
-            "augment.randaugment_layers needs colour images (model.in_chans=3): set it to 0",
+            "augment.randaugment_layers needs color images (model.in_chans=3): set it to 0",
         ),
         (
             {"three_augment": True},
             1,
-            "augment.three_augment needs colour images (model.in_chans=3): set it to false",
+            "augment.three_augment needs color images (model.in_chans=3): set it to false",
         ),
         (
             {"color_jitter": (0.1, 0.1, 0.0, 0.1)},
             1,
-            "augment.color_jitter needs colour images (model.in_chans=3): set its third and fourth",
+            "augment.color_jitter needs color images (model.in_chans=3): set its third and fourth",
         ),
         (
             {"erasing_area": (0.5, 0.1)},
@@ -285,29 +285,29 @@ def test_jitter_without_strength_takes_no_column():
             {"randaugment_magnitude": 15.0},
             3,
             (
-                "augment.randaugment_magnitude=15 is beyond the scale of"
-                " augment.randaugment_ops=timm: 0 to 10"
+                "augment.randaugment_magnitude=15 is outside the scale of"
+                " augment.randaugment_ops=timm: use 0 to 10"
             ),
         ),
         (
             {"randaugment_ops": "big_vision", "randaugment_magnitude": 21.0},
             3,
-            "randaugment_ops=big_vision: 0 to 20",
+            "randaugment_ops=big_vision: use 0 to 20",
         ),
         (
             {"randaugment_ops": "torchvision", "randaugment_magnitude": 9.5},
             3,
-            "torchvision's scale has whole numbers only, 0 to 30",
+            "torchvision's scale has the integers from 0 to 30",
         ),
         (
             {"randaugment_ops": "timm_inc0", "randaugment_magnitude": 11.0},
             3,
-            "augment.randaugment_ops=timm_inc0: 0 to 10",
+            "augment.randaugment_ops=timm_inc0: use 0 to 10",
         ),
         (
             {"mixup_mode": "pair", "mix_group_size": 3},
             3,
-            "augment.mix_group_size=3 is odd, augment.mixup_mode=pair needs pairs: use an even",
+            "augment.mix_group_size=3 is odd, but augment.mixup_mode=pair needs pairs: use an",
         ),
     ],
 )

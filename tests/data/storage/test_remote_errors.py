@@ -186,7 +186,7 @@ def test_a_server_that_is_gone_is_an_error_after_the_retries(web, url, cache, im
     with pytest.raises(
         ShardError,
         match=(
-            r"/set/train-00000.tar: cannot be reached \(.*refused.*\), \d+ times in \d+ s;"
+            r"/set/train-00000.tar: cannot be reached \(.*refused.*\), \d+ times in \d+ s:"
             r" check the address"
         ),
     ):
@@ -326,7 +326,7 @@ def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, 
         (lambda web: web.files.update({"/set/_info.json": b"{"}), "_info.json: not valid JSON"),
         (
             lambda web: setattr(web, "statuses", [403]),
-            "the server answers 403 Forbidden; it wants a login",
+            "the server answers 403 Forbidden; a login is required",
         ),
         (
             lambda web: setattr(web, "statuses", [503] * 1000),

@@ -85,13 +85,13 @@ def test_what_cannot_be_taken_is_reported(members, flags, told, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--label json:", "--label json:: expected what follows the key's dot, as jpg or json"),
-        ("--image a/b", "--image a/b: expected what follows the key's dot, as jpg or json:label"),
+        ("--label json:", "--label json:: expected the text after the key's dot, such as jpg or"),
+        ("--image a/b", "--image a/b: expected the text after the key's dot, such as jpg or json:"),
         (
             "--keys-with-dots --image a.jpg",
-            "--image a.jpg: expected what follows the key's last dot",
+            "--image a.jpg: expected the text after the key's last dot",
         ),
-        ("--image json --label json", "--image json and --label json: two members"),
+        ("--image json --label json", "--image json and --label json: give two different members"),
         (
             "--classes names.txt",
             (

@@ -271,7 +271,7 @@ def test_the_suffix_determines_the_format_of_a_picture(tmp_path):
         path = tmp_path / f"distance.{suffix}"
         model_figures.draw_distance(model, lambda part: part.float() / 255, images, path)
         assert path.read_bytes().startswith(magic)
-    with pytest.raises(ValueError, match=r"one of png, pdf, svg"), drawing(tmp_path / "a.gif", 1):
+    with pytest.raises(ValueError, match="out of png, pdf, svg"), drawing(tmp_path / "a.gif", 1):
         pass
 
 
@@ -314,7 +314,7 @@ def test_letters_missing_in_the_font_are_reported_once(tmp_path, capsys, recwarn
     for name in ("a.png", "b.png"):
         with style.drawing(tmp_path / name, 1.0) as figure:
             style.new_sheet(figure, style.shorten("\ue123 \ue124", 3.0))
-    assert capsys.readouterr().err.count("no font here has \ue123 \ue124") == 1
+    assert capsys.readouterr().err.count("no installed font has \ue123 \ue124") == 1
     assert not recwarn.list
 
 

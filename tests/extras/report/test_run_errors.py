@@ -161,7 +161,7 @@ def test_an_unwritable_output_is_an_error_of_one_line(finished, tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             run_here(*arguments)
-    with pytest.raises(ValueError, match="the suffix says in which format"):
+    with pytest.raises(ValueError, match=r"a\.bmp: expected a suffix out of png"):
         run_here(*replay, "--csv", tmp_path / "a.csv", "--sheet", "a.bmp")
     assert list(tmp_path.iterdir()) == [taken]
 

@@ -1,13 +1,13 @@
-"""Draw dropout and drop path by sample: the same on any rank, in any micro-batch, compiled or not.
+"""Draw dropout and drop path per sample, so that they depend on neither rank nor micro-batch.
 
-torch's generators have a state, so the draws of a sample depend on everything that was drawn before
-it in its process. In this module a draw is a pure function of (seed, step, row of the global batch,
-layer, place in the sample): the hash that orders samples and draws augmentations
-(vit/system/hashing.py), computed on the device.
+torch's generators have a state, so the random numbers of a sample depend on everything that was
+drawn before in the same process. In this module, a random number is a pure function of (seed, step,
+row of the global batch, layer, position in the sample). The function is the hash that orders
+samples and draws augmentations (vit/system/hashing.py), computed on the device.
 
-`draw_by_sample` replaces the modules of a model once. `SampleKeys.set` sets the keys of the next
-rows. Each dropout costs about ten passes over integers of 8 bytes, which torch.compile joins into
-one; drop path costs nothing.
+`draw_by_sample` replaces the random modules of a model once. `SampleKeys.set` sets the keys of the
+next rows. Each dropout computes about ten elementwise operations on int64, which torch.compile
+fuses into one. Drop path costs almost nothing.
 """
 
 from __future__ import annotations
@@ -21,51 +21,51 @@ from torch import Tensor, nn
 from vit.layers.drop_path import DropPath
 from vit.system.hashing import fold
 
-# The constants of SplitMix64 as signed numbers: torch's unsigned ones lack most operations.
+# SplitMix64's constants are signed, because torch's unsigned integers lack most operations.
 _INCREMENT = 0x9E3779B97F4A7C15 - 2**64
 _FACTOR_1 = 0xBF58476D1CE4E5B9 - 2**64
 _FACTOR_2 = 0x94D049BB133111EB - 2**64
 _NUM_BITS = 31
-"""Number of bits of a draw, so that probabilities are multiples of 2**-31."""
+"""The number of random bits per value: probabilities are multiples of 2**-31."""
 
 
 def draw_bits(keys: Tensor, num_draws: int) -> Tensor:
-    """Return the first 31 bits of `hash64(key ^ n)` for each key and n < num_draws.
+    """Return the highest 31 bits of `hash64(key ^ n)` for each key and n < num_draws.
 
     keys: (rows,) int64. Returns (rows, num_draws) int64 in [0, 2**31).
     """
     places = torch.arange(num_draws, device=keys.device)
     x = (keys.unsqueeze(1) ^ places) + _INCREMENT
-    # A shift of a signed number fills with copies of the sign, which the masks remove.
+    # Right-shifting a signed number copies the sign bit. The masks remove the copies.
     x = (x ^ ((x >> 30) & (2**34 - 1))) * _FACTOR_1
     x = (x ^ ((x >> 27) & (2**37 - 1))) * _FACTOR_2
-    # The hash's last step is missing, because it changes only bits that this line drops.
+    # Skip the last step of the hash, because it changes only bits that are shifted out.
     return (x >> (64 - _NUM_BITS)) & (2**_NUM_BITS - 1)
 
 
 class _BySample(nn.Module):
-    """Zeroes values with probability `rate` in [0, 1), and scales the rest by 1 / (1 - rate)."""
+    """Base class: zeroes values with probability `rate`, and scales the rest by 1 / (1 - rate)."""
 
     keys: Tensor
     threshold: Tensor
     scale: Tensor
 
     def __init__(self, rate: float, keys: Tensor):
-        """keys: (rows,) int64, which `SampleKeys` fills."""
+        """Store `rate` in [0, 1) and `keys`, (rows,) int64, which `SampleKeys` fills."""
         super().__init__()
         self.rate = rate
         self.register_buffer("keys", keys, persistent=False)
-        # Tensors, because torch.compile would make a graph for each number (`DropPath`).
+        # These are tensors because torch.compile would compile a graph for each number.
         threshold = torch.tensor(round(rate * 2**_NUM_BITS), device=keys.device)
         self.register_buffer("threshold", threshold, persistent=False)
         scale = torch.tensor(1.0 / (1.0 - rate), device=keys.device)
         self.register_buffer("scale", scale, persistent=False)
 
     def _kept(self, num_rows: int, num_draws: int) -> Tensor:
-        """Return which of `num_draws` for `num_rows` are kept, bool in rows of keys."""
-        # The windows of an image, as in Swin, are consecutive rows, and use the key of the image.
-        # A tensor with an unrelated first dimension uses the keys of the first rows, so its draws
-        # depend on the leaf.
+        """Return which of `num_draws` values for `num_rows` rows are kept, (keys, ...) bool."""
+        # Windows of an image, as in Swin, are consecutive rows and use the key of that image. A
+        # tensor with an unrelated first dimension uses the keys of the first rows, so its values
+        # depend on the micro-batch.
         num_keys = math.gcd(num_rows, len(self.keys))
         return draw_bits(self.keys[:num_keys], num_draws // num_keys) >= self.threshold
 
@@ -74,7 +74,7 @@ class _BySample(nn.Module):
 
 
 class DropoutBySample(_BySample):
-    """`nn.Dropout` of (rows, ...)."""
+    """A replacement of `nn.Dropout` for inputs (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -83,7 +83,7 @@ class DropoutBySample(_BySample):
 
 
 class DropPathBySample(_BySample):
-    """`vit.layers.drop_path.DropPath` of (rows, ...)."""
+    """A replacement of `vit.layers.drop_path.DropPath` for inputs (rows, ...)."""
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
@@ -108,18 +108,20 @@ class SampleKeys:
         rows = first_row + np.arange(self._keys.shape[1])
         keys = torch.from_numpy(fold(seed, step, rows, self._layers).view(np.int64))
         if self._keys.is_cuda:
-            keys = keys.pin_memory()  # a copy from pinned memory does not wait for the device
+            keys = keys.pin_memory()  # A copy from pinned memory does not block.
         self._keys.copy_(keys, non_blocking=True)
 
 
 def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> SampleKeys:
     """Replace each Dropout and DropPath of `model`, and return the keys that they use.
 
-    num_rows: rows of a micro-batch. A module that is called at two places must have a name for
-    each; otherwise both would draw the same. Other random modules (attention's dropout, patch
-    dropout, `drop_path_form: subset`) are not changed.
+    A module that is called twice in a forward pass must have two names, or both calls would drop
+    the same values. Other random modules (dropout in attention, patch dropout, `drop_path_form:
+    subset`) are not changed.
+
+    num_rows: rows of a micro-batch.
     """
-    # By `_modules`, because `named_children` skips the second name of a module.
+    # `named_children` would skip the second name of a module.
     children = [
         (parent, name, child)
         for parent in model.modules()
@@ -139,10 +141,10 @@ def draw_by_sample(model: nn.Module, num_rows: int, device: torch.device) -> Sam
 def _rate(module: nn.Module) -> float | None:
     """Return the rate of a module that is to be replaced, else None."""
     if isinstance(module, nn.Dropout):
-        return module.p or None  # most models have dropouts of rate 0
+        return module.p or None  # Most models have dropout modules with rate 0.
     if isinstance(module, DropPath):
-        return module.rate  # also 0, so that all blocks share one compiled graph
-    # timm's class is recognised by its name, because timm may not be installed.
+        return module.rate  # Rate 0 is replaced too, so that all blocks share a compiled graph.
+    # Recognize timm's class by its name, because timm may not be installed.
     if type(module).__name__ == "DropPath" and isinstance(rate := module.drop_prob, float):
         return rate
     return None

@@ -1,9 +1,9 @@
 """Compute gradients whose bits do not depend on the number of ranks: `train.exact_over_ranks`.
 
-A leaf is a micro-batch with a fixed place in the global batch, so its passes are the same kernels
-on the same shapes on every rank. `Leaves` fixes everything else that could differ. Random draws
-depend on the sample (vit/distributed/exact/by_sample.py), or else on the leaf. Gradients and losses
-are added along a tree over all leaves (vit/distributed/exact/tree_sum.py).
+A leaf is a micro-batch at a fixed position in the global batch. Every rank would compute it with
+the same kernels and shapes. `Leaves` makes the rest equal as well: random numbers depend on the
+sample (vit/distributed/exact/by_sample.py) or on the leaf, and gradients and losses are added along
+a tree over all leaves (vit/distributed/exact/tree_sum.py).
 """
 
 from __future__ import annotations
@@ -26,27 +26,26 @@ from vit.system.host import cpu_name
 _SEED_LEAF = 0x0D1
 _SEED_SAMPLE = 0x0D2
 KERNEL_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR")
-"""Variables that keep oneDNN and MKL from using all instructions of the CPU."""
+"""Environment variables that restrict the CPU instructions of oneDNN and MKL."""
 
 
 def same_kernels(world: World) -> str:
-    """Fix the number of threads, and return a text of all that decides the bits of a sum.
+    """Fix the number of threads, and return a text of everything that affects the bits of a sum.
 
-    Raises ValueError on a rank whose text differs from that of rank 0, and if OMP_NUM_THREADS is
-    not a number.
+    Raises ValueError on a rank whose text differs from rank 0's, and if OMP_NUM_THREADS is not a
+    number.
     """
     version = f"torch {torch.__version__}"
     if world.device.type == "cuda":
         own = f"{version} on {torch.cuda.get_device_name(world.device)}"
     else:
-        # The bits depend on the number of threads, over which a matrix product is divided. torchrun
+        # A matrix product is divided over the threads, so its bits depend on their number. torchrun
         # gives each rank one thread, but a process without torchrun would use all cores.
         with world.fail_together():
             torch.set_num_threads(_num_threads())
         capability = torch.backends.cpu.get_cpu_capability()
         threads = f"{torch.get_num_threads()} thread(s)"
-        # The text has the CPU's name, because libraries of matrix products choose kernels by its
-        # maker and the size of its caches.
+        # Matrix-product libraries choose kernels by CPU vendor and cache size.
         own = f"{version} on {cpu_name()} with {capability}, {threads}"
         limits = [f"{name}={os.environ[name]}" for name in KERNEL_LIMITS if name in os.environ]
         own = ", ".join([own, *limits])
@@ -54,8 +53,8 @@ def same_kernels(world: World) -> str:
     with world.fail_together():
         if own != expected:
             raise ValueError(
-                f"train.exact_over_ranks: {socket.gethostname()} computes by {own}, rank 0 by"
-                f" {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
+                f"train.exact_over_ranks: {socket.gethostname()} computes with {own}, but rank 0"
+                f" with {expected}: use hosts of one kind, with the same OMP_NUM_THREADS"
             )
     return own
 
@@ -65,20 +64,20 @@ def check_leaves(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, _NormBase) and module.track_running_stats:
             raise ValueError(
-                f"train.exact_over_ranks: {name} ({type(module).__name__}) keeps statistics, which"
-                " follow from the order in which a rank sees images: take a model without such"
-                " norms, or set it to false"
+                f"train.exact_over_ranks: {name} ({type(module).__name__}) keeps running"
+                " statistics, which depend on the order of images on a rank: use a model without"
+                " such norms, or set train.exact_over_ranks=false"
             )
 
 
 def _num_threads() -> int:
-    """Return OMP_NUM_THREADS, or 1; the first number of a list, as for nested regions."""
+    """Return OMP_NUM_THREADS, or the first number of its list; 1 if it is not set."""
     variable = os.environ.get("OMP_NUM_THREADS", "1")
     number = variable.partition(",")[0].strip()
     if not number.isdecimal() or not int(number):
         raise ValueError(
             f"train.exact_over_ranks: OMP_NUM_THREADS={variable!r}, expected a number of threads:"
-            " unset it for 1"
+            " unset it for one thread"
         )
     return int(number)
 
@@ -86,8 +85,8 @@ def _num_threads() -> int:
 class Leaves:
     """The leaves of a rank, in the order of their rows: a `vit.training.reduce.Reduce`.
 
-    Replaces the dropout modules of `model`. It also reduces the gradients of all trained
-    parameters, because the model is not under DDP.
+    This class replaces the dropout modules of `model`. It also reduces the gradients, because the
+    model is not wrapped by DDP.
     """
 
     def __init__(
@@ -95,11 +94,11 @@ class Leaves:
     ):
         self.module = model
         self.world = world
-        # The norm of one rank only: all ranks have the same norm, and a sum of several would round.
+        # Use the norm of one rank: all ranks have the same norm, and averaging would round.
         self.norm_ranks = 1
         self.num_leaves = num_leaves
         self.num_rows = num_leaves * rows_per_leaf
-        """Rows of the global batch."""
+        """The number of rows in the global batch."""
         self._rows_per_leaf = rows_per_leaf
         self._seed = seed
         self._seed_of_samples = int(fold(seed, _SEED_SAMPLE))
@@ -107,12 +106,11 @@ class Leaves:
         self.gradients = TreeSum(parameters, num_leaves, world)
         self._keys = draw_by_sample(model, rows_per_leaf, world.device)
         self._sums = torch.zeros(2, num_leaves, device=world.device)
-        # All ranks have drawn them from one seed, but libraries on the hosts may have different
-        # versions.
+        # All ranks initialize with the same seed, but library versions may differ between hosts.
         world.broadcast_([*model.parameters(), *model.buffers()])
 
     def divisor(self, num_rows: int) -> int:
-        """Return the rows of the global batch, because leaves are summed over all ranks."""
+        """Return the rows of the global batch, because gradients are summed over all ranks."""
         return self.num_rows
 
     def first_row(self, num_rows: int) -> int:
@@ -121,7 +119,7 @@ class Leaves:
 
     @contextmanager
     def micro_batch(self, step: int, row: int, is_last: bool) -> Iterator[None]:
-        """Return a context for the passes of the leaf that begins at this rank's `row`."""
+        """Return a context for the forward and backward pass of the leaf that begins at `row`."""
         leaf = self._number(row)
         self._keys.set(self._seed_of_samples, step, leaf * self._rows_per_leaf)
         torch.manual_seed(int(fold(self._seed, leaf, step, _SEED_LEAF) >> 1))
@@ -132,21 +130,21 @@ class Leaves:
         return self.gradients.leaves.start + row // self._rows_per_leaf
 
     def add(self, row: int, loss_sum: Tensor, row_weights: Tensor) -> None:
-        """Keep the loss, summed over the rows of a leaf, and the sum of their weights."""
+        """Store the sums of the losses and of the weights over the rows of a leaf."""
         leaf = self._number(row)
         self._sums[0, leaf].copy_(loss_sum)
         self._sums[1, leaf].copy_(row_weights)
 
     def finish(self) -> None:
-        """Leave the gradients' sum over all leaves of all ranks in `grad`."""
+        """Store the sum of the gradients over all leaves of all ranks in `grad`."""
         self.gradients.finish()
 
     def sum_(self, values: Tensor) -> Tensor:
-        """Sum `values` over the ranks in place; the first two become loss and weights of the batch.
+        """Sum `values` over the ranks in place; set the first two to the batch's loss and weight.
 
-        values: (n,) float32; all but the first two are whole numbers, or zero on all ranks but one.
+        values: (n,) float32; all but the first two are integers, or zero on all ranks but one.
         """
-        # Each leaf's sums are zero on all ranks but one, so they are exact in any order.
+        # Each leaf's sums are zero on all ranks but one, so adding them in any order is exact.
         summed = self.world.sum_(torch.cat([values, self._sums.flatten()]))
         values.copy_(summed[: len(values)])
         values[:2] = tree_sum(summed[len(values) :].view(2, -1).T)
@@ -154,7 +152,7 @@ class Leaves:
         return values
 
     def keeps_gradients(self, num_passes: int) -> bool:
-        """Return False, because each leaf gets gradients of its own."""
+        """Return False, because each leaf has separate gradients."""
         return False
 
     def prepare(self, rows: object, losses: Callable[..., Tensor], num_passes: int) -> None:

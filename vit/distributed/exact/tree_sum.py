@@ -1,24 +1,24 @@
 """Sum gradients so that the bits do not depend on the number of ranks.
 
-Floating-point addition rounds, so (a + b) + c and a + (b + c) differ in the last bit. An all-reduce
-adds the gradients of R ranks in an order that depends on R. In this module the order depends only
-on the global batch. The batch is cut into leaves, micro-batches of one size, and their gradients
-are added along a binary tree over the leaves' global numbers. With 6 leaves:
+Floating-point addition rounds, so (a + b) + c and a + (b + c) may differ in the last bit. An
+all-reduce adds the gradients of R ranks in an order that depends on R. In this module, the order
+depends only on the global batch. The batch is split into leaves, which are micro-batches of equal
+size, and their gradients are added along a binary tree over the leaves. With 6 leaves:
 
     level 3                 (3, 0)                  the sum
     level 2         (2, 0)          (2, 1)
     level 1     (1, 0)  (1, 1)      (1, 2)          (2, 1) is (1, 2), the last node of its level
     level 0     0   1   2   3       4   5           the leaves
 
-A rank has consecutive leaves (`leaves_of`). It adds them like a binary counter (`Stack`): two
-neighbours of a level are added at once to their parent, so at most two vectors for each level are
-kept. The ranks then add the remaining nodes together (`TreeSum.finish`). The gradients are cut into
-as many pieces as there are ranks. Each rank gets one piece of all remaining nodes, adds them in the
+A rank computes consecutive leaves (`leaves_of`), and adds them like a binary counter (`Stack`): as
+soon as two siblings exist, they are added to form their parent. A rank therefore stores at most two
+vectors per level. Then all ranks add the remaining nodes (`TreeSum.finish`). The gradients are
+split into one piece per rank. Each rank receives its piece of all remaining nodes, adds them in the
 order of the tree, and sends the sum to all ranks. If each rank has one remaining node, as with
-equal shares of 2**k leaves, the traffic is that of a ring's all-reduce. The exchange of a part of
-the gradients begins as soon as the last backward pass of the rank has computed that part.
+equal shares of 2**k leaves, the traffic equals that of a ring all-reduce. A bucket of gradients is
+exchanged as soon as the rank's last backward pass has computed it.
 
-The other parts of a step must not depend on the ranks either: see `vit.step` and docs/exactness.md.
+docs/exactness.md describes how the other parts of a step are independent of the ranks.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from torch import Tensor, nn
 from vit.distributed.world import World, leaves_of
 
 BUCKET_BYTES = 25 * 2**20
-"""Size of the gradients that are exchanged together; DDP's default."""
+"""Size of a bucket of gradients that are exchanged together (DDP's default)."""
 
 
 ALIGNED_VALUES = 16
-"""Values to whose multiples each gradient is aligned (64 bytes). Kernels read several values at a
-time from an aligned tensor, and add in a different order if it is not aligned. A norm would then
-depend on the padding of earlier buckets, and so on the number of ranks."""
+"""Each gradient begins at a multiple of this many values (64 bytes). Kernels add the values of an
+unaligned tensor in a different order, so a norm would depend on the padding of earlier buckets and
+therefore on the number of ranks."""
 
 
 class Node(NamedTuple):
-    """The sum of leaves [number * 2**level, (number + 1) * 2**level), as far as they exist."""
+    """The sum of those leaves in [number * 2**level, (number + 1) * 2**level) that exist."""
 
     level: int
     number: int
@@ -58,9 +58,9 @@ def _multiple_of(unit: int, length: int) -> int:
 
 
 class Stack:
-    """Nodes from left to right; two siblings at the end are replaced by their parent.
+    """The nodes of a rank from left to right. Two siblings at the end are replaced by their parent.
 
-    It has only numbers of nodes. `push` returns how many additions are due, and the caller adds.
+    The stack stores no vectors: `push` returns the number of additions, and the caller adds.
     """
 
     def __init__(self, num_leaves: int):
@@ -68,7 +68,7 @@ class Stack:
         self.nodes: list[Node] = []
 
     def push(self, node: Node) -> int:
-        """Append a node; return how many times the caller must add the last two vectors."""
+        """Append a node, and return how often the caller must add the last two vectors."""
         node = self._raised(node)
         additions = 0
         while self.nodes and node.number % 2 and self.nodes[-1] == (node.level, node.number - 1):
@@ -79,7 +79,7 @@ class Stack:
         return additions
 
     def _raised(self, node: Node) -> Node:
-        """Return the highest node with the same leaves as `node`, if no leaf is to its right."""
+        """Return the highest node that has the same leaves as `node`."""
         level, number = node
         while number and number % 2 == 0 and (number + 1) << level >= self.num_leaves:
             level += 1
@@ -88,7 +88,7 @@ class Stack:
 
 
 def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
-    """Return the nodes that remain on a rank with `leaves`."""
+    """Return the nodes that remain on a rank after it has added its `leaves`."""
     stack = Stack(num_leaves)
     for leaf in leaves:
         stack.push(Node(0, leaf))
@@ -96,8 +96,8 @@ def nodes_of(leaves: range, num_leaves: int) -> list[Node]:
 
 
 def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
-    """Return the most memory that `TreeSum` holds on a rank: partial sums, the gradients of a leaf,
-    and pieces from other ranks. num_values: of all gradients."""
+    """Return the peak memory of `TreeSum` on a rank: partial sums, the gradients of a leaf, and
+    pieces from other ranks. num_values: number of all gradient values."""
     most = 0
     received = 0
     for rank in range(num_ranks):
@@ -112,7 +112,7 @@ def held_bytes(num_values: int, num_leaves: int, num_ranks: int) -> int:
 
 
 def tree_sum(values: Tensor) -> Tensor:
-    """Return the sum of (leaves, ...) values along the tree, (...)."""
+    """Return the sum (...) of values (leaves, ...) along the tree."""
     while len(values) > 1:
         pairs = len(values) // 2 * 2
         added = values[0:pairs:2] + values[1:pairs:2]
@@ -122,7 +122,7 @@ def tree_sum(values: Tensor) -> Tensor:
 
 @dataclass
 class _Bucket:
-    """Neighbouring parameters whose gradients are exchanged together."""
+    """Neighboring parameters whose gradients are exchanged together."""
 
     first: int
     """Index of its first value in the flat vector of all gradients."""
@@ -132,16 +132,16 @@ class _Bucket:
     """Number of parameters whose gradients are not yet complete."""
     num_parameters: int
     sent: list[tuple[Any, Tensor, Tensor]] = field(default_factory=list)
-    """The exchanges under way (work, sent, received), as many as the most remaining nodes of a
-    rank."""
+    """The pending exchanges (work, sent, received): one per remaining node of the rank that has the
+    most."""
 
 
 class TreeSum:
-    """The gradients of `parameters`, float32, added along the tree of `num_leaves` leaves.
+    """The sum of the gradients of `parameters` (float32) along the tree of `num_leaves` leaves.
 
-    Each leaf of this rank, in order, must have its backward pass inside `leaf()`. Then all ranks
-    call `finish`, which leaves the sum over all leaves of all ranks in the parameters' `grad`. The
-    sum has the same bits on all ranks and for any number of ranks. It is not divided.
+    The backward pass of each leaf of this rank, in order, must run inside `leaf()`. Then all ranks
+    call `finish`, which stores the sum over all leaves of all ranks in the parameters' `grad`. The
+    sum has the same bits on all ranks and for any number of ranks. It is not an average.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class TreeSum:
             nodes_of(leaves_of(rank, world.size, num_leaves), num_leaves)
             for rank in range(world.size)
         ]
-        """Remaining nodes of each rank."""
+        """The remaining nodes of each rank."""
         # Backward passes compute gradients from the last layer to the first.
         self._parameters = list(reversed(parameters))
         self._places: list[int] = []
@@ -167,9 +167,9 @@ class TreeSum:
         self._num_values = self._lay_out(bucket_bytes)
         self._device = world.device
         self._spare: list[Tensor] = []
-        """Free vectors, each with room for all gradients."""
+        """Free vectors, each as long as all gradients together."""
         self._held: list[Tensor] = []
-        """The vector of each node of the stack."""
+        """The vectors of the nodes on the stack."""
         self._stack = Stack(num_leaves)
         self._next_leaf = 0
         self._next_bucket = 0
@@ -177,7 +177,7 @@ class TreeSum:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _lay_out(self, bucket_bytes: int) -> int:
-        """Give each parameter a place in the flat vector; return the vector's length."""
+        """Assign each parameter an offset in the flat vector, and return the vector's length."""
         place = 0
         bucket: _Bucket | None = None
         for parameter in self._parameters:
@@ -189,7 +189,7 @@ class TreeSum:
             bucket.num_parameters += 1
             place = _multiple_of(ALIGNED_VALUES, place + parameter.numel())
             if 4 * (place - bucket.first) >= bucket_bytes or parameter is self._parameters[-1]:
-                # Divided over the ranks, and still a multiple of `ALIGNED_VALUES`.
+                # Each rank's piece must also be a multiple of `ALIGNED_VALUES`.
                 unit = ALIGNED_VALUES * self.world.size
                 place = bucket.first + _multiple_of(unit, place - bucket.first)
                 bucket.num_padded = place - bucket.first
@@ -198,7 +198,7 @@ class TreeSum:
 
     @contextmanager
     def leaf(self) -> Iterator[None]:
-        """Set gradients to 0 for the backward pass of this rank's next leaf, and add them after."""
+        """Zero the gradients before the backward pass of the next leaf, and add them after it."""
         vector = self._spare.pop() if self._spare else self._new_vector()
         vector.zero_()
         for parameter, place in zip(self._parameters, self._places, strict=True):
@@ -213,7 +213,7 @@ class TreeSum:
                 bucket.waits_for = bucket.num_parameters
         yield
         if self._is_last:
-            # Also buckets of parameters without a gradient, which never called `_on_gradient`.
+            # Send the buckets of parameters without a gradient, for which no hook has run.
             while self._next_bucket < len(self._buckets):
                 self._send(self._buckets[self._next_bucket])
         else:
@@ -225,12 +225,12 @@ class TreeSum:
         return torch.empty(self._num_values, device=self._device)
 
     def _add(self, part: slice) -> None:
-        """Do the additions that are due after the last leaf, for a part of the gradients."""
+        """Do the pending additions for a part of the gradients."""
         for right in range(len(self._held) - 1, len(self._held) - 1 - self._additions, -1):
             self._held[right - 1][part] += self._held[right][part]
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Send the buckets that are complete; all ranks send them in the same order."""
+        """Send complete buckets, in the same order on all ranks."""
         if not self._is_last:
             return
         self._bucket_of[parameter].waits_for -= 1
@@ -249,7 +249,7 @@ class TreeSum:
         if self.world.size == 1:
             return
         piece = bucket.num_padded // self.world.size
-        # One exchange for each node, because one for several would need a copy of their vectors.
+        # Each node is exchanged separately, because one exchange would require copying vectors.
         for turn in range(max(map(len, self._left))):
             takes_part = [turn < len(nodes) for nodes in self._left]
             own = self._held[turn][part] if takes_part[self.world.rank] else self._held[0][:0]
@@ -266,7 +266,7 @@ class TreeSum:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Wait for the other ranks, and leave the sum in `grad`."""
+        """Wait for the other ranks, and store the sum in `grad`."""
         total = self._held[0]
         gathers: list[tuple[Any, Tensor]] = []
         for bucket in self._buckets if self.world.size > 1 else ():
@@ -276,7 +276,7 @@ class TreeSum:
             length = bucket.num_padded // self.world.size
             piece = self._finish_piece([received.split(length) for _, _, received in bucket.sent])
             bucket.sent = []
-            # This part was already sent, so it can receive the result.
+            # This part has been sent, so its memory can receive the result.
             out = total[bucket.first : bucket.first + bucket.num_padded]
             work = dist.all_gather_into_tensor(out, piece, async_op=True)
             gathers.append((work, piece))
@@ -293,8 +293,8 @@ class TreeSum:
     def _finish_piece(self, received: list[tuple[Tensor, ...]]) -> Tensor:
         """Add the remaining nodes of all ranks in the order of the tree; return (n,).
 
-        received: a tuple of (n,) for each turn: the first nodes of all ranks, then the second
-        nodes of the ranks that have one, and so on.
+        received: a tuple of (n,) for each exchange: the first nodes of all ranks, then the second
+        nodes of the ranks that have two, and so on.
         """
         of_turn = [iter(vectors) for vectors in received]
         stack = Stack(self.num_leaves)

@@ -170,7 +170,7 @@ def has_workers(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("victim", "number", "stage", "expected"),
     [
-        (1, signal.SIGSTOP, "at once", r"rank 1 did not come within 0:00:45"),
+        (1, signal.SIGSTOP, "at once", r"rank 1 did not respond within 0:00:45"),
         (
             1,
             signal.SIGSTOP,
