@@ -4,11 +4,11 @@
     python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache
     python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache
 
-The first command fetches from a URL into the default cache, the second from a mounted folder to the
-disk of the node, the third fetches the data that a run of this config will read. Root, split and
-cache determine the blocks, as in training. Threads fetch the missing blocks and stop when the cache
-is full. Several commands on one host share the work: each starts at a different block, and each
-block has a lock.
+The first command fetches from a URL into the default cache. The second command copies from a
+mounted folder to the local disk. The third command fetches the data that a run of this config will
+read. As in training, root, split and cache determine the blocks. Threads fetch the missing blocks
+until the cache is full. Several commands on one host share the work: each starts at a different
+block, and each block has a lock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 NUM_THREADS = 16
-"""The blocks that are fetched at once, each in memory."""
+"""The number of blocks that are fetched concurrently; each is held in memory."""
 
 
 def warm(
@@ -50,14 +50,15 @@ def warm(
 ) -> tuple[str, bool]:
     """Fetch the blocks of these shards that the cache lacks, until the cache is full.
 
-    fraction: share of the blocks, from the first one on. Returns a report, and whether all fetched
-    bytes match the index. Raises ShardError if a block cannot be fetched or stored.
+    fraction: share of the blocks to fetch, counted from the first block. Returns a report, and
+    whether all fetched bytes match the index. Raises ShardError if a block cannot be fetched or
+    stored.
     """
     cache = tars.cache
     blocks = list(tars.blocks(shards))
     blocks = blocks[: max(round(len(blocks) * fraction), 1)]
     all_bytes = sum(block.num_bytes for block in blocks)
-    # Several commands start at different blocks, or each would wait for the locks of the first.
+    # Start at a random block, or several commands would wait for the locks of the first.
     start = int(hash64(os.getpid())) % len(blocks)
     missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
     is_full = threading.Event()
@@ -125,7 +126,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _shards_of(text: str | None, num_shards: int) -> range:
-    """Return the shards that `text` names, such as `3` or `0-9`; None: all."""
+    """Return the shards that `text` describes, such as `3` or `0-9`; None: all."""
     if text is None:
         return range(num_shards)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
@@ -173,7 +174,7 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return the exit status."""
     guard_console()
     status = 0
     try:
