@@ -37,7 +37,7 @@ ALIGNMENT = 64
 """The alignment of a batch's tensors in bytes: one cache line."""
 TENSORS = ("images", "labels", "weights", "table", "ids")
 """The fields of `Batch` with one row per sample."""
-NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
+NOT_EXACT = "not exact: samples may repeat or be missed, and resuming starts a new pass"
 """The note that is printed for batches whose `exact` is false."""
 
 
@@ -260,8 +260,8 @@ class AugmentedBatches(Batches):
             except ValueError as error:
                 if self.on_bad_image == "error":
                     raise ShardError(
-                        f"{samples.describe(group[0])}: {error}; data.on_bad_image=skip trains"
-                        " without it"
+                        f"{samples.describe(group[0])}: {error}; set data.on_bad_image=skip to"
+                        " train without this image"
                     ) from None
                 # Slots are reused: without this line, the row would show an image of an old batch.
                 for view in views:
@@ -416,8 +416,8 @@ class EvalBatches(FromShards, Batches):
             )
         except ValueError as error:
             raise ShardError(
-                f"{self.describe(sample)}: {error}; evaluation counts every image: restore"
-                " the shard, or write it again without this one"
+                f"{self.describe(sample)}: {error}; evaluation needs every image: restore the"
+                " shard, or write it again without this image"
             ) from None
 
     def _start(self, number: int) -> int:

@@ -107,7 +107,7 @@ def create_loader(
     if global_batch_size % unit:
         raise ValueError(
             f"global_batch_size={global_batch_size} is not a multiple of {unit}, the number of"
-            f" ranks times that of the images that mix with each other: choose"
+            " ranks times the size of a mixing group: choose"
             f" {max(global_batch_size // unit, 1) * unit}"
         )
     rank_batch_size = global_batch_size // world_size

@@ -150,13 +150,13 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
         numbers = [int(name) for name in names] or list(range(split.num_classes))
         if max(numbers) >= model.num_classes:
             raise ValueError(
-                f": {split.root} has a class {max(numbers)}, the model has the classes 0 to"
+                f": {split.root} has a class {max(numbers)}, but the classes of the model are 0 to"
                 f" {model.num_classes - 1}: use data with the same classes"
             )
     elif not model.namings:
         raise ValueError(
-            f": the classes of {split.root} have names ({few(list(names))}), those of the model"
-            " have none to find them by: labels are only numbers"
+            f": the classes of {split.root} have names ({few(list(names))}), but the model's"
+            " classes do not: use data whose labels are the model's class numbers"
         )
     else:
         # Use the naming that covers the most names. A model may have folder names and English
@@ -165,9 +165,9 @@ def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
         output = {name: number for number, name in enumerate(model_names)}
         if missing := [name for name in names if name not in output]:
             raise ValueError(
-                f": the model does not know {len(missing):,} of the {len(names):,} classes of"
-                f" {split.root} ({few(missing)}), its own are {few(list(model_names))}: use data"
-                " whose classes have the same names"
+                f": the model lacks {len(missing):,} of the {len(names):,} classes of {split.root}"
+                f" ({few(missing)}); its own classes are {few(list(model_names))}: use data whose"
+                " classes have the same names"
             )
         numbers = [output[name] for name in names]
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
@@ -193,7 +193,7 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         raise ValueError(f"{setting}: expected a list of lists, or a list for each key of an image")
     if len(content) != split.num_samples:
         raise ValueError(
-            f"{setting}: has labels for {len(content)} images, {split.root} {split.name!r} has"
+            f"{setting}: has labels for {len(content)} images, but {split.root} {split.name!r} has"
             f" {split.num_samples}: use the file that was made for these images"
         )
     keys = [split.key(i) for i in range(split.num_samples)]
@@ -214,8 +214,8 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         if agree < LEAST_AGREEMENT:
             raise ValueError(
                 f"{setting}: only {agree:.0%} of the images of {split.root} {split.name!r} have"
-                " their own label in this list, so it is in another order than the images' keys, or"
-                " numbers other classes: give an object of lists by key"
+                " their own label in this list: sort the list by image key and use the same class"
+                " numbers, or give an object of lists by key"
             )
     return rows
 
@@ -235,7 +235,7 @@ def _checked(labels: Any, setting: str, num_classes: int) -> list[int]:
     row = labels if isinstance(labels, list) else [labels]
     if wrong := [label for label in row if type(label) is not int or not 0 <= label < num_classes]:
         raise ValueError(
-            f"{setting}: has a label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
+            f"{setting}: has the label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
             f" {num_classes - 1}"
         )
     return row

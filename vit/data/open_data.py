@@ -50,8 +50,8 @@ def open_split(
         )
         if not opened.num_classes:
             raise ShardError(
-                f"{opened.root}: its images have no labels: name data with classes, or classify"
-                f" these images: python launch/predict.py {opened.root}"
+                f"{opened.root}: the images have no labels: choose data with classes, or classify"
+                f" these images with python launch/predict.py {opened.root}"
             )
         return opened
 
@@ -164,8 +164,9 @@ def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> 
         )
         raise ValueError(
             f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
-            f" are trained on by {settings}: hold them out, as data.train_split=train[:99%] and"
-            " data.val_split=train[99%:] do, or evaluate on them as one of eval.sets"
+            f" are also training images of {settings}: hold them out, for instance with"
+            " data.train_split=train[:99%] and data.val_split=train[99%:], or evaluate on them as"
+            " one of eval.sets"
         )
 
 
@@ -178,6 +179,6 @@ def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | So
     if model.num_classes is not None and model.num_classes < in_data:
         raise ValueError(
             f"model.num_classes={model.num_classes}, but {data.root} has {in_data} classes: remove"
-            " the key"
+            " this setting"
         )
     return model.num_classes or in_data

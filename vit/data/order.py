@@ -363,8 +363,8 @@ def make_order(
     if aug_repeats_form == "batch" and g % r:
         sizes = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
         raise ValueError(
-            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images a"
-            f" batch, data.aug_repeats out of {divisors(g)}, or data.aug_repeats_form=sampler"
+            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images"
+            f" per batch, data.aug_repeats from {divisors(g)}, or data.aug_repeats_form=sampler"
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
@@ -416,7 +416,7 @@ def shares_of(
         least = block * sum(numbers) / total
         raise ValueError(
             f"data.sources: weight {min(numbers):g} of {sum(numbers):.6g} is less than {block} of"
-            f" {total:,} draws: give {least:.2g} or more"
+            f" {total:,} draws: set it to {least:.2g} or more"
         )
     return draws
 

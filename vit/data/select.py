@@ -78,10 +78,10 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
             setting = f"fraction={selection.fraction:g}"
         parts.append(f"{before - len(numbers):,} by {name}{setting}")
     summary = (
-        f"{len(numbers):,} of {total:,} samples of {_name(split)}: left out are {', '.join(parts)}"
+        f"{len(numbers):,} of {total:,} samples of {_name(split)}; excluded: {', '.join(parts)}"
     )
     if not len(numbers):
-        raise ShardError(f"{summary}; nothing is left to train on")
+        raise ShardError(f"{summary}; no sample is left for training")
     if len(numbers) == total:
         return Chosen(total, None, summary, "")
     num_classes, num_left = (
@@ -90,7 +90,7 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     )
     num_lost = num_classes - num_left
     if num_lost:
-        summary += f"; no image is left of {num_lost:,} of {num_classes:,} classes"
+        summary += f"; no image is left in {num_lost:,} of {num_classes:,} classes"
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
     identity = f"{len(numbers):,} of {total:,} samples ({digest})"
     return Chosen(len(numbers), numbers, summary, identity)
@@ -114,10 +114,10 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
-            f" {_some(missing)}; expected keys as {split.key(0)!r} is one: no shard's name, no"
+            f" {_some(missing)}; expected keys such as {split.key(0)!r}, without shard name and"
             " extension"
         )
-    return f" (not there: {len(missing):,} of its keys, {_some(missing)})"
+    return f" ({len(missing):,} of its keys do not exist: {_some(missing)})"
 
 
 def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
@@ -196,8 +196,8 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
     if problems:
         raise ShardError(
             f"{name}exclude={path}: expected a key, label=NUMBER (0 to {split.num_classes - 1}) or"
-            f" class=NAME of a class that is there in each line, or an object with `key` in each of"
-            f" a {QUARANTINE} file; {_some(problems)}"
+            " class=NAME of an existing class in each line, or an object with `key` in each line"
+            f" of a {QUARANTINE} file; {_some(problems)}"
         )
     return list(keys), labels
 

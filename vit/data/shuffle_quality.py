@@ -74,8 +74,8 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
         return quality
     return replace(
         quality,
-        remedy="neighbours in the shards are of one class and stay together in blocks of"
-        f" {order.block_samples}: data.block_samples=1 parts them",
+        remedy="neighbors in the shards have the same class and stay together in blocks of"
+        f" {order.block_samples}: set data.block_samples=1 to separate them",
     )
 
 

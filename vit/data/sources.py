@@ -87,11 +87,11 @@ def train_set_of_sources(
         if bool(split.class_names) != bool(classes_of.class_names):
             nameless = split if classes_of.class_names else classes_of
             by_number = (
-                f"; its labels are taken by number, for {nameless.root} {nameless.name!r} names no"
-                " classes"
+                f"; its labels are mapped by number, because {nameless.root} {nameless.name!r} has"
+                " no class names"
             )
         summary.append(
-            f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times}) of"
+            f"{num_draws:,} images per epoch ({num_draws / sum(draws):.1%}{times}) of"
             f" {each.summary or f'{whole} of {split.root} {split.name!r}'}{by_number}"
         )
         identities.append(f"{num_draws:,} draws of {each.identity or whole}")
@@ -246,7 +246,7 @@ def _describe(number: int, split: Split) -> str:
 def _how_to_name(root: Any) -> str:
     return (
         f"name its classes: move _info.json out of {root} and run `python -m data_prep.index"
-        f" {root} --classes names.txt`, a name in each line"
+        f" {root} --classes names.txt`, with one name per line"
     )
 
 
@@ -258,10 +258,9 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
         for label, (one, other) in enumerate(pairs):
             if one != other:
                 raise ShardError(
-                    f"{_describe(number, split)}: label {label} is {other!r}, of"
-                    f" {_describe(first_number, first)} it is {one!r}, and {classes_of.root}"
-                    f" {classes_of.name!r} has no names that say which is meant;"
-                    f" {_how_to_name(classes_of.root)}"
+                    f"{_describe(number, split)}: label {label} is {other!r}, but {one!r} in"
+                    f" {_describe(first_number, first)}, and {classes_of.root} {classes_of.name!r}"
+                    f" has no class names to decide; {_how_to_name(classes_of.root)}"
                 )
 
 
@@ -270,7 +269,7 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     names = classes_of.class_names
     if names and not split.class_names and split.num_classes > classes_of.num_classes:
         raise ShardError(
-            f"{_describe(number, split)}: {split.num_classes:,} classes without names,"
+            f"{_describe(number, split)}: {split.num_classes:,} classes without names, but"
             f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
         )
     if not names or not split.class_names or split.class_names == names:
@@ -286,8 +285,8 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     remedy = f"its filter (label not in ({named}))"
     if len(missing) > MAX_NAMED:
         named += f" and {len(missing) - MAX_NAMED:,} more"
-        remedy = "its exclude, a file with a line class=NAME for each"
+        remedy = "its exclude, a file with one line class=NAME for each"
     raise ShardError(
         f"{_describe(number, split)}: classes that {classes_of.root} {classes_of.name!r} lacks:"
-        f" {named}; leave them out with {remedy}, or evaluate on data that have them"
+        f" {named}; exclude them with {remedy}, or evaluate on data that contain them"
     )

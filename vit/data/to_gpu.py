@@ -141,7 +141,9 @@ class Cuda:
     def lock(self, memory: Tensor) -> bool:
         """See `page_lock`."""
         with torch.cuda.device(self._device):
-            return page_lock(memory, "memory of batches", "each is copied once more on the host")
+            return page_lock(
+                memory, "memory of batches", "each batch is copied once more on the host"
+            )
 
     def unlock(self, memory: Tensor) -> None:
         """Undo `lock`."""
@@ -193,6 +195,6 @@ def page_lock(memory: Tensor, what: str, otherwise: str) -> bool:
         # would fail.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
-        print(f"note: {what} is not page-locked here ({reason}): {otherwise}", file=sys.stderr)
+        print(f"note: {what} is not page-locked ({reason}): {otherwise}", file=sys.stderr)
         return False
     return True

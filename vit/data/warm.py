@@ -105,18 +105,18 @@ def warm(
     if damaged:
         places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
         report += (
-            f"; other bytes than indexed in {places}; copy what is damaged again (`python -m"
+            f"; bytes differ from the index in {places}; copy the damaged shards again (`python -m"
             f" data_prep.verify {quote(str(tars.folder))}` lists the images)"
         )
     elif lacking_bytes and cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(
-            f"{report}; the rest could not be kept, see above: free some space there, or give"
-            " another --cache-dir"
+            f"{report}; the rest could not be stored, see above: free some space on this disk, or"
+            " set another --cache-dir"
         )
     elif lacking_bytes:
         report += (
-            f"; the cache is full ({_size(cache.limit_bytes)}): --cache-gib, or data.cache_gib,"
-            " gives it more room"
+            f"; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
+            " data.cache_gib"
         )
     return report, not damaged
 
@@ -133,8 +133,8 @@ def _shards_of(text: str | None, num_shards: int) -> range:
     shards = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not shards or shards.stop > num_shards:
         raise ValueError(
-            f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards}"
-            " shards"
+            f"--shards {text}: expected a number or a range, such as 0-{num_shards - 1}, of"
+            f" {num_shards} shards"
         )
     return shards
 
@@ -145,11 +145,13 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         "root",
         nargs="*",
         help=(
-            "folder or URL of the data set; with --config settings, as data.cache_dir=/local/cache"
+            "folder or URL of the data set; with --config, settings such as"
+            " data.cache_dir=/local/cache"
         ),
     )
     parser.add_argument(
-        "--config", help="YAML of the run whose data to fetch: its root, splits, cache and patience"
+        "--config",
+        help="config of the run whose data to fetch: its root, splits, cache and patience are used",
     )
     parser.add_argument(
         "--split",
@@ -159,16 +161,19 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--cache-dir", help="as data.cache_dir")
     parser.add_argument("--cache-gib", type=float, help="as data.cache_gib")
     parser.add_argument(
-        "--shards", help="only these, such as 0-99: for a job array, or several hosts"
+        "--shards", help="fetch only these shards, such as 0-99: for a job array, or several hosts"
     )
     parser.add_argument(
-        "--fraction", type=float, default=1.0, help="only this share of the blocks, such as 0.5"
+        "--fraction",
+        type=float,
+        default=1.0,
+        help="fetch only this share of the blocks, such as 0.5",
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=NUM_THREADS,
-        help=f"blocks fetched at once; {NUM_THREADS} by default",
+        help=f"number of blocks to fetch concurrently; {NUM_THREADS} by default",
     )
     return parser.parse_intermixed_args(arguments)
 
@@ -180,7 +185,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _options(arguments)
         if not 0 < options.fraction <= 1 or options.threads < 1:
-            raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
+            raise ValueError("--fraction must be above 0 and at most 1, --threads at least 1")
         further: list[tuple[str, str]] = []
         if options.config is not None:
             config = load_config(options.config, options.root)
@@ -190,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = DataConfig(root=options.root[0])
         else:
             raise ValueError(
-                "expected one data set: its folder or URL, or --config FILE (python -m"
+                "expected one data set: a folder, a URL, or --config FILE (python -m"
                 " vit.data.warm --help)"
             )
         places = [(data.root, split) for split in options.split or [data.val_split]]
@@ -210,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ).tars
             if not isinstance(tars, CachedTars):
                 raise ValueError(
-                    f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
-                    " copies of its blocks go"
+                    f"{shown(root)} is a folder and is read in place: set --cache-dir to copy its"
+                    " blocks to a cache"
                 )
             shards = _shards_of(options.shards, len(tars.filenames))
             report, is_sound = warm(tars, split, shards, options.fraction, options.threads)
@@ -221,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"error: {report}", file=sys.stderr)
                 status = 2
     except KeyboardInterrupt:
-        print("stopped: what was fetched stays, and the same command goes on", file=sys.stderr)
+        print(
+            "stopped: fetched blocks remain in the cache, and the same command continues",
+            file=sys.stderr,
+        )
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

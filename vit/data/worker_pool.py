@@ -271,19 +271,19 @@ class WorkerPool:
             names = [self._name(number) for number in self._workers]
             idle = ", ".join([name for name in names if ", stopped" in name] or names)
             problem = (
-                f"{idle} takes no work, for {self.watch.idle_s:.0f} s (data.stall_timeout_s), and"
-                f" {len(hung)} parts of batches wait"
+                f"{idle} takes no work for {self.watch.idle_s:.0f} s (data.stall_timeout_s),"
+                f" although {len(hung)} parts of batches are waiting"
             )
         else:
             return
-        remedy = "look for what stops it: a dead mount, a debugger, a suspended job"
+        remedy = "check for a dead mount, a debugger, or a suspended job"
         if not self._batches.exact:
             raise WorkerError(f"{problem}; {remedy}")
         if hung & self._hung:
             raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
         self._hung |= hung
-        log.warning("%s: all workers are replaced, and others make their parts again", problem)
-        self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
+        log.warning("%s: all workers are replaced, and new ones repeat their work", problem)
+        self._replace_all(received, f"{problem}and cannot be killed; {remedy}")
         self.num_replaced += len(stuck) or len(self._workers)
 
     def _replace_all(self, received: list[Result], problem: str) -> None:
@@ -306,7 +306,7 @@ class WorkerPool:
                     raise WorkerError(problem)
                 worker.join(min(self.watch.warn_after_s, left_s))
                 if worker.exitcode is None:
-                    log.warning("%s has been killed, and has not ended yet", self._name(number))
+                    log.warning("%s was killed but has not ended yet", self._name(number))
             self._receive(number, received)
             self._selector.unregister(pipe)
             pipe.close()
@@ -332,32 +332,34 @@ class WorkerPool:
         code = worker.exitcode
         if code is None or code >= 0:
             return (
-                f"a loader worker (process {worker.pid}) ended by itself with exit status {code}:"
-                " start again, report it if it returns"
+                f"a loader worker (process {worker.pid}) ended unexpectedly with exit status"
+                f" {code}: start again, and report the problem if it recurs"
             )
         number = signal.Signals(-code)
         cause = (
-            "so a library it uses crashed, perhaps on a damaged image: `python -m"
-            " data_prep.verify` decodes them all"
+            "so a library crashed, perhaps on a damaged image: check all images with `python -m"
+            " data_prep.verify`"
         )
         if number == signal.SIGBUS:
             cause = (
-                "as when a mapped file is cut short or its disk fails: was an index (*.index.npy)"
-                " rewritten while it was in use?"
+                "which happens if a mapped file is truncated or its disk fails: check whether an"
+                " index (*.index.npy) was rewritten while in use"
             )
         if number == signal.SIGKILL:
             num_kills = num_oom_kills()
             kills_before = self._oom_kills_before
-            kernel_note = "it counted none here" if num_kills is not None else "see `dmesg`"
+            kernel_note = (
+                "the kernel has counted no such kill" if num_kills is not None else "see `dmesg`"
+            )
             cause = (
-                "by a person or program, or by the kernel, which does so when memory runs out"
-                f" ({kernel_note}); if it did, lower data.num_workers or data.prefetch_gib"
+                f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
+                " if memory ran out, lower data.num_workers or data.prefetch_gib"
             )
             # An unreadable count is None. A higher count proves that memory ran out on this host or
             # in this container, but the killed process may be another one.
             if num_kills and kills_before is not None and num_kills > kills_before:
                 cause = (
-                    "because memory ran out: the kernel has counted it. Lower data.num_workers or"
+                    "because memory ran out, according to the kernel: lower data.num_workers or"
                     " data.prefetch_gib"
                 )
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"

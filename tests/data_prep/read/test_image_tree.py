@@ -98,9 +98,9 @@ def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
     assert main([*command, "--no-apply-exif"]) == 0
     told = [
         (
-            "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; pip install"
-            " pillow-heif, which reads them, or convert them to JPEG, with ImageMagick, say, in"
-            " their folder: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
+            "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; install a reader (pip install"
+            " pillow-heif), or convert them to JPEG in their folder, for instance with"
+            " ImageMagick: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
         ),
         "4 other files, no images: 2 .db, 2 .txt",
         (

@@ -100,11 +100,11 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
                 view = _new_view(part_size, 3)
                 operator(part[None], part_size, False, *scales, out=view[None])
                 if not torch.equal(view, expected[:, : part_size[0], : part_size[1]]):
-                    raise ValueError("it gives other pixels")
+                    raise ValueError("it returns different pixels")
     except Exception as error:  # a later release may raise anything
         log.warning(
-            "torch %s: its public function resizes, at 1.7 times the time, as the operator behind"
-            " it has changed: %s",
+            "torch %s: resizing takes 1.7 times as long, because the fast internal operator has"
+            " changed: %s",
             torch.__version__,
             error,
         )
@@ -214,7 +214,8 @@ def decode_center(
     resized = resized_size((height, width), size, view)
     if math.prod(resized) > MAX_PIXELS:  # an extreme aspect ratio makes the long side huge
         reason = (
-            f"{width} x {height} pixels are too long a line: resized, more than {MAX_PIXELS} pixels"
+            f"{width} x {height} pixels are too elongated: after resizing they would exceed"
+            f" {MAX_PIXELS} pixels"
         )
         raise undecodable(data, ValueError(reason))
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None

@@ -76,10 +76,10 @@ HEIC_MAGIC = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
 
 def how_to_convert(suffix: str) -> str:
     """Return the remedy for images with a suffix in NOT_READ."""
-    package = "pip install pillow-heif, which reads them, or " * (suffix in HEIF)
+    package = "install a reader (pip install pillow-heif), or " * (suffix in HEIF)
     return (
-        f"{package}convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
-        f" '*{suffix}' -exec magick mogrify -format jpg {{}} +"
+        f"{package}convert them to JPEG in their folder, for instance with ImageMagick: find ."
+        f" -iname '*{suffix}' -exec magick mogrify -format jpg {{}} +"
     )
 
 
@@ -108,5 +108,7 @@ def read_image(path: str) -> bytes:
         raise ValueError("not a regular file")
     with open(path, "rb") as file:
         if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
-            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
+            raise ValueError(
+                f"{num_bytes:,} bytes, but images are limited to {MAX_IMAGE_BYTES:,} bytes"
+            )
         return file.read()

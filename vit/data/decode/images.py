@@ -86,7 +86,9 @@ def check_jpeg(header: JpegHeader) -> None:
 
 def _check_size(width: int, height: int, is_jpeg: bool) -> None:
     if is_jpeg and max(width, height) > MAX_JPEG_SIDE:
-        raise ValueError(f"{width} x {height} pixels; sides of JPEGs have {MAX_JPEG_SIDE} at most")
+        raise ValueError(
+            f"{width} x {height} pixels; the sides of a JPEG are limited to {MAX_JPEG_SIDE} pixels"
+        )
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels are more than {MAX_PIXELS}")
 
@@ -139,11 +141,12 @@ def _why_not(data: bytes, error: Exception) -> str:
             return str(jpeg_error)
     if isinstance(error, Image.UnidentifiedImageError):
         if kind := describe_content(data[:TAR_BLOCK]):
-            return f"no image but {kind}"
+            return f"not an image but {kind}"
         if HEIC_MAGIC.match(data) and not READS_HEIF:
-            return f"HEIC photos are not read; {how_to_convert('.heic')}"
+            return f"HEIC photos cannot be read; {how_to_convert('.heic')}"
         return (
-            f"no image; expected one of {', '.join(_formats())}, and it begins with {data[:16]!r}"
+            f"not an image; expected one of {', '.join(_formats())}, but the data begin with"
+            f" {data[:16]!r}"
         )
     return str(error) or type(error).__name__
 
@@ -204,8 +207,8 @@ def _load(image: Image.Image, mode: str) -> None:
     image.load()
     if image.size != size:
         raise ValueError(
-            f"it has {image.size[0]} x {image.size[1]} pixels, where its headers say {size[0]} x"
-            f" {size[1]}"
+            f"the image has {image.size[0]} x {image.size[1]} pixels, but its headers say"
+            f" {size[0]} x {size[1]}"
         )
     # Drop transparency, or Pillow would convert a color that marks transparent pixels.
     image.info.pop("transparency", None)
@@ -357,15 +360,15 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(
-            f"it has {actual[0]} x {actual[1]} pixels, the index says {expected[0]} x"
-            f" {expected[1]}: the index is of other images; delete the split's .index.npy, which is"
-            " made again"
+            f"the image has {actual[0]} x {actual[1]} pixels, but the index says {expected[0]} x"
+            f" {expected[1]}: delete the split's outdated .index.npy, and the next start rebuilds"
+            " it"
         )
     is_inside = left >= 0 and top >= 0 and left + width <= actual[0] and top + height <= actual[1]
     if not is_inside or min(width, height) < 1:
         raise ValueError(
-            f"{width} x {height} pixels at ({left}, {top}) are not inside of an image of"
-            f" {actual[0]} x {actual[1]}"
+            f"{width} x {height} pixels at ({left}, {top}) are outside of an image of {actual[0]}"
+            f" x {actual[1]}"
         )
 
 

@@ -124,11 +124,11 @@ def read_header(data: bytes) -> JpegHeader:
                 orientation = _exif_orientation(data[position + 10 : end])
             position = end
     except (IndexError, struct.error):
-        raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes") from None
+        raise ValueError(f"truncated JPEG headers, after {len(data)} bytes") from None
     if frame is None:
         raise ValueError("damaged JPEG headers: image data without a frame")
     if end > len(data):
-        raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes")
+        raise ValueError(f"truncated JPEG headers, after {len(data)} bytes")
     precision, height, width, num_components = frame
     sampling = tuple(
         (both >> 4, both & 15)

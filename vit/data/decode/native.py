@@ -78,11 +78,11 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     except OSError as error:
         raise UnusableLibrary(f"{path} cannot be loaded ({error}); {again}") from None
     if not hasattr(library, "vit_native_abi") or library.vit_native_abi() != ABI:
-        raise UnusableLibrary(f"{path} belongs to another version of this package; {again}")
+        raise UnusableLibrary(f"{path} was built for another version of this package; {again}")
     library.vit_native_sources.restype = ctypes.c_char_p
     if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
         raise UnusableLibrary(
-            f"{path} was built from other sources than {sources} holds now; {again}"
+            f"{path} was not built from the current sources in {sources}; {again}"
         )
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
@@ -108,8 +108,8 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     library.vit_jpeg_transcode.restype = ctypes.c_int
     if not _decodes_correctly(library):
         raise UnusableLibrary(
-            f"{path} gives other pixels than simplejpeg on this machine; {again}; if that does not"
-            " help, please report it"
+            f"{path} decodes different pixels than simplejpeg on this machine; {again}; if that"
+            " does not help, please report it"
         )
     return library
 
@@ -175,7 +175,7 @@ def decode_into(
     about is rejected. (simplejpeg also rejects unusual color subsampling.)
     """
     library = library or LIBRARY
-    assert library is not None, "vit._native is not there: ask AVAILABLE first"
+    assert library is not None, "vit._native is missing: check AVAILABLE first"
     height, width, channels = pixels.shape
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)

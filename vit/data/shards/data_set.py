@@ -58,8 +58,8 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, local_path
 
 UNCHECKED = (
-    "of an earlier version, without checksums of images: they are not compared; `python -m"
-    " data_prep.index` writes it with them"
+    "the index is of an earlier version without checksums, so images are not checked; `python -m"
+    " data_prep.index` adds the checksums"
 )
 log = logging.getLogger(__name__)
 
@@ -222,8 +222,8 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
             reason = f"unreadable ({error})"
         if reason:
             raise ShardError(
-                f"{path} is {reason}: a start makes it first, from {sum(sizes) / 1e9:.1f} GB;"
-                f" `python -m data_prep.index {quote(shown)}` does it ahead"
+                f"{path} is {reason}: the next start must rebuild it from {sum(sizes) / 1e9:.1f}"
+                f" GB; run `python -m data_prep.index {quote(shown)}` to do so now"
             )
     return len(sizes), sum(sizes)
 
@@ -286,10 +286,10 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
         return open_index(path)
     except OSError as error:
         log.warning(
-            "%s is kept in memory only (%s); it is rebuilt each time the data are opened%s",
+            "%s is kept only in memory (%s), so it is rebuilt each time the data are opened%s",
             path,
             error.strerror,
-            "" if may_write else "; images are not compared with checksums",
+            "" if may_write else "; images are not checked by checksums",
         )
         return np.concatenate(rows)
 
@@ -341,12 +341,12 @@ def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Seq
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
         if not has_checksums(index) and os.access(root, os.W_OK):
-            return "without checksums of images (an earlier version wrote it)"
+            return "without image checksums (an earlier version wrote it)"
         return ""
     # Hash only the first tar, because hashing an entire data set would take minutes.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
-        return "stale (images are elsewhere in their shard)"
+        return "outdated (images are at other offsets in their shard)"
     message = describe_altered(tars[first])
     if len(replaced) > 1:
         message += f" ({len(replaced) - 1} more shards differ from the index)"
@@ -379,8 +379,8 @@ def _remote_index(
         reason = f"unreadable ({error})"
     if reason:
         raise ShardError(
-            f"{place}: {reason}; make it again with `python -m data_prep.index"
-            f" {quote(str(folder))} --out ROOT`, ROOT being another folder, and give data.root=ROOT"
+            f"{place}: {reason}; rebuild it with `python -m data_prep.index {quote(str(folder))}"
+            " --out ROOT`, where ROOT is another folder, and set data.root=ROOT"
         )
     if not has_checksums(index):
         log.warning("%s: %s", place, UNCHECKED)
@@ -404,10 +404,10 @@ def _check_labels(
         first = int(outside[0])
         shard = bisect.bisect_right(first_samples(described.lengths), first) - 1
         raise ShardError(
-            f"{root}/_info.json, split {split!r}: {len(outside)} labels lie outside"
-            f" [0, {num_classes}), the first is {labels[first]} (sample {first},"
+            f"{root}/_info.json, split {split!r}: {len(outside)} labels are outside [0,"
+            f" {num_classes}), the first is {labels[first]} (sample {first},"
             f" {described.filenames[shard]}); correct the shard, or the classes in _info.json; if"
-            f" both are right, {split}.index.npy is outdated: delete it, and the next start makes"
+            f" both are right, delete the outdated {split}.index.npy, and the next start rebuilds"
             " it"
         )
     return num_classes

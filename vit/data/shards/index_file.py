@@ -77,7 +77,7 @@ def open_index(path: Path) -> np.ndarray:
     except OSError:
         raise
     except Exception as error:  # numpy parses a header as Python, which can raise anything
-        raise ValueError("cut off, or its header is damaged") from error
+        raise ValueError("truncated, or its header is damaged") from error
     is_index = index.dtype in (INDEX_DTYPE, UNCHECKED_DTYPE) and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
         raise ValueError("of another format, or its header is damaged")
@@ -100,14 +100,14 @@ def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[in
     lengths: number of samples in each shard. sizes: bytes of each shard.
     """
     if len(index) != sum(lengths):
-        return "stale (other shard lengths than _info.json)"
+        return "outdated (its shard lengths differ from _info.json)"
     for rows, size in zip(_by_shard(index, lengths), sizes, strict=True):
         starts = rows["offset"]
         if (starts[1:] <= starts[:-1]).any():
-            return "stale (other shard lengths than _info.json)"
+            return "outdated (its shard lengths differ from _info.json)"
         # The second comparison finds offsets whose sum with the size overflows 64 bits.
         if (starts + rows["size"] > size).any() or (starts > size).any():
-            return "stale (images beyond the end of their shard)"
+            return "outdated (images beyond the end of their shard)"
     return ""
 
 
@@ -170,8 +170,8 @@ def rows_of_tars(
         rows = index_rows(scan_tar(tar, layout, left_out(tar), with_checksums))
         if len(rows) != length:
             return rows, (
-                f"{tar}: holds {len(rows)} samples, _info.json says {length}; restore the one that"
-                " is wrong"
+                f"{tar}: holds {len(rows)} samples, but _info.json says {length}; restore the"
+                " wrong one"
             )
         is_altered = with_checksums and expected not in (None, sha256_of(tar))
         return rows, describe_altered(tar) if is_altered else ""
@@ -212,7 +212,7 @@ def left_out(tar: Path) -> set[int]:
 def describe_altered(tar: Path) -> str:
     """Return the error message for a tar whose content differs from the recorded one."""
     return (
-        f"{tar}: replaced by a file with other content, its sha256 is not the one in _info.json;"
-        " copy it again; if that is meant, move _info.json away and run `python -m data_prep.index"
-        f" {tar.parent}`"
+        f"{tar}: replaced by a file with other content (its sha256 differs from _info.json); copy"
+        " it again; if the change is intended, move _info.json away and run `python -m"
+        f" data_prep.index {tar.parent}`"
     )

@@ -126,7 +126,9 @@ def read_sidecar(tar: Path) -> dict[str, Any] | None:
     path = tar.with_suffix(".json")
     sidecar = read_json(path)
     if sidecar is not None and not is_sidecar(sidecar):
-        raise ShardError(f"{path}: not a sidecar of ours, and its place is needed: move it away")
+        raise ShardError(
+            f"{path}: this file is not a sidecar of a shard, but has the name of one: move it away"
+        )
     check_types(sidecar or {}, SIDECAR, path)
     return sidecar
 
@@ -220,8 +222,8 @@ def read_info(root: Path | str) -> dict[str, Any]:
         ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
     raise ShardError(
-        f"{root}: no _info.json and no shards; if it holds folders of images, one for each class,"
-        f" `{command}` makes them"
+        f"{root}: no _info.json and no shards; if the folder contains one folder of images per"
+        f" class, make shards with `{command}`"
     )
 
 
@@ -237,8 +239,8 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise ShardError(
-            f"{place}: format_version {version}, this code reads up to {FORMAT_VERSION}; update the"
-            " code"
+            f"{place}: format_version {version}, but this code reads only up to {FORMAT_VERSION};"
+            " update the code"
         )
     return info
 
@@ -268,8 +270,8 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
         )
     if strange := [name for name in entry["filenames"] if not re.fullmatch(r"[^/]+\.tar", name)]:
         raise ShardError(
-            f"{place}: {', '.join(strange)}: expected names of tars in this very folder; restore"
-            " it from its source"
+            f"{place}: {', '.join(strange)}: expected names of tars in the same folder; restore"
+            " the file from its source"
         )
     unknown: list[Any] = [None] * len(entry["filenames"])
     shards = SplitInfo(
@@ -284,6 +286,6 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
         raise ShardError(
             f"{place}: {len(shards.filenames)} filenames, {len(shards.lengths)} shard_lengths (sum"
             f" {sum(shards.lengths)}), {len(shards.sizes)} shard_bytes and num_samples"
-            f" {entry['num_samples']} do not fit together; restore it from its source"
+            f" {entry['num_samples']} contradict each other; restore the file from its source"
         )
     return shards

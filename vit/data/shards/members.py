@@ -120,7 +120,9 @@ class SampleLayout:
             return images[0]
         members = printable(f"its members: {', '.join(suffixes)}")
         if not is_unique:
-            raise InvalidSample(f"has an extension twice, or two samples have this key ({members})")
+            raise InvalidSample(
+                f"has two members with the same extension, or two samples have this key ({members})"
+            )
         problems = []
         if len(images) != 1:
             expected = f"expected one of {', '.join(self.image_suffixes)}"
@@ -216,9 +218,9 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         if options:
             return f"{text}; try {printable(' '.join(options))}"
     return (
-        f"{text}. Mend such samples, move the shard away, or describe others by"
+        f"{text}. Repair such samples, move the shard away, or describe other layouts with"
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
-        f" {names.keys_with_dots}, and labels that are names by {names.class_names}"
+        f" {names.keys_with_dots}, and labels that are names with {names.class_names}"
     )
 
 
@@ -239,12 +241,12 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise InvalidSample(f"has a .{suffix} that is no JSON ({error})") from error
+        raise InvalidSample(f"has a .{suffix} that is not JSON ({error})") from error
     value = _look_up(content, field)
     if value is _ABSENT:
         fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)
         raise InvalidSample(
-            f"has no field {field!r} in its .{suffix} (there: {printable(fields_text[:200])})"
+            f"has no field {field!r} in its .{suffix} (its fields: {printable(fields_text[:200])})"
         )
     return value
 

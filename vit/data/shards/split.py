@@ -32,7 +32,9 @@ from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.system.files import ShardError
 from vit.system.tar_walk import TAR_BLOCK, TarDamaged, walk
 
-FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
+FLIPPED = (
+    "twice returned other bytes than the indexed ones, so a bit flipped on the disk or in transit"
+)
 log = logging.getLogger(__name__)
 
 
@@ -109,8 +111,8 @@ class Split:
             data, problem = self._read_once(i, shard, offset, size, checksum)
             if not problem:
                 log.warning(
-                    "%s: the bytes at offset %d were read wrongly once, and rightly the second"
-                    " time",
+                    "%s: the bytes at offset %d were wrong in the first read and right in the"
+                    " second",
                     self.where(i),
                     offset,
                 )
@@ -139,9 +141,9 @@ class Split:
         except OSError as error:
             return b"", f"failed: {error.strerror}"
         if len(data) < size:
-            return data, f"gave {len(data)}"
+            return data, f"returned {len(data)}"
         if member_size(header) != size:
-            return data, "found no image of this size there, the shard is not the indexed one"
+            return data, "found no image of this size, so the shard is not the indexed one"
         return data, FLIPPED if checksum else ""
 
     def _error(self, i: int, shard: int, offset: int, size: int, problem: str) -> ShardError:
@@ -152,8 +154,8 @@ class Split:
             key = "unknown"
         return ShardError(
             f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset}"
-            f" {problem}; restore the shard and start again (`python -m data_prep.verify"
-            f" {self.root}` finds out if it is the index that is damaged: delete that)"
+            f" {problem}; restore the shard and start again (if `python -m data_prep.verify"
+            f" {self.root}` finds that the index is damaged, delete the index)"
         )
 
     def _shard_of(self, i: int) -> int:
@@ -213,8 +215,8 @@ class Split:
         except TarDamaged as error:
             reason = str(error)
         raise ShardError(
-            f"{self.where(i)}: no tar header in front of offset {offset} ({reason}); restore the"
-            f" shard, or delete {self.name}.index.npy if it was replaced"
+            f"{self.where(i)}: no tar header before offset {offset} ({reason}); restore the shard,"
+            f" or delete {self.name}.index.npy if the shard was replaced on purpose"
         )
 
     def key_in(self, name: str) -> str:

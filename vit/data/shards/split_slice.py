@@ -52,8 +52,8 @@ def parse_name(name: str) -> PartName:
         if start < stop <= 100:
             return PartName(match["split"], start, stop)
     raise ShardError(
-        f"split {name!r}: expected a part as train[:99%], train[99%:] or train[10%:20%], from less"
-        " to more"
+        f"split {name!r}: expected a slice such as train[:99%], train[99%:] or train[10%:20%],"
+        " with the smaller percentage first"
     )
 
 
@@ -79,7 +79,7 @@ class SplitSlice(Split):
         total = whole.num_samples
         first, end = _between(start, stop, total)
         if first == end:
-            raise ShardError(f"{whole.root} {name!r}: of {total:,} samples, that is none")
+            raise ShardError(f"{whole.root} {name!r}: this slice of {total:,} samples is empty")
         all_numbers = np.arange(total, dtype=np.min_scalar_type(total))
         keys = fold_numbers(lambda numbers: fold(numbers, _PART), all_numbers)
         self.whole = whole

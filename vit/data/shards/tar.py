@@ -175,7 +175,7 @@ def survey_tar(
     try:
         end = os.fstat(fd).st_size
         if not end:
-            raise ShardError(f"{path}: an empty file; copy or write the shard again")
+            raise ShardError(f"{path}: the file is empty; copy or write the shard again")
         last_error = None
         first_unfit: list[tuple[str, Member, str]] = []
         members = _members(pread(fd), end, layout, survey.passed_over)
@@ -193,8 +193,8 @@ def survey_tar(
                 survey.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
-                f"{path}: sample {key!r} {last_error}. The shard ends there, without an end mark."
-                " Truncated: copy or write it again"
+                f"{path}: sample {key!r} {last_error}. The shard ends with this sample and has no"
+                " end mark, so it is truncated: copy or write it again"
             )
         if survey.unfit and not survey.samples:
             contents = {
@@ -229,8 +229,8 @@ def scan_tar(
     survey = survey_tar(path, layout, left_out, with_checksums)
     if survey.unfit:
         what_to_do = _describe_grouped(Path(path), survey) or (
-            ". Mend these, or write the shard again without them; `python -m data_prep.index`"
-            " leaves them out"
+            ". Repair these samples, or write the shard again without them; `python -m"
+            " data_prep.index` skips them"
         )
         raise ShardError(f"{path}: {_describe_unfit(survey)}{what_to_do}")
     return survey.samples
@@ -250,8 +250,8 @@ def _describe_grouped(path: Path, survey: Survey) -> str:
     num_places = Counter(key for key, _ in {(left.key, left.name) for left in survey.unfit})
     keys = [left.key for left in survey.unfit if num_places[left.key] > 1]
     return (
-        f". Members of {keys[0]!r} are at several places of this tar, and those of a sample must be"
-        f" neighbours: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
+        f". Members of {keys[0]!r} are at several places of this tar, but the members of a sample"
+        f" must be adjacent: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
         if keys
         else ""
     )
@@ -260,7 +260,7 @@ def _describe_grouped(path: Path, survey: Survey) -> str:
 def describe_ignored(passed_over: Counter[str]) -> str:
     """Return a text about the members that are not part of a sample."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
-    return f"passed over, as part of no sample: {kinds}"
+    return f"ignored because they are not part of a sample: {kinds}"
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:

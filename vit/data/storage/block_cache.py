@@ -81,8 +81,9 @@ class BlockCache:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_mode & stat.S_IWOTH:
                 raise ShardError(
-                    f"{self.folder}: everybody may write there, and so decide what is trained on:"
-                    f" `chmod o-w {self.folder}`, or choose another with data.cache_dir"
+                    f"{self.folder}: every user may write to this folder and could change the"
+                    f" training data: run `chmod o-w {self.folder}`, or choose another folder with"
+                    " data.cache_dir"
                 )
             os.close(open_shared(self.folder / "used_bytes", os.O_RDWR))
             available = shutil.disk_usage(self.folder).free + self._used_bytes()
@@ -98,7 +99,8 @@ class BlockCache:
             if limit_gib * GIB > available:
                 raise ShardError(
                     f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
-                    f" {available / GIB:.1f}; give less, or another disk with data.cache_dir"
+                    f" {available / GIB:.1f}; set a smaller size, or choose another disk with"
+                    " data.cache_dir"
                 )
         self._refused_at_s = -TRY_AGAIN_S
         with suppress(OSError):  # without the file, other processes do not see this limit
@@ -124,7 +126,7 @@ class BlockCache:
             checksum = os.pread(fd, CHECKSUM_BYTES, block_bytes + CHECKSUM_BYTES * part)
             expected_bytes = block_bytes + CHECKSUM_BYTES * num_parts
             if status.st_size != expected_bytes or checksum != _checksum(data):
-                log.warning("%s: damaged; it is fetched again", path)
+                log.warning("%s is damaged and is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
             # Use `abs`, because a clock may have been ahead. Such a block would otherwise look
@@ -134,7 +136,7 @@ class BlockCache:
                     os.utime(fd)
             return data
         except OSError as error:
-            log.warning("%s: %s; it is fetched again", path, error.strerror)
+            log.warning("%s: %s; the block is fetched again", path, error.strerror)
             return None
         finally:
             os.close(fd)
@@ -288,7 +290,7 @@ def _warn_once(folder: Path, reason: str | None) -> None:
     """Warn once per process, because a full disk rejects every block of every thread."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
-        log.warning("%s: cannot be written (%s); blocks are used and not kept", folder, reason)
+        log.warning("%s: cannot be written (%s); blocks are used but not stored", folder, reason)
 
 
 _warned = set[tuple[Path, str | None]]()

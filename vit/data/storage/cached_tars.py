@@ -78,7 +78,7 @@ class MountedFolder:
         data = self._tars.read(shard, stop - start, start)
         status = os.stat(self._tars.where(shard))
         if Version(status.st_size, str(status.st_mtime_ns)) != version or len(data) != stop - start:
-            raise OSError(errno.ESTALE, "it was replaced while it was in use")
+            raise OSError(errno.ESTALE, "the file was replaced while in use")
         return data
 
 
@@ -202,8 +202,8 @@ class CachedTars:
                 stages.current.count(read_bytes=len(data))
                 return data[offset - start : offset - start + size]
         raise ShardError(
-            f"{self.cache.folder}: blocks vanish as soon as they are there; give it more room with"
-            " data.cache_gib"
+            f"{self.cache.folder}: other processes remove blocks before they are read; enlarge the"
+            " cache with data.cache_gib"
         )
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:

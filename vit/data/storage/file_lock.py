@@ -152,7 +152,7 @@ def open_shared(name: str | Path, flags: int) -> int:
     )
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_trusted:
         os.close(fd)
-        raise OSError(errno.EPERM, f"{path.name} is a link, or of another user")
+        raise OSError(errno.EPERM, f"{path.name} is a link, or belongs to another user")
     if is_group_folder and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP:
         os.fchmod(fd, 0o660)
     return fd

@@ -52,11 +52,11 @@ class Refused(ShardError):
 
 def replaced(was: Version, now: Version) -> OSError:
     """Return the error for a file whose version has changed."""
-    message = f"it was replaced at its URL while it was in use (it had {was}, now it has {now})"
+    message = f"the file was replaced at its URL while in use (before: {was}, now: {now})"
     if was.size == now.size:
         message += (
-            ", or several servers share the address and give one file different tags (ETag), which"
-            " they must not"
+            ", or several servers behind this address return different tags (ETag) for the same"
+            " file, which is an error"
         )
     return OSError(errno.ESTALE, message)
 
@@ -189,8 +189,8 @@ class WebFile(io.RawIOBase):
             num_bytes = self.at - self._mark_at
             if num_bytes < SLOWEST_BYTES_PER_S * elapsed_s:
                 raise ShardError(
-                    f"{self._where}: only {num_bytes} bytes came in {elapsed_s:.0f} s; check the"
-                    " network, then start again"
+                    f"{self._where}: only {num_bytes} bytes arrived in {elapsed_s:.0f} s; check"
+                    " the network, then start again"
                 )
             self._mark_s = self._waited_s
             self._mark_at = self.at
@@ -227,9 +227,9 @@ class WebFile(io.RawIOBase):
         # Without `name`, the file is a stream or an archive, which may be compressed.
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
-                f"{self._where}: the server compresses it (Content-Encoding: {encoding}), although"
-                " the request forbids that (Accept-Encoding: identity): switch compression off for"
-                " this folder"
+                f"{self._where}: the server compresses the file (Content-Encoding: {encoding}),"
+                " although the request forbids this (Accept-Encoding: identity): switch off"
+                " compression for this folder"
             )
         self._is_whole = response.status == 200
         length = response.headers.get("Content-Length", "")
@@ -242,13 +242,13 @@ class WebFile(io.RawIOBase):
             self._position = 0
             self._end = size if size >= 0 else None
             if self.parts_only and size != 0:
-                problem = "the server does not give parts of files (it ignores Range)"
+                problem = "the server does not serve parts of files (it ignores Range)"
                 if self.version is not None:
                     raise RetryableError(problem)
                 raise ShardError(
-                    f"{self._where}: {problem}, but reading single images needs it; copy the"
-                    " shards to a disk, or stream them, not exactly reproducibly, with"
-                    " data.reader: webdataset"
+                    f"{self._where}: {problem}, but reading single images needs this; copy the"
+                    " shards to a disk, or stream them with data.reader: webdataset, which is not"
+                    " exactly reproducible"
                 )
             return size
         if content_range and content_range[3] != "*":
@@ -256,7 +256,8 @@ class WebFile(io.RawIOBase):
         if response.status == 416:
             if self.at < size:
                 raise RetryableError(
-                    f"it says that the file ends before byte {self.at}, and that it has {size}"
+                    f"the server claims that the file ends before byte {self.at} but has"
+                    f" {size} bytes"
                 )
             return size
         if response.status != 206:
@@ -264,13 +265,11 @@ class WebFile(io.RawIOBase):
         if not content_range or not content_range[1] or (size < 0 and self.parts_only):
             raise ShardError(
                 f"{self._where}: the server does not report the size of the file; serve the shards"
-                " with another one"
+                " with another server"
             )
         first, last = int(content_range[1]), int(content_range[2])
         if first != self.at or last < first or (self.stop is not None and last >= self.stop):
-            raise RetryableError(
-                f"it gives bytes {first} to {last} where {requested} was asked for"
-            )
+            raise RetryableError(f"the server sends bytes {first} to {last} instead of {requested}")
         self._position = first
         self._end = last + 1
         return size

@@ -69,14 +69,14 @@ def get(
         at = urllib.parse.urljoin(at, location)
         if not on_the_web(at):
             raise ShardError(
-                f"{shown(address(url, name))}: redirected to {shown(at)}, which is no address of"
-                " the web and not followed; correct the address"
+                f"{shown(address(url, name))}: redirected to {shown(at)}, which is not a web"
+                " address and is not followed; correct the address"
             )
         # The login in a URL is valid for its entire server, but must not be sent to another server.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
     raise ShardError(
-        f"{shown(address(url, name))}: redirected again and again, at last to {shown(at)}; correct"
+        f"{shown(address(url, name))}: too many redirects, the last one to {shown(at)}; correct"
         " the address"
     )
 
@@ -99,22 +99,24 @@ def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
     cause = error.__cause__
     if isinstance(inner, ssl.SSLCertVerificationError):
         return ShardError(
-            f"{shown(url)}: {error}; is the clock right, are the CA certificates installed?"
+            f"{shown(url)}: {error}; check the clock and the installed CA certificates"
         )
     final = None
     num_refusals = NUM_REFUSALS
     if not was_there:
         if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
-            return ShardError(f"{shown(url)}: the server speaks no TLS there; is http:// meant?")
+            return ShardError(
+                f"{shown(url)}: the server does not use TLS at this port; try http://"
+            )
         if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
             final = ShardError(
-                f"{shown(url)}: no host of this name is known; correct the address, or look at this"
-                " machine's network"
+                f"{shown(url)}: the host is unknown; correct the address, or check the network of"
+                " this machine"
             )
         if isinstance(cause, ConnectionRefusedError):
             num_refusals = NUM_CLOSED
             final = ShardError(
-                f"{shown(url)}: nothing answers at this port (connection refused); correct the"
+                f"{shown(url)}: no server listens at this port (connection refused); correct the"
                 " address, or start the server"
             )
     return RetryableError(

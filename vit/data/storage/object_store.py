@@ -102,8 +102,8 @@ class ObjectStore:
         for name in versions:
             if name.startswith("/") or ".." in name.split("/"):
                 raise Refused(
-                    f"{self}: holds a file named {name!r}, which leads out of its folder; nothing"
-                    " of it is fetched: remove that file, or ask where it comes from"
+                    f"{self}: holds a file named {name!r}, which points outside of its folder, so"
+                    " nothing is fetched: remove this file, or find out where it comes from"
                 )
         return versions
 
@@ -139,7 +139,9 @@ class ObjectStore:
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
-                    raise RetryableError(f"nothing came after {at - start} of {stop - start} bytes")
+                    raise RetryableError(
+                        f"the transfer stopped after {at - start} of {stop - start} bytes"
+                    )
                 note_progress()
                 pieces.append(piece)
                 at += len(piece)
@@ -357,8 +359,8 @@ class ObjectStore:
 
     def _no_bucket(self, error: FileNotFoundError) -> Refused:
         return Refused(
-            f"{self}: there is no such bucket ({_reason(error)}): correct the URL, or create it"
-            " first"
+            f"{self}: the bucket does not exist ({_reason(error)}): correct the URL, or create the"
+            " bucket first"
         )
 
 

@@ -77,7 +77,7 @@ class RemoteFolder:
                     part = stack.enter_context(locked_part(path, ends_with_checksum))
                 except TimeoutError as error:
                     log.warning(
-                        "%s: %s, and it does not grow; the index is fetched once more",
+                        "%s: %s, and does not grow; this process fetches the index itself",
                         path.parent,
                         error.strerror,
                     )
@@ -86,7 +86,7 @@ class RemoteFolder:
                     part = stack.enter_context(FileIO(temporary, "r+"))
                 if part is not None:
                     if path.exists():
-                        log.warning("%s: damaged; it is fetched again", path)
+                        log.warning("%s is damaged and is fetched again", path)
                     write_all(part, with_checksum(self._pieces(name, version)))
                     os.replace(part.name, path)
         except OSError as error:
@@ -155,6 +155,7 @@ class RemoteFolder:
         is_web = isinstance(self._server, WebFolder)
         shards = quote(f"{self}/train-{{0000..0099}}.tar" if is_web else str(self))
         return ShardError(
-            f"{self}: {problem} there; `python -m data_prep.index {shards} --out ROOT` makes the"
-            " index in a folder, and data.root=ROOT then reads the shards from this URL"
+            f"{self}: {problem} at this URL; run `python -m data_prep.index {shards} --out ROOT`"
+            " to write an index to a folder, and set data.root=ROOT to read the shards from this"
+            " URL"
         )

@@ -212,8 +212,7 @@ INLINE Status decode_segments(Window *w, const Kernels *kernels, BlockPair *pair
 
 /* ---- samples to pixels ---------------------------------------------------------------------- */
 
-/* Repeat the samples at the left and right edge of the image, because upsampling reads beyond it.
-   */
+/* Repeat the samples at the image's left and right edge, because upsampling reads beyond it. */
 static void extend_edges(const Plane *plane) {
     if (plane->stretch_x != 2) return;
     ptrdiff_t end = (ptrdiff_t)plane->width - (ptrdiff_t)plane->left * 8;
