@@ -63,7 +63,7 @@ class Dying(Numbered):
             "SIGBUS",
             (
                 r"process \d+\) was killed by SIGBUS, which happens if a mapped file is truncated"
-                r" .*: check whether an index \(\*.index.npy\) rewritten"
+                r" .*: check whether an index \(\*.index.npy\) was rewritten"
             ),
         ),
         ("exit", r"process \d+\) ended unexpectedly with exit status 7"),

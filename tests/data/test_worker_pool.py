@@ -385,7 +385,7 @@ def test_a_pause_that_a_store_asked_for_is_not_a_hang():
 
 @pytest.mark.parametrize(
     ("before", "after", "message"),
-    [(2, 3, "because memory ran out"), (2, 2, "counted none"), (None, 3, "counted none")],
+    [(2, 3, "because memory ran out, "), (2, 2, "no such kill"), (None, 3, "no such kill")],
 )
 def test_only_a_grown_count_of_oom_kills_is_reported_as_out_of_memory(
     monkeypatch, before, after, message

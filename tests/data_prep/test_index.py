@@ -301,8 +301,8 @@ def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     assert (
-        "note: ignored because they are not part of a sample: a file without key and suffix (2 times)"
-        in capsys.readouterr().out
+        "note: ignored because they are not part of a sample: a file without key and suffix (2"
+        " times)" in capsys.readouterr().out
     )
 
 

@@ -198,7 +198,7 @@ def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
     [
         (None, "eval.sets.real.labels=<path>: cannot be read (No such file or directory)"),
         ("[[0], [1]", "eval.sets.real.labels=<path>: cannot be read (not JSON)"),
-        ([[0]], "eval.sets.real.labels=<path>: has labels for 1 images, <root> 'val' has 23: use"),
+        ([[0]], "eval.sets.real.labels=<path>: has labels for 1 images, but <root> 'val' has 23"),
         ({str(i): [0] for i in range(23)}, "has no labels for 23 images (class"),
         ([[3]] * 23, "has the label 3, expected whole numbers from 0 to 2"),
         ([["0"]] * 23, 'has the label "0", expected whole numbers from 0 to 2'),

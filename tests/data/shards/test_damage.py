@@ -251,7 +251,8 @@ def test_a_rebuilt_index_must_agree_with_the_info(root):
     with pytest.raises(
         ShardError,
         match=(
-            r"train-00000\.tar: holds 5 samples, but _info\.json says 6[^\0]*train-00001\.tar: holds 5"
+            r"train-00000\.tar: holds 5 samples, but _info\.json says 6[^\0]*"
+            r"train-00001\.tar: holds 5"
             r" .* says 4"
         ),
     ):
@@ -303,7 +304,8 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
         match=(
             rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} twice"
             r" returned other bytes than the indexed ones, so a bit flipped on the disk or in"
-            rf" transit; restore the shard and start again \(if `python -m data_prep\.verify {root}`"
+            rf" transit; restore the shard and start again \(if `python -m"
+            rf" data_prep\.verify {root}`"
             r" finds"
         ),
     ):

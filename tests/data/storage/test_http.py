@@ -95,7 +95,8 @@ def test_a_closed_port_is_an_error_at_the_start_and_is_retried_in_mid_run():
     with pytest.raises(
         ShardError,
         match=(
-            r"/a\.tar: no server listens at this port \(connection refused\); correct the address, or"
+            r"/a\.tar: no server listens at this port \(connection refused\); correct the"
+            r" address, or"
             r" start"
         ),
     ):

@@ -91,7 +91,8 @@ def test_the_default_limit_leaves_half_of_the_disk(cache):
     with pytest.raises(
         ShardError,
         match=(
-            r"data.cache_gib=1e\+09: the disk of .* has room for [\d.]+; set a smaller size, or choose another disk"
+            r"data.cache_gib=1e\+09: the disk of .* has room for [\d.]+; set a smaller"
+            r" size, or choose another disk"
         ),
     ):
         BlockCache(cache, 1e9)
