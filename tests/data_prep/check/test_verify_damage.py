@@ -222,7 +222,7 @@ TOO_MANY_CLASSES: list[tuple[Callable[[Path], object], list[str]]] = [
     (
         lambda root: edit_json(root / "_info.json", one_sample_less),
         [
-            "val-00000.tar: holds 3 samples, but _info.json says 2",
+            "val-00000.tar: holds 3 samples, _info.json says 2",
             "val-00000.json: num_samples",
             "val.index.npy: 3 rows",
             "_info.json: listed is 3 for val, shards and quarantine have 2",

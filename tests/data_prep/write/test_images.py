@@ -417,10 +417,7 @@ REFUSED = {
         jpeg_of(65_501, 8),
         "65501 x 8 pixels; the sides of a JPEG are limited to 65500 pixels",
     ),
-    "wide PNG": (
-        png_of(65_501, 2),
-        "65501 x 2 pixels; the sides of a JPEG are limited to 65500 pixels",
-    ),
+    "wide PNG": (png_of(65_501, 2), "65501 x 2 pixels; sides of JPEGs have 65500 at most"),
     "12 bits": (jpeg_of(97, 64, precision=12), "a JPEG of 12 bits and 3 components"),
     "2 components": (jpeg_of(97, 64, components=2), "a JPEG of 8 bits and 2 components"),
     "floats": (encode(picture().convert("F"), "TIFF"), "pixels of mode F have no known range"),
@@ -428,7 +425,10 @@ REFUSED = {
         encode(picture().convert("I"), "TIFF"),
         "pixels of mode I have no known range",
     ),
-    "PostScript": (encode(picture(), "EPS"), "no image; .*, but the data begin with b'%!PS-Adobe"),
+    "PostScript": (
+        encode(picture(), "EPS"),
+        "not an image; .*, but the data begin with b'%!PS-Adobe",
+    ),
 }
 
 

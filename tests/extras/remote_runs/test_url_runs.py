@@ -259,7 +259,7 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
     assert done.returncode == 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith(f"error: {url}: the bucket does not exist ("), line
-    assert line.endswith("): correct the URL, or create it first"), line
+    assert line.endswith("): correct the URL, or create the bucket first"), line
 
 
 @pytest.mark.full
