@@ -46,13 +46,13 @@ def test_a_killed_and_resumed_run_on_sources_equals_an_uninterrupted_run(tmp_pat
         r"chosen: (.*)", train(config, whole, sources(other), ranks=2).stderr
     )
     assert re.fullmatch(
-        r"56 images an epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train': left"
-        r" out are 45 by .*",
+        r"56 images per epoch \(75\.7%, 3\.73 times each\) of 15 of 60 samples of .* 'train':"
+        r" excluded are 45 by .*",
         first,
     )
     assert re.fullmatch(
-        r"18 images an epoch \(24\.3%, 0\.305 times each\) of 59 of 60 samples of .*set 'train':"
-        r" left out are 1 by .*",
+        r"18 images per epoch \(24\.3%, 0\.305 times each\) of 59 of 60 samples of .*set 'train':"
+        r" excluded are 1 by .*",
         second,
     )
     [start] = lines(whole, "start")
@@ -98,8 +98,8 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
     shown = run("launch/train.py", "--config", config, *TINY, *chosen, "--print-config").stdout
     assert re.search(r"#   training_images: 20\n", shown)
     assert re.search(
-        rf"#   chosen: 20 of 60 samples of {shards} 'train': left out are 20 by data\.filter, "
-        r"20 by data\.fraction=0\.5; no image is left of 1 of \d classes\n",
+        rf"#   chosen: 20 of 60 samples of {shards} 'train'; excluded: 20 by data\.filter, 20"
+        r" by data\.fraction=0\.5; no image is left in 1 of \d classes\n",
         shown,
     )
     short = ["train.steps=2", "eval.every_steps=2"]
@@ -128,7 +128,7 @@ def test_a_choice_is_reported_by_print_config_and_may_not_change(tmp_path, confi
     [
         ("data.exclude={shards}/nofile", r"data\.exclude=.*nofile: cannot be read \(No such file"),
         ("data.filter=label == 'walrus'", r"data\.filter: .*walrus.* at character 10 .*: no class"),
-        ("data.filter=width < 0", "nothing is left to train on"),
+        ("data.filter=width < 0", "no sample is left for training"),
     ],
 )
 def test_print_config_reports_mistakes_in_the_choice(config, shards, override, message):

@@ -57,7 +57,7 @@ def test_a_permanently_replaced_shard_is_named(web, shards, config, tmp_path):
     stderr = background.end()
     assert background.process.returncode
     assert re.search(
-        r"error: http.*/set/train-0000\d.tar: .*it was replaced at its URL while it was in use \(it"
-        r" had \d+ bytes",
+        r"error: http.*/set/train-0000\d.tar: .*the file was replaced at its URL while in use"
+        r" \(before: \d+ bytes",
         stderr,
     )

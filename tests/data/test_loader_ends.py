@@ -48,25 +48,25 @@ class Dying(Numbered):
         (
             "SIGKILL",
             (
-                r"process \d+\) was killed by SIGKILL, by a person or program, or by the kernel,"
-                r" .* when memory runs out \(.*\); if it did, low"
+                r"process \d+\) was killed by SIGKILL, by a user or program, or by the kernel"
+                r" because memory ran out \(.*\); if memory ran out, low"
             ),
         ),
         (
             "SIGSEGV",
             (
-                r"process \d+\) was killed by SIGSEGV, so a library it uses crashed, perhaps on a"
-                r" damaged image: `python -m"
+                r"process \d+\) was killed by SIGSEGV, so a library crashed, perhaps on a damaged"
+                r" image: check all images with `python -m"
             ),
         ),
         (
             "SIGBUS",
             (
-                r"process \d+\) was killed by SIGBUS, as when a mapped file is cut short .*: was an"
-                r" index \(\*.index.npy\) rewritten"
+                r"process \d+\) was killed by SIGBUS, which happens if a mapped file is truncated"
+                r" .*: check whether an index \(\*.index.npy\) was rewritten"
             ),
         ),
-        ("exit", r"process \d+\) ended by itself with exit status 7"),
+        ("exit", r"process \d+\) ended unexpectedly with exit status 7"),
     ],
 )
 def test_a_dead_worker_is_reported_at_once_with_the_cause(ending, message):
@@ -213,5 +213,5 @@ def test_a_failure_to_page_lock_memory_is_only_a_note(capsys):
     assert page_lock(memory, "memory of batches", "each is copied") is False
     stderr = capsys.readouterr().err
     assert re.fullmatch(
-        r"note: memory of batches is not page-locked here \(.+\): each is copied\n", stderr
+        r"note: memory of batches is not page-locked \(.+\): each is copied\n", stderr
     )

@@ -250,13 +250,13 @@ def test_impossible_sizes_are_refused_with_possible_ones():
     ):
         make_order(100, 12, num_lanes=5)
     message = (
-        r"data\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images a"
+        r"data\.aug_repeats=3 does not divide data\.global_batch_size=16: use 15 or 18 images per"
         r" batch, "
     )
     with pytest.raises(
         ValueError,
         match=message
-        + r"data\.aug_repeats out of \[1, 2, 4, 8, 16\], or data\.aug_repeats_form=sampler",
+        + r"data\.aug_repeats from \[1, 2, 4, 8, 16\], or data\.aug_repeats_form=sampler",
     ):
         make_order(100, 16, aug_repeats=3)
     message = (

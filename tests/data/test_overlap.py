@@ -30,12 +30,12 @@ def opened(root, **settings):
     [
         (
             {"val_split": "train[90%:]"},
-            "data.val_split=train[90%:]: 6 of its 6 images are trained on by"
+            "data.val_split=train[90%:]: 6 of its 6 images are also training images of"
             " data.train_split=train: ",
         ),
         (
             {"train_split": "train[:60%]", "val_split": "train[50%:]"},
-            "data.val_split=train[50%:]: 6 of its 30 images are trained on by"
+            "data.val_split=train[50%:]: 6 of its 30 images are also training images of"
             " data.train_split=train[:60%]: ",
         ),
         (
@@ -47,21 +47,26 @@ def opened(root, **settings):
                 ),
                 "val_split": "train[50%:]",
             },
-            "data.val_split=train[50%:]: 6 of its 30 images are trained on by"
+            "data.val_split=train[50%:]: 6 of its 30 images are also training images of"
             " data.sources[1].split=train[:55%], data.sources[2].split=train[40%:60%]: ",
         ),
-        ({"val_split": "train"}, "60 of its 60 images are trained on by data.train_split=train: "),
+        (
+            {"val_split": "train"},
+            "60 of its 60 images are also training images of data.train_split=train: ",
+        ),
     ],
 )
 def test_evaluation_on_trained_images_is_refused(shards, settings, message):
-    with pytest.raises(ValueError, match=re.escape(message) + "hold them out, as "):
+    with pytest.raises(ValueError, match=re.escape(message) + "hold them out, for "):
         opened(shards, **settings)
 
 
 def test_a_link_to_the_folder_is_the_same_data(shards, tmp_path):
     (tmp_path / "link").symlink_to(shards)
     source = SourceConfig(root=str(tmp_path / "link"), split="train")
-    with pytest.raises(ValueError, match=r"trained on by data\.sources\[0\]\.split=train: "):
+    with pytest.raises(
+        ValueError, match=r"also training images of data\.sources\[0\]\.split=train: "
+    ):
         opened(shards, sources=(source,), val_split="train[90%:]")
 
 

@@ -164,9 +164,8 @@ def test_keys_and_classes_are_excluded(shards, tmp_path, with_idx, split):
     assert chosen.numbers.tolist() == expected
     gone = 60 - len(expected)
     assert (
-        f"{len(expected)} of 60 samples of {root} 'train': left out are {gone} by data.exclude"
-        " (not there: 1 of its keys, nobody); no image is left of 2 of 3 classes"
-        in (chosen.summary)
+        f"{len(expected)} of 60 samples of {root} 'train'; excluded: {gone} by data.exclude (1"
+        " of its keys do not exist: nobody); no image is left in 2 of 3 classes" in (chosen.summary)
     )
 
 
@@ -202,19 +201,19 @@ def test_invalid_exclusions_are_reported(split, tmp_path):
     path.write_text("these\nare other keys\n")
     with pytest.raises(
         ShardError,
-        match=rf"'train', these, are other keys; expected keys as '{split.key(0)}' is one: no",
+        match=rf"'train', these, are other keys; expected keys such as '{split.key(0)}', without",
     ):
         choose(split, Selection(exclude=str(path)))
     path.write_text("label=0\nlabel=1\nlabel=2\n")
     for subset in ({}, {"fraction": 0.5}, {"samples_per_class": 1}):
-        with pytest.raises(ShardError, match=r"0 of 60 samples .*; nothing is left to train on"):
+        with pytest.raises(ShardError, match=r"0 of 60 samples .*; no sample is left for training"):
             choose(split, Selection(exclude=str(path), **subset))
 
 
 def test_a_choice_of_all_samples_has_no_identity(split):
     chosen = choose(split, Selection(filter="width > 0"))
     assert (chosen.numbers, chosen.identity, choose(split, Selection()).identity) == (None, "", "")
-    assert chosen.summary.endswith("left out are 0 by data.filter")
+    assert chosen.summary.endswith("excluded: 0 by data.filter")
 
 
 def test_a_swapped_line_of_the_idx_file_is_not_trusted(shards, tmp_path, split):

@@ -54,8 +54,8 @@ def test_blocks_of_class_sorted_shards_are_reported_and_the_remedy_helps(aug_rep
     poor = measure_shuffle(make_order(len(BY_CLASS), 1024, aug_repeats=aug_repeats), BY_CLASS)
     assert poor.classes_per_batch < 0.95 * poor.perfect_classes_per_batch
     assert str(poor).endswith(
-        "neighbours in the shards are of one class and stay together in blocks of 64:"
-        " data.block_samples=1 parts them"
+        "neighbors in the shards have the same class and stay together in blocks of 64: set"
+        " data.block_samples=1 to separate them"
     )
     dealt = np.random.default_rng(0).permutation(BY_CLASS)
     for block, labels in ((1, BY_CLASS), (64, dealt)):

@@ -167,7 +167,7 @@ def test_without_weights_each_sample_is_drawn_once_and_with_weights_a_block_has_
     assert all(draws % 64 == 0 for draws in shares_of([300_000, 100_001], [1.0, 2.0]))
     with pytest.raises(
         ValueError,
-        match=r"weight 1e-05 of 1.00001 is less than 64 of 400,000 draws: give 0\.00016 or more",
+        match=r"weight 1e-05 of 1.00001 is less than 64 of 400,000 draws: set it to 0\.00016",
     ):
         shares_of([200_000, 200_000], [0.00001, 1.0])
 
@@ -211,8 +211,8 @@ def test_classes_are_mapped_by_name(shards, other):
     with pytest.raises(
         ShardError,
         match=(
-            r"data\.sources\[1\] \(.*set 'train'\): classes that .* 'val' lacks: 'new'; leave them"
-            r" out with its filter"
+            r"data\.sources\[1\] \(.*set 'train'\): classes that .* 'val' lacks: 'new'; exclude"
+            r" them with its filter"
         ),
     ):
         train_set_of_sources(splits, [Selection(), Selection()], [None, None], val, None)
@@ -257,19 +257,19 @@ def test_contradictory_class_names_are_refused(shards, tmp_path):
     )
     val = renamed(shards, tmp_path / "nameless", [])
     message = (
-        r"sources\[2\] .*: label 0 is 'eel', of data\.sources\[1\] .* it is 'cat', and .*nameless"
-        r" 'train' has no names that say which"
+        r"sources\[2\] .*: label 0 is 'eel', but 'cat' in data\.sources\[1\] .*nameless 'train' has"
+        " no class names"
     )
     with pytest.raises(ShardError, match=message):
         train_set_of_sources([val, cats, eels], [Selection()] * 3, [None] * 3, val, None)
     by_number = train_set_of_sources([val, cats], [Selection()] * 2, [None] * 2, val, None)
     assert "by number" not in by_number.summary[0]
     assert by_number.summary[1].endswith(
-        f"its labels are taken by number, for {val.root} 'train' names no classes"
+        f"its labels are mapped by number, because {val.root} 'train' has no class names"
     )
     by_number = train_set_of_sources([val, eels], [Selection()] * 2, [None] * 2, eels, None)
     assert by_number.summary[0].endswith(
-        f"its labels are taken by number, for {val.root} 'train' names no classes"
+        f"its labels are mapped by number, because {val.root} 'train' has no class names"
     )
 
 

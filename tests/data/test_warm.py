@@ -84,7 +84,7 @@ def test_it_stops_when_the_cache_is_full_and_removes_nothing(web, tmp_path, caps
     blocks = set(cache.rglob("*.block"))
     assert 2 <= len(blocks) <= 6
     assert (
-        "; the cache is full (0.1 MB): --cache-gib, or data.cache_gib, gives it more room"
+        "; the cache is full (0.1 MB): enlarge it with --cache-gib or data.cache_gib"
         in capsys.readouterr().out
     )
     requests = len(parts_asked(web))
@@ -105,8 +105,8 @@ def test_damaged_blocks_are_counted_and_all_others_are_fetched(web, tmp_path, sh
     assert out.startswith("val: "), "blocks after the damaged one must be fetched"
     assert error.count("error: ") == 1
     assert (
-        f"; other bytes than indexed in {web.url}/set/{name}; copy what is damaged again (`python"
-        " -m data_prep.verify" in error
+        f"; bytes differ from the index in {web.url}/set/{name}; copy the damaged shards again"
+        " (`python -m data_prep.verify" in error
     )
     assert len(list(cache.rglob("train*.block"))) == 14
 
@@ -133,7 +133,7 @@ runpy.run_module("vit.data.warm", run_name="__main__")
     done = call([warm_python.python(environment()), "-c", code, *arguments])
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(
-        f"error: {web.url}/set/train-00000.tar: it was replaced at its URL while it was in use"
+        f"error: {web.url}/set/train-00000.tar: the file was replaced at its URL while in use"
     )
 
 
@@ -163,20 +163,20 @@ sys.exit(warm.main(sys.argv[1:]))
     [
         (
             ["ROOT"],
-            "is a folder, which is read in place: --cache-dir says where copies of its blocks go",
+            "is a folder and is read in place: set --cache-dir to copy its blocks to a cache",
         ),
-        ([], "expected one data set: its folder or URL, or --config FILE"),
+        ([], "expected one data set: a folder, a URL, or --config FILE"),
         (
             ["ROOT", "--cache-dir", "CACHE", "--shards", "5"],
-            "--shards 5: expected a number or a range, as 0-2, of 3 shards",
+            "--shards 5: expected a number or a range, such as 0-2, of 3 shards",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--shards", ""],  # an unset shell variable
-            "--shards : expected a number or a range, as 0-2, of 3 shards",
+            "--shards : expected a number or a range, such as 0-2, of 3 shards",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--fraction", "2"],
-            "--fraction is above 0 and at most 1",
+            "--fraction must be above 0 and at most 1",
         ),
         (
             ["ROOT", "--cache-dir", "CACHE", "--split", "trian"],

@@ -92,7 +92,7 @@ def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
     split = {"filenames": ["../train-0.tar"], "shard_lengths": [4], "num_samples": 4}
     (foreign / "_info.json").write_text(json.dumps({"splits": {"train": split}}))
     assert main([str(foreign), "--workers", "1"]) == 2
-    assert "../train-0.tar: expected names of tars in this very folder" in capsys.readouterr().err
+    assert "../train-0.tar: expected names of tars in the same folder" in capsys.readouterr().err
     (foreign / "_info.json").unlink()
     assert digests(foreign.parent) == before
 
@@ -277,7 +277,7 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("members", "told"),
     [
-        (BAD["empty image"], "Mend such samples, move the shard away, or describe .*"),
+        (BAD["empty image"], "Repair such samples, move the shard away, or describe .*"),
         (
             [("README", b"x")],
             (
@@ -301,8 +301,8 @@ def test_what_belongs_to_no_sample_is_reported(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", [("README", b"x"), ("LICENSE", b"y")])
     assert main([str(tar.parent), "--workers", "1"]) == 0
     assert (
-        "note: passed over, as part of no sample: a file without key and suffix (2 times)"
-        in capsys.readouterr().out
+        "note: ignored because they are not part of a sample: a file without key and suffix (2"
+        " times)" in capsys.readouterr().out
     )
 
 

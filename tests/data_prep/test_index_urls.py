@@ -262,7 +262,7 @@ def test_shards_in_a_store_that_cannot_be_written(foreign, bucket, s3, tmp_path,
         ("<url>/damaged-train-0000.tar --out <out>", "<url>/damaged-train-0000.tar: cut off"),
         (
             "<url>/hostile --out <out>",
-            "../../etc/train-0.tar: expected names of tars in this very folder",
+            "../../etc/train-0.tar: expected names of tars in the same folder",
         ),
         (
             "<url>/train-0.tar --out <other>",

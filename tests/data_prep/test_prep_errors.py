@@ -168,7 +168,8 @@ def _(place):
     [entry] = map(json.loads, (place.out / "quarantine.jsonl").read_text().splitlines())
     assert entry["key"] == "cat_7"
     assert re.fullmatch(
-        r"no image; expected one of JPEG, .*, and it begins with b'no image'", entry["reason"]
+        r"not an image; expected one of JPEG, .*, but the data begin with b'no image'",
+        entry["reason"],
     )
 
 

@@ -29,8 +29,8 @@ IN_ORDER = [
 BROKEN = {
     "broken/cut.jpg": "cannot decode 400 bytes: ",
     "broken/empty.jpg": "cannot decode 0 bytes: 0 bytes",
-    "broken/line.png": "9000000 x 1 pixels are too long a line",
-    "broken/page.jpg": "no image but a web page",
+    "broken/line.png": "9000000 x 1 pixels are too elongated",
+    "broken/page.jpg": "not an image but a web page",
 }
 
 
@@ -215,7 +215,7 @@ def test_unsupported_photos_are_listed_with_a_command_that_converts_them(tmp_pat
     for name in ("a.png", "b.HEIC", "c.txt", "d.NEF"):
         (tmp_path / name).touch()
     assert find_inputs([str(tmp_path)]).summary() == (
-        "3 other files skipped: 1 .HEIC, 1 .NEF, 1 .txt; pip install pillow-heif, which reads"
-        " them, or convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
-        " '*.heic' -exec magick mogrify -format jpg {} +"
+        "3 other files skipped: 1 .HEIC, 1 .NEF, 1 .txt; install a reader (pip install"
+        " pillow-heif), or convert them to JPEG in their folder, for instance with ImageMagick:"
+        " find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
     )

@@ -198,10 +198,10 @@ def test_numbered_folders_are_the_models_classes_in_any_order(tmp_path):
     [
         (None, "eval.sets.real.labels=<path>: cannot be read (No such file or directory)"),
         ("[[0], [1]", "eval.sets.real.labels=<path>: cannot be read (not JSON)"),
-        ([[0]], "eval.sets.real.labels=<path>: has labels for 1 images, <root> 'val' has 23: use"),
+        ([[0]], "eval.sets.real.labels=<path>: has labels for 1 images, but <root> 'val' has 23"),
         ({str(i): [0] for i in range(23)}, "has no labels for 23 images (class"),
-        ([[3]] * 23, "has a label 3, expected whole numbers from 0 to 2"),
-        ([["0"]] * 23, 'has a label "0", expected whole numbers from 0 to 2'),
+        ([[3]] * 23, "has the label 3, expected whole numbers from 0 to 2"),
+        ([["0"]] * 23, 'has the label "0", expected whole numbers from 0 to 2'),
         ([[]] * 23, "eval.sets.real.labels=<path>: no image has a label"),
         ([[1]] * 23, "only 35% of the images of <root> 'val' have their own label in this list"),
     ],
@@ -229,16 +229,16 @@ def test_reports_unknown_classes_of_all_sets_at_once(shards, tmp_path):
         opened(shards, sets)
     lines = str(caught.value).splitlines()
     assert lines[0] == (
-        f"eval.sets.a: the model does not know 1 of the 3 classes of {foreign} (lynx), its own are"
+        f"eval.sets.a: the model lacks 1 of the 3 classes of {foreign} (lynx); its own classes are"
         " class0, class1, class2: use data whose classes have the same names"
     )
     assert lines[1] == (
-        f"eval.sets.v2: {numbers} has a class 999, the model has the classes 0 to 2: use data with"
-        " the same classes"
+        f"eval.sets.v2: {numbers} has a class 999, but the classes of the model are 0 to 2: use"
+        " data with the same classes"
     )
     assert lines[2].startswith("eval.sets.gone: ")
     assert len(lines) == 3
-    with pytest.raises(ValueError, match="those of the model have none to find them by"):
+    with pytest.raises(ValueError, match="but the model's classes do not: use data"):
         opened(shards, {"mini": {"split": "train"}}, names=[])
 
 

@@ -84,7 +84,7 @@ def test_no_picture_starts_a_program():
     Image.new("RGB", (4, 4)).save(drawing, "EPS")
     data = drawing.getvalue()
     assert Image.open(io.BytesIO(data)).format == "EPS", "Pillow itself would"
-    with pytest.raises(ValueError, match="no image; expected one of JPEG"):
+    with pytest.raises(ValueError, match="not an image; expected one of JPEG"):
         decode(data)
 
 

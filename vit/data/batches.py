@@ -1,11 +1,11 @@
-"""The content of batches: write any rows of any batch of one rank in place.
+"""The content of batches: write any rows of any batch of a rank in place.
 
-The order gives the samples of this rank's rows at a position. The index gives the offset and the
-size of each image, so crops are drawn before decoding, and images are decoded straight into their
-rows of preallocated memory (`vit.data.slots`). A row depends neither on the process that makes it
-nor on earlier rows, and starting at position p costs only the arithmetic for p. Evaluation deals
-all samples of a split over the ranks in batches of one shape, padded with rows of weight 0.
-`vit.data.loader` assigns rows to workers.
+The order returns the samples of this rank's rows at a position. The index contains the offset and
+the size of each image, so crops are drawn before decoding. Images are decoded directly into their
+rows of preallocated memory (`vit.data.slots`). The content of a row depends neither on the process
+that makes it nor on earlier rows. A run can therefore start at any position without computing
+earlier batches. Evaluation distributes all samples of a split over the ranks in batches of one
+shape, padded with rows of weight 0. `vit.data.loader` assigns rows to workers.
 """
 
 from __future__ import annotations
@@ -34,40 +34,41 @@ from vit.system.files import ShardError
 from vit.system.stages import Stage
 
 ALIGNMENT = 64
-"""The alignment of a batch's tensors in memory, in bytes: a cache line."""
+"""The alignment of a batch's tensors in bytes: one cache line."""
 TENSORS = ("images", "labels", "weights", "table", "ids")
-"""The fields of `Batch` that have a row for each sample."""
-NOT_EXACT = "not exact: samples may repeat or be missed, resume starts a new pass"
-"""The note on batches for which `exact` is false."""
+"""The fields of `Batch` with one row per sample."""
+NOT_EXACT = "not exact: samples may repeat or be missed, and resuming starts a new pass"
+"""The note that is printed for batches whose `exact` is false."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one rank: B rows, images of H x W pixels with C channels."""
+    """The batch of one rank: B rows, images of H x W pixels with C channels."""
 
     images: Tensor
     """(B, C, H, W) uint8, channels last in memory."""
     labels: Tensor
     """(B,) int64."""
     weights: Tensor
-    """(B,) float32: 1, or 0 for a row that is ignored in loss and metrics."""
+    """(B,) float32: 1, or 0 for a row that loss and metrics ignore."""
     table: Tensor
-    """(B, K) float32: what `vit.data.augment.apply.Augment` applies; K = 0 for evaluation."""
+    """(B, K) float32: parameters for `vit.data.augment.apply.Augment`; K = 0 in evaluation."""
     ids: Tensor
     """(B,) int64: sample numbers in the split."""
     bad_keys: tuple[str, ...] = ()
-    """The keys of samples that could not be decoded, with `on_bad_image: skip`."""
+    """The keys of samples that could not be decoded, if `on_bad_image` is `skip`."""
 
     def rows(self, start: int, stop: int) -> Batch:
         """Return the micro-batch of rows [start, stop) as views."""
         return self._map(lambda tensor: tensor[start:stop])
 
     def to(self, device: torch.device) -> Batch:
-        """Queue copies of images, labels and weights to `device`; the rest stays on the host."""
+        """Queue copies of images, labels and weights to `device`; other tensors stay on the
+        host."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=True), TENSORS[:3])
 
     def pin_memory(self) -> Batch:
-        """Copy into page-locked memory, from which a copy to a GPU does not block the host."""
+        """Copy into page-locked memory, so that a later copy to a GPU does not block the host."""
         return self._map(Tensor.pin_memory)
 
     def clone(self) -> Batch:
@@ -86,11 +87,11 @@ class BatchLayout:
     num_rows: int
     image_format: ImageFormat
     num_columns: int
-    """K of the table."""
+    """The number of columns of the table of augmentation parameters."""
 
     @property
     def num_bytes(self) -> int:
-        """The memory of one batch."""
+        """The number of bytes of one batch."""
         return sum(num_bytes for _, _, num_bytes in self._pieces().values())
 
     def batch_in(self, memory: memoryview) -> Batch:
@@ -106,7 +107,7 @@ class BatchLayout:
         return Batch(**tensors)
 
     def _pieces(self) -> dict[str, tuple[torch.dtype, tuple[int, ...], int]]:
-        """Return dtype, shape in memory, and bytes with padding of each tensor."""
+        """Return dtype, shape in memory, and number of bytes with padding of each tensor."""
         rows = self.num_rows
         shapes = {
             "images": (torch.uint8, (rows, *self.image_format.size, self.image_format.channels)),
@@ -131,35 +132,37 @@ class Batches(ABC):
     layout: BatchLayout
     """The layout of the largest batch."""
     row_unit = 1
-    """Parts of a batch begin at multiples of this number."""
+    """Each part of a batch begins at a multiple of this number of rows."""
     exact = True
     """Whether the order determines a batch, so that any process can make its rows again."""
 
     def prepare(self, num_processes: int) -> None:  # noqa: B027  # most have nothing to open
-        """Open files that `num_processes` workers of this host will inherit, before they start."""
+        """Open files that `num_processes` workers of this host will inherit when they start."""
 
     def layout_at(self, position: int) -> BatchLayout:
-        """Return the layout of the batch at `position`; images may be smaller than in `layout`."""
+        """Return the layout of the batch at `position`; its images may be smaller than the
+        largest."""
         return self.layout
 
     @abstractmethod
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of the batch at `position` into all tensors of `rows`.
+        """Write rows of the batch at `position`, from row `first` on, into all tensors of `rows`.
 
         Returns the keys of images that could not be decoded.
         """
 
     def where(self, sample: int) -> str:
-        """Name the file that has the bytes of `sample`, without opening it."""
+        """Return the name of the file that contains `sample`, without opening the file."""
         return "its source"
 
 
 def row_unit(augment: AugmentConfig, order: Order) -> int:
-    """Return the number of rows that must be made together: rows that mix, and copies."""
+    """Return the number of rows that one worker must make together: mixed rows and copies."""
     unit = augment.mix_group_size if mixes(augment) else 1
     if order.aug_repeats == 1:
         return unit
-    # A lane has all copies of its images. Two workers that shared a lane would both decode them.
+    # A lane contains all copies of its images. Two workers that share a lane would both decode
+    # them.
     return math.lcm(unit, order.global_batch_size // order.num_lanes)
 
 
@@ -168,23 +171,24 @@ class Samples:
     """The samples of B rows of a training batch."""
 
     ids: NDArray[np.int64]
-    """(B,) sample numbers, which seed the draws and appear in reports."""
+    """(B,) sample numbers, which seed the random numbers and appear in error messages."""
     copies: NDArray[np.int64] | int
-    """(B,) the copy of its image that each row shows (repeated augmentation)."""
+    """(B,) the number of each row's copy of its image (repeated augmentation)."""
     entries: NDArray[Any]
-    """(B,) records with `label`, and `width` and `height` of the stored image in pixels."""
+    """(B,) records with the `label`, `width` and `height` in pixels of each stored image."""
     groups: list[list[int]]
-    """The rows of each image; each image is decoded once."""
+    """The rows that show the same image, for each image. Each image is decoded once."""
     read: Callable[[int], bytes]
-    """A function: row -> encoded image."""
+    """A function that returns the encoded image of a row."""
     key: Callable[[int], str]
-    """A function: row -> key."""
+    """A function that returns the key of a row."""
     describe: Callable[[int], str]
-    """A function: row -> name of its image in an error message."""
+    """A function that returns the name of a row's image for an error message."""
 
 
 class AugmentedBatches(Batches):
-    """Training batches: crops, decoding and the augmentation's table, for samples from anywhere."""
+    """The training batches: crops, decoding and augmentation parameters, for any source of
+    samples."""
 
     def __init__(
         self,
@@ -197,8 +201,8 @@ class AugmentedBatches(Batches):
         on_bad_image: str = "error",
         num_batches: int | None = None,
     ):
-        """rows: this rank's rows of the global batch; None: all. num_batches: length of the run,
-        behind which nothing is read ahead."""
+        """rows: this rank's rows of the global batch; None: all. num_batches: length of the run;
+        later batches are not read ahead."""
         rows = range(order.global_batch_size) if rows is None else rows
         self.split = split
         self.order = order
@@ -209,7 +213,7 @@ class AugmentedBatches(Batches):
         self.num_batches = num_batches
         self._num_columns = table_layout(augment).width
         self.layout = BatchLayout(len(rows), image_format.largest, self._num_columns)
-        # Rows that mix with each other must be in one part: a worker mixes only rows that it has.
+        # Rows that mix must be in one part, because a worker mixes only the rows of its own part.
         self.row_unit = row_unit(augment, order)
 
     def layout_at(self, position: int) -> BatchLayout:
@@ -220,16 +224,16 @@ class AugmentedBatches(Batches):
     def make_rows(
         self, position: int, first_row: int, rows: Batch, samples: Samples
     ) -> tuple[str, ...]:
-        """Crop, decode and draw `samples` into `rows`, from row `first_row` of the global batch.
+        """Crop and decode `samples` into `rows`, and draw their augmentation parameters.
 
-        If an image cannot be decoded, raises ShardError or, with `on_bad_image: skip`, returns the
-        key of each of its rows.
+        first_row: the row of the global batch at which `rows` begins. If an image cannot be
+        decoded, raises ShardError or, with `on_bad_image: skip`, returns its key once per row.
         """
         widths = samples.entries["width"]
         heights = samples.entries["height"]
         epoch = position // self.order.steps_per_epoch
-        # The draws do not depend on the image size; it only scales crops and boxes. So a run with
-        # another `schedule.image_sizes` sees the same augmentations.
+        # The random numbers do not depend on the image size, which only scales crops and boxes. A
+        # run with another `schedule.image_sizes` therefore sees the same augmentations.
         size = self.image_format.in_epoch(epoch).size
         keys = sample_keys(self.order.seed, epoch, samples.ids, samples.copies)
         crops = draw_crops(self.augment, keys, widths, heights, size).tolist()
@@ -238,8 +242,8 @@ class AugmentedBatches(Batches):
         bad_keys = []
         for group in samples.groups:
             views = [rows.images[row] for row in group]
-            # Outside the `try`: `on_bad_image` does not cover reads. A failed read means that a
-            # disk or a server is gone, and skipping would drop all images that follow.
+            # Outside the `try` because `on_bad_image` does not cover failed reads. A failed read
+            # means that a disk or a server is gone, and skipping would drop all images that follow.
             data = samples.read(group[0])
             stages.current.enter(Stage.DECODE)
             try:
@@ -256,19 +260,19 @@ class AugmentedBatches(Batches):
             except ValueError as error:
                 if self.on_bad_image == "error":
                     raise ShardError(
-                        f"{samples.describe(group[0])}: {error}; data.on_bad_image=skip trains"
-                        " without it"
+                        f"{samples.describe(group[0])}: {error}; set data.on_bad_image=skip to"
+                        " train without this image"
                     ) from None
-                # Slots are reused: without this line the row would show an image of an old batch.
+                # Slots are reused: without this line, the row would show an image of an old batch.
                 for view in views:
                     view[:] = 0
                 weights[group] = 0.0
-                # One key per row, not per image: the count must not depend on how workers divide
-                # the batch.
+                # One key per row, not per image, because the count must not depend on how workers
+                # divide the batch.
                 bad_keys += [samples.key(group[0])] * len(group)
         stages.current.enter(Stage.DRAW)
         table = draw_table(self.augment, keys, widths, heights, size)
-        # Mixing needs the weights, which are known after decoding: a row whose partner could not be
+        # Mixing follows decoding because it needs the weights: a row whose partner could not be
         # decoded stays unmixed.
         draw_mix(
             self.augment,
@@ -285,19 +289,19 @@ class AugmentedBatches(Batches):
 
 
 class FromShards:
-    """The reading part of batches from shards with an index.
+    """A mixin that reads batches from shards with an index.
 
-    Pickles are small, because workers map the index themselves.
+    Pickled objects are small because workers map the index themselves.
     """
 
     split: Split | Sources
 
     def prepare(self, num_processes: int) -> None:
-        """Open the shards' files, which workers inherit."""
+        """Open the files of the shards, which workers inherit."""
         self.split.prepare(num_processes)
 
     def where(self, sample: int) -> str:
-        """Name the shard of `sample`."""
+        """Return the path or URL of the shard that contains `sample`."""
         return self.split.where(sample)
 
     def read(self, sample: int) -> bytes:
@@ -306,20 +310,20 @@ class FromShards:
         return self.split.read(sample)
 
     def describe(self, sample: int) -> str:
-        """Name the shard, the key and the offset of `sample`, for an error message."""
+        """Return the shard, key and offset of `sample` as text for an error message."""
         offset = self.split.index[sample]["offset"]
         return f"{self.split.where(sample)}: image {self.split.key(sample)!r} at byte {offset}"
 
 
 class TrainBatches(FromShards, AugmentedBatches):
-    """The rows of one rank in each training batch, from shards with an index."""
+    """The rows of one rank in each training batch, read from shards with an index."""
 
     def fill(self, position: int, first: int, rows: Batch) -> tuple[str, ...]:
         """See `Batches.fill`; `first` and the number of rows are multiples of `row_unit`."""
         first_row = self.first_row + first
         ids, copies = self.order.rows_and_copies(position, first_row, first_row + len(rows.labels))
-        # Before the first read: a remote split fetches all blocks of these rows at once, instead of
-        # one after the other.
+        # Before the first read, so that a remote split fetches all blocks of these rows together
+        # instead of one after the other.
         self.split.prefetch(ids)
         if first == 0:
             self._read_ahead(position)
@@ -336,7 +340,7 @@ class TrainBatches(FromShards, AugmentedBatches):
         return self.make_rows(position, first_row, rows, samples)
 
     def _read_ahead(self, position: int) -> None:
-        """Start to fetch a later batch; the worker with the first part requests all its rows."""
+        """Start to fetch all rows of a later batch. The worker with the first part calls this."""
         later = position + self.split.read_ahead_batches
         if later == position or (self.num_batches is not None and later >= self.num_batches):
             return
@@ -345,7 +349,8 @@ class TrainBatches(FromShards, AugmentedBatches):
 
 
 class EvalBatches(FromShards, Batches):
-    """All samples of a split once, in the same number of equal batches on every rank.
+    """The batches of an evaluation. Each sample occurs once, and all ranks have equally many
+    batches.
 
     Padding rows have weight 0.
     """
@@ -371,13 +376,14 @@ class EvalBatches(FromShards, Batches):
         return math.ceil(self.split.num_samples / (self.layout.num_rows * self.world_size))
 
     def num_filled(self, number: int) -> int:
-        """Return how many rows of batch `number` have a sample; padding comes behind them."""
+        """Return the number of rows of batch `number` that contain a sample; the others are
+        padding."""
         return min(max(self.split.num_samples - self._start(number), 0), self.layout.num_rows)
 
     def fill(self, number: int, first: int, rows: Batch) -> tuple[str, ...]:
-        """Write rows `first` and following of batch `number` into all tensors of `rows`.
+        """Write rows of batch `number`, from row `first` on, into all tensors of `rows`.
 
-        Returns (): an image that cannot be decoded raises ShardError.
+        Always returns (), because an image that cannot be decoded raises ShardError.
         """
         num_samples = self.split.num_samples
         ids = self._start(number) + first + np.arange(len(rows.labels))
@@ -385,7 +391,7 @@ class EvalBatches(FromShards, Batches):
         later = ids + self.split.read_ahead_batches * self.layout.num_rows * self.world_size
         candidates = np.concatenate([ids, later])
         self.split.prefetch(np.unique(candidates[candidates < num_samples]))
-        # Padding rows need a valid number, because the label of each id is read below.
+        # Padding rows need a valid sample number because the label of each id is read below.
         ids[~is_sample] = 0
         for row, sample in enumerate(ids.tolist()):
             if is_sample[row]:
@@ -410,8 +416,8 @@ class EvalBatches(FromShards, Batches):
             )
         except ValueError as error:
             raise ShardError(
-                f"{self.describe(sample)}: {error}; evaluation counts every image: restore"
-                " the shard, or write it again without this one"
+                f"{self.describe(sample)}: {error}; evaluation needs every image: restore the"
+                " shard, or write it again without this image"
             ) from None
 
     def _start(self, number: int) -> int:

@@ -3,8 +3,8 @@
     split -> order of samples -> decoded crops in shared memory -> augmented on the device
                                                                -> (inputs, targets) for a model
 
-The batches equal the trainer's: each sample once an epoch, the same samples in each global batch on
-any number of ranks, and random draws that depend only on seed, epoch and sample.
+The batches equal those of the trainer. An epoch contains each sample once, global batches do not
+depend on the number of ranks, and random numbers depend only on seed, epoch and sample.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from vit.data.shards.split import Split
 
 
 class TrainLoader(Iterator[tuple[Tensor, Tensor]], AbstractContextManager["TrainLoader"]):
-    """Iterates over (inputs, targets) of this rank, from one step of a training to its end.
+    """Iterates over (inputs, targets) of this rank, from a given training step to the last one.
 
-    inputs: (B, C, H, W) float32 on the device, normalized by the mean and deviation of the data.
-    targets: (B, num_classes) float32, the probability of each class: mixed images have two.
+    inputs: (B, C, H, W) float32 on the device, normalized by the mean and standard deviation.
+    targets: (B, num_classes) float32 class probabilities; a mixed image has two nonzero values.
     """
 
     def __init__(self, loader: Loader, augment: Augment, steps_per_epoch: int):
@@ -73,30 +73,30 @@ def create_loader(
     num_workers: int = 0,
     device: torch.device | str = "cpu",
 ) -> TrainLoader:
-    """Create a loader of the batches of a training on `split`.
+    """Create a loader of the training batches of `split`.
 
     Args:
-        split: what `vit.open_split` returns.
-        global_batch_size: images of all ranks in one step.
-        image_size: pixels of the model's inputs, one number or (height, width).
-        epochs: number of epochs of `split.num_samples // global_batch_size` steps.
-        start: first step. To resume, pass the next step; the data have no other state.
-        seed: seed of the order and of all random draws.
-        augment: settings of the section `augment` of a config, as `{"mixup_alpha": 0.2}`; without
-            them images are cropped at random and flipped.
-        mean, std: of each channel, for images scaled to [0, 1]; one value each reads grey images.
+        split: the return value of `vit.open_split`.
+        global_batch_size: number of images in one step, summed over all ranks.
+        image_size: size of the model's inputs in pixels, one number or (height, width).
+        epochs: number of epochs; each has `split.num_samples // global_batch_size` steps.
+        start: first step. To resume, pass the next step; the loader has no other state.
+        seed: seed of the sample order and of all random numbers.
+        augment: settings of the config section `augment`, such as `{"mixup_alpha": 0.2}`; by
+            default images are only cropped at random and flipped.
+        mean, std: values per channel for images scaled to [0, 1]; a single value reads gray images.
         interpolation: `bicubic` or `bilinear`, antialiased.
         rank, world_size: rank of this process and number of ranks; by default those of
-            `torch.distributed` if it is initialised, else 0 of 1.
-        num_workers: processes of this rank that decode; 0: this process decodes.
-        device: device of the batches; on a GPU they are copied while the previous step computes.
+            `torch.distributed` if it is initialized, else 0 and 1.
+        num_workers: number of decoding processes for this rank; 0 decodes in this process.
+        device: device of the batches; copies to a GPU overlap with the previous step.
 
     Raises:
-        ValueError: the settings do not fit together, or the ranks do not divide the batch.
+        ValueError: the settings contradict each other, or the batch is not divisible by the ranks.
         ShardError: an image cannot be read or decoded; raised when its batch is due.
     """
     device = torch.device(device)
-    # A whole config, because its checks refuse settings that have no effect without others.
+    # A whole config, because its checks reject settings that have no effect without other settings.
     values = {"data": {"root": "."}, "train": {"epochs": epochs}, "augment": dict(augment or {})}
     recipe = from_dict(values, "create_loader").augment
     if rank is None or world_size is None:
@@ -107,7 +107,7 @@ def create_loader(
     if global_batch_size % unit:
         raise ValueError(
             f"global_batch_size={global_batch_size} is not a multiple of {unit}, the number of"
-            f" ranks times that of the images that mix with each other: choose"
+            " ranks times the size of a mixing group: choose"
             f" {max(global_batch_size // unit, 1) * unit}"
         )
     rank_batch_size = global_batch_size // world_size

@@ -1,11 +1,12 @@
 """The image sets that a model is evaluated on: `data.val_split` and `eval.sets`.
 
-    config, classes of the model -> opened splits -> the model's outputs that compete, and the right
+    config, classes of the model -> opened splits -> the model outputs that compete, and the
+    correct
     classes of each image -> `EvalSet`s, grouped by their images
 
-Classes are matched by name: label 7 of a 200-class set is rarely the model's output 7, and nothing
-would report the mix-up. ImageNet-V2's folders are named 0 to 999; these are the model's class
-numbers, in any order of the shards.
+Classes are matched by name, because label 7 of a 200-class set is rarely output 7 of the model,
+and no check would notice the mix-up. The folders of ImageNet-V2 are named 0 to 999. These names
+are class numbers of the model, whatever the order of the shards.
 """
 
 from __future__ import annotations
@@ -30,38 +31,38 @@ from vit.system.files import ShardError
 from vit.system.spelling import few
 
 LEAST_AGREEMENT = 0.5
-"""The least share of images whose own label is among the labels in a list without keys. ReaL has
-90 %. A list in the wrong order has about one in the number of classes."""
+"""The minimum share of images whose own label must occur in a list without keys. ReaL reaches 90 %.
+A list in the wrong order reaches about one divided by the number of classes."""
 
 
 @dataclass(frozen=True)
 class EvalSet:
-    """The images of a split, with the right classes of each."""
+    """The images of a split with their correct classes."""
 
     name: str
     split: Split
     columns: Tensor | None = None
-    """(classes,) int64: the model's output for each class of the set; None: class i is output i."""
+    """(classes,) int64: the model output for each class of the set; None: class i is output i."""
     accepted: Tensor | None = None
-    """(num_images, most) int64: all right classes of each image, padded with -1; None: the labels
+    """(num_images, most) int64: all correct classes of each image, padded with -1; None: the labels
     of the split."""
 
     @property
     def num_scored(self) -> int:
-        """The number of images that have a right class."""
+        """The number of images that have a correct class."""
         if self.accepted is None:
             return self.split.num_samples
         return int((self.accepted >= 0).any(1).sum())
 
     @property
     def num_skipped(self) -> int:
-        """The number of images without a right class; they do not count."""
+        """The number of images without a correct class, which the score ignores."""
         return self.split.num_samples - self.num_scored
 
     def is_right(self, predictions: Tensor) -> Tensor:
-        """Return whether each scored image is predicted right, (num_scored,) bool.
+        """Return whether each scored image is predicted correctly, (num_scored,) bool.
 
-        predictions: (num_images,) int64, as in `vit.evaluation.evaluate.Evaluation`.
+        predictions: (num_images,) int64, see `vit.evaluation.evaluate.Evaluation`.
         """
         if self.accepted is None:
             return predictions == torch.from_numpy(self.split.index["label"].astype(np.int64))
@@ -69,19 +70,18 @@ class EvalSet:
         return (self.accepted == predictions[:, None]).any(1)[is_scored]
 
     def where(self) -> str:
-        """Name the number of images and the split, for a message."""
+        """Return the number of images and the split as text for a message."""
         skipped = f" ({self.num_skipped} more have no label)" if self.num_skipped else ""
         return f"{self.num_scored} images of {self.split.name!r}{skipped}"
 
 
 @dataclass(frozen=True)
 class ModelClasses:
-    """The outputs of a model."""
+    """The classes that a model predicts."""
 
     num_classes: int
     namings: Mapping[str, Sequence[str]]
-    """The names of the classes in each naming: remark about the naming -> names. Empty if the
-    classes have no names."""
+    """A mapping from a remark about each naming to the class names in it; empty without names."""
 
 
 def open_sets(
@@ -90,8 +90,8 @@ def open_sets(
     """Open `eval.sets`, and return all sets, grouped by their images.
 
     The first set of the first group is `data.val_split`. Raises ValueError with a line for each set
-    that cannot be evaluated: missing shards or labels, labels that do not fit the shards, or
-    classes that the model does not have.
+    that cannot be evaluated. Possible causes are missing shards or labels, labels that do not match
+    the shards, and classes that the model lacks.
     """
     groups: dict[tuple[str, str], list[EvalSet]] = {}
     opened: dict[tuple[str, str], Split] = {}
@@ -102,8 +102,8 @@ def open_sets(
     for name, chosen in config.eval.sets.items():
         key = (chosen.root or config.data.root, chosen.split or config.data.val_split)
         try:
-            # All ranks fail together: a rank that left alone would miss the next collective, and
-            # the other ranks would wait for it.
+            # All ranks must fail together. If one rank left alone, the others would wait for it at
+            # the next collective.
             with world.fail_together():
                 if key not in opened:
                     opened[key] = open_split(config.data, key[1], world, key[0])
@@ -139,34 +139,35 @@ def _create_set(
 
 
 def _find_columns(split: Split, model: ModelClasses) -> Tensor | None:
-    """Return the model's output for each class of `split`, or None if class i is output i.
+    """Return the model output for each class of `split`, or None if class i is output i.
 
     Raises ValueError if the model lacks a class of `split`.
     """
     names = split.class_names
     if all(re.fullmatch(r"\d+", name) for name in names) and not _has_classes(model, names):
-        # Folders that are named by numbers, as ImageNet-V2's, have the model's class numbers. A set
-        # without names has only labels, which are the model's class numbers too.
+        # Numeric folder names, as in ImageNet-V2, are class numbers of the model. A set without
+        # names only has labels, which are class numbers of the model too.
         numbers = [int(name) for name in names] or list(range(split.num_classes))
         if max(numbers) >= model.num_classes:
             raise ValueError(
-                f": {split.root} has a class {max(numbers)}, the model has the classes 0 to"
+                f": {split.root} has a class {max(numbers)}, but the classes of the model are 0 to"
                 f" {model.num_classes - 1}: use data with the same classes"
             )
     elif not model.namings:
         raise ValueError(
-            f": the classes of {split.root} have names ({few(list(names))}), those of the model"
-            " have none to find them by: labels are only numbers"
+            f": the classes of {split.root} have names ({few(list(names))}), but the model's"
+            " classes do not: use data whose labels are the model's class numbers"
         )
     else:
-        # The naming that covers the most names: a model may have folder names and English names.
+        # Use the naming that covers the most names. A model may have folder names and English
+        # names.
         model_names = min(model.namings.values(), key=lambda naming: len({*names} - {*naming}))
         output = {name: number for number, name in enumerate(model_names)}
         if missing := [name for name in names if name not in output]:
             raise ValueError(
-                f": the model does not know {len(missing):,} of the {len(names):,} classes of"
-                f" {split.root} ({few(missing)}), its own are {few(list(model_names))}: use data"
-                " whose classes have the same names"
+                f": the model lacks {len(missing):,} of the {len(names):,} classes of {split.root}"
+                f" ({few(missing)}); its own classes are {few(list(model_names))}: use data whose"
+                " classes have the same names"
             )
         numbers = [output[name] for name in names]
     return None if numbers == list(range(model.num_classes)) else torch.tensor(numbers)
@@ -176,12 +177,12 @@ def _has_classes(model: ModelClasses, names: Sequence[str]) -> bool:
     return any({*names} <= {*naming} for naming in model.namings.values()) and bool(names)
 
 
-# --- several right classes for an image -----------------------------------------------------------
+# --- several correct classes for an image ---------------------------------------------------------
 
 
 def _read_labels(path: Path, split: Split) -> list[list[int]]:
-    """Return the right classes of each image of `split`, in its order. Raises ValueError."""
-    # The caller puts `eval.sets.NAME` in front.
+    """Return the correct classes of each image of `split`, in its order. Raises ValueError."""
+    # The caller prepends `eval.sets.NAME` to the messages.
     setting = f".labels={path}"
     try:
         content = json.loads(path.read_bytes())
@@ -192,7 +193,7 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         raise ValueError(f"{setting}: expected a list of lists, or a list for each key of an image")
     if len(content) != split.num_samples:
         raise ValueError(
-            f"{setting}: has labels for {len(content)} images, {split.root} {split.name!r} has"
+            f"{setting}: has labels for {len(content)} images, but {split.root} {split.name!r} has"
             f" {split.num_samples}: use the file that was made for these images"
         )
     keys = [split.key(i) for i in range(split.num_samples)]
@@ -213,8 +214,8 @@ def _read_labels(path: Path, split: Split) -> list[list[int]]:
         if agree < LEAST_AGREEMENT:
             raise ValueError(
                 f"{setting}: only {agree:.0%} of the images of {split.root} {split.name!r} have"
-                " their own label in this list, so it is in another order than the images' keys, or"
-                " numbers other classes: give an object of lists by key"
+                " their own label in this list: sort the list by image key and use the same class"
+                " numbers, or give an object of lists by key"
             )
     return rows
 
@@ -234,7 +235,7 @@ def _checked(labels: Any, setting: str, num_classes: int) -> list[int]:
     row = labels if isinstance(labels, list) else [labels]
     if wrong := [label for label in row if type(label) is not int or not 0 <= label < num_classes]:
         raise ValueError(
-            f"{setting}: has a label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
+            f"{setting}: has the label {json.dumps(wrong[0])}, expected whole numbers from 0 to"
             f" {num_classes - 1}"
         )
     return row

@@ -1,6 +1,6 @@
 """The format of a model's input images: size, channels and resizing, in each epoch of a run.
 
-Evaluation and prediction have one size. Training may start with other sizes
+Evaluation and prediction use one size. Training may begin with other sizes
 (`schedule.image_sizes`).
 """
 
@@ -26,14 +26,14 @@ class ImageFormat:
     scaled_decode: bool = False
     """Whether large training crops may be decoded at 1/2, 1/4 or 1/8."""
     stages: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """The stages of training, in order: (epoch, size). Images have that size before that epoch, and
-    `size` after the last stage."""
+    """The stages of training in order: pairs (epoch, size). Images have that size until that epoch.
+    After the last stage they have `size`."""
 
     @classmethod
     def from_config(
         cls, model: ModelConfig, data: DataConfig, schedule: ScheduleConfig | None = None
     ) -> ImageFormat:
-        """Return the format for sections of a config; pass `schedule` for training images."""
+        """Return the format that a config describes; pass `schedule` for training images."""
         stages = () if schedule is None else schedule.image_sizes
         return cls(
             model.height_width(),

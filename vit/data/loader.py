@@ -1,16 +1,17 @@
-"""The loader: worker processes write batches into shared memory, and a copy to the GPU is queued.
+"""The loader: worker processes write batches into shared memory that the GPU copies from.
 
-Training puts parts of batches (some rows of a position, and their slot) into one pipe. A free
-worker takes the next part, writes its rows into the slot and reports that in a few bytes. When all
-parts are complete, the loader returns the batch without copying, pickling or allocating anything.
-Several workers share a batch, so that few slots keep many workers busy and the first batch comes
-soon. The content of a batch depends neither on the number of workers nor on their speed.
+Training puts parts of batches into one pipe. A part is a range of rows of one batch and the slot to
+write them to. A free worker takes the next part, writes its rows into the slot and reports
+completion in a few bytes. When all parts of a batch are complete, the loader returns the batch
+without copying, pickling or allocating anything. Several workers share a batch, so few slots keep
+many workers busy and the first batch arrives early. The content of a batch depends neither on the
+number of workers nor on their speed.
 
     training                                       workers
     free slot, next position  -> (parts) pipe  ->  a free worker writes rows into the slot
     batch when it is complete <- result pipes  <-  slot, row, seconds, keys of bad images
 
-Workers are processes, because decoding threads make a training step wait for the interpreter's lock
+Workers are processes because decoding threads would make training steps wait for the GIL
 (docs/experiments/).
 """
 
@@ -33,38 +34,38 @@ from vit.distributed.process_group import local_world_size
 from vit.system.stages import Tally, add_up
 
 STALL_TIMEOUT_S = 240.0
-"""The default stall timeout. A worker and its replacement may both hang: twice this time is less
-than the ten minutes for which ranks wait for each other."""
+"""The default stall timeout. Twice this time must be less than the ten minutes for which ranks wait
+for each other, because a worker and its replacement may both hang."""
 
 
 class LoaderStats(NamedTuple):
-    """The cost of a loader's batches so far."""
+    """The time and images that a loader has spent on its batches."""
 
     wait_s: float = 0.0
     """The time that training waited for batches."""
     busy_s: float = 0.0
-    """The time that the workers spent on `num_made` images, summed over the workers."""
+    """The time that workers spent on `num_made` images, summed over the workers."""
     num_made: int = 0
 
 
 class Loader(Iterator[Batch], AbstractContextManager["Loader"]):
     """Iterates over the batches at positions [start, stop), made by workers or by this process.
 
-    Positions in range(a, b) are skipped for each (a, b) in `passed_over`.
+    Batches at positions in range(a, b) are skipped for each (a, b) in `passed_over`.
 
-    The loader reports long waits with the stage of each worker, and replaces a worker that makes
-    no progress for `stall_timeout_s` (None: never).
+    The loader logs long waits with the current stage of each worker. A worker that makes no
+    progress for `stall_timeout_s` is replaced; None disables this.
 
     A batch does not change while the caller holds any of its tensors or a view of one. If the
-    caller holds more than two batches (three on a GPU), further batches are copies, which are
-    slower. With a GPU as `device`, images, labels and weights are copied to it while the previous
-    step computes; table and ids stay on the host. `on_device` is applied to each batch: on a GPU
-    right behind the copy, also while the previous step computes, else in this process.
-    `prefetch_gib`, `max_ready`: see `slots.plan_ring`.
+    caller holds more than two batches (three on a GPU), the loader returns copies, which is slower.
+    If `device` is a GPU, images, labels and weights are copied to it while the previous step
+    computes. Augmentation parameters and ids stay on the host. On a GPU, `on_device` runs right
+    after this copy, while the previous step still computes. Without a GPU it runs in this process.
+    See `slots.plan_ring` for `prefetch_gib` and `max_ready`.
 
-    Raises ShardError in the training process when the batch with the error is due, and
-    `vit.data.worker_pool.WorkerError` at once when a worker died, or hangs and cannot be replaced.
-    Close the loader, or use it as a context manager. Not thread-safe.
+    The training process raises ShardError when the batch with the error is due. It raises
+    `vit.data.worker_pool.WorkerError` immediately if a worker died, or if a worker hangs and cannot
+    be replaced. Close the loader, or use it as a context manager. The loader is not thread-safe.
     """
 
     def __init__(

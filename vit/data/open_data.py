@@ -1,6 +1,6 @@
 """Open the data of a config, on all ranks.
 
-`open_split` opens one split of shards. `open_train_set` also chooses training samples and supports
+`open_split` opens one split of shards. `open_train_set` also selects training samples and supports
 several sources or a stream. `vit.data.shards.data_set.open_split` opens a split without a config.
 """
 
@@ -25,8 +25,8 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 READERS = {"webdataset": "vit.extras.stream.batches"}
-"""The modules that read training data without an index, by `data.reader`. Each has `open_train_set`
-and `create_batches`; a module is imported only if the config names its reader."""
+"""The modules that read training data without an index, by value of `data.reader`. Each module has
+`open_train_set` and `create_batches`, and is imported only if the config names its reader."""
 
 
 def open_split(
@@ -50,15 +50,15 @@ def open_split(
         )
         if not opened.num_classes:
             raise ShardError(
-                f"{opened.root}: its images have no labels: name data with classes, or classify"
-                f" these images: python launch/predict.py {opened.root}"
+                f"{opened.root}: the images have no labels: choose data with classes, or classify"
+                f" these images with python launch/predict.py {opened.root}"
             )
         return opened
 
     if world is None:
         return open_checked()
-    # Rank 0 opens the split first: a thousand ranks that each sent a request per shard would
-    # overload the server, and could see different versions of a shard.
+    # Rank 0 opens the split first. If a thousand ranks sent a request per shard, they would
+    # overload the server and might see different versions of a shard.
     split_of_main = world.on_main(open_checked)
     versions = world.broadcast_from_main(
         lambda: None if split_of_main is None else split_of_main.versions
@@ -83,7 +83,7 @@ def open_train_splits(data: DataConfig, world: World | None = None) -> list[Spli
 def open_train_set(
     data: DataConfig, val_split: Split, world: World | None = None, num_classes: int | None = None
 ) -> TrainSet:
-    """Open the training samples; arguments and errors as in `choose_train_set`."""
+    """Open the training samples; see `choose_train_set` for arguments and errors."""
     splits = open_train_splits(data, world)
     return choose_train_set(data, splits, val_split, world, num_classes)
 
@@ -95,10 +95,10 @@ def choose_train_set(
     world: World | None = None,
     num_classes: int | None = None,
 ) -> TrainSet:
-    """Choose the training samples of `open_train_splits`.
+    """Select the training samples of `open_train_splits`.
 
-    A stream has no list of classes; it gets those of `val_split`, or `num_classes` if that is
-    larger. Raises ShardError and ValueError if a setting names samples that do not exist, or if an
+    A stream has no list of classes, so it gets those of `val_split`, or `num_classes` if that is
+    larger. Raises ShardError or ValueError if a setting names samples that do not exist, or if an
     image of `val_split` is also a training sample.
     """
 
@@ -129,7 +129,7 @@ def create_train_batches(
     rows: range,
     num_batches: int,
 ) -> AugmentedBatches:
-    """Return this rank's batches of `split`, which is a `TrainSet.split`; see `TrainBatches`."""
+    """Return this rank's batches of `split`, the field of a `TrainSet`; see `TrainBatches`."""
     if config.data.reader != "index":
         streamed: AugmentedBatches = _reader(config.data).create_batches(
             config, split, order, image_format, world
@@ -147,7 +147,7 @@ def create_train_batches(
 
 
 def _reader(data: DataConfig) -> Any:
-    """Return the module of `data.reader`. Raises ValueError if it is not installed."""
+    """Return the module for `data.reader`. Raises ValueError if the module is not installed."""
     return load(READERS[data.reader], f"data.reader={data.reader}")
 
 
@@ -164,8 +164,9 @@ def _check_held_out(data: DataConfig, train_set: TrainSet, val_split: Split) -> 
         )
         raise ValueError(
             f"data.val_split={val_split.name}: {count:,} of its {val_split.num_samples:,} images"
-            f" are trained on by {settings}: hold them out, as data.train_split=train[:99%] and"
-            " data.val_split=train[99%:] do, or evaluate on them as one of eval.sets"
+            f" are also training images of {settings}: hold them out, for instance with"
+            " data.train_split=train[:99%] and data.val_split=train[99%:], or evaluate on them as"
+            " one of eval.sets"
         )
 
 
@@ -178,6 +179,6 @@ def choose_num_classes(model: ModelConfig, data: DataConfig, *splits: Split | So
     if model.num_classes is not None and model.num_classes < in_data:
         raise ValueError(
             f"model.num_classes={model.num_classes}, but {data.root} has {in_data} classes: remove"
-            " the key"
+            " this setting"
         )
     return model.num_classes or in_data

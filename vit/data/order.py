@@ -1,41 +1,43 @@
-"""The order of samples in batches: pure arithmetic on (seed, epoch, position).
+"""The order of samples in batches, computed from (seed, epoch, position) alone.
 
-The numbering of all samples is divided into blocks of consecutive samples. In each epoch a Feistel
+All samples are numbered and divided into blocks of consecutive samples. In each epoch, a Feistel
 permutation keyed by (seed, epoch) shuffles the blocks. The shuffled sequence is cut into
-`num_lanes` lanes of equal length; inside a lane, samples are permuted in tumbling windows, whose
-borders are staggered from lane to lane so that disk reads do not come in bursts. A batch takes an
-equal share from each lane, rows grouped by lane; of R ranks, rank r has rows [r G/R, (r+1) G/R). So
-the content of a batch depends neither on ranks nor on workers, any batch of any epoch is computed
-without the batches before it, and memory is bounded for any number of samples.
+`num_lanes` lanes of equal length. Inside a lane, samples are shuffled in consecutive windows. The
+window borders differ from lane to lane, so that disk reads do not come in bursts. A batch takes
+equally many samples from each lane, with rows grouped by lane. Of R ranks, rank r gets the rows [r
+G/R, (r+1) G/R). The content of a batch therefore depends neither on ranks nor on workers. Any batch
+of any epoch is computed without the batches before it, and memory is bounded for any number of
+samples.
 
-An epoch is N // G full batches of distinct samples; the tail that does not fill a batch differs
-from epoch to epoch.
+An epoch consists of N // G full batches of distinct samples. The samples that do not fill a batch
+differ from epoch to epoch.
 
 Repeated augmentation (Hoffer et al. 2020) shows each image `aug_repeats` times, in copies that are
-augmented differently. With 8 images a to h, 2 copies, one lane and batches of 4:
+augmented differently. An example with 8 images a to h, 2 copies, one lane and batches of 4:
 
     shuffled          d a f c e b h g
     form `batch`      d0 a0 d1 a1 | f0 c0 f1 c1 | e0 b0 e1 b1 | h0 g0 h1 g1 |    then shuffled again
     form `sampler`    d0 a0 d1 a1 | f0 c0 f1 c1 |    then shuffled again
 
-An epoch keeps its N // G = 2 steps, so `batch` (affjljoo3581/deit3-jax:src/dataset.py) shows all
-images but the tail exactly twice in two epochs, and `sampler` (facebookresearch/deit:samplers.py)
-half of them in each. A lane's rows are sorted by copy, because MixUp and CutMix mix neighbours, and
-two copies of one image must not mix.
+An epoch still has N // G = 2 steps. In the form `batch` (affjljoo3581/deit3-jax:src/dataset.py),
+two epochs show each image exactly twice, except those that do not fill a batch. In the form
+`sampler` (facebookresearch/deit:samplers.py), each epoch shows half of the images. The rows of a
+lane are sorted by copy, because MixUp and CutMix mix neighboring rows and two copies of one image
+must not mix.
 
-Chosen samples and several sources: with `shares`, the order permutes draws instead of samples,
-first all draws of source 0, then those of source 1. A source with as many draws as samples gives
-each sample once in an epoch. Any other source repeats its samples in passes, each permuted
-differently, and an epoch takes the next `num_draws`. With 5 samples and 3 draws:
+Selected samples and several sources use `shares`. The order then permutes draws instead of samples,
+first all draws of source 0, then those of source 1. A source with as many draws as samples shows
+each sample once in an epoch. Any other source repeats its samples in passes, each with a new
+permutation, and an epoch takes the next `num_draws`. An example with 5 samples and 3 draws:
 
     epoch        0       1       2       3       4
     samples    3 2 0   4 1|1   3 4 0   2|2 4   1 3 0     | begins a new pass
 
-Draw j of epoch e is number d = 3 e + j of this sequence: place d % 5 of pass d // 5, computed
-without the draws before it. The counts of any two samples differ by at most one. A pass permutes
-blocks of samples that are stored together, and these begin where blocks of draws begin. Draws that
-do not fill a batch at the end of an epoch are consumed, but not shown. With repeats in the form
-`batch`, all this holds for a shuffle (`aug_repeats` epochs) instead of an epoch.
+Draw j of epoch e is number d = 3 e + j of this sequence. Its sample is at place d % 5 of pass d //
+5, which is computed without earlier draws. The counts of any two samples differ by at most one. A
+pass permutes blocks of samples that are stored together. These blocks begin where blocks of draws
+begin. Draws that do not fill a batch at the end of an epoch are consumed but not shown. In the form
+`batch`, all of this applies to a shuffle (`aug_repeats` epochs) instead of an epoch.
 """
 
 from __future__ import annotations
@@ -54,29 +56,29 @@ from vit.config.base import DEFAULT_BLOCK_SAMPLES, PERMUTATION_BELOW
 from vit.system.hashing import U64, Permutation, fold, hash64
 
 TABLE_BELOW = 262_144
-"""The largest permutation of blocks that is stored as a table: 2 MiB, and 0.03 s at the first
-batch. Without a table each batch takes 1,600 calls of numpy, because the Feistel network is
-repeated until the last of the positions is in range."""
+"""The largest permutation of blocks that is stored as a table, which takes 2 MiB and costs the
+first batch 0.03 s. Without a table, each batch makes 1,600 numpy calls, because the Feistel network
+is repeated until all positions are in range."""
 MAX_DEFAULT_LANES = 64
 MIN_DEFAULT_LANE_IMAGES = 4
-"""The images that a lane gives to a batch by default, with repeats. Copies of an image are that
-many rows apart, and the end of a lane cuts few sets of copies."""
+"""The default minimum of images per lane in a batch with repeats. Copies of an image are this many
+rows apart, and few sets of copies are cut at the end of a lane."""
 
 
 class _EpochBlocks:
-    """The permuted blocks of an epoch: position -> sample.
+    """The permuted blocks of an epoch, as a function from position to sample.
 
-    The last block may be short. If it took part in the permutation, all positions behind it would
-    depend on its slot; instead it is inserted at a random slot afterwards.
+    The last block may be short. If it took part in the permutation, all later positions would
+    depend on its slot, so it is inserted at a random slot afterwards.
     """
 
     def __init__(self, num_samples: int, block: int, seed: int, epoch: int):
         self.block = block
         self.num_blocks = math.ceil(num_samples / block)
         self.short_length = num_samples - (self.num_blocks - 1) * block
-        # The last part of each key, 1 to 4 in this file, keeps the draws of one epoch independent.
-        # These numbers must never change: a run that an older version started would resume with
-        # different batches.
+        # The last part of each key, 1 to 4 in this file, makes the random numbers of an epoch
+        # independent. These numbers must never change, or a run of an older version would resume
+        # with different batches.
         self.short_slot = int(fold(seed, epoch, 2) % U64(self.num_blocks))
         self.permutation = Permutation(max(self.num_blocks - 1, 1), fold(seed, epoch, 1))
         self._table: NDArray[np.int64] | None = None
@@ -84,20 +86,20 @@ class _EpochBlocks:
     def __call__(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         start = self.short_slot * self.block
         after = positions >= start + self.short_length
-        # Widen the short block to a full one, so that one division finds the slot of any position.
+        # Widen the short block to a full one, so that one division gives the slot of any position.
         spread = np.where(after, positions + self.block - self.short_length, positions)
         slot = spread // self.block
         inside = spread % self.block
         if self.num_blocks == 1:
             return inside
-        # Positions inside the short block have no full block. They are clipped to a valid one,
-        # because the permutation maps only [0, n), and the next line replaces their result.
+        # Positions inside the short block have no full block. Clip them to a valid one, because the
+        # permutation only maps [0, n). The next line replaces their result.
         full = np.clip(np.where(slot > self.short_slot, slot - 1, slot), 0, self.num_blocks - 2)
         number = np.where(slot == self.short_slot, self.num_blocks - 1, self._permuted(full))
         return number * self.block + inside
 
     def _permuted(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Permute `slots`, by a table of all slots if there are few of them."""
+        """Permute `slots`, using a table of all slots if they are few."""
         if self.permutation.n > TABLE_BELOW:
             return self.permutation(slots)
         if self._table is None:
@@ -107,58 +109,60 @@ class _EpochBlocks:
 
 @dataclass(frozen=True)
 class Share:
-    """The draws of one source in each shuffle.
+    """The samples that one source contributes to each shuffle.
 
-    The source's samples are numbered from `first` among the samples of all sources.
+    The source's samples are numbered from `first` in the joint numbering of all sources.
     """
 
     num_draws: int
     num_samples: int
-    """The number of chosen samples."""
+    """The number of selected samples."""
     first: int = 0
     chosen: NDArray[np.integer] | None = field(default=None, repr=False, compare=False)
-    """(num_samples,) numbers of the chosen samples in the source, ascending; None: all."""
+    """(num_samples,) numbers of the selected samples in the source, ascending; None: all."""
 
     def __call__(
         self, draws: NDArray[np.int64], shuffle: int, block: int, key: NDArray[np.uint64]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Map draws (n,) in [0, num_draws) of one shuffle to samples (n,).
 
-        Also returns how often each sample was drawn before in this shuffle, (n,).
+        Also returns how often each sample was drawn earlier in this shuffle, (n,).
         """
         if self.num_draws == self.num_samples:
-            # The order has permuted the draws already. A second permutation would change the order
-            # of a run with one complete source, which must equal that of a run without `shares`.
+            # The order has already permuted the draws. A second permutation would give a run with
+            # one complete source another order than a run without `shares`.
             places = draws
             times = np.zeros_like(draws)
         else:
             passes, inside = np.divmod(draws + shuffle * self.num_draws, self.num_samples)
             places = np.empty_like(draws)
-            # Counted from the first pass of this shuffle. That pass may have begun in an earlier
-            # one; the augmentation key contains the epoch, so only repeats in this one collide.
+            # Count from the first pass of this shuffle, although that pass may have begun in an
+            # earlier one. The augmentation key contains the epoch, so only repeats within a shuffle
+            # can collide.
             times = passes - shuffle * self.num_draws // self.num_samples
-            # Most sources touch one pass or two; a small source that is drawn often touches more.
+            # Most sources touch one or two passes. A small source with a high weight touches more.
             for number in np.unique(passes).tolist():
                 in_pass = passes == number
                 places[in_pass] = self._place(inside[in_pass], number, block, key)
         if self.chosen is not None:
-            # `chosen` has the narrowest type that holds its numbers; adding `first` would overflow.
+            # Cast first, because `chosen` has the narrowest type for its numbers, and adding
+            # `first` could overflow.
             places = self.chosen[places].astype(np.int64)
         return self.first + places, times
 
     def _place(
         self, inside: NDArray[np.int64], number: int, block: int, key: NDArray[np.uint64]
     ) -> NDArray[np.int64]:
-        """Map positions `inside` of pass `number` to range(num_samples), permuted in full blocks.
+        """Map positions `inside` of pass `number` to range(num_samples), permuting full blocks.
 
-        Block borders are multiples of `block` in the sequence of all passes. The positions before
-        the first border and behind the last one are filled by the short block and, if that is not
-        enough, by one full block that is cut in two.
+        Block borders are multiples of `block` in the sequence of all passes. The short block fills
+        the positions before the first border and after the last one. If it is too small, a full
+        block is cut in two to fill the rest.
         """
         num_full, short = divmod(self.num_samples, block)
-        # Passes follow each other without gaps, so a border rarely falls on the begin of a pass.
-        # Blocks of samples start where blocks of draws start; otherwise most blocks would belong to
-        # two blocks of draws, far apart in the shuffle, and a cache would fetch them twice.
+        # Passes follow each other without gaps, so a pass rarely begins at a border. Blocks of
+        # samples must start where blocks of draws start. Otherwise most blocks would be split
+        # between two distant blocks of draws, and a cache would fetch them twice.
         lead = min(-number * self.num_samples % block, self.num_samples)
         between = (self.num_samples - lead) // block
         permutation = Permutation(max(num_full, 1), fold(key, number))
@@ -167,7 +171,7 @@ class Share:
         is_full = (inside >= lead) & (slot < between)
         full = permutation(np.where(is_full, slot, 0)) * block + offset
         torn = rest
-        # Only the last block of the permutation is cut in two; all others are read in one piece.
+        # Only the last block of the permutation is cut in two. All others are read in one piece.
         if num_full:
             torn = permutation(num_full - 1) * block + rest - short
         return np.where(is_full, full, np.where(rest < short, num_full * block + rest, torn))
@@ -191,7 +195,7 @@ class Order:
     aug_repeats: int = 1
     aug_repeats_form: Literal["batch", "sampler"] = "batch"
     shares: tuple[Share, ...] = ()
-    """The share of each source, `num_samples` draws in all; () if each draw is a sample."""
+    """The share of each source, `num_samples` draws in total; () if each draw is a sample."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -205,25 +209,25 @@ class Order:
 
     @property
     def steps_per_shuffle(self) -> int:
-        """The batches from one shuffle to the next: an epoch, or r epochs in the form `batch`."""
+        """The number of batches in a shuffle: an epoch, or r epochs in the form `batch`."""
         return self.steps_per_epoch * (self.aug_repeats if self.aug_repeats_form == "batch" else 1)
 
     @property
     def distinct_per_epoch(self) -> int:
-        """The distinct samples in an epoch: with r repeats 1/r of each lane's rows, rounded up.
+        """The number of distinct samples in an epoch; with r repeats, 1/r of each lane's rows.
 
-        An upper bound if sources are drawn more often than they have samples.
+        This is an upper bound if a source is drawn more often than it has samples.
         """
         lane_rows = self.steps_per_epoch * self._lane_share
         drawn = self.num_lanes * math.ceil(lane_rows / self.aug_repeats)
-        # A source that is drawn more often than it has samples repeats them within an epoch.
+        # A source with more draws than samples repeats samples within an epoch.
         if not self.shares:
             return drawn
         return min(drawn, sum(min(share.num_draws, share.num_samples) for share in self.shares))
 
     @property
     def _lane_share(self) -> int:
-        """The rows of a batch that come from one lane."""
+        """The number of rows in a batch that come from one lane."""
         return self.global_batch_size // self.num_lanes
 
     def batch(self, position: int) -> NDArray[np.int64]:
@@ -239,33 +243,33 @@ class Order:
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return sample ids and copy numbers of rows [start, stop) of the batch at `position`.
 
-        Copies are numbered 0 to `aug_repeats` - 1, and further if a sample is drawn again in one
-        epoch. A (sample, copy) pair occurs once in an epoch, because augmentation draws from
-        (epoch, sample, copy).
+        Copies are numbered from 0 to `aug_repeats` - 1, and higher if a sample is drawn again in an
+        epoch. A pair (sample, copy) occurs once in an epoch, because it seeds the augmentation.
         """
         shuffle, step = divmod(position, self.steps_per_shuffle)
         share = self._lane_share
-        # Compute only the lanes that overlap the rows, so that a rank pays for its own rows.
+        # Compute only the lanes that overlap the rows, so that each rank pays only for its own
+        # rows.
         first_lane = start // share
         lanes = range(first_lane, math.ceil(stop / share))
         in_lane = np.arange(step * share, (step + 1) * share)
-        # Sorted by copy: MixUp and CutMix mix neighbours, and copies of one image must not mix. The
-        # sort is stable because numpy's default order of equal keys differs between versions and
-        # processors, and the batch must not.
+        # Sort by copy: MixUp and CutMix mix neighboring rows, and copies of one image must not mix.
+        # A stable sort is needed because numpy's default order of equal keys depends on the version
+        # and the processor.
         in_lane = in_lane[np.argsort(in_lane % self.aug_repeats, kind="stable")]
         images = in_lane // self.aug_repeats
         copies = in_lane % self.aug_repeats
-        # In the form `sampler` a batch may begin between two copies of one image, so its images do
-        # not follow from the step alone.
+        # In the form `sampler`, a batch may begin between two copies of one image, so the step
+        # alone does not determine its images.
         low, high = int(images.min()), int(images.max()) + 1
-        # One call for all lanes: a hundred calls of numpy would cost more than the few positions
-        # that each lane has.
+        # Map all lanes in one call, because a hundred numpy calls would cost more than the few
+        # positions of each lane.
         places = np.stack([self._lane(shuffle, lane, low, high) for lane in lanes])
         samples = _epoch_blocks(self.num_samples, self.block_samples, self.seed, shuffle)(places)
         rows = slice(start - first_lane * share, stop - first_lane * share)
         drawn = samples[:, images - low].ravel()[rows]
         copies = np.tile(copies, len(lanes))[rows]
-        # Without shares, which is the common case, draws are samples already.
+        # Without shares, the common case, draws are already samples.
         if self.shares:
             return self._samples_of_draws(drawn, copies, shuffle)
         return drawn, copies
@@ -279,14 +283,14 @@ class Order:
         for number, share in enumerate(self.shares):
             is_of_source = (draws >= start) & (draws < start + share.num_draws)
             if is_of_source.any():
-                # The key has the source's number in the list, not its path: a run must resume with
-                # the same order after the user moves a folder.
+                # The key contains the source's number in the list, not its path, so that a run
+                # resumes with the same order after the user moves a folder.
                 key = fold(self.seed, 4, number)
                 samples[is_of_source], times = share(
                     draws[is_of_source] - start, shuffle, self.block_samples, key
                 )
-                # Augmentation draws from (sample, copy). A repeated pair would show the same pixels
-                # twice.
+                # The pair (sample, copy) seeds the augmentation. A repeated pair would show the
+                # same pixels twice.
                 copies[is_of_source] += self.aug_repeats * times
             start += share.num_draws
         return samples, copies
@@ -294,27 +298,28 @@ class Order:
     def blocks_at_a_time(self, num_rows: int, batches_ahead: int) -> int:
         """Return how many blocks an LRU cache must hold to fetch almost none of them twice.
 
-        `num_rows` rows of each batch are read, and requested `batches_ahead` batches before.
+        Assumes that `num_rows` rows of each batch are read, and requested `batches_ahead` batches
+        earlier.
         """
         if self.block_samples == 1:
             return self.num_samples  # a block of one sample is not used again in this epoch
         lanes = min(math.ceil(num_rows / self._lane_share), self.num_lanes)
         images_ahead = batches_ahead * self._lane_share
         blocks_ahead = math.ceil(images_ahead / (self.aug_repeats * self.block_samples))
-        # A window and a quarter, because blocks of a finished window are not evicted at once; and 1
-        # block of the next window, which may have begun.
+        # A window and a quarter, because blocks of a finished window are not evicted immediately.
+        # One more block, because the next window may have begun.
         return lanes * (math.ceil(self.window_blocks * 5 / 4) + 1 + blocks_ahead)
 
     def _lane(self, shuffle: int, lane: int, start: int, stop: int) -> NDArray[np.int64]:
         """Return the places of images [start, stop) of a lane in the shuffled sequence."""
         length = math.ceil(self.steps_per_shuffle * self._lane_share / self.aug_repeats)
-        # Blocks of one sample are permuted over the complete data set; a window would only permute
-        # them again.
+        # Blocks of one sample are permuted over the complete data set, so a window would add
+        # nothing.
         if self.block_samples == 1:
             return lane * length + np.arange(start, stop)
         window = self.window_blocks * self.block_samples
-        # Each lane has a different phase: if all lanes began a window at the same batch, the disk
-        # would get a burst of reads there, and training would wait for it.
+        # Each lane has a different phase. If all lanes began a window at the same batch, training
+        # would wait for a burst of disk reads.
         phase = lane * window // self.num_lanes if length > window else 0
         out = np.empty(stop - start, dtype=np.int64)
         place = start
@@ -341,11 +346,11 @@ def make_order(
     aug_repeats_form: Literal["batch", "sampler"] = "batch",
     shares: tuple[Share, ...] = (),
 ) -> Order:
-    """Return an `Order`, with `None` replaced by the defaults.
+    """Return an `Order`, with `None` replaced by defaults.
 
-    Defaults: `num_lanes` is the largest divisor of the batch up to 64 (with repeats see
-    MIN_DEFAULT_LANE_IMAGES), `block_samples` is 1 below 262,144 samples, else 64. Raises ValueError
-    if the sizes do not fit together; the message lists sizes that do.
+    The default of `num_lanes` is the largest divisor of the batch up to 64 (with repeats see
+    MIN_DEFAULT_LANE_IMAGES). The default of `block_samples` is 1 below 262,144 samples, else 64.
+    Raises ValueError if the sizes contradict each other; the message lists valid sizes.
     """
     g = global_batch_size
     r = aug_repeats
@@ -354,17 +359,17 @@ def make_order(
             f"data.global_batch_size={g} exceeds the {num_samples} training samples: choose at most"
             f" {num_samples}"
         )
-    # All copies of an image must be in one batch; otherwise each batch would read the image again.
+    # All copies of an image must be in one batch, or each batch would read the image again.
     if aug_repeats_form == "batch" and g % r:
         sizes = " or ".join(str(size) for size in (g // r * r, (g // r + 1) * r) if size)
         raise ValueError(
-            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images a"
-            f" batch, data.aug_repeats out of {divisors(g)}, or data.aug_repeats_form=sampler"
+            f"data.aug_repeats={r} does not divide data.global_batch_size={g}: use {sizes} images"
+            f" per batch, data.aug_repeats from {divisors(g)}, or data.aug_repeats_form=sampler"
         )
     lanes = possible_lanes(g, r, aug_repeats_form)
     if num_lanes is None:
         # Each lane reads at a different place of the data set. More lanes mix a batch better, but
-        # each has a window of blocks open.
+        # each lane keeps a window of blocks open.
         most = MAX_DEFAULT_LANES if r == 1 else max(g // r // MIN_DEFAULT_LANE_IMAGES, 1)
         num_lanes = max(d for d in lanes if d <= min(most, MAX_DEFAULT_LANES))
     elif num_lanes not in lanes:
@@ -393,25 +398,25 @@ def default_block_samples(num_samples: int) -> int:
 def shares_of(
     sizes: Sequence[int], weights: Sequence[float | None], block_samples: int | None = None
 ) -> list[int]:
-    """Return how many draws each of several sources, with `sizes` samples, gives to an epoch.
+    """Return how many draws each of several sources, with `sizes` samples, adds to an epoch.
 
-    Without weights, a source has as many draws as samples. With weights, an epoch has as many draws
-    as there are samples in all, up to rounding to full blocks. Raises ValueError if a weight gives
-    less than one block.
+    Without weights, a source has as many draws as samples. With weights, the number of draws per
+    epoch equals the total number of samples, up to rounding to full blocks. Raises ValueError if
+    the share of a source is less than one block.
     """
     if all(weight is None for weight in weights):
         return list(sizes)
     numbers = [weight for weight in weights if weight is not None]
     total = sum(sizes)
     block = block_samples or default_block_samples(total)
-    # Shares are multiples of a block. A block with draws of two sources would be two reads, one in
-    # each source, and two half-used blocks in the cache.
+    # Shares are multiples of a block. Mixing two sources in a block would cost two reads, and two
+    # half-used blocks in the cache.
     draws = [round(weight / sum(numbers) * total / block) * block for weight in numbers]
     if not all(draws):
         least = block * sum(numbers) / total
         raise ValueError(
             f"data.sources: weight {min(numbers):g} of {sum(numbers):.6g} is less than {block} of"
-            f" {total:,} draws: give {least:.2g} or more"
+            f" {total:,} draws: set it to {least:.2g} or more"
         )
     return draws
 
@@ -421,8 +426,8 @@ def possible_lanes(
 ) -> list[int]:
     """Return the valid numbers of lanes, ascending.
 
-    These are the divisors of the batch or, if a batch has complete sets of copies, of the number of
-    its distinct images.
+    They are the divisors of the batch size, or of the number of distinct images in a batch if it
+    contains complete sets of copies.
     """
     return divisors(global_batch_size // (aug_repeats if aug_repeats_form == "batch" else 1))
 
@@ -433,20 +438,20 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-# Four: the current shuffle and the next one, which reading ahead has reached, for two orders.
+# Four entries: the current shuffle and the next one (for reading ahead), for two orders.
 @lru_cache(maxsize=4)
 def _epoch_blocks(num_samples: int, block: int, seed: int, epoch: int) -> _EpochBlocks:
     return _EpochBlocks(num_samples, block, seed, epoch)
 
 
-# Consecutive batches share windows. Without this cache each batch would sort a thousand hashes per
-# lane again, 0.1 ms. 256 is two windows per lane, because reading ahead crosses a border, for up to
-# 128 lanes: 2 MiB of a process.
+# Consecutive batches share windows. Without this cache, each batch would sort a thousand hashes per
+# lane again, which takes 0.1 ms. Reading ahead needs two windows per lane, so 256 entries serve up
+# to 128 lanes and take 2 MiB per process.
 @lru_cache(maxsize=256)
 def _window(seed: int, shuffle: int, lane: int, number: int, length: int) -> NDArray[np.int64]:
     """Return the permutation inside one window."""
     hashes = fold(seed, shuffle, 3, lane, number, np.arange(length))
-    # Stable, or two equal hashes could come in a different order on another version of numpy.
+    # A stable sort, because versions of numpy may order equal hashes differently.
     return np.argsort(hashes, kind="stable")
 
 

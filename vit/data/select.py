@@ -1,9 +1,9 @@
-"""Choose the training samples of a split: excluded keys and classes, a filter, a subset.
+"""Select the training samples of a split: excluded keys and classes, a filter, a subset.
 
 The index is read in chunks of rows. Excluded samples and samples that do not pass the filter are
-removed. A subset takes the samples with the smallest hash of (subset seed, sample number), of all
-or of each class, so a smaller subset is a part of a larger one. The result is the sample numbers in
-ascending order: neighbours in the shards stay neighbours. Shards and index are not changed.
+removed. A subset keeps the samples with the smallest hash of (subset seed, sample number), among
+all samples or per class. A smaller subset is therefore part of a larger one. The selected sample
+numbers are sorted, so that neighbors in the shards stay neighbors. Shards and index do not change.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 CHUNK_ROWS = 1 << 20
-"""The rows of the index in memory at once."""
+"""The number of rows of the index that are in memory at the same time."""
 MAX_NAMED = 3
 QUARANTINE = ".jsonl"
-"""The suffix of a list of samples that data_prep skipped. They need not be in the split."""
+"""The suffix of a list of samples that data_prep skipped. They may be absent from the split."""
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """The chosen samples of a split."""
+    """The selected samples of a split."""
 
     num_samples: int
     numbers: NDArray[np.integer] | None = field(repr=False, compare=False)
-    """(num_samples,) ascending; None: all of the split."""
+    """(num_samples,) ascending; None: all samples of the split."""
     summary: str
-    """The counts of chosen and excluded samples, for a message; "" without a selection."""
+    """The numbers of selected and excluded samples as text; "" if nothing was selected."""
     identity: str
-    """The number and a hash of `numbers`; "" if all samples are chosen."""
+    """The length and a hash of `numbers`; "" if all samples are selected."""
 
 
 def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
-    """Return the samples of `split` that `selection` chooses.
+    """Return the samples of `split` that match `selection`.
 
-    name: prefix of the setting names in errors. Raises ShardError if no sample is left, or if a
-    setting names keys or classes that do not exist.
+    name: prefix of the setting names in error messages. Raises ShardError if no sample is left, or
+    if a setting names keys or classes that do not exist.
     """
     total = split.num_samples
     if all(getattr(selection, key) == value for key, value in Selection()):
@@ -78,10 +78,10 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
             setting = f"fraction={selection.fraction:g}"
         parts.append(f"{before - len(numbers):,} by {name}{setting}")
     summary = (
-        f"{len(numbers):,} of {total:,} samples of {_name(split)}: left out are {', '.join(parts)}"
+        f"{len(numbers):,} of {total:,} samples of {_name(split)}; excluded: {', '.join(parts)}"
     )
     if not len(numbers):
-        raise ShardError(f"{summary}; nothing is left to train on")
+        raise ShardError(f"{summary}; no sample is left for training")
     if len(numbers) == total:
         return Chosen(total, None, summary, "")
     num_classes, num_left = (
@@ -90,14 +90,14 @@ def choose(split: Split, selection: Selection, name: str = "data.") -> Chosen:
     )
     num_lost = num_classes - num_left
     if num_lost:
-        summary += f"; no image is left of {num_lost:,} of {num_classes:,} classes"
+        summary += f"; no image is left in {num_lost:,} of {num_classes:,} classes"
     digest = hashlib.sha256(np.ascontiguousarray(numbers, "<i8").tobytes()).hexdigest()[:16]
     identity = f"{len(numbers):,} of {total:,} samples ({digest})"
     return Chosen(len(numbers), numbers, summary, identity)
 
 
 def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) -> str:
-    """Remove the samples that the file `path` names; return a note about missing keys."""
+    """Remove the samples that the file `path` lists; return a note about missing keys."""
     keys, labels = _read_exclude(path, split, name)
     numbers = _numbers_of_keys(split, keys) if keys else {}
     for samples in numbers.values():
@@ -109,15 +109,15 @@ def _exclude(path: Path, split: Split, is_left: NDArray[np.bool_], name: str) ->
     missing = [key for key in keys if key not in numbers]
     if not missing:
         return ""
-    # Missing keys are not an error, because data_prep never writes the samples of its own list. A
-    # list in which no key matches is an error: it was made for another data set.
+    # Missing keys are allowed, because data_prep never writes the samples of its own list. A list
+    # without any matching key is an error, because it was made for another data set.
     if not numbers and not labels and path.suffix != QUARANTINE:
         raise ShardError(
             f"{name}exclude={path}: none of its {len(missing):,} keys is in {_name(split)},"
-            f" {_some(missing)}; expected keys as {split.key(0)!r} is one: no shard's name, no"
+            f" {_some(missing)}; expected keys such as {split.key(0)!r}, without shard name and"
             " extension"
         )
-    return f" (not there: {len(missing):,} of its keys, {_some(missing)})"
+    return f" ({len(missing):,} of its keys do not exist: {_some(missing)})"
 
 
 def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> None:
@@ -134,7 +134,7 @@ def _filter(text: str, split: Split, is_left: NDArray[np.bool_], name: str) -> N
 def count_labels(
     labels: NDArray[np.integer], numbers: range | NDArray[np.integer], num_classes: int
 ) -> NDArray[np.int64]:
-    """Return how many of the samples `numbers` each class has, (num_classes,)."""
+    """Return the number of samples of each class among `numbers`, (num_classes,)."""
     counts = np.zeros(num_classes, np.int64)
     for start in range(0, len(numbers), CHUNK_ROWS):
         chunk = numbers[start : start + CHUNK_ROWS]
@@ -196,14 +196,14 @@ def _read_exclude(path: Path, split: Split, name: str) -> tuple[list[str], set[i
     if problems:
         raise ShardError(
             f"{name}exclude={path}: expected a key, label=NUMBER (0 to {split.num_classes - 1}) or"
-            f" class=NAME of a class that is there in each line, or an object with `key` in each of"
-            f" a {QUARANTINE} file; {_some(problems)}"
+            " class=NAME of an existing class in each line, or an object with `key` in each line"
+            f" of a {QUARANTINE} file; {_some(problems)}"
         )
     return list(keys), labels
 
 
 def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
-    """Return the sample numbers of each key that the split has."""
+    """Return the sample numbers of each key that exists in the split."""
     num_keys = Counter(idx_name(key) for key in keys)
     numbers = defaultdict[str, list[int]](list)
     for number, name in enumerate(_idx_names(split)):
@@ -213,8 +213,8 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
     for key in keys:
         name = idx_name(key)
         candidates = numbers.get(name, [])
-        # `.idx` files replace blanks, so `a b` and `a_b` have the same name. The tar's header
-        # distinguishes them, at the cost of a read.
+        # `.idx` files replace spaces, so `a b` and `a_b` have the same name. The tar header
+        # distinguishes them, but costs a read.
         if len(candidates) > 1 or num_keys[name] > 1:
             candidates = [number for number in candidates if split.key(number) == key]
         if candidates:
@@ -225,8 +225,8 @@ def _numbers_of_keys(split: Split, keys: list[str]) -> dict[str, list[int]]:
 def _idx_names(split: Split) -> Iterator[str]:
     """Yield the `idx_name` of each sample.
 
-    Names come from the `.idx` file next to the tar if it matches the index, else from the tar's
-    headers, which takes a read per sample.
+    Names come from the `.idx` file next to the tar if that file matches the index. Otherwise they
+    come from the tar headers, which takes one read per sample.
     """
     if isinstance(split, SplitSlice):
         names = list(_idx_names(split.whole))
@@ -247,7 +247,8 @@ def _idx_names(split: Split) -> Iterator[str]:
             lines = []
         if len(lines) != stop - first:
             lines = [""] * (stop - first)
-        # As lists, because reading a field of a structured array's row takes a microsecond.
+        # Convert to lists, because reading a field from a structured array's row takes a
+        # microsecond.
         offsets, sizes = (split.index[name][first:stop].tolist() for name in ("offset", "size"))
         for number, line in enumerate(lines):
             fields = line.split(" ")

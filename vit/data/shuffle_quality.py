@@ -1,11 +1,12 @@
-"""Measure how well an order shuffles, by two figures, and compare it with a perfect shuffle.
+"""Measure how well an order shuffles, and compare it with a perfect shuffle.
 
-The figures are the number of classes in a batch and the distance of its samples from their place in
-storage, for some batches evenly spaced over one shuffle. The figures of a perfect shuffle follow
-from the counts of all labels. Only labels are read, not images.
+The two measures are the number of classes per batch, and the distance between a sample's position
+in the shuffle and in storage. They are averaged over some batches that are evenly spaced in one
+shuffle. The values for a perfect shuffle follow from the counts of all labels. Only labels are
+read, not images.
 
-A shuffle that mixes only samples close together in storage has few classes in a batch if shards are
-sorted by class, and moves samples little.
+If a shuffle only mixes samples that are stored close together and shards are sorted by class,
+batches contain few classes and samples move little.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from vit.data.order import Order, Share
 from vit.data.select import count_labels
 
 NUM_BATCHES = 32
-"""The number of measured batches: 0.1 s at 4,096 of ImageNet's samples each."""
+"""The number of measured batches. They take 0.1 s with 4,096 ImageNet samples each."""
 PERFECT_DISTANCE = 1 / 3
-"""The mean distance of two independent uniform numbers in [0, 1)."""
+"""The mean distance between two independent uniform numbers in [0, 1)."""
 POOR = 0.95
 """An order with a smaller share of a perfect shuffle's classes per batch is reported as poor."""
 
 
 @dataclass(frozen=True)
 class ShuffleQuality:
-    """The figures of an order; `str` returns one line."""
+    """The measures of an order; `str` returns one line."""
 
     classes_per_batch: float
     """The mean number of distinct classes in a batch."""
     perfect_classes_per_batch: float
-    """The expected number for a perfect shuffle."""
+    """The expected number in a perfect shuffle."""
     distance: float
-    """The mean distance between a sample's place in storage and in the shuffle, each as a share of
-    the whole; 1/3 for a perfect shuffle."""
+    """The mean distance between a sample's positions in storage and in the shuffle, as a fraction
+    of the data set; 1/3 for a perfect shuffle."""
     remedy: str = ""
     """The setting that would shuffle better; "" if the order is good."""
 
@@ -54,7 +55,7 @@ class ShuffleQuality:
 def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality:
     """Measure the first shuffle of `order` over samples with `labels` (N,).
 
-    With several sources, the place in storage is the number of the draw, source after source.
+    With several sources, the position in storage is the number of the draw, source after source.
     """
     num_steps = order.steps_per_shuffle
     num_batches = min(NUM_BATCHES, num_steps)
@@ -73,8 +74,8 @@ def measure_shuffle(order: Order, labels: NDArray[np.integer]) -> ShuffleQuality
         return quality
     return replace(
         quality,
-        remedy="neighbours in the shards are of one class and stay together in blocks of"
-        f" {order.block_samples}: data.block_samples=1 parts them",
+        remedy="neighbors in the shards have the same class and stay together in blocks of"
+        f" {order.block_samples}: set data.block_samples=1 to separate them",
     )
 
 
@@ -85,9 +86,9 @@ def quality_of(
     num_places: int,
     class_sizes: NDArray[np.int64],
 ) -> ShuffleQuality:
-    """Measure batches of (labels, places in storage).
+    """Measure batches of (labels, positions in storage).
 
-    A batch begins at its `starts` and takes `duration`, both as shares of the time of one shuffle.
+    A batch begins at its `starts` and takes `duration`, both as fractions of one shuffle.
     """
     num_classes = []
     expected = []
@@ -106,7 +107,7 @@ def _expected_classes(class_sizes: NDArray[np.int64], num_images: int) -> float:
     """Return the expected number of classes among `num_images` drawn without replacement.
 
     If a class has n of N images, C(N - n, g) / C(N, g) is the hypergeometric probability that g
-    images have none of it.
+    images contain none of them.
     """
     total = int(class_sizes.sum())
     expected = 0.0

@@ -1,9 +1,10 @@
-"""Join several splits into one training split, with the number of draws from each per epoch.
+"""Join several splits into one training split, with a number of draws per epoch for each.
 
-Samples are numbered source after source, so a number gives the source and the sample number in it.
-Labels follow the class names of the evaluation split: a source with other names, or with names in a
-different order, is mapped by name. If the source or the evaluation split has no names, labels are
-mapped by number, which is reported, and all sources that have names must have the same names.
+Samples are numbered source after source, so a number determines the source and the sample in it.
+Labels follow the class names of the evaluation split. If a source has different names, or names in
+another order, its labels are mapped by name. If the source or the evaluation split has no names,
+labels are mapped by number, and the report says so. In that case all sources with names must have
+the same names.
 """
 
 from __future__ import annotations
@@ -29,22 +30,22 @@ MAX_NAMED = 10
 
 
 class TrainSet(NamedTuple):
-    """The samples of a training."""
+    """The training samples of a run."""
 
     split: Any
-    """A `Split` or `Sources`, or the object of another reader."""
+    """A `Split`, `Sources`, or the object of another reader."""
     num_draws: int
-    """The images in an epoch, including the tail that does not fill a batch."""
+    """The number of images in an epoch, including those that do not fill a batch."""
     shares: tuple[Share, ...] = ()
     """The value of `Order.shares`."""
     summary: tuple[str, ...] = ()
-    """A description of the selection, in lines; () for all of one split."""
+    """The lines that describe the selection; () if it is one complete split."""
     identity: str = ""
     """A text that must not change when a run is resumed."""
 
 
 def train_set_of(split: Split, selection: Selection) -> TrainSet:
-    """Return the samples of one split that `selection` chooses. Raises ShardError."""
+    """Return the samples of one split that match `selection`. Raises ShardError."""
     chosen = choose(split, selection)
     share = Share(chosen.num_samples, chosen.num_samples, 0, chosen.numbers)
     return TrainSet(
@@ -63,7 +64,7 @@ def train_set_of_sources(
     classes_of: Split,
     block_samples: int | None,
 ) -> TrainSet:
-    """Return the selected samples of several splits, with the number of draws by weight.
+    """Return the selected samples of several splits, with draws in proportion to `weights`.
 
     classes_of: the evaluation split. block_samples: see `data.block_samples`. Raises ShardError and
     ValueError.
@@ -86,11 +87,11 @@ def train_set_of_sources(
         if bool(split.class_names) != bool(classes_of.class_names):
             nameless = split if classes_of.class_names else classes_of
             by_number = (
-                f"; its labels are taken by number, for {nameless.root} {nameless.name!r} names no"
-                " classes"
+                f"; its labels are mapped by number, because {nameless.root} {nameless.name!r} has"
+                " no class names"
             )
         summary.append(
-            f"{num_draws:,} images an epoch ({num_draws / sum(draws):.1%}{times}) of"
+            f"{num_draws:,} images per epoch ({num_draws / sum(draws):.1%}{times}) of"
             f" {each.summary or f'{whole} of {split.root} {split.name!r}'}{by_number}"
         )
         identities.append(f"{num_draws:,} draws of {each.identity or whole}")
@@ -98,9 +99,9 @@ def train_set_of_sources(
 
 
 def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64]:
-    """Return how many images of each class an epoch has, (num_classes,).
+    """Return the number of images of each class in an epoch, (num_classes,).
 
-    If sources have weights, these are averages over epochs, which need not be whole numbers.
+    If sources have weights, the numbers are averages over epochs and may be fractional.
     """
     labels = train_set.split.index["label"]
     counts = np.zeros(num_classes)
@@ -114,7 +115,7 @@ def images_by_class(train_set: TrainSet, num_classes: int) -> NDArray[np.float64
 
 
 def content_sha256(split: Split | Sources) -> str:
-    """Return a hash of all images' checksums and labels; "" if a source has no checksums."""
+    """Return a hash of the checksums and labels of all images; "" if a source has no checksums."""
     digest = hashlib.sha256()
     for source in split.splits:
         if not has_checksums(source.index):
@@ -125,13 +126,13 @@ def content_sha256(split: Split | Sources) -> str:
 
 
 class Sources:
-    """Several splits that are read as one `Split`; may be forked and pickled."""
+    """Several splits that are read like one `Split`. The object may be forked and pickled."""
 
     name = "sources"
 
     def __init__(self, splits: Sequence[Split], chosen: Sequence[Chosen], classes_of: Split):
-        """Raises ShardError if `classes_of` lacks the class of a chosen sample, or if it has no
-        names and the names of the sources differ."""
+        """Raises ShardError if `classes_of` lacks the class of a selected sample, or if it has no
+        class names and the sources have different ones."""
         self.splits = list(splits)
         self.root = " + ".join(str(split.root) for split in splits)
         self.firsts = first_samples(split.num_samples for split in splits)
@@ -153,7 +154,7 @@ class Sources:
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches ahead for which `prefetch` should be called; 0: never."""
+        """The number of batches before its use that a sample should be prefetched; 0: never."""
         return max(split.read_ahead_batches for split in self.splits)
 
     def identity(self) -> str:
@@ -197,13 +198,13 @@ class Sources:
             split.close()
 
     def _of_source(self, i: int) -> tuple[Split, int]:
-        """Return the split of sample `i`, and its number in that split."""
+        """Return the split that contains sample `i`, and its number in that split."""
         number = bisect.bisect_right(self.firsts, i) - 1
         return self.splits[number], i - self.firsts[number]
 
 
 class _Rows:
-    """The joined indexes of all sources, by row or by column, with mapped labels."""
+    """The joined indexes of all sources, accessible by row or column, with mapped labels."""
 
     def __init__(self, splits: list[Split], maps: list[NDArray[np.int32]], firsts: list[int]):
         self._splits = splits
@@ -231,7 +232,7 @@ class _Rows:
 def _divided(
     splits: list[Split], firsts: list[int], samples: NDArray[np.int64]
 ) -> Iterator[tuple[Split, NDArray[np.int64], NDArray[np.int64]]]:
-    """Yield each split, the numbers in it of its samples, and their places in `samples`."""
+    """Yield for each split the numbers of its samples and their positions in `samples`."""
     split_numbers = np.searchsorted(firsts, samples, side="right") - 1
     for number, split in enumerate(splits):
         places = np.flatnonzero(split_numbers == number)
@@ -245,7 +246,7 @@ def _describe(number: int, split: Split) -> str:
 def _how_to_name(root: Any) -> str:
     return (
         f"name its classes: move _info.json out of {root} and run `python -m data_prep.index"
-        f" {root} --classes names.txt`, a name in each line"
+        f" {root} --classes names.txt`, with one name per line"
     )
 
 
@@ -257,19 +258,18 @@ def _check_same_names(splits: Sequence[Split], classes_of: Split) -> None:
         for label, (one, other) in enumerate(pairs):
             if one != other:
                 raise ShardError(
-                    f"{_describe(number, split)}: label {label} is {other!r}, of"
-                    f" {_describe(first_number, first)} it is {one!r}, and {classes_of.root}"
-                    f" {classes_of.name!r} has no names that say which is meant;"
-                    f" {_how_to_name(classes_of.root)}"
+                    f"{_describe(number, split)}: label {label} is {other!r}, but {one!r} in"
+                    f" {_describe(first_number, first)}, and {classes_of.root} {classes_of.name!r}"
+                    f" has no class names to decide; {_how_to_name(classes_of.root)}"
                 )
 
 
 def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) -> NDArray[np.int32]:
-    """Return the label in `classes_of` of each label of `split`, or -1 if it has no such class."""
+    """Return the label in `classes_of` for each label of `split`, or -1 if the class is missing."""
     names = classes_of.class_names
     if names and not split.class_names and split.num_classes > classes_of.num_classes:
         raise ShardError(
-            f"{_describe(number, split)}: {split.num_classes:,} classes without names,"
+            f"{_describe(number, split)}: {split.num_classes:,} classes without names, but"
             f" {classes_of.root} has {classes_of.num_classes:,}; {_how_to_name(split.root)}"
         )
     if not names or not split.class_names or split.class_names == names:
@@ -285,8 +285,8 @@ def _map_labels(number: int, split: Split, chosen: Chosen, classes_of: Split) ->
     remedy = f"its filter (label not in ({named}))"
     if len(missing) > MAX_NAMED:
         named += f" and {len(missing) - MAX_NAMED:,} more"
-        remedy = "its exclude, a file with a line class=NAME for each"
+        remedy = "its exclude, a file with one line class=NAME for each"
     raise ShardError(
         f"{_describe(number, split)}: classes that {classes_of.root} {classes_of.name!r} lacks:"
-        f" {named}; leave them out with {remedy}, or evaluate on data that have them"
+        f" {named}; exclude them with {remedy}, or evaluate on data that contain them"
     )

@@ -1,9 +1,9 @@
 """Detect hanging processes that make batches, and report why training waits.
 
 While training waits for a batch, the watch checks the status of each process (`vit.system.stages`)
-about once a second. A process whose status does not change makes no progress: a warning names it,
-its stage and since when. `vit.data.worker_pool` replaces workers that hang for too long. A process
-that makes its own batches is only watched.
+about once per second. A process whose status does not change makes no progress, and a warning
+reports its name, its stage and the time of the last change. `vit.data.worker_pool` replaces workers
+that hang for too long. A training process that makes its own batches is only reported.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from collections.abc import Callable
 from vit.system.stages import DOING, Stage, WorkerStatus
 
 WARN_AFTER_S = 60.0
-"""The time after which a wait of training for its next batch is reported, and reported again; at
+"""The time after which a wait of training is reported for the first time and between reports, at
 most a quarter of the stall timeout."""
 LOOK_EACH_S = 1.0
-"""The time between two checks while training waits; less if the stall timeout is short."""
+"""The time between two checks while training waits; shorter if the stall timeout is short."""
 MAX_NAMED = 4
-"""The most processes that a warning names."""
+"""The maximum number of processes that a warning names."""
 log = logging.getLogger(__name__)
 
 
 class StallWatch:
     """The time for which each process has made no progress.
 
-    Time is counted in checks, not by the clock, because a stopped training process (Ctrl-Z, a
-    suspended job) does not mean that a worker hangs.
+    Only checks add time. A stopped training process (Ctrl-Z, a suspended job) adds none, because it
+    does not mean that a worker hangs.
     """
 
     def __init__(
@@ -38,33 +38,33 @@ class StallWatch:
         where: Callable[[int], str],
         stall_timeout_s: float | None,
     ):
-        """where: sample number -> the file it is read from, for reports."""
+        """where: a function from a sample number to the file that contains it, for reports."""
         self._statuses = statuses
         self._where = where
         self.warn_after_s = min(WARN_AFTER_S, (stall_timeout_s or 1e9) / 4)
         self.look_each_s = min(LOOK_EACH_S, self.warn_after_s / 4)
         self.stuck_s = [0.0] * len(statuses)
-        """The time that each process has been at the same point."""
+        """The time for which each process has made no progress."""
         self._changes = [status.num_changes for status in statuses]
         self.begin()
 
     def begin(self) -> None:
-        """Start to count a wait of training."""
+        """Start to measure the time that training waits."""
         self._looked_s = time.monotonic()
         self._waited_s = 0.0
         self._warn_s = self.warn_after_s
         self.idle_s = 0.0
-        """The time that all processes have been without work."""
+        """The time for which all processes have been idle."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for the next check."""
+        """Whether the next check is due."""
         return time.monotonic() - self._looked_s >= self.look_each_s
 
     def look(self, name: Callable[[int], str]) -> None:
-        """Check each status, and warn if a warning is due. name: process number -> its name."""
+        """Check each status and log a due warning. name: a function from process number to name."""
         now_s = time.monotonic()
-        # Counts at most two intervals: more time passes only if this process was stopped.
+        # Add at most two intervals, because more time passes only if this process was stopped.
         passed_s = min(now_s - self._looked_s, 2 * self.look_each_s)
         self._looked_s = now_s
         self._waited_s += passed_s
@@ -94,7 +94,7 @@ class StallWatch:
         log.warning("training has waited %.0f s for its next batch: %s", self._waited_s, activities)
 
     def activity(self, number: int) -> str:
-        """Describe the activity of a process: "has been reading ... since 12:13:14"."""
+        """Return the activity of a process as text: "has been reading ... since 12:13:14"."""
         status = self._statuses[number]
         began_s = time.time() - (time.monotonic() - status.since_s)
         since = time.strftime("%H:%M:%S", time.localtime(began_s))
@@ -106,7 +106,7 @@ class StallWatch:
 
 
 def watch_in_thread(status: WorkerStatus, watch: StallWatch) -> Callable[[], None]:
-    """Watch this process from a thread, and return a function that ends the thread."""
+    """Watch this process from a thread. Return a function that ends the thread."""
     ended = threading.Event()
 
     def look() -> None:

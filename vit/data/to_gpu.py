@@ -2,11 +2,11 @@
 
     slot, page-locked -> copying stream: copy, then `on_device` (augmentation) -> computing stream
 
-The host queues everything ahead and continues at once. The order can go wrong in three ways: a slot
-is filled again before the device has read it, device memory is read before it is written, or it is
-reused before it is read. Every wait below prevents one of these. `tests/data/test_to_gpu.py` runs
-`ToGpu` on a simulated GPU that works as late, and in as odd an order, as streams and events allow,
-and removes each wait in turn.
+The host queues all work and continues without waiting. Three errors are possible: a slot is filled
+again before the device has read it, device memory is read before it is written, or device memory is
+reused before it is read. Every wait below prevents one of these errors. `tests/data/test_to_gpu.py`
+runs `ToGpu` on a simulated GPU that delays and reorders work as much as streams and events allow.
+The test also removes each wait and checks that an error follows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vit.data.batches import Batch
 
 
 class Event(Protocol):
-    """A point in the work of a stream."""
+    """A point in the work queue of a stream."""
 
     def query(self) -> bool:
         """Return whether the device has reached the point."""
@@ -51,7 +51,7 @@ class Gpu(Protocol):
         ...
 
     def copying(self) -> AbstractContextManager[object]:
-        """Return a context in which work is queued on the copying stream, with its memory."""
+        """Return a context that queues work, and allocates memory, on the copying stream."""
         ...
 
     def move(self, batch: Batch) -> Batch:
@@ -63,11 +63,12 @@ class Gpu(Protocol):
         ...
 
     def keep_for_computing(self, tensor: Tensor) -> None:
-        """Reuse `tensor`'s memory only after the work now queued on the computing stream."""
+        """Do not reuse the memory of `tensor` before the queued work of the computing stream
+        ends."""
         ...
 
     def record(self) -> Event:
-        """Return the current end of the work on the computing stream."""
+        """Return an event at the current end of the computing stream's queue."""
         ...
 
     def synchronize(self) -> None:
@@ -76,10 +77,10 @@ class Gpu(Protocol):
 
 
 class ToGpu:
-    """Copies batches to the GPU, one after the other."""
+    """Copies batches to the GPU, one after another."""
 
     def __init__(self, gpu: Gpu, memory: Tensor, on_device: Callable[[Batch], Batch] | None = None):
-        """memory: all slots, (num_bytes,) uint8. on_device: see `vit.data.loader.Loader`."""
+        """memory: all slots, (num_bytes,) uint8. See `vit.data.loader.Loader` for `on_device`."""
         self._gpu = gpu
         self._memory = memory
         self._on_device = on_device
@@ -88,40 +89,41 @@ class ToGpu:
         self._in_use: deque[tuple[Batch, Event]] = deque()
 
     def __call__(self, batch: Batch) -> Batch:
-        """Return `batch` on the device, for work that is queued on the computing stream from now.
+        """Return `batch` on the device, for work that is queued later on the computing stream.
 
-        Table and ids stay on the host. Copies out of them may also be queued until the next call.
+        Augmentation parameters and ids stay on the host. The caller may also queue copies of them
+        until the next call.
         """
         gpu = self._gpu
         if not self._is_locked:
             batch = gpu.pin(batch)
-        # Holding the last batch keeps its slot from being filled again. All copies out of the slot
-        # are done when the device reaches this event: the batch's own copy, which the step waited
-        # for, and copies that were queued with the step.
+        # Holding the last batch keeps its slot from being refilled. At this event, the device has
+        # finished all copies out of the slot: the copy of the batch and those queued with the step.
         if self._last is not None:
             self._in_use.append((self._last, gpu.record()))
-        # The host waits only if two steps are queued already; else it drops finished events.
+        # The host waits only if two steps are queued already. Otherwise it only drops finished
+        # events.
         while len(self._in_use) > 1 or (self._in_use and self._in_use[0][1].query()):
             self._in_use.popleft()[1].synchronize()
         self._last = batch
-        # On the computing stream, copy and augmentation would wait for the previous step.
+        # On the computing stream, the copy and the augmentation would wait for the previous step.
         with gpu.copying():
             moved = gpu.move(batch)
             if self._on_device is not None:
                 moved = self._on_device(moved)
-        # The device waits before the step; the host does not wait.
+        # Only the device waits; the host continues.
         gpu.compute_after_copies()
         for tensor in (moved.images, moved.labels, moved.weights):
-            # The memory belongs to the copying stream. Without this line the allocator would give
-            # it to the next copy as soon as the host drops the tensor, before the step has run.
+            # The memory belongs to the copying stream. Without this line, the allocator would reuse
+            # the memory as soon as the host drops the tensor, before the step has run.
             gpu.keep_for_computing(tensor)
         return moved
 
     def close(self) -> None:
         """Wait until the device has finished, and unlock the memory."""
-        # Suppressed, because a device that failed has raised its error before.
+        # Suppressed because a failed device has already raised its error.
         with suppress(RuntimeError):
-            # Unlocking memory that a copy still reads would be an error of the device.
+            # Unlocking memory that a copy is still reading would be a device error.
             self._gpu.synchronize()
             if self._is_locked:
                 self._gpu.unlock(self._memory)
@@ -130,7 +132,7 @@ class ToGpu:
 
 
 class Cuda:
-    """A `Gpu` by torch.cuda. The computing stream is the current stream of each call."""
+    """A `Gpu` that calls torch.cuda. The computing stream is the current stream of each call."""
 
     def __init__(self, device: torch.device):
         self._device = device
@@ -139,7 +141,9 @@ class Cuda:
     def lock(self, memory: Tensor) -> bool:
         """See `page_lock`."""
         with torch.cuda.device(self._device):
-            return page_lock(memory, "memory of batches", "each is copied once more on the host")
+            return page_lock(
+                memory, "memory of batches", "each batch is copied once more on the host"
+            )
 
     def unlock(self, memory: Tensor) -> None:
         """Undo `lock`."""
@@ -147,7 +151,8 @@ class Cuda:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
 
     def pin(self, batch: Batch) -> Batch:
-        """See `Batch.pin_memory`; torch's allocator reuses the memory only after the copies."""
+        """See `Batch.pin_memory`; torch's allocator reuses the memory only after all copies are
+        done."""
         return batch.pin_memory()
 
     def copying(self) -> AbstractContextManager[object]:
@@ -178,17 +183,18 @@ class Cuda:
 def page_lock(memory: Tensor, what: str, otherwise: str) -> bool:
     """Page-lock `memory` for asynchronous copies by the GPU; return whether that worked.
 
-    The CUDA runtime refuses inside gVisor, WSL and some virtual machines. Then a note is printed
-    that `what` is not page-locked, with the consequence `otherwise`.
+    The CUDA runtime refuses to do so inside gVisor, WSL and some virtual machines. A note on stderr
+    then names `what` and the consequence `otherwise`.
     """
     try:
         cuda = torch.cuda.cudart()
         torch.cuda.check_error(int(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
     except RuntimeError as error:  # also torch.cuda.CudaError, and the error of a missing driver
         reason = str(error).splitlines()[0]
-        # CUDA reports the error again after the next kernel: launch one here, or a step would fail.
+        # CUDA reports the error again after the next kernel. Launch one now, or a training step
+        # would fail.
         with suppress(RuntimeError):
             torch.ones(1, device="cuda").add_(1)
-        print(f"note: {what} is not page-locked here ({reason}): {otherwise}", file=sys.stderr)
+        print(f"note: {what} is not page-locked ({reason}): {otherwise}", file=sys.stderr)
         return False
     return True

@@ -4,11 +4,11 @@
     python -m vit.data.warm /lustre/imagenet --cache-dir /local/cache
     python -m vit.data.warm --config configs/vit_b16.yaml data.cache_dir=/local/cache
 
-The first command fetches from a URL into the default cache, the second from a mounted folder to the
-disk of the node, the third fetches the data that a run of this config will read. Root, split and
-cache determine the blocks, as in training. Threads fetch the missing blocks and stop when the cache
-is full. Several commands on one host share the work: each starts at a different block, and each
-block has a lock.
+The first command fetches from a URL into the default cache. The second command copies from a
+mounted folder to the local disk. The third command fetches the data that a run of this config will
+read. As in training, root, split and cache determine the blocks. Threads fetch the missing blocks
+until the cache is full. Several commands on one host share the work: each starts at a different
+block, and each block has a lock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import resolve
 
 NUM_THREADS = 16
-"""The blocks that are fetched at once, each in memory."""
+"""The number of blocks that are fetched concurrently; each is held in memory."""
 
 
 def warm(
@@ -50,14 +50,15 @@ def warm(
 ) -> tuple[str, bool]:
     """Fetch the blocks of these shards that the cache lacks, until the cache is full.
 
-    fraction: share of the blocks, from the first one on. Returns a report, and whether all fetched
-    bytes match the index. Raises ShardError if a block cannot be fetched or stored.
+    fraction: share of the blocks to fetch, counted from the first block. Returns a report, and
+    whether all fetched bytes match the index. Raises ShardError if a block cannot be fetched or
+    stored.
     """
     cache = tars.cache
     blocks = list(tars.blocks(shards))
     blocks = blocks[: max(round(len(blocks) * fraction), 1)]
     all_bytes = sum(block.num_bytes for block in blocks)
-    # Several commands start at different blocks, or each would wait for the locks of the first.
+    # Start at a random block, or several commands would wait for the locks of the first.
     start = int(hash64(os.getpid())) % len(blocks)
     missing = [block for block in blocks[start:] + blocks[:start] if not cache.holds(block.name)]
     is_full = threading.Event()
@@ -104,18 +105,18 @@ def warm(
     if damaged:
         places = ", ".join(sorted({tars.where(block.shard) for block in damaged}))
         report += (
-            f"; other bytes than indexed in {places}; copy what is damaged again (`python -m"
+            f"; bytes differ from the index in {places}; copy the damaged shards again (`python -m"
             f" data_prep.verify {quote(str(tars.folder))}` lists the images)"
         )
     elif lacking_bytes and cache.has_room(2 * max(block.num_bytes for block in missing)):
         raise ShardError(
-            f"{report}; the rest could not be kept, see above: free some space there, or give"
-            " another --cache-dir"
+            f"{report}; the rest could not be stored, see above: free some space on this disk, or"
+            " set another --cache-dir"
         )
     elif lacking_bytes:
         report += (
-            f"; the cache is full ({_size(cache.limit_bytes)}): --cache-gib, or data.cache_gib,"
-            " gives it more room"
+            f"; the cache is full ({_size(cache.limit_bytes)}): enlarge it with --cache-gib or"
+            " data.cache_gib"
         )
     return report, not damaged
 
@@ -125,15 +126,15 @@ def _size(num_bytes: float) -> str:
 
 
 def _shards_of(text: str | None, num_shards: int) -> range:
-    """Return the shards that `text` names, such as `3` or `0-9`; None: all."""
+    """Return the shards that `text` describes, such as `3` or `0-9`; None: all."""
     if text is None:
         return range(num_shards)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     shards = range(int(match[1]), int(match[2] or match[1]) + 1) if match else range(0)
     if not shards or shards.stop > num_shards:
         raise ValueError(
-            f"--shards {text}: expected a number or a range, as 0-{num_shards - 1}, of {num_shards}"
-            " shards"
+            f"--shards {text}: expected a number or a range, such as 0-{num_shards - 1}, of"
+            f" {num_shards} shards"
         )
     return shards
 
@@ -144,11 +145,13 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
         "root",
         nargs="*",
         help=(
-            "folder or URL of the data set; with --config settings, as data.cache_dir=/local/cache"
+            "folder or URL of the data set; with --config, settings such as"
+            " data.cache_dir=/local/cache"
         ),
     )
     parser.add_argument(
-        "--config", help="YAML of the run whose data to fetch: its root, splits, cache and patience"
+        "--config",
+        help="config of the run whose data to fetch: its root, splits, cache and patience are used",
     )
     parser.add_argument(
         "--split",
@@ -158,28 +161,31 @@ def _options(arguments: Sequence[str] | None) -> Namespace:
     parser.add_argument("--cache-dir", help="as data.cache_dir")
     parser.add_argument("--cache-gib", type=float, help="as data.cache_gib")
     parser.add_argument(
-        "--shards", help="only these, such as 0-99: for a job array, or several hosts"
+        "--shards", help="fetch only these shards, such as 0-99: for a job array, or several hosts"
     )
     parser.add_argument(
-        "--fraction", type=float, default=1.0, help="only this share of the blocks, such as 0.5"
+        "--fraction",
+        type=float,
+        default=1.0,
+        help="fetch only this share of the blocks, such as 0.5",
     )
     parser.add_argument(
         "--threads",
         type=int,
         default=NUM_THREADS,
-        help=f"blocks fetched at once; {NUM_THREADS} by default",
+        help=f"number of blocks to fetch concurrently; {NUM_THREADS} by default",
     )
     return parser.parse_intermixed_args(arguments)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run the command line and return the exit status."""
     guard_console()
     status = 0
     try:
         options = _options(arguments)
         if not 0 < options.fraction <= 1 or options.threads < 1:
-            raise ValueError("--fraction is above 0 and at most 1, --threads is at least 1")
+            raise ValueError("--fraction must be above 0 and at most 1, --threads at least 1")
         further: list[tuple[str, str]] = []
         if options.config is not None:
             config = load_config(options.config, options.root)
@@ -189,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = DataConfig(root=options.root[0])
         else:
             raise ValueError(
-                "expected one data set: its folder or URL, or --config FILE (python -m"
+                "expected one data set: a folder, a URL, or --config FILE (python -m"
                 " vit.data.warm --help)"
             )
         places = [(data.root, split) for split in options.split or [data.val_split]]
@@ -209,8 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ).tars
             if not isinstance(tars, CachedTars):
                 raise ValueError(
-                    f"{shown(root)} is a folder, which is read in place: --cache-dir says where"
-                    " copies of its blocks go"
+                    f"{shown(root)} is a folder and is read in place: set --cache-dir to copy its"
+                    " blocks to a cache"
                 )
             shards = _shards_of(options.shards, len(tars.filenames))
             report, is_sound = warm(tars, split, shards, options.fraction, options.threads)
@@ -220,7 +226,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"error: {report}", file=sys.stderr)
                 status = 2
     except KeyboardInterrupt:
-        print("stopped: what was fetched stays, and the same command goes on", file=sys.stderr)
+        print(
+            "stopped: fetched blocks remain in the cache, and the same command continues",
+            file=sys.stderr,
+        )
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

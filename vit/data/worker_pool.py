@@ -1,13 +1,13 @@
-"""The worker processes that make parts of batches: start, work, hang, death and end.
+"""The worker processes that make parts of batches: how they start, work, hang, die and end.
 
-Parts go into one pipe, and a free worker takes the next part; results come back through one pipe
-per worker. Each worker writes its current stage into its status in shared memory, which
-`vit.data.stall_watch` checks while training waits. The pool kills all workers if one makes no
-progress for `stall_timeout_s`, or if all are idle for that time while parts are missing (a worker
-was stopped before it took its part). When the killed workers are dead and cannot write any more,
-the pool starts new workers, which make the missing parts again from their positions. The run ends
-if two workers hang at one part, or if the kernel cannot end a worker. Without workers `OwnProcess`
-makes the parts.
+A part is a range of rows of one batch. All parts go into one pipe, and a free worker takes the next
+one. Each worker sends its results through its own pipe and writes its current stage into shared
+memory, which `vit.data.stall_watch` checks while training waits. If a worker makes no progress for
+`stall_timeout_s`, the pool kills all workers. The pool does the same if all workers are idle for
+that time while parts are missing, because then a worker was stopped before it took its part. When
+all killed workers are dead and can no longer write, the pool starts new workers, which make the
+missing parts again. The run ends if two workers hang at the same part, or if the kernel cannot end
+a worker. Without workers, `OwnProcess` makes the parts.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from vit.system.host import num_oom_kills, process_state
 from vit.system.stages import Stage, WorkerStatus
 
 END_WAIT_S = 1.0
-"""The time in which a killed process ends, unless it waits inside the kernel."""
+"""The time within which a killed process ends, unless it waits inside the kernel."""
 NICENESS_BESIDE_GPU = 10
-"""The niceness of workers beside a GPU: a tenth of the scheduler weight of the threads that launch
-kernels and run NCCL. These threads need little time, but the GPU waits for them. If the step runs
-on the CPU, workers and step have the same weight."""
+"""The niceness of workers next to a GPU. Workers get a tenth of the scheduler weight of the threads
+that launch kernels and run NCCL. These threads need little time, but the GPU waits for them. If
+training runs on the CPU, workers and training have the same weight."""
 PARTS_PER_MEASUREMENT = 64
-"""The number of parts after which a worker measures its memory again."""
+"""A worker measures its memory each time it has made this many parts."""
 MAX_QUEUED_PARTS = 256
-"""The most parts in the pipe: 4 KiB, which fits in any pipe, so adding a part never waits. Linux
-gives a user with a thousand pipes only 8 KiB for each further one."""
+"""The maximum number of parts in the pipe. These 4 KiB fit in any pipe, so adding a part never
+blocks. Linux limits further pipes of a user with a thousand pipes to 8 KiB each."""
 _PART = struct.Struct("<qii")
-"""A part in the pipe: position, slot, first row. A pipe passes so few bytes in one piece, with any
-number of readers."""
+"""The message that describes a part: position, slot, first row. A pipe delivers so few bytes in one
+piece to any number of readers."""
 RowRange = tuple[int, int]
 """(position, first row)."""
 log = logging.getLogger(__name__)
 
 
 class WorkerError(ValueError):
-    """A loader worker died or hangs. The message has the worker, the cause and a remedy."""
+    """A loader worker died or hangs. The message names the worker, the cause and a remedy."""
 
 
 class Result(NamedTuple):
-    """The report on a part that was made or failed."""
+    """The result of making one part of a batch."""
 
     position: int
     first: int
@@ -76,9 +76,9 @@ class Result(NamedTuple):
 
 
 class OwnProcess:
-    """The loader without workers: this process makes a part when training waits for it.
+    """The loader without workers. This process makes a part when training waits for it.
 
-    A thread watches this process. The thread can report a hang, but not end it.
+    A thread watches this process. It can report a hang but cannot end it.
     """
 
     num_replaced = 0
@@ -89,7 +89,8 @@ class OwnProcess:
         self._parts = deque[tuple[int, int, int]]()
         self.statuses = [slots.status(0)]
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
-        # Also runs if the loader is never closed; otherwise the watch thread would never end.
+        # Finalize also runs if the loader is never closed; otherwise the watch thread would never
+        # end.
         self.end = Finalize(self, watch_in_thread(self.statuses[0], self.watch))
 
     def put(self, position: int, slot: int, first: int) -> None:
@@ -97,13 +98,13 @@ class OwnProcess:
         self._parts.append((position, slot, first))
 
     def drop(self) -> None:
-        """Drop all parts that are not made yet."""
+        """Drop all parts that were not made yet."""
         self._parts.clear()
 
     def results(self, wait: bool) -> list[Result]:
         """Make the next part, if training waits for one."""
-        # Parts are made only on demand: making them ahead in this process would take the same time
-        # from training, and more memory.
+        # Make parts only on demand. Making them ahead would take the same time from training, and
+        # more memory.
         if not wait:
             return []
         position, slot, first = self._parts.popleft()
@@ -112,14 +113,14 @@ class OwnProcess:
             batch = self._slots.batch(slot, self._batches.layout_at(position))
             return [_make(self._batches, self.statuses[0], position, first, batch)]
         except BaseException:
-            # After Ctrl-C the batch is lost. Its slot must not be: a caller that catches the error
-            # and continues would soon have no slot left.
+            # Ctrl-C loses the batch but must not lose its slot. Otherwise a caller that catches the
+            # error and continues would soon run out of slots.
             self._slots.free.append(slot)
             raise
         finally:
             self.statuses[0].enter(Stage.IDLE)
-            # Restore the old status: this process may decode other images, as for a report, and
-            # these must not count as a batch that training waits for.
+            # Restore the old status: this process may decode other images, for instance for a
+            # report, and they must not look like a batch that training waits for.
             stages.use(status_before)
 
 
@@ -134,9 +135,9 @@ class WorkerPool:
         stall_timeout_s: float | None,
         niceness: int = 0,
     ):
-        """niceness: added to the niceness of this process."""
-        # Forked workers share memory and open files with this process. Without fork each would take
-        # 340 MiB, open every shard again and need seconds to start.
+        """niceness: increment to the niceness of this process."""
+        # Forked workers share memory and open files with this process. Without fork, each worker
+        # would take 340 MiB, open every shard again and need seconds to start.
         self._context = multiprocessing.get_context("fork" if sys.platform == "linux" else None)
         self._batches = batches
         self._slots = slots
@@ -148,16 +149,16 @@ class WorkerPool:
         self.watch = StallWatch(self.statuses, batches.where, stall_timeout_s)
         self._oom_kills_before = num_oom_kills()
         self._waiting = deque[tuple[int, int, int]]()
-        """The parts that are not in the pipe yet."""
+        """The parts that were not written to the pipe yet."""
         self._queued: dict[RowRange, int] = {}
         """The slot of each part that is in the pipe or in a worker."""
         self._hung = set[RowRange]()
-        """The parts at which a worker hung. Each gets one retry, then the run ends."""
+        """The parts at which a worker hung. Each part gets one retry, then the run ends."""
         self._parts, self._put = self._context.Pipe(duplex=False)
         self._selector = selectors.DefaultSelector()
         self._workers: dict[int, tuple[BaseProcess, Connection]] = {}
-        # Also runs if the loader is never closed. At exit Python sends SIGTERM to the workers and
-        # joins them; workers ignore SIGTERM, so the process would never end.
+        # Finalize also runs if the loader is never closed. Without it the process would never end:
+        # at exit Python sends SIGTERM to the workers, which ignore it, and joins them.
         self.end = Finalize(
             self,
             _end_workers,
@@ -168,14 +169,14 @@ class WorkerPool:
             self._start(number)
 
     def put(self, position: int, slot: int, first: int) -> None:
-        """Add a part, for the worker that is free first. Returns without waiting."""
+        """Add a part for the next free worker. Returns without waiting."""
         self._waiting.append((position, slot, first))
         self._fill_pipe()
 
     def drop(self) -> None:
-        """Drop all parts that are not in the pipe, and wait for those that are.
+        """Drop all parts that are not in the pipe, and wait until the others are made.
 
-        Workers write into slots until their parts are done, so the slots cannot be used before.
+        Workers write into slots until their parts are made, so the slots cannot be reused earlier.
         """
         self._waiting.clear()
         self.watch.begin()
@@ -183,16 +184,16 @@ class WorkerPool:
             self.results(wait=True)
 
     def results(self, wait: bool) -> list[Result]:
-        """Return the results of the finished parts; with `wait`, wait until there is one.
+        """Return the results of finished parts. With `wait`, wait for at least one result.
 
         Reports and replaces workers that hang during the wait. Raises WorkerError if a worker died,
-        or hangs and cannot be replaced.
+        or if a worker hangs and cannot be replaced.
         """
         results = list[Result]()
         while True:
-            # Training waits for workers only here, and for all at once: a worker that sends or dies
-            # ends the wait, because the pipe of a dead worker becomes readable. The timeout ends it
-            # in time for the next check of all statuses.
+            # Training waits for workers only on the next line, for all of them together. The wait
+            # ends when a worker sends a result or dies, because the pipe of a dead worker becomes
+            # readable. The timeout leaves time for the next status check.
             events = self._selector.select(self.watch.look_each_s if wait else 0)
             for key, _ in events:
                 if self._receive(key.data, results):
@@ -205,17 +206,18 @@ class WorkerPool:
                 return results
 
     def _fill_pipe(self) -> None:
-        # The limit keeps the write from blocking. A blocked write would be a deadlock: workers take
-        # parts only while they can send results, and this process would not read any.
+        # The limit keeps the write from blocking. A blocked write would be a deadlock: workers stop
+        # taking parts when this process does not read their results.
         while self._waiting and len(self._queued) < MAX_QUEUED_PARTS:
             position, slot, first = self._waiting.popleft()
             self._queued[position, first] = slot
             os.write(self._put.fileno(), _PART.pack(position, slot, first))
 
     def _start(self, number: int) -> None:
-        # Before the worker starts: once it runs, the status has one writer, the worker.
+        # Before the worker starts, because from then on only the worker writes its status.
         self.statuses[number].restart()
-        # Block signals until `_work` ignores them: a signal to the job must not end a new worker.
+        # Block signals until `_work` ignores them, because a signal to the job must not end a new
+        # worker.
         with signals_blocked():
             results, send = self._context.Pipe(duplex=False)
             worker = self._context.Process(
@@ -224,17 +226,17 @@ class WorkerPool:
                 daemon=True,
             )
             worker.start()
-            # The worker has the only other copy, so the pipe ends when the worker dies. With this
-            # copy open, a death would not be noticed.
+            # The worker now has the only copy of `send`, so the pipe ends when the worker dies. A
+            # copy in this process would hide the death.
             send.close()
         self._workers[number] = (worker, results)
         self._selector.register(results, selectors.EVENT_READ, number)
 
     def _receive(self, number: int, received: list[Result]) -> bool:
-        """Append the results that worker `number` sent to `received`; return True if it is dead."""
+        """Append the results that worker `number` sent to `received`. Return True if it is dead."""
         pipe = self._workers[number][1]
-        # The pipe ends when the worker dies, behind everything that it sent before. If the kill cut
-        # a message in half, reading it raises the same EOFError.
+        # The pipe of a dead worker ends after everything it sent. If the kill cut a message in
+        # half, reading the message raises EOFError too.
         with suppress(EOFError, OSError):
             while pipe.poll():
                 result = pipe.recv()
@@ -251,10 +253,11 @@ class WorkerPool:
         return f"loader worker {number} (process {pid}{process_state(pid)})"
 
     def _replace_stalled(self, received: list[Result]) -> None:
-        """Replace all workers if one hangs for too long, or if all are idle and parts are missing.
+        """Replace all workers if one hangs for too long, or if all are idle while parts are
+        missing.
 
-        In the second case a worker was stopped before it took a part, or before it began it; the
-        statuses do not show which worker.
+        In the second case, a worker was stopped before it took or began a part. The statuses do not
+        show which worker.
         """
         stuck = [n for n, stuck_s in enumerate(self.watch.stuck_s) if stuck_s >= self._timeout_s]
         if stuck:
@@ -268,33 +271,33 @@ class WorkerPool:
             names = [self._name(number) for number in self._workers]
             idle = ", ".join([name for name in names if ", stopped" in name] or names)
             problem = (
-                f"{idle} takes no work, for {self.watch.idle_s:.0f} s (data.stall_timeout_s), and"
-                f" {len(hung)} parts of batches wait"
+                f"{idle} takes no work for {self.watch.idle_s:.0f} s (data.stall_timeout_s),"
+                f" although {len(hung)} parts of batches are waiting"
             )
         else:
             return
-        remedy = "look for what stops it: a dead mount, a debugger, a suspended job"
+        remedy = "check for a dead mount, a debugger, or a suspended job"
         if not self._batches.exact:
             raise WorkerError(f"{problem}; {remedy}")
         if hung & self._hung:
             raise WorkerError(f"{problem}, where another worker hung before; {remedy}")
         self._hung |= hung
-        log.warning("%s: all workers are replaced, and others make their parts again", problem)
-        self._replace_all(received, f"{problem}, and cannot be killed; {remedy}")
+        log.warning("%s: all workers are replaced, and new ones repeat their work", problem)
+        self._replace_all(received, f"{problem}and cannot be killed; {remedy}")
         self.num_replaced += len(stuck) or len(self._workers)
 
     def _replace_all(self, received: list[Result], problem: str) -> None:
-        """Kill all workers, start new ones, and add the missing parts again.
+        """Kill all workers, start new ones, and queue the missing parts again.
 
-        A worker may die after it took a part and before it wrote that into its status. So the pool
-        kills all workers: when all are dead and the pipe is empty, the missing parts are exactly
-        those without a result. The cost is at most one part of each worker. Raises
-        WorkerError(problem) if a worker does not die.
+        All workers are killed because one may die after it took a part and before it wrote that
+        into its status. When all are dead and the pipe is empty, the missing parts are exactly
+        those without a result. This wastes at most one part per worker. Raises WorkerError(problem)
+        if a worker does not die.
         """
         for worker, _ in self._workers.values():
             worker.kill()
-        # A process that waits inside the kernel dies only when that wait ends, as when a mount
-        # comes back.
+        # A process that waits inside the kernel dies only when that wait ends, for instance when a
+        # mount comes back.
         deadline = time.monotonic() + self._timeout_s
         for number, (worker, pipe) in list(self._workers.items()):
             while worker.exitcode is None:
@@ -303,17 +306,18 @@ class WorkerPool:
                     raise WorkerError(problem)
                 worker.join(min(self.watch.warn_after_s, left_s))
                 if worker.exitcode is None:
-                    log.warning("%s has been killed, and has not ended yet", self._name(number))
+                    log.warning("%s was killed but has not ended yet", self._name(number))
             self._receive(number, received)
             self._selector.unregister(pipe)
             pipe.close()
-        # Only when all are dead: a living worker could still write into a slot or take a part.
+        # Only now that all are dead, because a living worker could still write into a slot or take
+        # a part.
         os.set_blocking(self._parts.fileno(), False)
         with suppress(BlockingIOError):
             while os.read(self._parts.fileno(), _PART.size):
                 pass
-        os.set_blocking(self._parts.fileno(), True)  # new workers inherit this end and block on it
-        # They go to the front in their old order: training waits for the first of these parts.
+        os.set_blocking(self._parts.fileno(), True)  # new workers inherit the pipe and must block
+        # Missing parts go first, in their old order, because training waits for the first of them.
         self._waiting.extendleft(
             (position, slot, first) for (position, first), slot in reversed(self._queued.items())
         )
@@ -323,37 +327,39 @@ class WorkerPool:
         self.watch.idle_s = 0.0
 
     def _cause_of_death(self, worker: BaseProcess) -> str:
-        """Explain the death of a worker that was not killed by the pool, with a remedy."""
+        """Return a message about a worker that the pool did not kill: cause of death and remedy."""
         worker.join(END_WAIT_S)
         code = worker.exitcode
         if code is None or code >= 0:
             return (
-                f"a loader worker (process {worker.pid}) ended by itself with exit status {code}:"
-                " start again, report it if it returns"
+                f"a loader worker (process {worker.pid}) ended unexpectedly with exit status"
+                f" {code}: start again, and report the problem if it recurs"
             )
         number = signal.Signals(-code)
         cause = (
-            "so a library it uses crashed, perhaps on a damaged image: `python -m"
-            " data_prep.verify` decodes them all"
+            "so a library crashed, perhaps on a damaged image: check all images with `python -m"
+            " data_prep.verify`"
         )
         if number == signal.SIGBUS:
             cause = (
-                "as when a mapped file is cut short or its disk fails: was an index (*.index.npy)"
-                " rewritten while it was in use?"
+                "which happens if a mapped file is truncated or its disk fails: check whether an"
+                " index (*.index.npy) was rewritten while in use"
             )
         if number == signal.SIGKILL:
             num_kills = num_oom_kills()
             kills_before = self._oom_kills_before
-            kernel_note = "it counted none here" if num_kills is not None else "see `dmesg`"
-            cause = (
-                "by a person or program, or by the kernel, which does so when memory runs out"
-                f" ({kernel_note}); if it did, lower data.num_workers or data.prefetch_gib"
+            kernel_note = (
+                "the kernel has counted no such kill" if num_kills is not None else "see `dmesg`"
             )
-            # Conclusive only if both counts could be read (None: unreadable). The count is that of
-            # the whole host or container, so other processes may have died, but not none.
+            cause = (
+                f"by a user or program, or by the kernel because memory ran out ({kernel_note});"
+                " if memory ran out, lower data.num_workers or data.prefetch_gib"
+            )
+            # An unreadable count is None. A higher count proves that memory ran out on this host or
+            # in this container, but the killed process may be another one.
             if num_kills and kills_before is not None and num_kills > kills_before:
                 cause = (
-                    "because memory ran out: the kernel has counted it. Lower data.num_workers or"
+                    "because memory ran out, according to the kernel: lower data.num_workers or"
                     " data.prefetch_gib"
                 )
         return f"a loader worker (process {worker.pid}) was killed by {number.name}, {cause}"
@@ -365,7 +371,7 @@ def _end_workers(
     put: Connection,
     selector: selectors.BaseSelector,
 ) -> None:
-    """Kill the workers: their results are not needed, and a slow read could delay a clean exit."""
+    """Kill the workers. Waiting for their results could delay a clean exit by a slow read."""
     selector.close()
     for worker, _ in workers.values():
         worker.kill()
@@ -373,8 +379,8 @@ def _end_workers(
         results.close()
         worker.join(END_WAIT_S)
         if worker.exitcode is None:
-            # The worker waits inside the kernel, as for a dead mount. Python would join it at exit
-            # and hang with it, so remove it from the list of children.
+            # The worker waits inside the kernel, for instance for a dead mount. Python would join
+            # it at exit and hang, so remove it from the list of children.
             multiprocessing.process._children.discard(worker)  # type: ignore[attr-defined]
     parts.close()
     put.close()
@@ -388,16 +394,16 @@ def _work(
 ) -> None:
     """Make parts until killed."""
     os.nice(niceness)
-    # A worker must use one core; by default its resizes would start a thread on every core.
+    # A worker must use one core. By default its resizes would start a thread on every core.
     torch.set_num_threads(1)
-    # Also ignores signals: if a SIGTERM to the job killed a worker, its rank would fail before it
-    # wrote the last checkpoint.
+    # `follow_parent` also ignores signals. If a SIGTERM to the job killed a worker, its rank would
+    # fail before it saved the last checkpoint.
     follow_parent()
     status = slots.status(number)
     stages.use(status)
     batch_in = functools.cache(slots.batch)
     num_made = 0
-    # The worker ends when its parent is dead: reading then gives b"", and sending BrokenPipeError.
+    # When the parent is dead, reading returns b"" and sending raises BrokenPipeError.
     with suppress(BrokenPipeError):
         while message := os.read(parts.fileno(), _PART.size):
             position, slot, first = _PART.unpack(message)
@@ -405,21 +411,22 @@ def _work(
             rows = batch.rows(first, first + slots.ring.part_rows)
             result = _make(batches, status, position, first, rows)
             if result.error is not None and not isinstance(result.error, ShardError):
-                # Sent as text: some exceptions cannot be pickled, and a pickle loses the traceback.
+                # Send text: some exceptions cannot be pickled, and a pickle loses the traceback.
                 stack = "".join(traceback.format_exception(result.error))
                 result = result._replace(error=RuntimeError(f"in a loader worker:\n{stack}"))
             num_made += 1
-            # Measured at the second part, because the first one still opens files and allocates.
+            # Measure at the second part, because the first one still opens files and allocates
+            # memory.
             if num_made % PARTS_PER_MEASUREMENT == 2:
                 status.measure_memory()
             send.send(result)
-            # Only after sending: an idle worker must have no unsent result. `_replace_stalled`
-            # takes "all idle and parts missing" for a lost part.
+            # Become idle only after sending. If all workers are idle while parts are missing,
+            # `_replace_stalled` assumes that a part was lost.
             status.enter(Stage.IDLE)
 
 
 def _make(batches: Batches, status: WorkerStatus, position: int, first: int, rows: Batch) -> Result:
-    """Write rows `first` and following of the batch at `position` into `rows`."""
+    """Write rows of the batch at `position`, from row `first` on, into `rows`."""
     status.take(position, first)
     began_s = time.perf_counter()
     bad_keys: tuple[str, ...] = ()
@@ -427,7 +434,7 @@ def _make(batches: Batches, status: WorkerStatus, position: int, first: int, row
     try:
         bad_keys = batches.fill(position, first, rows)
     except Exception as raised:
-        # Returned, not raised: training gets the error with its batch, after all earlier batches.
+        # Return the error, so that training raises it with its batch, after all earlier batches.
         error = raised
     busy_s = time.perf_counter() - began_s
     status.count_retries()

@@ -151,10 +151,10 @@ def test_undecodable_images_are_skipped_and_named(tmp_path, decoder):
 def test_an_undecodable_image_is_an_error_by_default_and_in_evaluation(key, tmp_path, decoder):
     split = write_shard(tmp_path / "root", {"fine": encoded(), key: encoded(200, 150)}, BAD)
     for batches, remedy in (
-        (train_batches(split), "; data.on_bad_image=skip trains without it"),
+        (train_batches(split), "; set data.on_bad_image=skip to train without this image"),
         (
             EvalBatches(split, FORMAT, EvalConfig(), 2),
-            "; evaluation counts every image: restore the shard",
+            "; evaluation needs every image: restore the shard",
         ),
     ):
         with pytest.raises(
@@ -203,7 +203,8 @@ def test_a_wrong_size_in_the_index_is_reported_instead_of_a_wrong_window(key, tm
     with pytest.raises(
         ShardError,
         match=(
-            rf"image '{key}' at byte \d+: it has 60 x 40 pixels, the index says 50 x 40: .* delete"
+            rf"image '{key}' at byte \d+: the image has 60 x 40 pixels, but the index says 50"
+            r" x 40: delete"
         ),
     ):
         batches.fill(0, 0, rows)

@@ -174,19 +174,19 @@ def test_no_file_starts_another_program(tmp_path, monkeypatch):
     ):
         with pytest.raises(
             ValueError,
-            match=r"no image; expected one of JPEG, PNG, .* begins with b'%!PS-Adobe-3\.0 E'",
+            match=r"not an image; expected one of JPEG, PNG, .* begin with b'%!PS-Adobe-3\.0 E'",
         ):
             reader(POSTSCRIPT)
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="not an image"):
         decode_center(POSTSCRIPT, (16, 16), EvalConfig(), "bilinear")
-    with pytest.raises(Unreadable, match="no image"):
+    with pytest.raises(Unreadable, match="not an image"):
         prepare(POSTSCRIPT, ImagePolicy())
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         for name, content in (("s0.jpg", POSTSCRIPT), ("s0.cls", b"1")):
             member = tarfile.TarInfo(name)
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError, match="not an image"):
         scan_tar(tmp_path / "a.tar")
     assert not log.exists()
 
@@ -220,14 +220,14 @@ JPEG = encoded(picture(16, 16), "JPEG")
 STRAY = JPEG[:20] + b"stray" + JPEG[20:]
 FRAME = STRAY.index(b"\xff\xc0") + 5
 BEYOND = {
-    "a wide JPEG": (said_to_have(JPEG, MAX_JPEG_SIDE + 1, 1), "sides of JPEGs"),
+    "a wide JPEG": (said_to_have(JPEG, MAX_JPEG_SIDE + 1, 1), "sides of a JPEG"),
     "a large JPEG": (
         said_to_have(JPEG, 20_000, 10_000),
         f"20000 x 10000 pixels are more than {MAX_PIXELS}",
     ),
     "a wide JPEG, odd": (
         STRAY[:FRAME] + struct.pack(">HH", 8, 65_535) + STRAY[FRAME + 4 :],
-        "sides of JPEGs",
+        "sides of a JPEG",
     ),
     "a large JPEG, odd": (
         STRAY[:FRAME] + struct.pack(">HH", 10_000, 20_000) + STRAY[FRAME + 4 :],

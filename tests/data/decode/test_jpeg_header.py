@@ -197,9 +197,7 @@ def test_the_beginning_of_a_file_suffices_if_it_contains_the_headers():
     data = encode(picture(), exif=exif_block(">", 3))
     whole = read_header(data)
     for end in range(whole.scan_offset):
-        with pytest.raises(
-            ValueError, match=r"no JPEG|cut off in the JPEG headers, after \d+ bytes"
-        ):
+        with pytest.raises(ValueError, match=r"no JPEG|truncated JPEG headers, after \d+ bytes"):
             read_header(data[:end])
     for end in range(whole.scan_offset, whole.scan_offset + 50):
         assert read_header(data[:end]) == whole
@@ -229,7 +227,7 @@ DAMAGE = {
         segment(0xC0, struct.pack(">BHHB", 8, 0, 97, 1) + b"\1\x11\0") + SCAN,
         "a frame of 97 x 0 pixels",
     ),
-    "fill bytes only": (b"\xff" * 10_000, "cut off"),
+    "fill bytes only": (b"\xff" * 10_000, "truncated"),
 }
 
 

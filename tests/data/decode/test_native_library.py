@@ -18,7 +18,9 @@ needs_gcc = pytest.mark.skipif(
 )
 WRONG = ("CR_TO_R = 91881", "CR_TO_R = 93881")
 """A change of the sources that makes red slightly stronger."""
-OTHER = r"library.so belongs to another version of this package; build it again: pip install -e \."
+OTHER = (
+    r"library.so was built for another version of this package; build it again: pip install -e \."
+)
 
 
 def built(folder: Path, *sources: Path, stamp: str = "") -> Path:
@@ -67,7 +69,7 @@ def test_a_library_built_from_other_sources_is_refused(tmp_path):
     (sources / "window.c").open("a").write("\n")
     with pytest.raises(
         UnusableLibrary,
-        match=r"was built from other sources than .*sources holds now; build it again",
+        match=r"was not built from the current sources in .*sources; build it again",
     ):
         load(library, sources)
     load(library, tmp_path / "none")
@@ -77,7 +79,8 @@ def test_a_library_built_from_other_sources_is_refused(tmp_path):
 def test_a_library_that_decodes_wrongly_is_refused(tmp_path):
     sources, library = copied(tmp_path, *WRONG)
     with pytest.raises(
-        UnusableLibrary, match="gives other pixels than simplejpeg on this machine; build it again"
+        UnusableLibrary,
+        match="decodes different pixels than simplejpeg on this machine; build it again",
     ):
         load(library, sources)
 
@@ -104,8 +107,8 @@ def test_a_process_does_not_use_a_mismatched_library_in_the_package(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "VIT_NATIVE"} | {
         "PYTHONPATH": str(tmp_path)
     }
-    for reason in ("was not built", "belongs to another version"):
-        if reason != "was not built":
+    for reason in ("was not built;", "was built for another version"):
+        if reason != "was not built;":
             shutil.move(
                 small(tmp_path, "int vit_decode_window(void) { return 0; }"),
                 package / f"_native{EXTENSION_SUFFIXES[0]}",

@@ -44,5 +44,5 @@ def test_a_view_with_apply_exif_is_that_of_the_upright_image(form, orientation):
 def test_an_upright_image_keeps_its_bytes_and_a_broken_image_its_error():
     data = encoded(PICTURE, "JPEG")
     assert upright(data) is data
-    with pytest.raises(ValueError, match=r"\Acannot decode 4 bytes: no image; expected one of"):
+    with pytest.raises(ValueError, match=r"\Acannot decode 4 bytes: not an image; expected one of"):
         decode_center(b"html", (16, 16), EvalConfig(apply_exif=True), "bicubic")

@@ -197,11 +197,11 @@ def test_a_window_for_another_image_is_refused(form, decoder):
     data = encode(picture(97, 64), form)
     with pytest.raises(
         ValueError,
-        match="it has 97 x 64 pixels, the index says 64 x 97: the index is of other images",
+        match="the image has 97 x 64 pixels, but the index says 64 x 97: delete the split's",
     ):
         decode_views(data, [(0, 0, 10, 10)], (8, 8), "bilinear", stored_size=(64, 97))
     for window in [(90, 0, 8, 8), (0, 60, 8, 8), (-1, 0, 8, 8), (0, 0, 0, 8), (0, 0, 98, 1)]:
-        with pytest.raises(ValueError, match=r"are not inside of an image of 97 x 64"):
+        with pytest.raises(ValueError, match=r"are outside of an image of 97 x 64"):
             decode_box(data, window)
 
 
@@ -249,7 +249,9 @@ def test_a_changed_operator_in_torch_changes_no_pixels(change, interpolation, mo
         for view, right in zip(made(), expected, strict=True):
             np.testing.assert_array_equal(view, right)
         assert [
-            record.message.startswith(f"torch {torch.__version__}: its public function resizes")
+            record.message.startswith(
+                f"torch {torch.__version__}: resizing takes 1.7 times as long"
+            )
             for record in caplog.records
         ] == [True]
     finally:

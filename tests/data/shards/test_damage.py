@@ -52,7 +52,7 @@ def test_truncation_anywhere_is_reported(tmp_path):
         if first.offset + first.size <= end <= first.offset + 512:
             assert [s.key for s in scan_tar(cut)] == ["a"]
             continue
-        with pytest.raises(ShardError, match=r"cut\.tar.*(cut off|Truncated|empty|not a tar)"):
+        with pytest.raises(ShardError, match=r"cut\.tar.*(cut off|truncated|empty|not a tar)"):
             scan_tar(cut)
     for end in range(last.offset + last.size, len(data), 512):
         cut.write_bytes(data[:end])
@@ -113,7 +113,7 @@ def test_members_grouped_by_suffix_are_explained(tmp_path, num_neighbours):
     assert (
         f"sample 'a' has no .cls with the label (its members: jpg) ({num_unfit} of"
         f" {num_unfit + num_neighbours} samples do not fit). Members of 'a' are at several places"
-        " of this tar, and those of a sample must be neighbours: write it again with `tar"
+        " of this tar, but the members of a sample must be adjacent: write it again with `tar"
         " --sort=name -cf train-00000.tar -C FOLDER .`" in str(caught.value)
     )
 
@@ -157,11 +157,11 @@ def change_info(root: Path, **changes) -> None:
         (lambda root: change_info(root, num_samples=99), "num_samples 99"),
         (
             lambda root: change_info(root, filenames=["../a.tar", "train-00001.tar", "/b.tar"]),
-            r"split 'train': \.\./a\.tar, /b\.tar: expected names of tars in this very folder;",
+            r"split 'train': \.\./a\.tar, /b\.tar: expected names of tars in the same folder;",
         ),
         (
             lambda root: change_info(root, class_names=["a", "b", "c"]),
-            r"3 labels lie outside \[0, 3\), the first is 3 \(sample 3, train-00000",
+            r"3 labels are outside \[0, 3\), the first is 3 \(sample 3, train-00000",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_an_index_that_cannot_be_written_stays_in_memory(root, caplog):
     (root / "train.index.npy").mkdir()
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
-    assert "kept in memory only" in caplog.text
+    assert "kept only in memory" in caplog.text
     assert not list(root.glob(".*.tmp"))
 
 
@@ -251,7 +251,8 @@ def test_a_rebuilt_index_must_agree_with_the_info(root):
     with pytest.raises(
         ShardError,
         match=(
-            r"train-00000\.tar: holds 5 samples, _info\.json says 6[^\0]*train-00001\.tar: holds 5"
+            r"train-00000\.tar: holds 5 samples, but _info\.json says 6[^\0]*"
+            r"train-00001\.tar: holds 5"
             r" .* says 4"
         ),
     ):
@@ -266,7 +267,7 @@ def test_a_shard_truncated_while_in_use_is_reported(root):
         ShardError,
         match=(
             rf"train-00001\.tar: sample 7 \(key key7\).* at offset {split.index['offset'][7]}"
-            r" gave 3"
+            r" returned 3"
         ),
     ):
         split.read(7)
@@ -277,7 +278,7 @@ def test_a_shard_truncated_while_in_use_is_reported(root):
 
 def test_a_sidecar_of_another_program_is_not_overwritten(root):
     (root / "train-00000.json").write_text('{"captions": []}')
-    with pytest.raises(ShardError, match=r"train-00000\.json: not a sidecar of ours"):
+    with pytest.raises(ShardError, match=r"train-00000\.json: this file is not a sidecar"):
         read_sidecar(root / "train-00000.tar")
     (root / "train-00000.json").unlink()
     assert read_sidecar(root / "train-00000.tar") is None
@@ -301,10 +302,11 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
     with pytest.raises(
         ShardError,
         match=(
-            rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} gave"
-            r" others than were indexed, twice: "
-            r"a bit flipped on the disk or on the way; restore the shard and start again"
-            rf" \(`python -m data_prep\.verify {root}` finds"
+            rf"train-00001\.tar: sample 7 \(key key7\): reading \d+ bytes at offset {offset} twice"
+            r" returned other bytes than the indexed ones, so a bit flipped on the disk or in"
+            rf" transit; restore the shard and start again \(if `python -m"
+            rf" data_prep\.verify {root}`"
+            r" finds"
         ),
     ):
         split.read(7)
@@ -313,7 +315,7 @@ def test_a_flipped_bit_is_an_error_that_names_the_sample(root):
 
 @pytest.mark.parametrize(
     ("field", "message"),
-    [("crc32c", "gave others than were indexed"), ("size", "found no image of this size there")],
+    [("crc32c", "twice returned other bytes"), ("size", "found no image of this size")],
     ids=["crc32c", "size"],
 )
 def test_a_damaged_index_can_be_deleted(root, field, message):
@@ -321,7 +323,7 @@ def test_a_damaged_index_can_be_deleted(root, field, message):
     rows = np.load(path)
     rows[field][7] ^= 4
     np.save(path, rows)
-    with pytest.raises(ShardError, match=rf"{message}.*if it is the index that is damaged: delete"):
+    with pytest.raises(ShardError, match=rf"{message}.*finds that the index is damaged, delete"):
         open_split(root, "train").read(7)
     path.unlink()
     assert open_split(root, "train").read(7) == jpeg(7)
@@ -333,7 +335,7 @@ def test_a_label_out_of_range_in_the_index_is_reported(root):
     rows["label"][7] ^= 1 << 20
     np.save(path, rows)
     with pytest.raises(
-        ShardError, match=r"1 labels lie outside .* train\.index\.npy is outdated: delete it"
+        ShardError, match=r"1 labels are outside .* delete the outdated train\.index\.npy"
     ):
         open_split(root, "train")
     path.unlink()
@@ -355,8 +357,8 @@ def test_a_read_that_succeeds_the_second_time_is_used_and_reported(root, monkeyp
     monkeypatch.setattr(split.tars, "forget", mended)
     assert split.read(7) == jpeg(7)
     assert (
-        f"{tar}: the bytes at offset {offset} were read wrongly once, and rightly the second time"
-        in caplog.text
+        f"{tar}: the bytes at offset {offset} were wrong in the first read and right in the"
+        " second" in caplog.text
     )
 
 
@@ -376,8 +378,8 @@ def test_an_index_of_an_earlier_version_is_rebuilt_with_checksums(root, caplog):
     expected = written_by_an_earlier_version(root)
     split = open_split(root, "train")
     assert (
-        "without checksums of images (an earlier version wrote it): rebuilding it from 3 shards,"
-        " 0.0 GB to read" in caplog.text
+        "without image checksums (an earlier version wrote it): rebuilding it from 3 shards, 0.0"
+        " GB to read" in caplog.text
     )
     assert (root / "train.index.npy").read_bytes() == expected
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
@@ -389,7 +391,7 @@ def test_an_index_of_an_earlier_version_is_used_if_it_cannot_be_rewritten(
     written_by_an_earlier_version(root)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write to any folder
     split = pickle.loads(pickle.dumps(open_split(root, "train")))
-    assert "without checksums of images: they are not compared" in caplog.text
+    assert "without checksums, so images are not checked" in caplog.text
     assert split.index.dtype == UNCHECKED_DTYPE
     assert [split.read(i) for i in range(15)] == [jpeg(n) for n in range(15)]
 
@@ -399,7 +401,7 @@ def test_no_checksum_is_computed_of_a_replaced_shard(root):
     (root / "train.index.npy").unlink()
     with pytest.raises(
         ShardError,
-        match=r"train-00001\.tar: replaced by a file with other content, its sha256 is not the one",
+        match=r"train-00001\.tar: replaced by a file with other content \(its sha256 differs",
     ):
         open_split(root, "train")
 

@@ -86,7 +86,7 @@ def test_threads_that_find_a_full_disk_together_report_it_once(folder, caplog, m
     finally:
         block_cache.log.removeFilter(slow)
     assert [message for message in caplog.messages if message.startswith(str(folder))] == [
-        f"{folder}: cannot be written (No space left on device); blocks are used and not kept"
+        f"{folder}: cannot be written (No space left on device); blocks are used but not stored"
     ]
 
 
@@ -114,7 +114,7 @@ def test_a_stopped_process_with_a_lock_delays_other_processes_only_briefly(
         ), caplog.text
         reason = rf"{file_name} is locked by process {holder.pid}, stopped"
         reports = re.findall(
-            rf"cannot be written \({reason}\); blocks are used and not kept", caplog.text
+            rf"cannot be written \({reason}\); blocks are used but not stored", caplog.text
         )
         assert len(reports) == 1
     finally:
@@ -275,8 +275,8 @@ def test_a_world_writable_folder_is_refused(folder):
     with pytest.raises(
         ShardError,
         match=(
-            rf"{folder}: everybody may write there, .*: `chmod o-w {folder}`, or choose another"
-            r" with"
+            rf"{folder}: every user may write to this folder .*: run `chmod o-w {folder}`, or"
+            r" choose another folder with"
         ),
     ):
         BlockCache(folder, 1)

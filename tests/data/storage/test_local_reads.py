@@ -306,7 +306,7 @@ def test_a_replaced_shard_of_a_mounted_folder_is_reported_and_its_blocks_are_not
     with pytest.raises(
         ShardError,
         match=(
-            r"train-00000.tar: sample 12 .* failed: it was replaced while it was in use; restore"
+            r"train-00000.tar: sample 12 .* failed: the file was replaced while in use; restore"
             r" the shard"
         ),
     ):

@@ -54,9 +54,8 @@ def test_a_shard_replaced_in_training_is_reported(change, web, url, shards, cach
         ShardError,
         match=(
             r"/set/train-00000.tar: sample 12 \(key unknown\): reading \d+ bytes at offset \d+"
-            r" failed: it was replaced at its URL "
-            r"while it was in use \(it had \d+ bytes with the tag .*, now it has \d+ bytes.*\);"
-            r" restore the shard and start again"
+            r" failed: the file was replaced at its URL while in use \(before: \d+ bytes with the"
+            r" tag .*, now: \d+ bytes.*\); restore the shard and start again"
         ),
     ):
         split.read(12)
@@ -85,7 +84,7 @@ def test_a_shard_replaced_at_a_store_is_reported_and_not_kept(kind, shards, cach
     blocks = list(cache.rglob("*.block"))
     with pytest.raises(
         ShardError,
-        match=r"set/train-00000.tar: sample 12 .* it was replaced at its URL while it was in use",
+        match=r"set/train-00000.tar: sample 12 .* the file was replaced at its URL while in use",
     ):
         split.read(12)
     assert split.read(0) == sample
@@ -124,8 +123,8 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
         with pytest.raises(
             ShardError,
             match=(
-                r"sample 8 \(key .*\): reading .* gave others than were indexed, twice: a bit"
-                r" flipped"
+                r"sample 8 \(key .*\): reading .* twice returned other bytes than the indexed"
+                r" ones, so a bit flipped"
             ),
         ):
             split.read(8)
@@ -138,7 +137,7 @@ def test_a_bit_flipped_in_transit_is_fetched_again_and_never_kept(shards, cache,
 
         split.tars.forget = mend
         assert split.read(8) == open_split(shards, "train").read(8)
-        assert "were read wrongly once, and rightly the second time" in caplog.text
+        assert "were wrong in the first read and right in the second" in caplog.text
         assert list(cache.rglob("*.block"))
 
 
@@ -160,7 +159,7 @@ def test_a_file_replaced_while_it_is_fetched_is_reported(name, web, url, cache):
     web.files.ending = name
     with pytest.raises(
         ShardError,
-        match=rf"{url}/{name}: reading failed: it was replaced at its URL .*; start again",
+        match=rf"{url}/{name}: reading failed: the file was replaced at its URL .*; start again",
     ):
         open_split(url, "train", cache)
 
@@ -215,7 +214,7 @@ def test_a_server_that_only_drips_bytes_is_an_error(web, url, cache, monkeypatch
     monkeypatch.setattr(http, "SILENCE_S", 0.1)
     web.hang_after = 10  # each response stops after 10 bytes, so 100 bytes arrive in a second
     with pytest.raises(
-        ShardError, match=r"train-00000.tar: only \d+ bytes came in \d+ s; check the network"
+        ShardError, match=r"train-00000.tar: only \d+ bytes arrived in \d+ s; check the network"
     ):
         split.read(0)
     web.hang_after = None
@@ -260,7 +259,7 @@ def test_streaming_is_advised_if_the_server_does_not_support_ranges(web, url, ca
     web.ranges = False
     with pytest.raises(
         ShardError,
-        match=r"does not give parts of files .* exactly reproducibly, with data.reader: webdataset",
+        match=r"does not serve parts of files .* data.reader: webdataset, which is not exactly",
     ):
         open_split(url, "train", cache)
 
@@ -277,8 +276,8 @@ def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, 
     with pytest.raises(
         ShardError,
         match=(
-            r"no _info.json there; `python -m data_prep.index '.*/set/train-\{0000..0099\}.tar'"
-            r" --out ROOT`"
+            r"no _info.json at this URL; run `python -m data_prep.index"
+            r" '.*/set/train-\{0000..0099\}.tar' --out ROOT`"
         ),
     ):
         open_split(url, "train", cache)
@@ -295,7 +294,7 @@ def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, 
     (root / "train.index.npy").unlink()
     with pytest.raises(
         ShardError,
-        match=r"train.index.npy: unreadable .*; make it again with `python -m data_prep.index",
+        match=r"train.index.npy: unreadable .*; rebuild it with `python -m data_prep\.index",
     ):
         open_split(root, "train", cache)
 
@@ -305,7 +304,7 @@ def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, 
     [
         (
             lambda web: missing(web, "train.index.npy"),
-            "no train.index.npy there; `python -m data_prep.index",
+            "no train.index.npy at this URL; run `python -m data_prep.index",
         ),
         (
             lambda web: missing(web, "train-00001.tar", "train-00002.tar"),
@@ -321,7 +320,7 @@ def test_a_command_makes_the_index_of_foreign_shards(web, url, cache, tmp_path, 
         ),
         (
             lambda web: web.files.update({"/set/train.index.npy": web.files["/set/val.index.npy"]}),
-            r"npy: stale \(other shard lengths",
+            r"npy: outdated \(its shard lengths",
         ),
         (lambda web: web.files.update({"/set/_info.json": b"{"}), "_info.json: not valid JSON"),
         (
@@ -351,7 +350,9 @@ def test_faults_at_the_url_are_reported_before_the_start(
 def test_a_server_that_compresses_is_named(has_ranges, web, url, cache, tmp_path, capsys):
     web.ranges = has_ranges
     claim_encoding(web, "gzip")
-    message = "_info.json: the server compresses it (Content-Encoding: gzip), although the request"
+    message = (
+        "_info.json: the server compresses the file (Content-Encoding: gzip), although the request"
+    )
     with pytest.raises(ShardError, match=re.escape(message)):
         open_split(url, "train", cache)
     assert index.main([url, "--out", str(tmp_path / "out")]) == 2
@@ -368,7 +369,7 @@ def test_the_encoding_aws_chunked_is_not_taken_for_compression(web, url, cache, 
     ("name", "message"),
     [
         ("_info.json", "_info.json: not valid JSON"),
-        ("train.index.npy", "an empty train.index.npy there; `python -m data_prep.index"),
+        ("train.index.npy", "an empty train.index.npy at this URL; run `python -m data_prep.index"),
         ("train-00001.tar", "train-00001.tar: 0 bytes, expected"),
     ],
 )
@@ -381,11 +382,11 @@ def test_empty_files_are_reported(name, message, whole_if_empty, web, url, cache
 
 def test_a_missing_bucket_permission_scheme_or_package_is_reported(s3, shards, cache, monkeypatch):
     with pytest.raises(
-        ShardError, match=r"s3://nowhere/a: there is no such bucket \(.*\): correct"
+        ShardError, match=r"s3://nowhere/a: the bucket does not exist \(.*\): correct"
     ):
         open_split("s3://nowhere/a", "train", cache)
     bucket = s3.new_bucket()
-    with pytest.raises(ShardError, match=f"{bucket}/a: no _info.json there"):
+    with pytest.raises(ShardError, match=f"{bucket}/a: no _info.json at this URL"):
         open_split(f"{bucket}/a", "train", cache)
     root = upload(shards, bucket)
     with s3.only("s3:GetObject"):

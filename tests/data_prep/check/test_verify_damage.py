@@ -119,7 +119,7 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
     (lambda root: (root / "train-00001.json").unlink(), ["train-00001.json: absent"]),
     (
         lambda root: (root / "train-00002.json").write_text("{}"),
-        ["train-00002.json: not a sidecar of ours"],
+        ["train-00002.json: this file is not a sidecar"],
     ),
     (
         lambda root: edit_json(

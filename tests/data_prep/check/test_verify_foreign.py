@@ -48,7 +48,7 @@ def test_broken_tars_of_others(tmp_path, capsys):
     for text in (
         "train-000.tar: sample 'a' has no images (its members: b.jpg, b.cls",
         "train-001.tar: sample 'k' has no .cls",
-        "train-002.tar: sample 'k' has an extension twice",
+        "train-002.tar: sample 'k' has two members with the same extension",
         "train-003.tar: cut off",
         "train-004.tar: not a tar but compressed with gzip",
     ):

@@ -207,12 +207,12 @@ def test_a_file_that_is_there_with_another_md5_stays(web, path):
         (
             "http://127.0.0.1:9/a.bin",
             (
-                "nothing answers at this port (connection refused); correct the address, or start"
-                " the server"
+                "no server listens at this port (connection refused); correct the address, or"
+                " start the server"
             ),
         ),
         ("http://no-such-host.invalid/a.bin", ""),
-        ("https://127.0.0.1:{port}/a.bin", "the server speaks no TLS there; is http:// meant?"),
+        ("https://127.0.0.1:{port}/a.bin", "the server does not use TLS at this port; try http://"),
         ("ftp://host/a.bin", "expected an address that begins with http:// or https://"),
         ("a.bin", "expected an address that begins with http:// or https://"),
     ],

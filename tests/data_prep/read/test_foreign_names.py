@@ -53,7 +53,7 @@ def test_the_words_for_image_and_json(tmp_path, capsys):
         (
             {"jpg": b"", "json": b"{"},
             "--label json:label",
-            "has a .json that is no JSON (Expecting property name",
+            "has a .json that is not JSON (Expecting property name",
         ),
         (
             {"jpg": b"", "json": as_json(label=None)},

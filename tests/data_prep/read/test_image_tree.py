@@ -98,9 +98,9 @@ def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):
     assert main([*command, "--no-apply-exif"]) == 0
     told = [
         (
-            "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; pip install"
-            " pillow-heif, which reads them, or convert them to JPEG, with ImageMagick, say, in"
-            " their folder: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
+            "6 files not read as images: 2 .HEIC, 2 .cr2, 2 .heic; install a reader (pip install"
+            " pillow-heif), or convert them to JPEG in their folder, for instance with"
+            " ImageMagick: find . -iname '*.heic' -exec magick mogrify -format jpg {} +"
         ),
         "4 other files, no images: 2 .db, 2 .txt",
         (
@@ -174,7 +174,7 @@ def test_what_is_passed_over_is_counted_and_recorded(flat, tmp_path, capsys):
     (flat / "ape" / "photo.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
     told = [
-        "1 file not read as images: 1 .heic; pip install pillow-heif, which reads",
+        "1 file not read as images: 1 .heic; install a reader (pip install",
         f"1 image beside the class folders, of no class: {flat}/stray.png; not used",
     ]
     printed = capsys.readouterr().out
@@ -199,6 +199,6 @@ def test_a_class_of_other_images_only_is_reported(flat, tmp_path, capsys):
     (flat / "phone" / "1.heic").write_bytes(b"x")
     assert main([str(flat), "--out", str(tmp_path / "out"), "--workers", "1"]) == 2
     assert (
-        "classes without images: phone (1 file not read as images: 1 .heic; pip install pillow-heif"
+        "classes without images: phone (1 file not read as images: 1 .heic; install a reader"
         in capsys.readouterr().err
     )

@@ -404,13 +404,19 @@ REFUSED = {
     "nothing": (b"", "^0 bytes$"),
     "a web page": (
         b"<!DOCTYPE html><html>Not found</html>",
-        r"^no image but a web page \(a login or an error page was saved in its place\)$",
+        r"^not an image but a web page \(a login or an error page was saved in its place\)$",
     ),
-    "zeros": (bytes(1000), r"no image; expected one of JPEG, .*, and it begins with b'\\x00"),
-    "start of a JPEG": (b"\xff\xd8", "cut off in the JPEG headers, after 2 bytes"),
+    "zeros": (
+        bytes(1000),
+        r"not an image; expected one of JPEG, .*, but the data begin with b'\\x00",
+    ),
+    "start of a JPEG": (b"\xff\xd8", "truncated JPEG headers, after 2 bytes"),
     "JPEG bomb": (jpeg_of(60_000, 60_000), "60000 x 60000 pixels are more than 178956970"),
     "PNG bomb": (png_of(40_000, 40_000), "more than 178956970 pixels"),
-    "wide JPEG": (jpeg_of(65_501, 8), "65501 x 8 pixels; sides of JPEGs have 65500 at most"),
+    "wide JPEG": (
+        jpeg_of(65_501, 8),
+        "65501 x 8 pixels; the sides of a JPEG are limited to 65500 pixels",
+    ),
     "wide PNG": (png_of(65_501, 2), "65501 x 2 pixels; sides of JPEGs have 65500 at most"),
     "12 bits": (jpeg_of(97, 64, precision=12), "a JPEG of 12 bits and 3 components"),
     "2 components": (jpeg_of(97, 64, components=2), "a JPEG of 8 bits and 2 components"),
@@ -419,7 +425,10 @@ REFUSED = {
         encode(picture().convert("I"), "TIFF"),
         "pixels of mode I have no known range",
     ),
-    "PostScript": (encode(picture(), "EPS"), "no image; .*, and it begins with b'%!PS-Adobe"),
+    "PostScript": (
+        encode(picture(), "EPS"),
+        "not an image; .*, but the data begin with b'%!PS-Adobe",
+    ),
 }
 
 

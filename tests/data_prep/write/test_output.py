@@ -264,7 +264,7 @@ def test_what_is_not_there(bucket):
         assert list(folder.iterdir()) == []
     with pytest.raises(
         ShardError,
-        match=r"s3://no-such-bucket/a: there is no such bucket .*: correct the URL, or create it",
+        match=r"s3://no-such-bucket/a: the bucket does not exist .*: correct the URL, or create",
     ):
         Output("s3://no-such-bucket/a").make()
 

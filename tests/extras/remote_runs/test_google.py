@@ -63,4 +63,4 @@ def test_a_bucket_that_does_not_exist_is_refused(
     done = run(f"launch/{script}.py", "--config", config, *TINY, *arguments, cold=True)
     assert done.returncode == 2, done.stderr
     assert f"error: {bucket}-of-nobody/runs/x: " in done.stderr
-    assert "there is no such bucket" in done.stderr
+    assert "the bucket does not exist" in done.stderr

@@ -258,8 +258,8 @@ def test_a_missing_bucket_is_a_users_mistake_for_train_and_for_a_scheduler(
     done = run(script, *arguments)
     assert done.returncode == 2, done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert line.startswith(f"error: {url}: there is no such bucket ("), line
-    assert line.endswith("): correct the URL, or create it first"), line
+    assert line.startswith(f"error: {url}: the bucket does not exist ("), line
+    assert line.endswith("): correct the URL, or create the bucket first"), line
 
 
 @pytest.mark.full
@@ -328,7 +328,7 @@ def test_a_file_name_that_leads_out_of_the_run_is_refused(s3, tmp_path, monkeypa
     bucket = s3.new_bucket()
     for key, data in (("checkpoint.json", b"{}"), (name.format(tmp=tmp_path), b"harm")):
         boto3.client("s3").put_object(Bucket=bucket[5:], Key=f"run/{key}", Body=data)
-    with pytest.raises(ValueError, match=r"harm', which leads out of its folder"):
+    with pytest.raises(ValueError, match=r"harm', which points outside of its folder"):
         local_run(f"{bucket}/run")
     assert not list(tmp_path.rglob("harm"))
 

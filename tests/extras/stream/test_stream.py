@@ -149,21 +149,21 @@ def write_tar(path: Path, members: dict[str, bytes]) -> Path:
         (
             "http://127.0.0.1:9/train.tar",
             (
-                r"http://127.0.0.1:9/train.tar: nothing answers at this port \(connection"
+                r"http://127.0.0.1:9/train.tar: no server listens at this port \(connection"
                 r" refused\); correct"
             ),
         ),
         (
             "{folder}/unlabelled.tar",
             (
-                "unlabelled.tar: sample 'a' has no .cls with the label .* describe others by"
-                " data.stream_image=SUFFIX"
+                "unlabelled.tar: sample 'a' has no .cls with the label .* describe other layouts"
+                " with data.stream_image=SUFFIX"
             ),
         ),
         ("{folder}/labels.tar", "labels.tar: sample 'a': label 7; expected 0 to 2"),
         (
             "{folder}/broken.tar",
-            "image 'a' of the stream: .*; data.on_bad_image=skip trains without it",
+            ("image 'a' of the stream: .*; set data.on_bad_image=skip to train without this image"),
         ),
     ],
 )
@@ -370,7 +370,9 @@ def test_training_on_a_stream_reports_that_it_is_not_exact_and_evaluates_exactly
         "launch/train.py", "--config", config, f"run.dir={tmp_path / 'run'}", *TINY, *streamed
     )
     assert done.returncode == 0, done.stderr
-    assert "not exact: samples may repeat or be missed, resume starts a new pass" in done.stderr
+    assert (
+        "not exact: samples may repeat or be missed, and resuming starts a new pass" in done.stderr
+    )
     lines = [
         json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     ]

@@ -1,12 +1,13 @@
-"""Augmentation of batches on the device: a pure function of (images, labels, table).
+"""Augment batches on the device, as a pure function of (images, labels, table).
 
-Images arrive as uint8. They stay uint8 for all operations on grey levels: the reflected margin of
-the simple crop, the flip, then one operation after the other (RandAugment, 3-Augment, colour
-jitter), grouped by kind (`vit.data.augment.rounds`). Then images become float32, normalized by the
-mean and deviation of the data; boxes are erased; at last rows and labels mix with their partners.
+Images arrive as uint8 and stay uint8 for all operations on gray levels. These are the reflected
+margin of the simple crop, the flip, and then one operation after another (RandAugment, 3-Augment,
+color jitter), grouped by kind (`vit.data.augment.rounds`). Images are then converted to float32 and
+normalized by the mean and standard deviation of the data. Finally, boxes are erased, and rows and
+labels are mixed with their partners.
 
-This module draws no random numbers and never waits for the device: the table, which is on the host
-(`vit.data.augment.draw`), has the rows of each operation.
+This module draws no random numbers and never waits for the device. The augmentation table, which is
+on the host (`vit.data.augment.draw`), lists the rows of each operation.
 """
 
 from __future__ import annotations
@@ -25,26 +26,26 @@ from vit.data.augment.rounds import apply_rounds, plan_rounds, to_device
 from vit.data.augment.table import CUTMIX, LAMBDA, RIGHT, TOP, table_layout
 
 CPU_VALUES, GPU_VALUES = 2**18, 2**27
-"""The image values that are changed at once. On a CPU a block fits in the cache between two
-operations: one image of 224 pixels (docs/experiments/). On a GPU a block fits in memory beside a
-model: 891 images."""
+"""The number of image values that are changed at the same time. On a CPU, a block of one image of
+224 pixels stays in the cache between two operations (docs/experiments/). On a GPU, a block of 891
+images fits in memory next to a model."""
 
 
 def rows_at_once(images: Tensor) -> int:
-    """Return how many of `images` (B, C, H, W) are changed at once."""
+    """Return how many of `images` (B, C, H, W) are changed at the same time."""
     values = CPU_VALUES if images.device.type == "cpu" else GPU_VALUES
     return max(1, values // images[0].numel())
 
 
 class Augment:
-    """The path from decoded pixels to the model's inputs and targets.
+    """Converts decoded pixels to the model's inputs and targets.
 
-    A call does all of it, in two parts. `change` costs the host as much time for few images as for
-    many, so it gets all micro-batches at once, ahead of their step. `finish` makes float32, which
-    takes four times the memory, so it gets one micro-batch at a time.
+    A call consists of `change` and `finish`. `change` costs the host as much time for a few images
+    as for many, so it gets all micro-batches together, before their step. `finish` produces float32
+    images, which take four times the memory, so it gets one micro-batch at a time.
 
-    `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: `torch.compile` the part
-    that has one shape in all steps. Evaluation has no table and uses only `normalize`.
+    `mean`, `std`: per channel, for images scaled to [0, 1]. `compiled`: use `torch.compile` for the
+    computation whose shapes never change. Evaluation has no table and only calls `normalize`.
     """
 
     def __init__(
@@ -64,8 +65,8 @@ class Augment:
         # (x / 255 - mean) / std as one multiplication and addition.
         self.scale = (1.0 / (255.0 * torch.tensor(std))).view(1, -1, 1, 1).to(device)
         self.shift = (-torch.tensor(mean) / torch.tensor(std)).view(1, -1, 1, 1).to(device)
-        # Computed once: a compiled graph would compute them on the host in each step, and wait for
-        # the copy.
+        # Computed once, because a compiled graph would compute the quantiles on the host in each
+        # step and wait for the copy.
         self.quantiles = pixel_ops.normal_quantiles(device)
         self._finish = self._finish_on_device
         if compiled:
@@ -80,9 +81,10 @@ class Augment:
         return self.finish(self.change(images, table), labels, table)
 
     def change(self, images: Tensor, table: Tensor) -> Tensor:
-        """Apply margin, flip and operations to grey levels; return new uint8 images.
+        """Apply margin, flip and operations on gray levels; return new uint8 images.
 
-        The result has separate channels in memory, which makes later steps twice as fast on a CPU.
+        The channels of the result are separate in memory, which makes later steps twice as fast on
+        a CPU.
         """
         out = torch.empty(images.shape, dtype=torch.uint8, device=images.device)
         size = (images.shape[2], images.shape[3])
@@ -100,22 +102,22 @@ class Augment:
         return out
 
     def change_batch(self, batch: Any) -> Any:
-        """Return `batch` with changed images; the `on_device` of `vit.data.loader.Loader`."""
+        """Return `batch` with changed images; used as `on_device` of `vit.data.loader.Loader`."""
         return replace(batch, images=self.change(batch.images, batch.table))
 
     def finish(self, images: Tensor, labels: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
         """Normalize, erase and mix `images` (uint8, after `change`); see `__call__`."""
         device = images.device
-        # Only rows with a box, because noise is costly. `nonzero` runs on the host; on the device
-        # it would be a host-device sync. If compiled, all rows: one shape is cheaper than a graph
-        # for each number of rows.
+        # Select only rows with a box, because noise is costly. `nonzero` runs on the host, because
+        # on the device it would be a host-device sync. A compiled graph processes all rows, because
+        # one shape is cheaper than a graph for each number of rows.
         erased = np.arange(len(table))
         if self.layout.erase is not None and not self.compiled:
             top, bottom = table[:, self.layout.erase], table[:, self.layout.erase + 1]
             erased = (bottom > top).numpy().nonzero()[0]
         values = table.numpy()
-        # The partner's share of each pixel is 0 or 1 by the box (CutMix), or 1 - lambda (MixUp).
-        # Rows that do not mix have lambda 1, so rows need not be selected.
+        # The partner's share of each pixel is 0 or 1 depending on the box (CutMix), or 1 - lambda
+        # (MixUp). Rows that do not mix have lambda 1, so rows need not be selected.
         partner_share = 1.0 - values[:, LAMBDA, None]
         is_cut = values[:, CUTMIX] > 0
         partner = partners(self.config, len(table))
@@ -123,7 +125,7 @@ class Augment:
         return self._finish(images, labels, *on_device)
 
     def normalize(self, images: Tensor) -> Tensor:
-        """Convert uint8 (B, C, H, W) to float32, normalized by mean and deviation."""
+        """Convert uint8 (B, C, H, W) to float32, normalized by mean and standard deviation."""
         out = torch.empty_like(images, dtype=torch.float32)
         rows = rows_at_once(images)
         for part, to in zip(images.split(rows), out.split(rows), strict=True):
@@ -140,10 +142,11 @@ class Augment:
         partner_share: Tensor,
         is_cut: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Do the work of `finish`, with all arguments on the device.
+        """Run the device part of `finish`; all arguments are on the device.
 
         `erased` (int64): rows with a box. `partner` (B,) int64: the row that each row mixes with.
-        `partner_share` (B, 1) float32: its share. `is_cut` (B,) bool: whether it is a box.
+        `partner_share` (B, 1) float32: the weight of the partner. `is_cut` (B,) bool: whether the
+        row uses CutMix.
         """
         inputs = self.normalize(images)
         targets = torch.zeros(len(labels), self.num_classes, device=labels.device)
@@ -167,13 +170,13 @@ class Augment:
     def _erase(self, inputs: Tensor, columns: Tensor) -> Tensor:
         """Erase boxes of normalized images (Zhong et al. 2020).
 
-        As in timm, boxes are filled with 0, a standard normal colour, or normal noise.
+        As in timm, boxes are filled with 0, a standard normal color, or normal noise.
         """
         fill: Tensor | float = 0.0
         if self.config.erasing_mode == "rand":
             fill = columns[:, 4 : 4 + inputs.shape[1], None, None]
         elif self.config.erasing_mode == "pixel":
-            # Noise is a hash of the row's seed, so it is the same on any device and in any
+            # Noise is a hash of the row's seed, so it is identical on any device and in any
             # micro-batch.
             seeds = columns[:, 4].int()
             fill = pixel_ops.noise(seeds, self.quantiles, *inputs.shape[1:])
@@ -188,9 +191,9 @@ def create_augment(
     *,
     compiled: bool = False,
 ) -> Augment:
-    """Create the part of the image path that runs on the device, for training and evaluation.
+    """Create the augmentation that runs on the device, for training and evaluation.
 
-    `compiled` has no effect on a CPU, where compiling gains nothing.
+    `compiled` has no effect on a CPU, because compilation does not help there.
     """
     compiled = compiled and device.type == "cuda"
     return Augment(config, num_classes, data.mean, data.std, device, compiled=compiled)

@@ -1,15 +1,17 @@
-"""The operations of each set at a drawn strength: RandAugment in four dialects, AutoAugment in two,
-TrivialAugment, 3-Augment, colour jitter.
+"""The augmentation operations of each set: four variants of RandAugment, two of AutoAugment,
+TrivialAugment, 3-Augment and color jitter.
 
-The augmentation table has the number of an operation and its strength, on the scale of its set
-(`vit.data.augment.draw`). This module turns both into the inputs of the device: a `Kind`, and a
-table of levels or a few numbers, computed on the host as in the set's source.
+The augmentation table contains the number of an operation and its strength on the scale of its set
+(`vit.data.augment.draw`). This module converts both into inputs of the device: a `Kind`, and a
+table of levels or a few numbers. They are computed on the host as in the source of the set.
 
-Sources: timm/data/auto_augment.py, bilinear, of which "increasing" operations
-(`rand-m9-mstd0.5-inc1`) change an image more at a larger strength, and others at a smaller one;
+Sources:
+timm/data/auto_augment.py, bilinear. "Increasing" operations (`rand-m9-mstd0.5-inc1`) change an
+image more at a larger strength, and others at a smaller one.
 torchvision/transforms/autoaugment.py on Pillow images, with the bilinear interpolation of
-torchvision's references, on black; big_vision/pp/autoaugment.py of google-research/big_vision
-(nearest pixel, on grey), including TensorFlow's side effects, which comments explain.
+torchvision's references, on black.
+big_vision/pp/autoaugment.py of google-research/big_vision (nearest pixel, on gray), including side
+effects of TensorFlow that comments explain.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ Size = tuple[int, int]
 
 
 class Drawn(NamedTuple):
-    """The draws of one operation for n images of `size`."""
+    """The random numbers of one operation for n images of `size`."""
 
     strength: Tensor
     """(n, 1) float32."""
     place: Tensor
-    """(n, 2) float32 in [0, 1): x and y of the cutout; other sets have zeros."""
+    """(n, 2) float32 in [0, 1): x and y of the cutout; zeros in other sets."""
     size: Size
 
 
 class Op(NamedTuple):
-    """An operation: its kind and its numbers.
+    """An operation: its kind and a function that returns its numbers.
 
-    For `Kind.TABLE`, `numbers` returns levels 0..255 (n, 256). For other kinds it returns the
+    For `Kind.TABLE`, `numbers` returns levels 0..255 (n, 256). For other kinds, it returns the
     numbers listed in `Kind`, each (n, 1) or one number for all images.
     """
 
@@ -55,13 +57,13 @@ AUTO_CONTRAST = Op(Kind.AUTO_CONTRAST, lambda drawn: ())
 EQUALIZE = Op(Kind.EQUALIZE, lambda drawn: ())
 
 MEAN_COLOUR = (124.0, 116.0, 104.0)
-"""The fill colour of timm's warps: `img_mean`, ImageNet's mean colour, also for other data."""
+"""The fill color of timm's warps: `img_mean`, ImageNet's mean color, used for all data."""
 BLACK = (0.0, 0.0, 0.0)
 MIDDLE_GREY = (128.0, 128.0, 128.0)
 
 
 def _by_table(levels: Callable[[Tensor, Tensor], Tensor]) -> Op:
-    """Return an operation that maps levels to levels by `levels`(images, strength)."""
+    """Return an operation that maps levels to `levels`(images, strength)."""
     return Op(Kind.TABLE, lambda drawn: levels(pixel_ops.LEVELS, drawn.strength))
 
 
@@ -79,13 +81,14 @@ def _warp(fill: Sequence[float], matrix: Callable[[Tensor, Size], Matrix]) -> Op
 
 
 def _turned(degrees: Tensor) -> Matrix:
-    """Return the matrix that turns the content counter-clockwise about the centre."""
+    """Return the matrix that rotates the content counterclockwise about the center."""
     angle = degrees * (math.pi / 180.0)
     return angle.cos(), -angle.sin(), 0.0, angle.sin(), angle.cos(), 0.0
 
 
 def _sheared_x(shear: Tensor, size: Size) -> Matrix:
-    """Return the matrix that moves row y left by `shear` * y pixels, y from the upper border."""
+    """Return the matrix that moves row y to the left by `shear` * y pixels, y from the upper
+    border."""
     return 1.0, shear, shear * (size[0] / 2), 0.0, 1.0, 0.0
 
 
@@ -103,7 +106,7 @@ def _moved(left: Tensor | float, up: Tensor | float) -> Matrix:
 
 
 def _timm_factor(strength: Tensor) -> Tensor:
-    # In double, as in the source, because the last bit can change a level.
+    # Compute in double precision like the source, because the last bit can change a level.
     return (1.0 + strength.double() / 10.0 * 0.9).clamp(min=0.1).float()
 
 
@@ -164,10 +167,10 @@ def _torchvision(
     bits: Callable[[Tensor], Tensor],
     threshold: Callable[[Tensor], Tensor],
 ) -> dict[str, Op]:
-    """Return torchvision's operations for functions of the strength.
+    """Return torchvision's operations for the given functions of the strength.
 
-    pixels: a function of strength and side that returns whole pixels; positive moves the content
-    right or down. change: returns a factor minus 1, in double.
+    pixels: a function of strength and side that returns whole pixels; positive values move the
+    content right or down. change: returns a factor minus 1, in double precision.
     """
 
     def factor(strength: Tensor) -> Tensor:
@@ -193,7 +196,7 @@ def _torchvision(
 
 
 _LONGEST_MOVE = 150.0 / 331.0
-"""The longest translation in RandAugment and AutoAugment, as a share of the side."""
+"""The longest translation in RandAugment and AutoAugment, as a fraction of the side."""
 _TORCHVISION = _torchvision(
     shear=lambda s: 0.01 * s,
     pixels=lambda s, side: (s * (_LONGEST_MOVE * side / 30.0)).trunc(),
@@ -234,13 +237,13 @@ def _tf_contrast(drawn: Drawn) -> Tensor:
 
 
 def _tf_posterize(images: Tensor, strength: Tensor) -> Tensor:
-    # To keep 0 bits is a shift by 8, which TensorFlow replaces by a shift by 7.
+    # Keeping 0 bits would be a shift by 8, which TensorFlow replaces by a shift by 7.
     return pixel_ops.posterize(images, (0.4 * strength.abs()).floor().clamp(min=1.0))
 
 
 def _tf_solarize(images: Tensor, strength: Tensor) -> Tensor:
-    # The source casts the threshold to uint8. At strength 10, 256 becomes 0, which inverts all
-    # pixels.
+    # The source casts the threshold to uint8. At strength 10, 256 therefore becomes 0, which
+    # inverts all pixels.
     return pixel_ops.solarize(images, (25.6 * strength.abs()).floor().remainder(256.0))
 
 
@@ -254,7 +257,7 @@ def _cutout(drawn: Drawn) -> tuple[Tensor, ...]:
 
 
 def _tf_turned(degrees: Tensor, size: Size) -> Matrix:
-    """Return the rotation about the centre of tensorflow_addons/image/transform_ops.py."""
+    """Return the rotation about the center from tensorflow_addons/image/transform_ops.py."""
     last_y, last_x = (side - 1 for side in size)
     angle = degrees * (math.pi / 180.0)
     cos = angle.cos()
@@ -295,7 +298,7 @@ _THREE_AUGMENT: dict[str, Op] = {
     "blur": Op(Kind.BLUR, lambda drawn: pixel_ops.box_weights(drawn.strength)),
 }
 
-# --- colour jitter: strengths are factors, hue's are turns ----------------------------------------
+# --- color jitter: strengths are factors; for hue they are turns of the color wheel ---------------
 
 _COLOR_JITTER: dict[str, Op] = {
     "brightness": _by_table(lambda x, s: x * s),
@@ -319,4 +322,4 @@ OPS: dict[str, tuple[Op, ...]] = {
     "flip": (NONE, Op(Kind.FLIP, lambda drawn: ())),
     **{name: tuple(_SETS[name][op] for op in names) for name, names in OP_NAMES.items()},
 }
-"""The operations behind `vit.data.augment.table.OP_NAMES`, by set and number, and the flip."""
+"""The operations named in `vit.data.augment.table.OP_NAMES`, by set and number, plus the flip."""

@@ -1,15 +1,15 @@
-"""The random numbers of augmentation, drawn on the host: crops, operations and mixing.
+"""Draw the random numbers of augmentation on the host: crops, operations and mixing.
 
-A counter-based hash of (seed, epoch, sample, copy) gives each sample a key. From the key come the
-crop, for the decoder, and a row of a small float table (B, K) with all work of
-`vit.data.augment.apply` on the device (`vit.data.augment.table` has its columns). Mixing is drawn
-for groups, pairs or rows of the *global* batch from (seed, position). So the augmentation of a
-sample depends only on these numbers, and not on ranks, workers, the rest of the batch or the
-device.
+A counter-based hash of (seed, epoch, sample, copy) gives each sample a key. The key determines the
+crop for the decoder and a row of a small float table (B, K). The table describes all work of
+`vit.data.augment.apply` on the device (see `vit.data.augment.table` for its columns). Mixing is
+drawn from (seed, position) for groups, pairs or rows of the *global* batch. The augmentation of a
+sample therefore does not depend on ranks, workers, the rest of the batch or the device.
 
-A published stream of random numbers never changes: `tests/data/augment/golden_draws.json` has the
-draws of the recipes. A new kind of draw takes a new number below. The sets of operations are
-frozen, because their length is part of the draw; a new operation needs a new set.
+A published stream of random numbers never changes. `tests/data/augment/golden_draws.json` contains
+the random numbers of the recipes. A new purpose of random numbers gets a new constant below. The
+operation sets are frozen because their length affects the draws, so a new operation needs a new
+set.
 """
 
 from __future__ import annotations
@@ -34,28 +34,29 @@ from vit.data.augment.table import (
 )
 from vit.system.hashing import fold, uniform
 
-# The purpose of a hash, which is a part of its key. These numbers are part of the stream.
+# The purpose of a hash is part of its key. These constants are part of the random stream.
 _CROP, _FLIP, _RANDAUGMENT, _MIX, _THREE_AUGMENT, _JITTER, _ERASE, _MIX_PAIR, _MIX_ROW = range(9)
 _AUTO_AUGMENT = 9
 
 RANDAUGMENT_PROB = 0.5
-"""The probability with which timm applies a chosen operation; torchvision and big_vision always
-apply it."""
+"""The probability that timm applies a selected operation; torchvision and big_vision always apply
+it."""
 TRIVIAL_AUGMENT_BINS = 31
-"""The number of strengths of TrivialAugment, all equally likely (torchvision's
-`num_magnitude_bins`)."""
+"""The number of strengths of TrivialAugment, all equally likely (`num_magnitude_bins` in
+torchvision)."""
 SIMPLE_CROP_MARGIN = 4
-"""The reflected margin around the resized image for the simple crop, in pixels (DeiT III)."""
+"""The width of the reflected margin around the resized image for the simple crop, in pixels (DeiT
+III)."""
 BLUR_RADIUS = (0.1, 2.0)
-"""The range of 3-Augment's Gaussian radius in pixels."""
+"""The range of the radius of 3-Augment's Gaussian blur in pixels."""
 NUM_TRIES = 10
-"""The tries for a random box before crop and erasing give up, as in torchvision and timm."""
+"""The number of attempts to find a random box for crops and erasing, as in torchvision and timm."""
 
 
 def sample_keys(
     seed: int, epoch: int, ids: NDArray[np.int64], copies: NDArray[np.int64] | int = 0
 ) -> NDArray[np.uint64]:
-    """Return a key for each (sample, copy), (B,); all its draws in an epoch come from this key."""
+    """Return a key for each (sample, copy), (B,), that seeds all its random numbers in an epoch."""
     return fold(seed, epoch, ids, copies)
 
 
@@ -99,9 +100,9 @@ def draw_crops(
     heights: NDArray,
     size: tuple[int, int],
 ) -> NDArray[np.int64]:
-    """Return windows (B, 4) of the stored images: left, top, width, height in pixels.
+    """Return crop windows (B, 4) of the stored images: left, top, width, height in pixels.
 
-    The decoder resizes them to `size` = (height, width).
+    The decoder resizes these windows to `size` = (height, width).
     """
     if config.crop == "simple":
         return _simple_crops(keys, widths, heights, size)[0]
@@ -113,8 +114,9 @@ def _random_resized_crops(
 ) -> NDArray[np.int64]:
     """Draw the crops of Szegedy et al. 2015 with torchvision's details.
 
-    As RandomResizedCrop in transforms/v2/_geometry.py: up to ten tries of area and log-uniform
-    aspect, rounded; if none fits, the largest centred window with an allowed aspect.
+    As in RandomResizedCrop in transforms/v2/_geometry.py, area and log-uniform aspect are drawn up
+    to ten times and rounded. If no box fits, the crop is the largest centered window with an
+    allowed aspect.
     """
     w, h = widths.astype(np.float64), heights.astype(np.float64)
     tries_w, tries_h = _draw_boxes(
@@ -125,7 +127,7 @@ def _random_resized_crops(
     first = fits.argmax(1)
     clipped = np.clip(w / h, *config.crop_ratio)
     has_fit = fits.any(1)
-    # If no try fits, take the full side, or as much of it as the aspect allows.
+    # If no box fits, take the full side, or as much of it as the aspect allows.
     widest = np.where(w / h > clipped, np.rint(h * clipped), w)
     tallest = np.where(w / h < clipped, np.rint(w / clipped), h)
     crop_w = np.where(has_fit, tries_w[rows, first], widest)
@@ -142,10 +144,10 @@ def _simple_crops(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """Draw DeiT III's simple random crops (facebookresearch/deit:augment.py).
 
-    Resize until `size` is just covered, reflect four pixels beyond each border, take a window of
-    `size`. Returns windows (B, 4) as `draw_crops`, and the shift (B, 2) of each view beyond the
-    border of the image in x and y, in pixels of `size`. Windows begin at the pixel of the stored
-    image that is nearest to the drawn place.
+    The image is resized until it just covers `size` and reflected by four pixels beyond each
+    border, and a window of `size` is cut out. Returns windows (B, 4) like `draw_crops`, and the
+    shift (B, 2) of each view beyond the border of the image in x and y, in pixels of `size`.
+    Windows begin at the pixel of the stored image that is nearest to the drawn position.
     """
     height, width = size
     w = widths.astype(np.float64)
@@ -158,7 +160,7 @@ def _simple_crops(
         covered = np.maximum(resized, side)
         places = covered + 2 * SIMPLE_CROP_MARGIN - side + 1
         drawn = np.floor(uniform(keys, _CROP, 4, axis) * places) - SIMPLE_CROP_MARGIN
-        # The decoder crops the part inside the image; the device fills the rest by reflection.
+        # The decoder crops the part inside the image, and the device fills the rest by reflection.
         inside = np.clip(drawn, 0, covered - side)
         crop = np.clip(np.rint(np.minimum(w / width, h / height) * side), 1, stored)
         starts.append(np.rint(inside * (stored - crop) / np.maximum(covered - side, 1)))
@@ -179,7 +181,7 @@ def draw_table(
 ) -> NDArray[np.float32]:
     """Return the table (B, K) for images of `size` = (height, width), without mixing.
 
-    widths, heights: pixels of the stored images. `draw_mix` fills the mixing columns.
+    widths, heights: sizes of the stored images in pixels. `draw_mix` fills the mixing columns.
     """
     layout = table_layout(config)
     table = np.zeros((len(keys), layout.width), dtype=np.float32)
@@ -204,8 +206,8 @@ def draw_table(
 def _draw_randaugment(config: AugmentConfig, keys: NDArray[np.uint64], layer: int) -> list[NDArray]:
     """Draw one layer of RandAugment (Cubuk et al. 2020).
 
-    The columns are the operation, its signed strength on the scale of the set, and the place of the
-    cutout.
+    The columns are the operation, its signed strength on the scale of the operation set, and the
+    position of the cutout.
     """
     chosen, applied, negated, u1, u2 = (uniform(keys, _RANDAUGMENT, layer, i) for i in range(5))
     op = np.floor(chosen * len(OP_NAMES[config.randaugment_ops]))
@@ -226,7 +228,7 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
     """Draw AutoAugment (Cubuk et al. 2019) or TrivialAugment (Mueller and Hutter 2021).
 
     Returns the number and the signed strength of each operation, in the order of application.
-    AutoAugment draws one pair of the policy, and applies each operation of the pair with its own
+    AutoAugment draws one pair of the policy and applies each operation of the pair with its own
     probability. TrivialAugment draws one operation at any strength.
     """
     if config.auto_augment is None:
@@ -250,10 +252,10 @@ def _draw_auto_augment(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[
 
 
 def _draw_jitter(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[list[NDArray]]:
-    """Draw the enabled jitter operations, in a random order for each sample.
+    """Draw the enabled jitter operations in a random order for each sample.
 
-    Returns the number and the factor (hue: the shift) of each operation. As in ColorJitter of
-    torchvision/transforms/v2/_color.py, factors are uniform in [max(0, 1 - amount), 1 + amount],
+    Returns the number and the factor (for hue: the shift) of each operation. As in ColorJitter of
+    torchvision/transforms/v2/_color.py, factors are uniform in [max(0, 1 - amount), 1 + amount] and
     shifts in [-amount, amount].
     """
     ops = np.flatnonzero(np.array(config.color_jitter) > 0)
@@ -273,9 +275,9 @@ def _draw_erasing(
 ) -> list[NDArray]:
     """Draw top, bottom, left, right of the erased box (Zhong et al. 2020), in pixels; 0: none.
 
-    As RandomErasing with one box in timm/data/random_erasing.py: up to ten tries of area and
-    log-uniform aspect (height over width), rounded; the first box that is smaller than the image on
-    both sides.
+    As in timm/data/random_erasing.py with one box, area and log-uniform aspect (height / width) are
+    drawn up to ten times and rounded. The first box that is smaller than the image on both sides is
+    used.
     """
     height, width = size
     tries_h, tries_w = _draw_boxes(
@@ -293,7 +295,7 @@ def _draw_erasing(
 
 
 def _draw_noise(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[NDArray]:
-    """Draw the fill of the box: a standard normal colour, or the seed of its pixels' noise."""
+    """Draw the fill of the box: a standard normal color, or the seed of the pixel noise."""
     if config.erasing_mode == "rand":
         u1, u2 = (uniform(keys[:, None], _ERASE, i, np.arange(3)) for i in (5, 6))
         return list(_normal(u1, u2).T)
@@ -306,16 +308,16 @@ def _draw_noise(config: AugmentConfig, keys: NDArray[np.uint64]) -> list[NDArray
 
 
 def mixes(config: AugmentConfig) -> bool:
-    """Return whether MixUp or CutMix is on."""
+    """Return whether MixUp or CutMix is enabled."""
     return config.mixup_alpha > 0 or config.cutmix_alpha > 0
 
 
 def partners(config: AugmentConfig, num_rows: int) -> NDArray[np.int64]:
     """Return for each row the row that it mixes with.
 
-    Each row mixes with the next one of its group, and the last with the first. With
-    `mixup_mode: pair` the first row mixes with the last, the second with the last but one, and so
-    on.
+    Each row mixes with the next row of its group, and the last row with the first. With
+    `mixup_mode: pair`, the first row mixes with the last, the second with the second to last, and
+    so on.
     """
     size = config.mix_group_size
     rows = np.arange(num_rows)
@@ -334,12 +336,13 @@ def draw_mix(
     size: tuple[int, int],
     epoch: int,
 ) -> None:
-    """Fill the mixing columns of `table` (B, K).
+    """Fill the mixing columns of `table` (B, K) for MixUp (Zhang et al. 2018) and CutMix (Yun et
+    al. 2019).
 
-    The table has rows [first_row, first_row + B) of the global batch at `position`, in `epoch`
-    (from 0), for images of `size` = (height, width). MixUp (Zhang et al. 2018) and CutMix (Yun et
-    al. 2019). Lambda, box and the choice between the two are drawn for a group, a pair, or each row
-    (`mixup_mode`). A row whose partner has weight 0 (it could not be decoded) stays unmixed.
+    The table contains rows [first_row, first_row + B) of the global batch at `position`, in `epoch`
+    (counted from 0), for images of `size` = (height, width). Lambda, the box and the choice of
+    method are drawn for a group, a pair, or each row (`mixup_mode`). A row stays unmixed if its
+    partner has weight 0 because it could not be decoded.
     """
     is_over = config.mixup_off_epoch is not None and epoch >= config.mixup_off_epoch
     if not mixes(config) or is_over:
@@ -347,13 +350,14 @@ def draw_mix(
     assert first_row % config.mix_group_size == 0 == len(table) % config.mix_group_size, (
         "a group must not be divided"
     )
-    # Keyed by rows of the global batch, so that draws do not depend on ranks and workers.
+    # Keys use the row in the global batch, so that draws do not depend on ranks and workers.
     row = first_row + np.arange(len(table))
     partner = partners(config, len(table))
     if config.mixup_mode == "batch":
         keys = fold(seed, position, row // config.mix_group_size, _MIX)
     elif config.mixup_mode == "pair":
-        # Keyed by the lower row of the pair, so that both partners have the same draws.
+        # Use the lower row of the pair as the key, so that both partners get the same random
+        # numbers.
         keys = fold(seed, position, np.minimum(row, first_row + partner), _MIX_PAIR)
     else:
         keys = fold(seed, position, row, _MIX_ROW)
@@ -374,9 +378,9 @@ def draw_mix(
     half_w = np.floor(cut * width) // 2
     top, bottom = np.clip(middle_y - half_h, 0, height), np.clip(middle_y + half_h, 0, height)
     left, right = np.clip(middle_x - half_w, 0, width), np.clip(middle_x + half_w, 0, width)
-    # Lambda is the area outside the box as clipped by the border, as in the paper's code.
+    # Lambda is the area outside the box after clipping at the border, as in the paper's code.
     area_outside = 1.0 - (bottom - top) * (right - left) / (height * width)
-    # A partner with weight 0 is a black image: mixing would add a label without a picture.
+    # A partner with weight 0 is a black image, and mixing would add its label without a picture.
     mixed = (uniform(keys, 4) < config.mix_prob) & (weights[partner] > 0)
     table[:, LAMBDA] = np.where(mixed, np.where(cutmix, area_outside, mixup_lambda), 1.0)
     table[:, CUTMIX] = cutmix & mixed
@@ -387,7 +391,7 @@ def draw_mix(
 def _symmetric_beta(alpha: float, keys: NDArray[np.uint64]) -> NDArray[np.float64]:
     """Draw Beta(alpha, alpha) for each key by Johnk's method (1964).
 
-    A rejection advances only the counter of its key, so the draws of different keys are
+    A rejection only advances the counter of its own key, so the draws of different keys are
     independent.
     """
     out = np.empty(len(keys))

@@ -1,8 +1,8 @@
-"""The kinds of operations; the device applies all operations of a kind at once.
+"""The kinds of augmentation operations. The device applies all operations of a kind together.
 
-In a round each image has one operation. The images are sorted by kind, so that images of one kind,
-and of kinds that share work, are one slice: levels are looked up together, warped together, blended
-together. A GPU launches as many kernels for 500 images as for one image of each kind.
+In a round, each image has one operation. The images are sorted by kind, so that images of one kind,
+and of kinds that share work, form one slice. A GPU therefore launches as many kernels for 500
+images as for one image of each kind.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import vit.data.augment.pixel_ops as pixel_ops
 
 
 class Kind(IntEnum):
-    """The kinds of operations, in the order in which a round sorts its images."""
+    """The kinds of operations, in the order by which a round sorts its images."""
 
     NONE = 0
     FLIP = auto()
     TABLE = auto()
-    """A look-up of levels in a table from the host."""
+    """A lookup of levels in a table from the host."""
     AUTO_CONTRAST = auto()
     TF_AUTO_CONTRAST = auto()
     EQUALIZE = auto()
     TF_WARP = auto()
-    """A warp by `pixel_ops.affine_nearest`, with the numbers of `WARP`."""
+    """A warp by `pixel_ops.affine_nearest`, with the same numbers as `WARP`."""
     WARP = auto()
-    """A warp by a to f of `pixel_ops.affine`, and the colour outside the image."""
+    """A warp by a to f of `pixel_ops.affine`, and the color outside the image."""
     CONTRAST = auto()
-    """A blend between the mean grey (factor 0) and the image (factor 1)."""
+    """A blend between the mean gray level (factor 0) and the image (factor 1)."""
     SATURATION = auto()
-    """A blend between grey (factor 0) and the image (factor 1)."""
+    """A blend between the gray image (factor 0) and the image (factor 1)."""
     TF_SATURATION = auto()
     SHARPNESS = auto()
     """A blend between the smoothed image (factor 0) and the image (factor 1)."""
@@ -42,13 +42,13 @@ class Kind(IntEnum):
     BLUR = auto()
     """A blur by `pixel_ops.box_weights`."""
     HUE = auto()
-    """A turn of the colour wheel, in turns."""
+    """A rotation of the color wheel, in turns."""
     CUTOUT = auto()
-    """A grey square, by top, bottom, left, right."""
+    """A gray square, given by top, bottom, left, right."""
 
 
 NUM_NUMBERS = 9
-"""The most numbers of a kind: warps have 9."""
+"""The maximum number of numbers per kind; warps use 9."""
 CUTOUT_GREY = 128
 
 
@@ -60,10 +60,11 @@ _TABLES: dict[Kind, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 
 class Round:
-    """A round of operations on images (B, C, H, W) uint8, sorted by kind; changes them in place.
+    """A round of operations on images (B, C, H, W) uint8, sorted by kind. Changes images in place.
 
-    starts: the first row of each kind, and B. numbers: (B, NUM_NUMBERS) float32 on the device.
-    tables: levels on the device, (n, 256) uint8, n at least the number of `Kind.TABLE` images.
+    starts: the first row of each kind, followed by B. numbers: (B, NUM_NUMBERS) float32 on the
+    device. tables: levels on the device, (n, 256) uint8, with at least one row per `Kind.TABLE`
+    image.
     """
 
     def __init__(self, images: Tensor, starts: Sequence[int], numbers: Tensor, tables: Tensor):
@@ -137,7 +138,7 @@ class Round:
         pixel_ops.affine(floats, numbers[:, :6], numbers[:, 6:9, None, None], out=floats)
 
     def _blend(self, floats: Tensor, numbers: Tensor) -> None:
-        """Blend each image with a base, which is the result at factor 0; factor 1 is the image."""
+        """Blend each image with a base image: factor 0 gives the base, factor 1 the image."""
         contrast, colour, tf_colour, sharp, tf_sharp = (
             self._rows(kind, kind, Kind.CONTRAST)
             for kind in (
@@ -156,15 +157,15 @@ class Round:
         if tf_colour.start < tf_colour.stop:
             bases.append(pixel_ops.tf_grey(floats[tf_colour]))
         if sharp.start < tf_sharp.stop:
-            # The image itself; smoothing below replaces all but its border.
+            # Start with the image itself; smoothing below replaces everything except its border.
             bases.append(floats[sharp.start :])
         shape = floats.shape[1:]
         base_images = torch.cat([base.expand(-1, *shape) for base in bases])
         for rows, rounding in ((sharp, 6), (tf_sharp, 0)):
             if rows.start < rows.stop:
                 pixel_ops.smooth(floats[rows], rounding, base_images[rows])
-        # In the order of Pillow's Blend.c, because another order rounds differently. In place,
-        # because allocating memory costs more than the sums.
+        # Use the order of Pillow's Blend.c, because another order rounds differently. Work in
+        # place, because allocating memory costs more than the sums.
         floats.sub_(base_images).mul_(numbers[:, :1, None, None]).add_(base_images)
 
     @staticmethod

@@ -1,13 +1,12 @@
-"""Pixel arithmetic on batches, with an argument for each sample.
+"""Pixel arithmetic on batches, with separate arguments for each sample.
 
 Levels are whole numbers 0..255. Images (B, C, H, W) and tables of levels (B, C, 256) are uint8 or
-float32; each docstring gives the type. Arguments are (B, 1, 1, 1) float32. `to_levels` clamps to
-0..255 and truncates fractions, as Pillow does; an operation that rounds does so before. No
-operation draws random numbers, waits for the device or branches on a value, so rows do not affect
-each other.
+float32, as each docstring states. Arguments are (B, 1, 1, 1) float32. `to_levels` clamps to 0..255
+and truncates fractions like Pillow, so operations that round must do so before. No operation draws
+random numbers, waits for the device or branches on a value, so rows do not affect each other.
 
-On a CPU the results equal Pillow's to the level, unless a docstring gives a difference. A GPU may
-differ by one level if the exact result is an integer.
+On a CPU, the results equal Pillow's exactly unless a docstring states a difference. On a GPU, they
+may differ by one level if the exact result is an integer.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 LEVELS = torch.arange(256, dtype=torch.float32)
-"""All levels, on the host. An operation applied to them gives its table."""
+"""All levels, on the host. Applying an operation to them gives its table."""
 
 
 def to_levels(images: Tensor) -> Tensor:
@@ -27,7 +26,7 @@ def to_levels(images: Tensor) -> Tensor:
     return images.clamp(0.0, 255.0).to(torch.uint8)
 
 
-# --- levels by themselves: images or `LEVELS`, float32 --------------------------------------------
+# --- operations on single levels: images or `LEVELS`, float32 -------------------------------------
 
 
 def invert(images: Tensor) -> Tensor:
@@ -36,13 +35,13 @@ def invert(images: Tensor) -> Tensor:
 
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
-    """Keep the `bits` highest of 8 bits; 0: black."""
+    """Retain the `bits` highest of 8 bits; with 0 bits, the result is black."""
     unit = torch.exp2(8.0 - bits)
     return (images / unit).floor() * unit
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
-    """Invert levels of `threshold` and more."""
+    """Invert levels of at least `threshold`."""
     return torch.where(images < threshold, images, 255.0 - images)
 
 
@@ -51,14 +50,14 @@ def solarize_add(images: Tensor, addition: Tensor) -> Tensor:
     return torch.where(images < 128.0, (images + addition).clamp(max=255.0), images)
 
 
-# --- tables of levels from what an image has ------------------------------------------------------
+# --- tables of levels that depend on the image ----------------------------------------------------
 
 
 def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: torch.dtype) -> None:
     """Write tables that stretch each channel to 0..255 into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: type of the
-    arithmetic: float64 as in Pillow, where the highest level may become 254, or float32 as in
+    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. dtype: precision of
+    the arithmetic: float64 as in Pillow, where the highest level may become 254, or float32 as in
     TensorFlow.
     """
     pair = torch.add(highest, levels.amin(2, keepdim=True), alpha=256)
@@ -68,36 +67,37 @@ def auto_contrast_table(levels: Tensor, highest: Tensor, out: Tensor, dtype: tor
 
 @lru_cache
 def _stretched(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return all tables (65536, 256); row 256 * lowest + highest stretches these levels."""
+    """Return all tables (65536, 256); row 256 * lowest + highest stretches this range of levels."""
     every = torch.arange(256, dtype=dtype)
     tables = torch.empty(256, 256, 256, dtype=torch.uint8)
     for low, of_low in enumerate(tables):
         span = (every - low)[:, None]
-        # `255.0 / tensor` would be a product with its reciprocal, which rounds differently.
+        # `255.0 / tensor` would multiply by the reciprocal, which rounds differently.
         factors = torch.where(span > 0, torch.full_like(span, 255.0) / span, 1.0)
         offsets = torch.where(span > 0, low * factors, 0.0)
-        # Entries for levels outside low to high are arbitrary, because the channel has none.
+        # Entries outside low to high are arbitrary, because the channel does not contain these
+        # levels.
         of_low.copy_((every * factors - offsets).clamp_(0.0, 255.0))
     return tables.view(-1, 256).to(device)
 
 
 def _range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    if torch.compiler.is_compiling():  # within a graph a new range costs nothing
+    if torch.compiler.is_compiling():  # a new range costs nothing within a graph
         return torch.arange(stop, dtype=dtype, device=device)
     return _kept_range(stop, dtype, device)
 
 
 @lru_cache
 def _kept_range(stop: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Made on the host: when `to` returns, all streams of a GPU can read it. If a stream made the
-    # range, another stream could read the cached tensor before it is written.
+    # Create the range on the host, so that all streams of a GPU can read it when `to` returns. If a
+    # stream created it, another stream could read the cached tensor before it is written.
     return torch.arange(stop, dtype=dtype).to(device)
 
 
 def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
     """Write tables that equalize each channel's histogram into `out` (B, C, 256) uint8.
 
-    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. Rounds as Pillow
+    levels: (B, C, H * W) int64. highest: (B, C, 1), the maximum of `levels`. Rounds like Pillow
     (PIL/ImageOps.py, equalize).
     """
     every = _range(256, torch.int64, levels.device)
@@ -106,7 +106,7 @@ def equalize_table(levels: Tensor, highest: Tensor, out: Tensor) -> None:
     below = counts.cumsum(2)[..., :256]  # number of pixels of lower levels
     step = below.gather(2, highest) // 255
     table = (below + step // 2) // step.clamp(min=1)
-    # `minimum` can write into uint8 directly; `clamp` would need a cast and another tensor.
+    # `minimum` can write into uint8 directly. `clamp` would need a cast and another tensor.
     torch.minimum(torch.where(step > 0, table, every), every[-1], out=out)
 
 
@@ -115,46 +115,46 @@ def look_up(tables: Tensor, levels: Tensor, out: Tensor) -> None:
     torch.gather(tables, 2, levels, out=out.flatten(2))
 
 
-# --- what images are blended with, and other colours: float32 -------------------------------------
+# --- images to blend with, and other colors: float32 ----------------------------------------------
 
 
 def grey(images: Tensor) -> Tensor:
-    """Return Pillow's luma (B, 1, H, W); grey images are returned unchanged."""
+    """Return Pillow's luma (B, 1, H, W); gray images are returned unchanged."""
     if images.shape[1] == 1:
         return images
     red, green, blue = images.split(1, 1)
     half = _constant((0.5,), torch.float32, images.device)
-    # Pillow's integer weights. All sums have at most 24 bits, so float32 is exact as well.
+    # Pillow's integer weights. All sums have at most 24 bits, so float32 is also exact.
     sums = torch.add(half, red, alpha=19595 / 65536).add_(green, alpha=38470 / 65536)
     return sums.add_(blue, alpha=7471 / 65536).floor_()
 
 
 @lru_cache
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (1, C, 1, 1); cached, because making it for each batch is a host-device sync."""
+    """Return a (1, C, 1, 1) tensor; cached, because each creation is a host-device sync."""
     return torch.tensor(values, dtype=dtype, device=device).view(1, -1, 1, 1)
 
 
 def tf_grey(images: Tensor) -> Tensor:
-    """Return tf.image.rgb_to_grayscale of uint8: its weights, times 255.5, truncated."""
+    """Return tf.image.rgb_to_grayscale of uint8 images: its weights, times 255.5, truncated."""
     weights = _constant((0.2989, 0.5870, 0.1140), torch.float32, images.device)
     red, green, blue = (images / 255.0).mul_(weights).split(1, 1)
     return (red + green).add_(blue).mul_(255.5).floor_()
 
 
 def mean_level(grey: Tensor) -> Tensor:
-    """Return the rounded mean (B, 1, 1, 1) of grey images (B, 1, H, W)."""
-    # In double: a float32 sum over all pixels could round to a different level.
+    """Return the rounded mean (B, 1, 1, 1) of gray images (B, 1, H, W)."""
+    # In double precision, because a float32 sum over all pixels could round to a different level.
     return grey.mean((2, 3), keepdim=True, dtype=torch.float64).add_(0.5).floor_().float()
 
 
 def smooth(images: Tensor, rounding: int, out: Tensor) -> None:
-    """Apply Pillow's SMOOTH to whole levels: a 3 x 3 mean in which the middle counts five times.
+    """Apply Pillow's SMOOTH to whole levels: a 3 x 3 mean in which the center counts five times.
 
-    Writes to `out` (the shape of `images`) except its border of one pixel, which does not change.
-    `rounding`: thirteenths that are added to the mean before it is truncated.
+    Writes to `out` (the shape of `images`) except its border of one pixel. `rounding`: thirteenths
+    that are added to the mean before it is truncated.
     """
-    # On a CPU pooling is 13 times slower than adding; on a GPU it needs a quarter of the kernels.
+    # On a CPU, pooling is 13 times slower than adding. On a GPU, it needs a quarter of the kernels.
     sum_of_nine = _added if images.device.type == "cpu" else _pooled
     sums = sum_of_nine(images).add_(images[:, :, 1:-1, 1:-1], alpha=4.0).add_(rounding)
     torch.div(sums, 13.0, rounding_mode="trunc", out=out[:, :, 1:-1, 1:-1])
@@ -167,15 +167,15 @@ def _added(images: Tensor) -> Tensor:
 
 
 def _pooled(images: Tensor) -> Tensor:
-    """Return the same sums as `_added`, bit for bit, because sums of whole levels are exact."""
+    """Return the same sums as `_added`, exactly equal because sums of whole levels are exact."""
     return F.avg_pool2d(images, 3, stride=1, divisor_override=1)
 
 
 def hue(images: Tensor, turns: Tensor) -> Tensor:
-    """Turn the colour wheel by `turns` in -0.5..0.5, without changing value and saturation.
+    """Rotate the color wheel by `turns` in -0.5..0.5, without changing value and saturation.
 
-    Equal to torchvision's result on tensors up to one level (adjust_hue_image in
-    transforms/v2/functional/_color.py); Pillow has only 256 hues.
+    Differs from torchvision's result on tensors by at most one level (adjust_hue_image in
+    transforms/v2/functional/_color.py). Pillow has only 256 hues.
     """
     red, green, blue = images.split(1, 1)
     value = images.amax(1, keepdim=True)
@@ -187,8 +187,8 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
         (green - blue) / safe,
         torch.where(value == green, 2.0 + (blue - red) / safe, 4.0 + (red - green) / safe),
     )
-    # Each channel is `value` minus a share of the chroma that depends on its distance from the hue
-    # (Smith 1978, without cases).
+    # Each channel is `value` minus a share of the chroma that depends on the channel's distance
+    # from the hue (Smith 1978, without cases).
     turned = sixths + 6.0 * turns
     distances = (turned + _constant((5.0, 3.0, 1.0), torch.float32, images.device)).remainder_(6.0)
     taken = torch.minimum(distances, 4.0 - distances).clamp_(0.0, 1.0)
@@ -196,10 +196,11 @@ def hue(images: Tensor, turns: Tensor) -> Tensor:
 
 
 def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weights for `blur` of a pixel, its neighbours and the next ones, like `radius`.
+    """Return the weights in `blur` of a pixel, its neighbors and the next ones, shaped like
+    `radius`.
 
-    Pillow's Gaussian of `radius` = 0..2 pixels is three box filters along each axis (Gwosdek et al.
-    2011; BoxBlur.c). The box reaches at most one full pixel and a part of a second one.
+    For `radius` = 0..2 pixels, Pillow's Gaussian is three box filters along each axis (Gwosdek et
+    al. 2011; BoxBlur.c). The box covers at most one full pixel and a part of a second one.
     """
     variance = radius * radius / 3.0
     full = ((torch.sqrt(12.0 * variance + 1.0) - 1.0) / 2.0).floor()
@@ -216,7 +217,7 @@ def box_weights(radius: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
     """Blur three times along each axis with `box_weights`, and round after each pass.
 
-    Differs from Pillow by up to three levels at a few radii, such as 1, where sums fall halfway
+    Differs from Pillow by up to three levels at a few radii, such as 1, at which sums fall halfway
     between two levels.
     """
     for axis in (3, 2):
@@ -224,7 +225,7 @@ def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
         for _ in range(3):
             padded = F.pad(images, (2, 2, 0, 0) if axis == 3 else (0, 0, 2, 2), mode="replicate")
             left2, left1, right1, right2 = (padded.narrow(axis, at, size) for at in (0, 1, 3, 4))
-            # In place, because allocating memory costs more than the sums.
+            # Work in place, because allocating memory costs more than the sums.
             images = (
                 (left1 + right1)
                 .mul_(near)
@@ -242,7 +243,7 @@ def blur(images: Tensor, middle: Tensor, near: Tensor, far: Tensor) -> Tensor:
 def _mapped(matrix: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the points (a x + b y + c, d x + e y + f), (B, 2, H, W), for `matrix` (B, 6)."""
     rows = matrix.view(-1, 2, 3, 1, 1)
-    # Keep this order of sums, because another one rounds differently.
+    # Keep this order of sums, because another order rounds differently.
     return (rows[:, :, 0] * x + rows[:, :, 1] * y[:, None]).add_(rows[:, :, 2])
 
 
@@ -252,10 +253,10 @@ def _from_centre(side: int, device: torch.device) -> Tensor:
 
 
 def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = None) -> Tensor:
-    """Take output pixel (x, y) from the point to which `matrix` (B, 6) maps it; outside: `fill`.
+    """Compute output pixel (x, y) at the point to which `matrix` (B, 6) maps it; outside: `fill`.
 
-    Bilinear, for float32 images, with points measured from the centre. Differs from Pillow by at
-    most one level. `fill`: (B, C, 1, 1). out: tensor for the result; may be `images`.
+    Interpolates float32 images bilinearly, with points measured from the center. Differs from
+    Pillow by at most one level. `fill`: (B, C, 1, 1). out: tensor for the result; may be `images`.
     """
     height, width = images.shape[-2:]
     at = _mapped(matrix, _from_centre(width, images.device), _from_centre(height, images.device))
@@ -270,17 +271,18 @@ def affine(images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = No
         padding_mode="border",
         align_corners=False,
     )
-    # Add a thousandth of a level: rounding could put an exact level just below itself, and the
-    # later truncation would lose a level.
+    # Add a thousandth of a level. Otherwise rounding could put an exact level just below itself,
+    # and the later truncation would lose a level.
     return torch.where(inside, warped.add_(2.0**-10), fill, out=out)
 
 
 def affine_nearest(
     images: Tensor, matrix: Tensor, fill: Tensor, out: Tensor | None = None
 ) -> Tensor:
-    """Warp as `affine`, but take the nearest pixel, with points measured from the first pixel.
+    """Warp like `affine`, but use the nearest pixel, with points measured from the first pixel.
 
-    For images of any dtype. Rounds halves away from 0, as TensorFlow's ImageProjectiveTransformV3.
+    Accepts images of any dtype. Rounds halves away from 0 like TensorFlow's
+    ImageProjectiveTransformV3.
     """
     height, width = images.shape[-2:]
     x, y = (_range(side, torch.float32, images.device) for side in (width, height))
@@ -297,7 +299,7 @@ def affine_nearest(
 def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
     """Move the view by `right` and `down` pixels (B,) int64, and mirror the image at its border.
 
-    The mirrored part does not repeat the outermost pixel. For images of any dtype.
+    The mirrored part does not repeat the outermost pixels. Accepts images of any dtype.
     """
     height, width = images.shape[-2:]
     row, column = (_range(side, torch.int64, images.device) for side in (height, width))
@@ -306,7 +308,7 @@ def shift_reflected(images: Tensor, right: Tensor, down: Tensor) -> Tensor:
         for side, at, offset in ((height, row, down), (width, column, right))
     )
     rows = _range(len(images), torch.int64, images.device).view(-1, 1, 1)
-    # Advanced indices around a slice put the channels last, which is the order in memory.
+    # Advanced indices around a slice put the channels last, which is their order in memory.
     return images[rows, :, y[:, :, None], x[:, None, :]].permute(0, 3, 1, 2)
 
 
@@ -324,9 +326,10 @@ def in_box(images: Tensor, box: Tensor) -> Tensor:
 def noise(seeds: Tensor, quantiles: Tensor, channels: int, height: int, width: int) -> Tensor:
     """Return standard normal numbers (B, channels, height, width) float32.
 
-    A pure function of `seeds` (B,) int32 and the position of the pixel. Each 32-bit hash
-    (lowbias32, Wellons 2018) serves two neighbouring pixels: its halves choose two of the 65,536
-    `quantiles`, which reach to 4.2. A look-up is far cheaper than a logarithm and a cosine.
+    The result is a pure function of `seeds` (B,) int32 and the position of the pixel. Each 32-bit
+    hash (lowbias32, Wellons 2018) serves two neighboring pixels: its halves select two of the
+    65,536 `quantiles`, which range up to 4.2. A lookup is far cheaper than a logarithm and a
+    cosine.
     """
     num = channels * height * width
     pairs = torch.arange((num + 1) // 2, device=seeds.device, dtype=torch.int32)
@@ -342,7 +345,7 @@ def normal_quantiles(device: torch.device) -> Tensor:
 
 
 def _hash32(x: Tensor) -> Tensor:
-    # Products overflow as intended; the masks turn int32's arithmetic shifts into logical ones.
+    # Products overflow as intended. The masks turn int32's arithmetic shifts into logical ones.
     x = (x ^ ((x >> 16) & 0xFFFF)) * 0x7FEB352D
     x = (x ^ ((x >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
     return x ^ ((x >> 16) & 0xFFFF)

@@ -1,7 +1,8 @@
-"""Plan a batch's augmentation operations on the host, from the batch's table, for the device.
+"""Plan a batch's augmentation operations on the host, and apply them on the device.
 
-The host knows the operation of each row, so the plan needs no answer from the device. In each round
-images are sorted by kind (`vit.data.augment.kinds`), and all numbers reach the device in one copy.
+The host knows the operation of each row, so planning does not wait for the device. In each round,
+images are sorted by kind (`vit.data.augment.kinds`). All numbers of the plan are copied to the
+device together.
 """
 
 from __future__ import annotations
@@ -26,23 +27,23 @@ _KIND_BOUNDS = np.arange(len(Kind) + 1)
 
 
 class Rounds(NamedTuple):
-    """The operations of B rows in R rounds; the first round is the flip.
+    """The operations of B rows in R rounds. The first round is the flip.
 
-    In each round the rows of a block are sorted by kind. A row never leaves its block.
+    In each round, the rows of a block are sorted by kind. A row never leaves its block.
     """
 
     kinds: NDArray[np.int64]
-    """(R, B) the kind of each row, in the order of each round."""
+    """(R, B) the kind of each row, in the row order of each round."""
     num_tables: NDArray[np.int64]
-    """(R, B) the number of rows of `Kind.TABLE` before each row, in all rounds."""
+    """(R, B) the number of rows of `Kind.TABLE` before each row, over all rounds."""
     moves: Tensor
-    """(R + 1, B) int64: `moves[r, i]` is the place, in the order of round r - 1, of the row that is
-    at place i in round r, counted from the block's first row. The order before the first round and
-    behind the last one is that of the batch."""
+    """(R + 1, B) int64: `moves[r, i]` is the place in round r - 1 of the row that round r has at
+    place i. Places are counted from the first row of the block. Before the first round and after
+    the last one, rows are in batch order."""
     numbers: Tensor
-    """(R, B, NUM_NUMBERS) float32, in the order of each round."""
+    """(R, B, NUM_NUMBERS) float32, in the row order of each round."""
     tables: Tensor
-    """(rows of `Kind.TABLE`, 256) uint8, in the order of each round."""
+    """(rows of `Kind.TABLE`, 256) uint8, in the row order of each round."""
 
 
 def plan_rounds(
@@ -53,7 +54,7 @@ def plan_rounds(
     device: torch.device,
 ) -> Rounds:
     """Plan the rounds for the rows of `table` (B, K) and images of `size`; tensors on `device`."""
-    # Four rows in one block, two rounds, kinds 0 to 2:
+    # An example with four rows in one block, two rounds and kinds 0 to 2:
     #
     #                                  round 0    round 1
     #     kinds, in batch order        1 0 2 0    0 2 0 1
@@ -63,37 +64,38 @@ def plan_rounds(
     #     moves, round 1                          2 3 1 0    = places[0][orders[1]]
     #     moves, back to the batch                0 3 1 2    = places[1]
     #
-    # For round 1, place 1 gets row 2 of the batch, which round 0 left at place 3. `places` is the
-    # inverse of `orders`: the argsort of a permutation is its inverse.
+    # In round 1, place 1 gets row 2 of the batch, which round 0 left at place 3. `places` is the
+    # inverse of `orders`, because the argsort of a permutation is its inverse.
     columns = (OpColumn("flip", FLIP), *layout.op_columns)
     kinds, sources, numbers, tables = _find_numbers(columns, table, size)
     batch = np.arange(len(table))
     block = batch // block_rows
-    # The block comes first in the key, so that rows stay in their block: `apply_rounds` gets one
-    # block at a time. Stable, so that the plan is the same with every version of numpy.
+    # The block comes first in the key, so that rows stay in their block, because `apply_rounds`
+    # gets one block at a time. A stable sort gives the same plan in every version of numpy.
     orders = np.argsort(block * len(Kind) + kinds, axis=1, kind="stable")
     places = np.argsort(orders, axis=1)
     moves = np.take_along_axis(np.vstack([batch, places]), np.vstack([orders, batch]), 1)
     kinds, sources = (np.take_along_axis(values, orders, 1) for values in (kinds, sources))
     by_table = kinds == Kind.TABLE
     num_tables = by_table.cumsum().reshape(kinds.shape) - by_table
-    # `apply_rounds` indexes the rows of one block, so moves count from the block's first row.
+    # Moves count from the first row of a block, because `apply_rounds` indexes the rows of one
+    # block.
     block_moves = moves - block * block_rows
     arrays: list[NDArray] = [block_moves, numbers[sources], tables[sources[by_table]]]
     return Rounds(kinds, num_tables, *to_device(arrays, device))
 
 
 def apply_rounds(rounds: Rounds, rows: slice, images: Tensor, out: Tensor) -> None:
-    """Apply the rounds to `images`, one block of the batch (`rows`), and write to `out`."""
+    """Apply the rounds to `images`, one block (`rows`) of the batch, and write to `out`."""
     moves = rounds.moves[:, rows]
-    # A block of one row, as of large images on a CPU, has nothing to sort. Skipping the moves saves
-    # a copy of the image in each round; the operations then work in `out`.
+    # Blocks of one row, which occur with large images on a CPU, have nothing to sort. Skipping the
+    # moves saves a copy of the image in each round; the operations then work in `out`.
     is_single = len(images) == 1
     current = out.copy_(images) if is_single else images
     for index, kinds in enumerate(rounds.kinds[:, rows]):
         if not is_single:
             current = current.index_select(0, moves[index])
-        # Kinds are sorted, so each kind is a slice, and a slice is one call on the device.
+        # Kinds are sorted, so each kind is one slice, which takes one call on the device.
         starts = np.searchsorted(kinds, _KIND_BOUNDS).tolist()
         tables = rounds.tables[rounds.num_tables[index, rows.start] :]
         Round(current, starts, rounds.numbers[index, rows], tables)()
@@ -106,7 +108,7 @@ def _find_numbers(
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32], NDArray[np.uint8]]:
     """Return the kinds (R, B), sources (R, B), numbers (R * B, NUM_NUMBERS), tables (R * B, 256).
 
-    `sources` has the row of `numbers` and `tables` that belongs to each row of each round.
+    For each row of each round, `sources` contains its row in `numbers` and `tables`.
     """
     shape = len(columns), len(table)
     drawn = np.zeros((shape[0] * shape[1], 4), np.float32)  # operation, strength, place
@@ -114,7 +116,7 @@ def _find_numbers(
         width = 4 if column.op_set == "big_vision" else 2
         rows[:, :width] = table[:, column.column : column.column + width]
         rows[:, 0] += np.where(rows[:, 0] < 0, 0, _FIRST_OP[column.op_set])
-    # Sorted by operation over all rounds, so that each operation computes its numbers in one call.
+    # Sort by operation over all rounds, so that each operation computes its numbers in one call.
     order = np.argsort(drawn[:, 0], kind="stable")
     drawn = drawn[order]
     kinds = np.zeros(len(drawn), np.int64)
@@ -139,10 +141,10 @@ def _find_numbers(
 
 
 def to_device(arrays: Sequence[NDArray], device: torch.device) -> list[Tensor]:
-    """Copy `arrays` to `device` in one copy, for which the host does not wait."""
-    # Padded to 8 bytes, because a view as int64 must begin at a multiple of 8.
+    """Copy `arrays` to `device` in a single copy, without waiting for it."""
+    # Pad to 8 bytes, because a view as int64 must begin at a multiple of 8.
     starts = np.cumsum([0, *(math.ceil(array.nbytes / 8) * 8 for array in arrays)]).tolist()
-    # A copy is asynchronous only from page-locked memory. Without a GPU, `device` can still be
+    # A copy is only asynchronous from page-locked memory. Without a GPU, `device` may still be
     # "cuda" for fake tensors, and pinning would fail.
     pinned = device.type == "cuda" and torch.cuda.is_available()
     packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=pinned)

@@ -1,7 +1,7 @@
 """The columns of a batch's augmentation table (B, K).
 
-`vit.data.augment.draw` writes the table on the host, `vit.data.augment.apply` reads it on the
-device. The columns follow from the config: flip, mixing, then operation by operation.
+`vit.data.augment.draw` writes the table on the host, and `vit.data.augment.apply` reads it for the
+device. The config determines the columns: flip, mixing, then one operation after another.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from vit.config.schema import AugmentConfig
 
-# The first columns, which every table has; `table_layout` has the others. LAMBDA is the weight of
-# the row's own image and label (MixUp). TOP to RIGHT is the box that CutMix takes from the partner.
+# Every table begins with these columns; `table_layout` returns the others. LAMBDA is the weight of
+# the row's own image and label (MixUp). TOP to RIGHT is the box that CutMix copies from the
+# partner.
 FLIP, LAMBDA, CUTMIX, TOP, BOTTOM, LEFT, RIGHT, FIRST_OP = range(8)
 
 _TIMM = (
@@ -78,17 +79,17 @@ OP_NAMES: dict[str, tuple[str, ...]] = {
     "three_augment": ("grayscale", "solarize", "blur"),
     "color_jitter": ("brightness", "contrast", "saturation", "hue"),
 }
-"""The sets of operations. Their order and length are those of the source, and part of the random
+"""The operation sets. Their order and length equal those of the source and are part of the random
 stream, so sets never change. RandAugment: timm/data/auto_augment.py (`_RAND_INCREASING_TRANSFORMS`,
 `_RAND_TRANSFORMS`), torchvision/transforms/autoaugment.py, big_vision/pp/autoaugment.py.
-AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT III. Colour jitter:
+AutoAugment and TrivialAugment: timm and torchvision. 3-Augment: DeiT III. Color jitter:
 torchvision."""
 AUTO_AUGMENT_SETS: dict[str, tuple[str, ...]] = {
     "ta_wide": ("ta_wide",),
     **dict.fromkeys(("imagenet", "cifar10", "svhn"), ("torchvision_auto",) * 2),
     **dict.fromkeys(("original", "originalr", "v0", "v0r"), ("timm_auto",) * 2),
 }
-"""The sets of each value of `augment.auto_augment`, in the order of application."""
+"""The operation sets for each value of `augment.auto_augment`, in the order of application."""
 _WITHOUT_STRENGTH = {
     "three_augment": ("grayscale", "solarize"),
     "randaugment": ("identity", "auto_contrast", "equalize", "invert"),
@@ -97,11 +98,11 @@ _WITHOUT_STRENGTH = {
 
 @dataclass(frozen=True)
 class OpColumn:
-    """The columns of one operation per sample.
+    """The table columns that describe one operation per sample.
 
-    `column` has the number in `OP_NAMES[op_set]` (-1: no operation), the next column the strength.
-    big_vision's operations have two more columns, the place of the cutout: uniform numbers in
-    [0, 1) for x and y.
+    `column` contains the operation's number in `OP_NAMES[op_set]` (-1: no operation), and the next
+    column its strength. Operations of big_vision have two more columns for the x and y position of
+    the cutout, uniform in [0, 1).
     """
 
     op_set: str
@@ -110,19 +111,20 @@ class OpColumn:
 
 @dataclass(frozen=True)
 class TableLayout:
-    """The columns that depend on the config; None: not drawn."""
+    """The columns that depend on the config; None: the table lacks them."""
 
     op_columns: tuple[OpColumn, ...]
-    """The operations in the order of application: RandAugment or AutoAugment, 3-Augment, colour
+    """The operations in the order of application: RandAugment or AutoAugment, 3-Augment, color
     jitter."""
     shift: int | None
-    """The first of two columns: the pixels by which the view is beyond the left (negative) or right
-    border of the image, and beyond its upper (negative) or lower border."""
+    """The first of two columns: the number of pixels by which the view exceeds the left (negative)
+    or right border of the image, and the upper (negative) or lower border."""
     erase: int | None
-    """The first of four columns, top, bottom, left, right of the erased box (all 0: no box), and of
-    `num_noise` more."""
+    """The first of four columns with the erased box: top, bottom, left, right (all 0: no box).
+    `num_noise` more columns follow."""
     num_noise: int
-    """The columns of the fill. 3: a colour; 1: an integer below 2**24 that seeds the noise."""
+    """The number of columns for the fill. 3: a color; 1: an integer below 2**24 that seeds the
+    noise."""
     width: int
     """The number of columns, K."""
 
@@ -153,7 +155,7 @@ def table_layout(config: AugmentConfig) -> TableLayout:
 
 
 def describe(config: AugmentConfig, row: NDArray[np.float32]) -> list[str]:
-    """List the operations of a row (K,) except mixing: "flip", "rotate -8.7", "erase"."""
+    """Return the operations of a row (K,) except mixing: "flip", "rotate -8.7", "erase"."""
     layout = table_layout(config)
     operations = []
     if layout.shift is not None and row[layout.shift : layout.shift + 2].any():

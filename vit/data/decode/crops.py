@@ -1,7 +1,7 @@
 """Decode encoded image bytes into cropped and resized uint8 views.
 
-`vit.data.decode.images` decodes a window of the image, and torch's antialiased uint8 resize writes
-it straight into its row of the batch. Pixels are never converted to float.
+`vit.data.decode.images` decodes a window of the image. torch's antialiased uint8 resize then writes
+the result directly into its row of the batch. Pixels are never converted to float.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ from vit.system import stages
 from vit.system.stages import Stage
 
 REDUCE_FROM = 2.5
-"""With `scaled`, a window is decoded at a reduced size if both sides are so many times the view's:
+"""With `scaled`, a window is decoded at a reduced size if both sides are at least this many times
+as long as the sides of the view:
 
     window / view    2.5    5      10
     decoded at       1/2    1/4    1/8
 
-Views of photographs then differ from exact views by 44 dB (median; 38 dB in the worst twentieth).
-A limit of 2 would give 41 dB. For comparison, bilinear and bicubic differ by 39 dB."""
+For photographs, the PSNR of such views against exact views is 44 dB (median; 38 dB in the worst
+twentieth). With a limit of 2 it would be 41 dB. For comparison, it is 39 dB between bilinear and
+bicubic."""
 PILLOW = {"bilinear": Image.Resampling.BILINEAR, "bicubic": Image.Resampling.BICUBIC}
 log = logging.getLogger(__name__)
 
@@ -50,8 +52,8 @@ def resize(
 ) -> Tensor:
     """Resize (H, W, C) uint8 pixels to `size` = (height, width), with antialiasing.
 
-    scales: new size / old size, for height and width; with scales, `pixels` are only the beginning
-        of an image, and `size` is the beginning of the resized image.
+    scales: new size / old size, for height and width. If given, `pixels` are only the beginning of
+    an image, and `size` is the beginning of the resized image.
     Returns (C, height, width) uint8, channels last in memory, or `out`.
     """
     if out is None:
@@ -67,17 +69,17 @@ def resize(
 
 
 def _resize_by_torch(image: Tensor, size: tuple[int, int], interpolation: str) -> Tensor:
-    """Resize a (C, H, W) uint8 image by torch's public function."""
+    """Resize a (C, H, W) uint8 image with torch's public function."""
     return F.interpolate(image[None], size, mode=interpolation, antialias=True)[0]
 
 
 @cache
 def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
-    """Return the operator behind torch's public function; None if the operator has changed.
+    """Return the operator behind torch's public function, or None if the operator has changed.
 
     The operator takes 0.6 of the time, because it writes into existing memory with any order of
-    channels. It is not a public interface, so each process first compares both on a small image: a
-    release of torch in which the operator is missing or different must not change any pixels.
+    channels. It is not a public interface, and a new release of torch must not change any pixels.
+    Each process therefore first compares the operator and the public function on a small image.
     """
     y, x = torch.arange(60)[:, None], torch.arange(90)
     planes = torch.stack([(x * y) % 256, (3 * x + 5 * y) % 256, 255 - x + 0 * y])
@@ -98,11 +100,11 @@ def _resize_operator(interpolation: str) -> Callable[..., Tensor] | None:
                 view = _new_view(part_size, 3)
                 operator(part[None], part_size, False, *scales, out=view[None])
                 if not torch.equal(view, expected[:, : part_size[0], : part_size[1]]):
-                    raise ValueError("it gives other pixels")
+                    raise ValueError("it returns different pixels")
     except Exception as error:  # a later release may raise anything
         log.warning(
-            "torch %s: its public function resizes, at 1.7 times the time, as the operator behind"
-            " it has changed: %s",
+            "torch %s: resizing takes 1.7 times as long, because the fast internal operator has"
+            " changed: %s",
             torch.__version__,
             error,
         )
@@ -124,7 +126,7 @@ def decode_views(
     """Decode an image once for several views: each of `windows`, resized to `size`.
 
     size: (height, width). scaled: if a window is `REDUCE_FROM` times as large as the view, decode a
-        reduced JPEG; such views are not exact. stored_size: see `decode_box`.
+    reduced JPEG; such views are not exact. stored_size: see `decode_box`.
     Returns (channels, height, width) uint8 tensors, one per window, channels last in memory; `out`
     if given. Raises ValueError like `decode_box`.
     """
@@ -144,7 +146,7 @@ def decode_views(
             if reduced == 1:
                 resize(part, size, interpolation, out[number])
             else:
-                # By Pillow, because torch cannot resize a part with borders between pixels.
+                # Use Pillow, because torch cannot resize a part whose borders are between pixels.
                 x, y = x % reduced, y % reduced
                 borders = x / reduced, y / reduced, (x + width) / reduced, (y + height) / reduced
                 out[number].copy_(_resize_by_pillow(part, size, interpolation, borders))
@@ -171,9 +173,9 @@ def _resize_by_pillow(
     interpolation: str,
     borders: tuple[float, float, float, float] | None = None,
 ) -> Tensor:
-    """Resize as `resize`, with Pillow's arithmetic.
+    """Resize like `resize`, but with Pillow's arithmetic.
 
-    borders: left, top, right, bottom of the part to resize; by default all of it.
+    borders: left, top, right, bottom of the part to resize; by default everything.
     """
     image = Image.fromarray(pixels.squeeze(2) if pixels.shape[2] == 1 else pixels)
     resized = np.array(image.resize((size[1], size[0]), PILLOW[interpolation], borders))
@@ -196,13 +198,13 @@ def decode_center(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Return the evaluation view: the centre of `size` of the image resized by `view`.
+    """Return the evaluation view: the center of `size` from the image resized by `view`.
 
-    Pixels are exactly those of torchvision's `v2.Resize` and `v2.CenterCrop` of a tensor; with
-    `view.resizer` pillow, those of torchvision and timm's `create_transform` of a Pillow image.
-    Only the visible part of a JPEG is decoded.
-    With `view.apply_exif` the image is turned upright first.
-    Returns (channels, height, width) uint8. Raises ValueError like `decode_box`.
+    Pixels exactly equal those of torchvision's `v2.Resize` and `v2.CenterCrop` on a tensor. If
+    `view.resizer` is pillow, they equal those of torchvision and timm's `create_transform` on a
+    Pillow image. Only the visible part of a JPEG is decoded. With `view.apply_exif`, the image is
+    turned upright first. Returns (channels, height, width) uint8. Raises ValueError like
+    `decode_box`.
     """
     data = upright(data, channels) if view.apply_exif else data
     try:
@@ -210,15 +212,16 @@ def decode_center(
     except ValueError as error:
         raise undecodable(data, error) from None
     resized = resized_size((height, width), size, view)
-    if math.prod(resized) > MAX_PIXELS:  # an extreme aspect, with the short side of the view
+    if math.prod(resized) > MAX_PIXELS:  # an extreme aspect ratio makes the long side huge
         reason = (
-            f"{width} x {height} pixels are too long a line: resized, more than {MAX_PIXELS} pixels"
+            f"{width} x {height} pixels are too elongated: after resizing they would exceed"
+            f" {MAX_PIXELS} pixels"
         )
         raise undecodable(data, ValueError(reason))
     can_stop = view.resizer == "torch" and _resize_operator(interpolation) is not None
     down = _plan_line(height, resized[0], size[0], interpolation, can_stop)
     across = _plan_line(width, resized[1], size[1], interpolation, can_stop)
-    # Pixels outside of `place` do not reach the crop, so they stay uninitialized.
+    # Pixels outside of `place` do not affect the crop, so they stay uninitialized.
     pixels = np.empty((down.length, across.length, channels), np.uint8)
     place = pixels[down.start : down.stop, across.start : across.stop]
     box = (across.start, down.start, across.stop - across.start, down.stop - down.start)
@@ -237,7 +240,7 @@ def decode_center(
 
 
 class _Line(NamedTuple):
-    """The plan for a row or column of the image, from stored pixels to the centre crop."""
+    """The plan for a row or column of the image, from stored pixels to the center crop."""
 
     start: int
     stop: int
@@ -250,25 +253,25 @@ class _Line(NamedTuple):
     scale: float | None
     """The scale for torch, if the line ends where the view ends."""
     first: int
-    """The crop's first pixel in the resized line."""
+    """The first pixel of the crop in the resized line."""
 
 
 def _plan_line(
     original: int, resized: int, cropped: int, interpolation: str, can_stop: bool
 ) -> _Line:
-    """Plan the centre `cropped` pixels of a line of `original` pixels resized to `resized`.
+    """Plan the central `cropped` pixels of a line of `original` pixels resized to `resized`.
 
-    can_stop: whether the resize accepts a scale, and so can end before the line ends.
+    can_stop: whether the resize accepts a scale, so that it can end before the line ends.
     """
     first = round((resized - cropped) / 2)
     scale = original / resized
-    # The filter's half width, and 1 for rounding.
+    # Half the width of the filter, plus 1 for rounding.
     reach = max(scale, 1.0) * (2 if interpolation == "bicubic" else 1) + 1
     start = max(math.floor((first + 0.5) * scale - reach), 0)
     stop = min(math.ceil((first + cropped - 0.5) * scale + reach), original)
     if can_stop and stop != first + cropped:  # torch would only copy a line that keeps its length
-        # torch inverts its argument, and the inverse must be exactly the scale that it uses without
-        # the argument. For one line in eight such a number does not exist.
+        # torch inverts its argument. The inverse must be exactly the scale that torch uses without
+        # the argument, and for one line in eight no such number exists.
         near = resized / original
         for inverse in (near, math.nextafter(near, 0), math.nextafter(near, 2 * near)):
             if 1 / inverse == scale:
@@ -281,7 +284,7 @@ def _plan_line(
 def resized_size(
     image: tuple[int, int], size: tuple[int, int], view: EvalConfig
 ) -> tuple[int, int]:
-    """Return the (height, width) of the resized `image`, before the crop to the centre of `size`.
+    """Return the (height, width) of the resized `image`, before the crop to the center of `size`.
 
     image, size: (height, width).
     """

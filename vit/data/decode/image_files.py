@@ -1,4 +1,4 @@
-"""Find and read files that may hold an image, by suffix and first bytes.
+"""Find and read files that may contain an image, by suffix and first bytes.
 
 `vit.data.decode.images` decodes the bytes. This module does not import torch.
 """
@@ -10,9 +10,10 @@ import re
 from importlib.util import find_spec
 
 MAX_IMAGE_BYTES = 1 << 28
-"""The largest encoded image, 256 MiB. A larger file is a decompression bomb or not an image."""
+"""The maximum size of an encoded image, 256 MiB. A larger file is a decompression bomb or not an
+image."""
 HEIF = (".heic", ".heif", ".hif")
-"""Suffixes of phone photos, which the package pillow-heif reads."""
+"""The suffixes of phone photos that the package pillow-heif reads."""
 READS_HEIF = find_spec("pillow_heif") is not None
 EXTENSIONS = (
     *(HEIF if READS_HEIF else ()),
@@ -62,7 +63,7 @@ NOT_READ = (
     ".pef",
     ".srw",
 )
-"""The suffixes of images that cannot be read: phones, raw data of cameras, drawings, others."""
+"""The suffixes of images that cannot be read: from phones, raw camera data, drawings, others."""
 READ_MAGIC = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n|GIF8[79]a|BM.{4}\0\0|II\*\0|MM\0\*"
     rb"|RIFF.{4}WEBP|P[1-6]\s|.{4}ftypavi[fs]|\0\0\0\x0cjP  ",
@@ -70,15 +71,15 @@ READ_MAGIC = re.compile(
 )
 """The first bytes of images that can be read."""
 HEIC_MAGIC = re.compile(rb".{4}ftyp(hei[cxms]|hev[cxms]|mif1|msf1)", re.DOTALL)
-"""The first bytes of HEIC and HEIF, in which phones store photos."""
+"""The first bytes of HEIC and HEIF, the formats of phone photos."""
 
 
 def how_to_convert(suffix: str) -> str:
-    """Return the remedy for images with a suffix of NOT_READ."""
-    package = "pip install pillow-heif, which reads them, or " * (suffix in HEIF)
+    """Return the remedy for images with a suffix in NOT_READ."""
+    package = "install a reader (pip install pillow-heif), or " * (suffix in HEIF)
     return (
-        f"{package}convert them to JPEG, with ImageMagick, say, in their folder: find . -iname"
-        f" '*{suffix}' -exec magick mogrify -format jpg {{}} +"
+        f"{package}convert them to JPEG in their folder, for instance with ImageMagick: find ."
+        f" -iname '*{suffix}' -exec magick mogrify -format jpg {{}} +"
     )
 
 
@@ -101,11 +102,13 @@ def is_image(path: str) -> bool:
 def read_image(path: str) -> bytes:
     """Return the bytes of a file.
 
-    Raises OSError, and ValueError if it is not a regular file or exceeds MAX_IMAGE_BYTES.
+    Raises OSError, and ValueError if the file is not a regular file or exceeds MAX_IMAGE_BYTES.
     """
     if os.path.exists(path) and not os.path.isfile(path):  # opening a pipe would block
         raise ValueError("not a regular file")
     with open(path, "rb") as file:
         if (num_bytes := os.fstat(file.fileno()).st_size) > MAX_IMAGE_BYTES:
-            raise ValueError(f"{num_bytes:,} bytes; no image has more than {MAX_IMAGE_BYTES:,}")
+            raise ValueError(
+                f"{num_bytes:,} bytes, but images are limited to {MAX_IMAGE_BYTES:,} bytes"
+            )
         return file.read()

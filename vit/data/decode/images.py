@@ -1,21 +1,21 @@
 """Decode encoded images to uint8 pixels.
 
-An ordinary JPEG (8 bits, grey or colour) is decoded by libjpeg-turbo, only in the window if
-possible. The first decoder that works is used: the optional C decoder (`vit.data.decode.native`);
-simplejpeg on a smaller JPEG that is cut out of the bytes (`vit.data.decode.jpeg_cut`); simplejpeg
-on the entire image. Pillow decodes JPEGs that simplejpeg refuses and all other images, with a list
-of allowed formats that excludes programs such as EPS. All decoders give the same pixels.
+libjpeg-turbo decodes ordinary JPEGs (8 bits, gray or color), if possible only in the window. The
+first decoder that works is used: the optional C decoder (`vit.data.decode.native`); simplejpeg on a
+smaller JPEG that is cut out of the bytes (`vit.data.decode.jpeg_cut`); simplejpeg on the entire
+image. Pillow decodes JPEGs that simplejpeg rejects and all other images. Its list of allowed
+formats excludes programs such as EPS. All decoders produce the same pixels.
 
-Colours are those of `Image.convert("RGB")`, as in torchvision and timm: transparency is dropped
-without blending, palettes are looked up, CMYK is read as Adobe writes it, profiles are ignored.
-There are two exceptions, because clipping would ruin the image: 16-bit greys are scaled to 8 bits
-(for 16-bit colours Pillow reads the upper 8), and 32-bit integers and floats are refused, because
-their range is unknown. The first frame of an animation is used. EXIF orientation is ignored, as in
-all published results; Pillow itself turns TIFFs.
+Colors equal those of `Image.convert("RGB")`, as in torchvision and timm. Transparency is dropped
+without blending, palettes are looked up, CMYK is read as Adobe writes it, and profiles are ignored.
+There are two exceptions, because clipping would ruin the image. 16-bit gray values are scaled to 8
+bits (of 16-bit colors, Pillow reads the upper 8). 32-bit integers and floats are rejected because
+their range is unknown. Of an animation, the first frame is used. EXIF orientation is ignored, as in
+all published results, except that Pillow itself turns TIFFs.
 
 The size in a header is compared with `MAX_PIXELS` before memory is allocated. Apart from Pillow's
-decoder (1 to 4 bytes per pixel) only the requested pixels are allocated, so the largest image takes
-some 0.7 GB and its window.
+decoder (1 to 4 bytes per pixel), only the requested pixels are allocated. The largest image
+therefore takes about 0.7 GB plus its window.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ from vit.system.tar_walk import TAR_BLOCK, describe_content
 Pixels = NDArray[np.uint8]
 """(H, W, channels)."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF", "JPEG2000", "HEIF")
-"""The formats that Pillow may try, by its names. JPEG includes MPO, several JPEGs in a row."""
+"""The formats that Pillow may try, by Pillow's names. JPEG includes MPO, several JPEGs in a row."""
 MAX_JPEG_SIDE = 65_500
-"""libjpeg's limit of width and height."""
+"""The maximum width and height in libjpeg."""
 TILE_TAGS = (TiffImagePlugin.TILEWIDTH, TiffImagePlugin.TILELENGTH)
 STRIP_PIXELS = 1 << 20
-"""The pixels that are converted at a time; a converted copy of a large image could be larger than
-the image."""
+"""The number of pixels that are converted at a time, because a converted copy of a large image
+could be larger than the image."""
 UNWRITTEN = np.random.default_rng(0).integers(0, 256, 3 * MAX_JPEG_SIDE, np.uint8)
-"""Random pixels that a decoder does not produce; see `_decode_cut`."""
+"""Random pixels that a decoder would never produce; see `_decode_cut`."""
 
 
 def decoder_name() -> str:
-    """Return the decoder of ordinary JPEGs: native (the package's C part) or simplejpeg."""
+    """Return the decoder of ordinary JPEGs: native (the package's C decoder) or simplejpeg."""
     return "native" if native.AVAILABLE else "simplejpeg"
 
 
-# ---- what is an image ----------------------------------------------------------------------------
+# ---- sizes and formats ---------------------------------------------------------------------------
 
 
 def read_image_size(data: bytes) -> tuple[int, int]:
     """Return (width, height) in pixels as stored, from the headers.
 
-    `data` may end anywhere after the headers. Raises ValueError with the reason if it is not an
+    `data` may end anywhere after the headers. Raises ValueError with the reason if `data` is not an
     image or exceeds a limit.
     """
     try:
@@ -75,7 +75,7 @@ def read_image_size(data: bytes) -> tuple[int, int]:
 
 
 def check_jpeg(header: JpegHeader) -> None:
-    """Raise ValueError for a JPEG that all decoders refuse."""
+    """Raise ValueError for a JPEG that all decoders reject."""
     if header.precision != 8 or header.num_components not in (1, 3, 4):
         raise ValueError(
             f"a JPEG of {header.precision} bits and {header.num_components} components; expected 8"
@@ -86,21 +86,23 @@ def check_jpeg(header: JpegHeader) -> None:
 
 def _check_size(width: int, height: int, is_jpeg: bool) -> None:
     if is_jpeg and max(width, height) > MAX_JPEG_SIDE:
-        raise ValueError(f"{width} x {height} pixels; sides of JPEGs have {MAX_JPEG_SIDE} at most")
+        raise ValueError(
+            f"{width} x {height} pixels; the sides of a JPEG are limited to {MAX_JPEG_SIDE} pixels"
+        )
     if width * height > MAX_PIXELS:
         raise ValueError(f"{width} x {height} pixels are more than {MAX_PIXELS}")
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Return Pillow's image of `data`, in one of FORMATS; only the headers are read.
+    """Return Pillow's image of `data`, in one of FORMATS. Reads only the headers.
 
-    Raises ValueError with the reason if it is not an image, exceeds a limit, or has pixels of an
+    Raises ValueError with the reason if `data` is not an image, exceeds a limit, or has pixels of
     unknown range.
     """
     try:
         with warnings.catch_warnings(action="ignore"):
             image = Image.open(io.BytesIO(data), formats=_formats())
-            # libtiff allocates a complete tile, even if the image is smaller than its tiles.
+            # libtiff allocates a complete tile, even if the image is smaller than a tile.
             tags = getattr(image, "tag_v2", {})
             tile_width, tile_height = (int(tags.get(tag, 0)) for tag in TILE_TAGS)
     except Image.DecompressionBombError:
@@ -118,7 +120,8 @@ def open_image(data: bytes) -> Image.Image:
 
 @cache
 def _formats() -> tuple[str, ...]:
-    """Return the FORMATS that the installed Pillow supports, and HEIC with pillow-heif."""
+    """Return the FORMATS that the installed Pillow supports, and HEIC if pillow-heif is
+    installed."""
     Image.init()
     if READS_HEIF:
         import pillow_heif
@@ -128,7 +131,7 @@ def _formats() -> tuple[str, ...]:
 
 
 def _why_not(data: bytes, error: Exception) -> str:
-    """Return why `data` is not an image."""
+    """Return the reason why `data` is not an image."""
     if not data:
         return "0 bytes"
     if data.startswith(b"\xff\xd8"):
@@ -138,11 +141,12 @@ def _why_not(data: bytes, error: Exception) -> str:
             return str(jpeg_error)
     if isinstance(error, Image.UnidentifiedImageError):
         if kind := describe_content(data[:TAR_BLOCK]):
-            return f"no image but {kind}"
+            return f"not an image but {kind}"
         if HEIC_MAGIC.match(data) and not READS_HEIF:
-            return f"HEIC photos are not read; {how_to_convert('.heic')}"
+            return f"HEIC photos cannot be read; {how_to_convert('.heic')}"
         return (
-            f"no image; expected one of {', '.join(_formats())}, and it begins with {data[:16]!r}"
+            f"not an image; expected one of {', '.join(_formats())}, but the data begin with"
+            f" {data[:16]!r}"
         )
     return str(error) or type(error).__name__
 
@@ -159,14 +163,15 @@ def _is_16_bit(image: Image.Image) -> bool:
 
 
 def to_mode(image: Image.Image, mode: str) -> Image.Image:
-    """Decode `open_image`'s image and convert it to RGB or L (grey). Raises ValueError."""
+    """Decode an image of `open_image` and convert it to RGB or L (gray). Raises ValueError."""
     with _reasons():
         _load(image, mode)
         return _converted(image, mode, _is_16_bit(image))
 
 
 def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) -> Pixels:
-    """Decode `open_image`'s image, or its part `box`, to (H, W, channels) uint8; 1: grey, 3: RGB.
+    """Decode an image of `open_image`, or its part `box`, to (H, W, channels) uint8; 1: gray, 3:
+    RGB.
 
     Raises ValueError with the reason if it cannot be decoded.
     """
@@ -186,7 +191,7 @@ def pixels_of(image: Image.Image, channels: int = 3, box: Window | None = None) 
 
 @contextmanager
 def _reasons() -> Iterator[None]:
-    """Turn all errors of Pillow into ValueError with the reason, and ignore its warnings."""
+    """Convert all errors of Pillow to ValueError with the reason, and ignore Pillow's warnings."""
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
@@ -202,10 +207,10 @@ def _load(image: Image.Image, mode: str) -> None:
     image.load()
     if image.size != size:
         raise ValueError(
-            f"it has {image.size[0]} x {image.size[1]} pixels, where its headers say {size[0]} x"
-            f" {size[1]}"
+            f"the image has {image.size[0]} x {image.size[1]} pixels, but its headers say"
+            f" {size[0]} x {size[1]}"
         )
-    # Drop transparency; otherwise Pillow would convert a colour that marks transparent pixels.
+    # Drop transparency, or Pillow would convert a color that marks transparent pixels.
     image.info.pop("transparency", None)
 
 
@@ -220,7 +225,7 @@ def _converted(image: Image.Image, mode: str, is_16_bit: bool) -> Image.Image:
 
 
 def decode(data: bytes, channels: int = 3) -> Pixels:
-    """Decode the entire image to (H, W, channels) uint8; channels: 1 (grey) or 3 (RGB).
+    """Decode the entire image to (H, W, channels) uint8; channels: 1 (gray) or 3 (RGB).
 
     Raises ValueError.
     """
@@ -241,14 +246,13 @@ def decode_jpeg(
     into: Pixels | None = None,
     strict: bool = True,
 ) -> Pixels:
-    """Decode an ordinary JPEG of `size` = (width, height) by simplejpeg.
+    """Decode an ordinary JPEG of `size` = (width, height) with simplejpeg.
 
-    reduce: divide each side by 1, 2, 4 or 8, rounded up. into: an array for the pixels.
-    strict: refuse any damage; otherwise refuse only damage that libjpeg cannot repair.
-    Raises ValueError.
+    reduce: divide each side by 1, 2, 4 or 8, rounded up. into: an array for the pixels. strict:
+    reject any damage; otherwise reject only damage that libjpeg cannot repair. Raises ValueError.
     """
     colorspace = "RGB" if channels == 3 else "GRAY"
-    # libjpeg offers sizes of n/8 of the image, and simplejpeg takes the smallest one that has at
+    # libjpeg offers sizes of n/8 of the image. simplejpeg selects the smallest one that has at
     # least these pixels.
     least = math.ceil(size[1] / reduce), math.ceil(size[0] / reduce)
     return simplejpeg.decode_jpeg(data, colorspace, False, False, *least, reduce, into, strict)
@@ -266,11 +270,11 @@ def decode_box(
     """Decode the part `box` of an image.
 
     Returns (H, W, channels) uint8 and the reduction of each side: `reduce` (2, 4 or 8) for a JPEG,
-    else 1. Without reduction the pixels equal those of `decode`; with it, the box is extended to
-    full reduced pixels. Damage outside of the box may go unnoticed.
+    else 1. Without reduction, the pixels equal those of `decode`. With reduction, the box is
+    extended to full reduced pixels. Damage outside of the box may go unnoticed.
 
     stored_size: (width, height) that the image must have. place: an array of the right shape that
-        may be used for the pixels.
+    may be used for the pixels.
     Raises ValueError if the image cannot be decoded, has a different size, or does not contain the
     box.
     """
@@ -307,9 +311,9 @@ def span(start: int, length: int, origin: int, reduce: int) -> slice:
 
 
 def _ordinary_jpeg(data: bytes) -> JpegHeader | None:
-    """Return the header of a JPEG for simplejpeg, or None if Pillow has to decode the image.
+    """Return the header of a JPEG for simplejpeg, or None if Pillow must decode the image.
 
-    Raises ValueError for a JPEG that both refuse.
+    Raises ValueError for a JPEG that both decoders reject.
     """
     try:
         header = read_header(data)
@@ -330,9 +334,9 @@ def _by_pillow(
     box: Window | None = None,
     stored_size: tuple[int, int] | None = None,
 ) -> Pixels:
-    """Decode the image, or its part `box`, by Pillow.
+    """Decode the image, or its part `box`, with Pillow.
 
-    problem: the error of simplejpeg, which is reported if Pillow also fails.
+    problem: the error of simplejpeg, which is reported if Pillow fails too.
     """
     try:
         image = open_image(data)
@@ -356,28 +360,28 @@ def _check_box(box: Window, actual: tuple[int, int], expected: tuple[int, int] |
     left, top, width, height = box
     if expected is not None and expected != actual:
         raise ValueError(
-            f"it has {actual[0]} x {actual[1]} pixels, the index says {expected[0]} x"
-            f" {expected[1]}: the index is of other images; delete the split's .index.npy, which is"
-            " made again"
+            f"the image has {actual[0]} x {actual[1]} pixels, but the index says {expected[0]} x"
+            f" {expected[1]}: delete the split's outdated .index.npy, and the next start rebuilds"
+            " it"
         )
     is_inside = left >= 0 and top >= 0 and left + width <= actual[0] and top + height <= actual[1]
     if not is_inside or min(width, height) < 1:
         raise ValueError(
-            f"{width} x {height} pixels at ({left}, {top}) are not inside of an image of"
-            f" {actual[0]} x {actual[1]}"
+            f"{width} x {height} pixels at ({left}, {top}) are outside of an image of {actual[0]}"
+            f" x {actual[1]}"
         )
 
 
 def _decode_cut(cut: Cut, channels: int, reduce: int) -> Pixels | None:
-    """Return the pixels of a cut, or None if it cannot be decoded without doubt."""
+    """Return the pixels of a cut, or None if they may be wrong."""
     size = cut.width, cut.height
     if reduce > 1 and max(size) < 8:
-        return None  # several of libjpeg's sizes have as many pixels, see `decode_jpeg`
+        return None  # several of libjpeg's sizes have equally many pixels, see `decode_jpeg`
     try:
         if not cut.has_rest:
             return decode_jpeg(cut.data, size, channels, reduce)
-        # libjpeg warns of the codes behind the last line, and simplejpeg does not distinguish
-        # warnings, so `strict` must be off; damaged parts then look as in Pillow. After an error
+        # libjpeg warns about the codes after the last line. simplejpeg does not distinguish
+        # warnings, so `strict` must be off, and damaged parts look as in Pillow. After an error
         # libjpeg writes no more lines, so all lines are right if the last one was written.
         height, width = math.ceil(cut.height / reduce), math.ceil(cut.width / reduce)
         pixels = np.empty((height, width, channels), np.uint8)

@@ -1,10 +1,11 @@
 """Cut a small JPEG out of the bytes of a large one, so that a decoder skips the rest.
 
-A baseline JPEG is a grid of blocks (MCUs), line by line, in one stream of codes that can only be
-read from the beginning. Restart markers, bytes 0xFF 0xD0 to 0xFF 0xD7 in turn, cut the stream into
-independent segments. If their interval divides a line, or is a multiple of it, the image is a grid
-of tiles. The tiles under the window, with the markers renumbered and the size in the header
-changed, are a JPEG again, with exactly the pixels of the original:
+A baseline JPEG is a grid of blocks (MCUs), stored line by line in one stream of codes that can only
+be read from the beginning. Restart markers, the bytes 0xFF 0xD0 to 0xFF 0xD7 in rotation, divide
+the stream into independent segments. If their interval divides a line, or is a multiple of a line,
+the image is a grid of tiles. To cut out the tiles under the window, it suffices to renumber the
+markers and change the size in the header. The result is a JPEG with exactly the pixels of the
+original:
 
     +----+----+----+----+
     |    |    |    |    |   file:  head 0 D0 1 D1 2 D2 3 D3 4 D4 5 D5 6 D6 7 D7 8 D0 9 ... 11 EOI
@@ -14,11 +15,11 @@ changed, are a JPEG again, with exactly the pixels of the original:
     |    | :..|..: |    |
     +----+----+----+----+
 
-Without restart markers the header gets a smaller height, so that the decoder stops below the
+Without restart markers, the header gets a smaller height, so that the decoder stops below the
 window.
 
-Source: ITU-T T.81, annexes B and E.1.4; the margin is libjpeg-turbo's "fancy" upsampling of colour
-(jdsample.c), which uses one colour sample to each side.
+Source: ITU-T T.81, annexes B and E.1.4. The margin follows from libjpeg-turbo's "fancy" upsampling
+of color (jdsample.c), which uses one color sample on each side.
 """
 
 from __future__ import annotations
@@ -36,32 +37,32 @@ Window = tuple[int, int, int, int]
 """A window: left, top, width, height in pixels of the original image."""
 EOI = b"\xff\xd9"
 MAX_SHARE = 0.95
-"""The largest share of the image that is worth a cut: finding the markers takes a 25th of the time
-of decoding the entire image."""
+"""The largest share of the image that is worth a cut. Finding the markers takes a 25th of the time
+for decoding the entire image."""
 
 
 class Cut(NamedTuple):
-    """A JPEG that shows a part of another."""
+    """A JPEG that shows a part of another JPEG."""
 
     data: bytearray
     left: int
     top: int
     width: int
     height: int
-    """The height of the part. All four numbers are pixels of the original."""
+    """The height of the part. All four numbers are in pixels of the original."""
     has_rest: bool
-    """Whether codes of further lines follow, for which libjpeg warns of "extraneous bytes"."""
+    """Whether codes of further lines follow. If so, libjpeg warns about "extraneous bytes"."""
 
 
 def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1) -> Cut | None:
-    """Cut the part of a JPEG that a decoder needs for `window`, which is inside the image.
+    """Cut out the part of a JPEG that a decoder needs for `window`, which is inside the image.
 
-    margin: width of the border on which the window's pixels depend, by the upsampling of colour; n
-        if the decoder reduces the image to 1/n.
+    margin: width of the border on which the pixels of the window depend, due to color upsampling; n
+    if the decoder reduces the image to 1/n.
 
-    Returns None if a cut saves nothing, and for progressive and arithmetic coding, several scans,
-    files that do not end with EOI (truncated, or with bytes after the image), and restart markers
-    that do not match the header; decoding the entire image will report the error.
+    Returns None if a cut saves nothing. Also returns None for progressive and arithmetic coding,
+    several scans, files that do not end with EOI (truncated, or with bytes after the image), and
+    restart markers that contradict the header. Decoding the entire image will report such errors.
     """
     left, top, width, height = window
     mcu_width, mcu_height = header.mcu_size
@@ -95,7 +96,7 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     cut_width = min(stop_column * tile_width, header.width) - first_column * tile_width
     cut_height = min(stop_row * tile_height, header.height) - first_row * tile_height
     if cut_width <= 4 * margin:
-        # Take one more tile, because libjpeg upsamples lines of one or two colour samples
+        # Take one more tile, because libjpeg upsamples lines of one or two color samples
         # differently.
         if first_column > 0:
             first_column -= 1
@@ -105,8 +106,8 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
     if cut_width * cut_height > MAX_SHARE * header.width * header.height:
         return None
 
-    # The segments of these tiles, each with the marker behind it. The segments of a row of tiles
-    # are contiguous.
+    # The segments of these tiles, each followed by its marker. The segments of a row of tiles are
+    # contiguous.
     markers = _restart_markers(data, header.scan_offset)
     if len(markers) != num_columns * num_rows - 1:
         return None
@@ -133,13 +134,13 @@ def cut_window(data: bytes, header: JpegHeader, window: Window, margin: int = 1)
 def _head(data: bytes, header: JpegHeader, width: int, height: int) -> bytearray:
     """Return all bytes before the codes, with the size replaced."""
     head = bytearray(data[: header.scan_offset])
-    # The size follows marker, length and precision, which are 5 bytes.
+    # The size follows marker, length and precision, which take 5 bytes.
     struct.pack_into(">HH", head, header.frame_offset + 5, height, width)
     return head
 
 
 def _restart_markers(data: bytes, scan_offset: int) -> NDArray[np.int64]:
-    """Return the offsets of the scan's restart markers; none if they are not in sequence."""
+    """Return the offsets of the scan's restart markers, or none if they are out of sequence."""
     codes = np.frombuffer(data, np.uint8, offset=scan_offset)
     at = (codes[:-1] == 0xFF).nonzero()[0]  # about one byte in 256
     numbers = codes[at + 1] ^ 0xD0

@@ -1,6 +1,6 @@
 """Read the headers of a JPEG without a decoder.
 
-A JPEG is a chain of segments, each with a marker and its length. They are read from the start of
+A JPEG is a sequence of segments, each with a marker and its length. They are read from the start of
 the image to its first scan. Other segments (EXIF, ICC profiles, tables) are skipped by their
 length, and the entropy-coded data are not read.
 
@@ -13,10 +13,10 @@ import struct
 from typing import NamedTuple
 
 MAX_PIXELS = 178_956_970
-"""Pillow's limit: a damaged header may promise 65,535 x 65,535 pixels, which take 13 GB."""
+"""Pillow's limit. A damaged header may specify 65,535 x 65,535 pixels, which take 13 GB."""
 FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
-"""The markers of frames, SOF0 to SOF15, except three in this range: Huffman tables, reserved,
-arithmetic conditioning."""
+"""The markers of frames, SOF0 to SOF15. The three exceptions in this range are Huffman tables, a
+reserved marker and arithmetic conditioning."""
 SEGMENTS = frozenset((0xC4, 0xCC, 0xDA, 0xDB, 0xDC, 0xDD, *range(0xE0, 0xF0), 0xFE))
 """The markers of other segments with a length: tables, start of scan, lines, restart interval,
 APPn, comment."""
@@ -29,28 +29,28 @@ class JpegHeader(NamedTuple):
 
     width: int
     height: int
-    """The stored height; like the width in pixels, before any turn by EXIF."""
+    """The stored height. Width and height are in pixels, before any rotation by EXIF."""
     num_components: int
-    """The number of components: 1 (grey), 3 (colour), 4 (CMYK or YCCK)."""
+    """The number of components: 1 (gray), 3 (color), 4 (CMYK or YCCK)."""
     precision: int
-    """The bits of a sample; 8 for all but medical and scientific images."""
+    """The number of bits per sample: 8 except in medical and scientific images."""
     process: int
     """The n of SOFn. 0: baseline, 1: extended sequential, 2: progressive, 3: lossless, 5 and more:
     hierarchical or arithmetic coding."""
     orientation: int
     """The EXIF orientation, 1 to 8; 1 (upright) if it is missing or invalid."""
     restart_interval: int
-    """The blocks (MCUs) between two restart markers; 0: no restart markers."""
+    """The number of blocks (MCUs) between two restart markers; 0: no restart markers."""
     scan_offset: int
     """The offset of the entropy-coded data of the first scan, in bytes."""
     frame_offset: int
-    """The offset of the marker of the frame, in bytes."""
+    """The offset of the frame marker, in bytes."""
     sampling: tuple[tuple[int, int], ...]
-    """The samples across and down in a block (MCU), for each component; 4:2:0 is (2, 2), (1, 1),
-    (1, 1)."""
+    """The number of samples across and down in a block (MCU), for each component. For 4:2:0 it is
+    (2, 2), (1, 1), (1, 1)."""
     is_one_scan: bool
-    """Whether the first scan has all components; unless coding is progressive, it is the only
-    scan."""
+    """Whether the first scan contains all components. If so, it is the only scan, except in
+    progressive coding."""
 
     @property
     def size(self) -> tuple[int, int]:
@@ -61,7 +61,7 @@ class JpegHeader(NamedTuple):
     def mcu_size(self) -> tuple[int, int]:
         """(width, height) in pixels of an MCU, the unit of the entropy-coded data.
 
-        Valid if `is_one_scan`.
+        Valid only if `is_one_scan`.
         """
         if self.num_components == 1:
             return 8, 8
@@ -72,8 +72,8 @@ class JpegHeader(NamedTuple):
 def read_header(data: bytes) -> JpegHeader:
     """Read the header of a JPEG; `data` may end anywhere after the start of the first scan.
 
-    Raises ValueError if `data` are not a JPEG, are truncated in the headers, have damaged headers
-    or no pixels, or have bytes between segments, which libjpeg would skip.
+    Raises ValueError if `data` is not a JPEG, is truncated in the headers, has damaged headers or
+    no pixels, or has bytes between segments, which libjpeg would skip.
     """
     if data[:2] != b"\xff\xd8":
         raise ValueError("no JPEG")
@@ -124,11 +124,11 @@ def read_header(data: bytes) -> JpegHeader:
                 orientation = _exif_orientation(data[position + 10 : end])
             position = end
     except (IndexError, struct.error):
-        raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes") from None
+        raise ValueError(f"truncated JPEG headers, after {len(data)} bytes") from None
     if frame is None:
         raise ValueError("damaged JPEG headers: image data without a frame")
     if end > len(data):
-        raise ValueError(f"cut off in the JPEG headers, after {len(data)} bytes")
+        raise ValueError(f"truncated JPEG headers, after {len(data)} bytes")
     precision, height, width, num_components = frame
     sampling = tuple(
         (both >> 4, both & 15)
@@ -150,7 +150,7 @@ def read_header(data: bytes) -> JpegHeader:
 
 
 def _exif_orientation(tiff: bytes) -> int:
-    """Return the orientation in an EXIF block (a small TIFF), 1 if it is missing or damaged."""
+    """Return the orientation in an EXIF block (a small TIFF), or 1 if it is missing or damaged."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
     if order is None:
         return 1
@@ -162,5 +162,5 @@ def _exif_orientation(tiff: bytes) -> int:
             if tag == 0x0112:
                 return value if 1 <= value <= 8 else 1
     except struct.error:
-        pass  # truncated: some cameras and editors write such blocks
+        pass  # truncated, because some cameras and editors write such blocks
     return 1

@@ -1,12 +1,12 @@
-"""The optional C decoder for a window of a JPEG, built at installation if a C compiler exists.
+"""The optional C decoder for a window of a JPEG, which the installation builds with a C compiler.
 
 `vit/data/decode/c/window.c` gets the bytes of a JPEG and a window. It reads only the codes of the
-window (without restart markers: all codes before the window's end) and writes the window's pixels
-into an array, exactly equal to simplejpeg's (libjpeg-turbo). For a JPEG that it does not support
-(progressive, CMYK, damaged, ...) it returns a status, in microseconds if the headers show the
-reason; then the caller decodes with simplejpeg. It runs without the interpreter's lock.
+window, or all codes before the end of the window if there are no restart markers. Its pixels are
+exactly equal to those of simplejpeg (libjpeg-turbo). For a JPEG that it does not support
+(progressive, CMYK, damaged, ...), it returns a status, within microseconds if the headers show the
+reason. The caller then decodes with simplejpeg. The decoder runs without the GIL.
 
-`load` refuses a library with another interface, a library that was built from different C files,
+`load` rejects a library with another interface, a library that was built from different C files,
 and a library that fails on a small JPEG. `VIT_NATIVE=0` in the environment disables the decoder.
 """
 
@@ -35,11 +35,11 @@ NOT_BUILT = (
 
 
 class Status(IntEnum):
-    """The reason why pixels were not decoded; `Status` of vit/data/decode/c/status.h."""
+    """The reason why pixels were not decoded; equals `Status` of vit/data/decode/c/status.h."""
 
     OK = 0
     DAMAGED = 1
-    """The part that was read is truncated or violates the standard."""
+    """The bytes that were read are truncated or violate the standard."""
     PROGRESSIVE = 2
     PROCESS = 3
     """The coding is arithmetic, lossless or hierarchical."""
@@ -53,22 +53,23 @@ class Status(IntEnum):
     WINDOW = 8
     """The window is not inside the image."""
     SAMPLING = 9
-    """A component's resolution does not divide the image's, or the first one's differs from it."""
+    """The resolution of a component does not divide the image's, or the first component is
+    coarser."""
     COLOURS = 10
-    """The caller requests grey pixels of an RGB image."""
+    """The caller requests gray pixels of an RGB image."""
     IMAGE = 11
-    """The image does not have the expected size, or is too large."""
+    """The image does not have the expected size or is too large."""
 
 
 class UnusableLibrary(Exception):
-    """The library must not be used. The message has the reason and a remedy."""
+    """The library must not be used. The message contains the reason and a remedy."""
 
 
 def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
-    """Load the library at `path`, and check that it gives the right pixels on this processor.
+    """Load the library at `path`, and check that its pixels are right on this processor.
 
-    The checks, in this order: the version of the interface; in a checkout, the hash of the C files,
-    because a checkout may be updated without a new build; the pixels of a small JPEG. Raises
+    The checks are, in this order: the version of the interface; in a checkout, the hash of the C
+    files, because a checkout may be updated without a new build; the pixels of a small JPEG. Raises
     UnusableLibrary.
     """
     again = "build it again: pip install -e ."
@@ -77,16 +78,16 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     except OSError as error:
         raise UnusableLibrary(f"{path} cannot be loaded ({error}); {again}") from None
     if not hasattr(library, "vit_native_abi") or library.vit_native_abi() != ABI:
-        raise UnusableLibrary(f"{path} belongs to another version of this package; {again}")
+        raise UnusableLibrary(f"{path} was built for another version of this package; {again}")
     library.vit_native_sources.restype = ctypes.c_char_p
     if sources.is_dir() and library.vit_native_sources().decode() != stamp_of(sources):
         raise UnusableLibrary(
-            f"{path} was built from other sources than {sources} holds now; {again}"
+            f"{path} was not built from the current sources in {sources}; {again}"
         )
     size = ctypes.c_size_t
     pointer = ctypes.c_void_p
     # data, its size; width and height of the image; left, top, width and height of the window;
-    # channels; pixels, bytes of a row; portable
+    # channels; pixels, bytes per row; portable
     library.vit_decode_window.argtypes = [
         ctypes.c_char_p,
         size,
@@ -107,8 +108,8 @@ def load(path: Path, sources: Path = SOURCES) -> ctypes.CDLL:
     library.vit_jpeg_transcode.restype = ctypes.c_int
     if not _decodes_correctly(library):
         raise UnusableLibrary(
-            f"{path} gives other pixels than simplejpeg on this machine; {again}; if that does not"
-            " help, please report it"
+            f"{path} decodes different pixels than simplejpeg on this machine; {again}; if that"
+            " does not help, please report it"
         )
     return library
 
@@ -139,7 +140,7 @@ def _decodes_correctly(library: ctypes.CDLL) -> bool:
 
 
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    """Return the library, or None and the reason; the reason is None if the user disabled it."""
+    """Return the library, or None and the reason (None if the user disabled the library)."""
     if os.environ.get("VIT_NATIVE") == "0":
         return None, None
     for suffix in EXTENSION_SUFFIXES:
@@ -162,19 +163,19 @@ def decode_into(
     portable: bool = False,
     library: ctypes.CDLL | None = None,
 ) -> Status:
-    """Decode the window with upper left pixel (left, top) and the shape of `pixels` into it.
+    """Decode the window with upper left pixel (left, top) and the shape of `pixels` into `pixels`.
 
-    pixels: (height, width, 1 or 3) uint8. Gaps between rows are allowed, between pixels not. Valid
-        if the status is OK.
+    pixels: (height, width, 1 or 3) uint8. Gaps are allowed between rows but not between pixels. The
+    content is valid if the status is OK.
     stored_size: (width, height) that the image must have.
-    portable: do not use special instructions of the processor; for tests.
+    portable: for tests: do not use special instructions of the processor.
     library: LIBRARY by default.
 
-    Damage outside of the window may go unnoticed. Inside, all that libjpeg refuses or warns of is
-    refused. (simplejpeg also refuses unusual subsamplings of colour.)
+    Damage outside of the window may go unnoticed. Inside, everything that libjpeg rejects or warns
+    about is rejected. (simplejpeg also rejects unusual color subsampling.)
     """
     library = library or LIBRARY
-    assert library is not None, "vit._native is not there: ask AVAILABLE first"
+    assert library is not None, "vit._native is missing: check AVAILABLE first"
     height, width, channels = pixels.shape
     assert pixels.dtype == np.uint8
     assert channels in (1, 3)
@@ -206,9 +207,9 @@ def decode_window(
     stored_size: tuple[int, int] | None = None,
     out: NDArray[np.uint8] | None = None,
 ) -> NDArray[np.uint8] | None:
-    """Decode the window (left, top, width, height) of a JPEG into `out`, or a new array.
+    """Decode the window (left, top, width, height) of a JPEG into `out` or a new array.
 
-    Returns (height, width, channels) uint8, or None if simplejpeg has to decode it.
+    Returns (height, width, channels) uint8, or None if the caller must use simplejpeg.
     """
     left, top, width, height = window
     if min(left, top) < 0 or min(width, height) < 1:  # unsigned in C

@@ -1,8 +1,8 @@
-"""Turn images upright by their EXIF orientation.
+"""Turn images upright according to their EXIF orientation.
 
-Cameras store the sensor's picture and a number for the camera's orientation. Published results come
-from unturned images. New photos are turned when shards are written (`data_prep`); the model's
-inputs must then be turned as well (`eval.apply_exif`).
+Cameras store the sensor's picture and a number for the camera's orientation. Published results use
+images that are not turned. `data_prep` turns new photos when it writes shards. The model's inputs
+must then be turned as well (`eval.apply_exif`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""The transpose that turns an image with an EXIF orientation upright."""
+"""The transpose operation that turns an image upright, for each EXIF orientation."""
 ORIENTATION_TAG = 0x0112
 
 
 def orientation_of(image: Image.Image) -> int:
-    """Return the EXIF orientation of Pillow's image; 1, upright, if it has none."""
+    """Return the EXIF orientation of a Pillow image, or 1 (upright) if it has none."""
     try:
         return image.getexif().get(ORIENTATION_TAG, 1)
     except Exception:  # a damaged EXIF block does not damage the image
@@ -36,9 +36,9 @@ def orientation_of(image: Image.Image) -> int:
 
 
 def upright(data: bytes, channels: int = 3) -> bytes:
-    """Return an encoded image turned upright, without loss, in 1 (grey) or 3 channels (RGB).
+    """Return an encoded image turned upright, without loss, in 1 (gray) or 3 channels (RGB).
 
-    Returns `data` itself if the image is upright. Raises ValueError like `decode`.
+    Returns `data` unchanged if the image is upright. Raises ValueError like `decode`.
     """
     try:
         orientation = read_header(data).orientation

@@ -1,7 +1,7 @@
-"""Open a split of a data set, and the on-disk format of data sets.
+"""Open a split of a data set. This module also defines the format of data sets on disk.
 
 Images and labels are stored in tar files ("shards"), two members per sample. An index with one row
-per sample has the position of the image, so reading sample i is one `pread`.
+per sample contains the position of the image, so reading a sample takes one `pread`.
 
     <root>/
       _info.json        splits, shard lengths, sizes and sha256, class names, source; written last
@@ -12,8 +12,8 @@ per sample has the position of the image, so reading sample i is one `pread`.
       val-00000.tar ...
 
 The tars are the source of truth: `.idx` and `.index.npy` can be rebuilt from them. `_info.json` has
-timm's layout plus additional keys, which may be missing. `<root>` may be a URL, or a folder that
-contains only `_info.json` and the index of shards at a URL ("shards_at").
+timm's layout plus additional optional keys. `<root>` may be a URL, or a folder that contains only
+`_info.json` and the index of shards at a URL ("shards_at").
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, local_path
 
 UNCHECKED = (
-    "of an earlier version, without checksums of images: they are not compared; `python -m"
-    " data_prep.index` writes it with them"
+    "the index is of an earlier version without checksums, so images are not checked; `python -m"
+    " data_prep.index` adds the checksums"
 )
 log = logging.getLogger(__name__)
 
@@ -75,21 +75,20 @@ def open_split(
 ) -> Split:
     """Open one split of the data set at `root`, a folder or a URL, without reading any image.
 
-    `split` may be a slice, as `train[:99%]` (`vit.data.shards.split_slice`). An index that is
-    missing or does not match the tars of a folder is rebuilt from all tars, with a warning.
+    `split` may be a slice such as `train[:99%]` (`vit.data.shards.split_slice`). If the index of a
+    folder is missing or does not match the tars, it is rebuilt from all tars, with a warning.
 
     cache_dir, cache_gib: see `BlockCache`. Shards in a folder are read in place if cache_dir is
-        None.
-    retry: limits of the retries for storage that does not answer.
+    None.
+    retry: limits of retries if the storage does not respond.
     is_checked: another process of this host has just opened the split, so this process does not
-        check the rows of the index and the shards of a folder. 4,096 ranks with 1,000 shards would
-        send 4 million requests to the server of a shared file system.
-    versions: `Split.versions` of another process that has just opened the split. Without it each
-        of 64 ranks would send 5,000 requests, one for each shard, to the server.
+    check the rows of the index and the shards of a folder. Otherwise 4,096 ranks with 1,000 shards
+    would send 4 million requests to the server of a shared file system.
+    versions: `Split.versions` of another process that has just opened the split. Without it, each
+    of 64 ranks would send 5,000 requests, one per shard, to the server.
 
-    Raises ShardError, which lists all problems of the same kind: missing folder, `_info.json`,
-    split or shards; shards whose size is not the recorded one; lengths that do not add up; labels
-    outside [0, num_classes).
+    Raises ShardError with a list of all problems of the same kind: missing folder, `_info.json`,
+    split or shards; wrong shard sizes; inconsistent lengths; labels outside [0, num_classes).
     """
     part = parse_name(split)
     whole = _open_whole(
@@ -120,7 +119,7 @@ def _open_whole(
     if not isinstance(folder, Path) or cache_dir is not None or not is_checked:
         found_versions = _check_shards(folder, described, versions)
 
-    # 2. Open the index, or rebuild it if the shards of a folder do not match, and the shards.
+    # 2. Open the shards and the index. Rebuild the index of a folder if it does not match.
     layout = recorded_layout(info, home and home / filenames[0])
     firsts = first_samples(described.lengths)
     tars: Tars
@@ -158,7 +157,8 @@ def _open_whole(
         num_classes=num_classes,
         class_names=class_names,
         tars=tars,
-        # The split has the names; the layout is pickled for each worker.
+        # Drop the class names, because the split has them and the layout is pickled for each
+        # worker.
         layout=replace(layout, class_names=()),
         apply_exif=bool((info.get("options") or {}).get("apply_exif")),
     )
@@ -171,15 +171,15 @@ class _Location(NamedTuple):
     home: Path | None
     """The folder that contains `_info.json`; None if the data set is at a URL."""
     shown: str
-    """The folder, or the URL without any login, for messages."""
+    """The folder, or the URL without credentials, for messages."""
     info: dict[str, Any]
     described: SplitInfo
     folder: Path | Store
-    """The folder or the store of the shards."""
+    """The folder or the store that contains the shards."""
 
 
 def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Location:
-    """Read the description of a split, and find its shards. Raises ShardError."""
+    """Read the description of a split and find its shards. Raises ShardError."""
     home = local_path(root)
     url = str(root).rstrip("/")
     if home is not None:
@@ -204,8 +204,8 @@ def _find(root: Path | str, split: str, retry: RetryPolicy | None) -> _Location:
 def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None) -> tuple[int, int]:
     """Check every shard of a split from this host; return the number of shards and of bytes.
 
-    Writes nothing. Raises ShardError like `open_split`, and if `open_split` would have to make the
-    index of a folder first.
+    Writes nothing. Raises ShardError like `open_split`, and also if `open_split` would first have
+    to build the index of a folder.
     """
     _, shown, _, described, folder = _find(root, split, retry)
     versions = _check_shards(folder, described, None)
@@ -222,8 +222,8 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
             reason = f"unreadable ({error})"
         if reason:
             raise ShardError(
-                f"{path} is {reason}: a start makes it first, from {sum(sizes) / 1e9:.1f} GB;"
-                f" `python -m data_prep.index {quote(shown)}` does it ahead"
+                f"{path} is {reason}: the next start must rebuild it from {sum(sizes) / 1e9:.1f}"
+                f" GB; run `python -m data_prep.index {quote(shown)}` to do so now"
             )
     return len(sizes), sum(sizes)
 
@@ -231,7 +231,7 @@ def check_shards(root: Path | str, split: str, retry: RetryPolicy | None = None)
 def _check_shards(
     folder: Path | Store, described: SplitInfo, of_other_process: Sequence[Sequence[Any]] | None
 ) -> list[Version]:
-    """Return the version of each shard. Raises ShardError with a list of all that do not match."""
+    """Return the version of each shard. Raises ShardError with a list of all mismatches."""
     names = described.filenames
     results: list[Version | str]
     if of_other_process is not None and len(of_other_process) == len(names):
@@ -272,9 +272,10 @@ def _local_version(path: Path) -> Version | str:
 def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayout) -> np.ndarray:
     """Read the tars of a split, write `<root>/<split>.index.npy` and return its rows.
 
-    layout: the members with image and label. If the folder is read-only, the index is not saved and
-    has no checksums: it is rebuilt each time, and checksums would need a read of all images.
-    Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError like `rows_of_tars`.
+    layout: the members that contain image and label. If the folder is read-only, the index is not
+    saved, so it is rebuilt each time. It then has no checksums, because these would need a read of
+    all images. Returns (num_samples,) INDEX_DTYPE, memory-mapped. Raises ShardError like
+    `rows_of_tars`.
     """
     path = root / f"{split}.index.npy"
     may_write = os.access(root, os.W_OK)
@@ -285,10 +286,10 @@ def build_index(root: Path, split: str, described: SplitInfo, layout: SampleLayo
         return open_index(path)
     except OSError as error:
         log.warning(
-            "%s is kept in memory only (%s); it is rebuilt each time the data are opened%s",
+            "%s is kept only in memory (%s), so it is rebuilt each time the data are opened%s",
             path,
             error.strerror,
-            "" if may_write else "; images are not compared with checksums",
+            "" if may_write else "; images are not checked by checksums",
         )
         return np.concatenate(rows)
 
@@ -301,7 +302,7 @@ def _local_index(
     layout: SampleLayout,
     is_checked: bool,
 ) -> np.ndarray:
-    """Open the index file of the tars in `root`, or rebuild it, with the reason as a warning."""
+    """Open the index of the tars in `root`. If necessary, rebuild it and log the reason."""
     path = root / f"{split}.index.npy"
     sizes = [version.size for version in versions]
     try:
@@ -329,10 +330,10 @@ def _local_index(
 
 
 def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Sequence[int]) -> str:
-    """Return the reason why the index does not match the tars, "" if it does.
+    """Return the reason why the index does not match the tars, or "" if it matches.
 
-    Raises ShardError if a tar's sha256 is not the recorded one: then the index is right, and a
-    rebuilt index would train on the wrong images.
+    Raises ShardError if the sha256 of a tar differs from the recorded one. Then the index is right,
+    and training with a rebuilt index would use the wrong images.
     """
     if mismatch := index_mismatch(index, described.lengths, sizes):
         return mismatch
@@ -340,12 +341,12 @@ def _why_rebuild(index: np.ndarray, root: Path, described: SplitInfo, sizes: Seq
     replaced = replaced_shards(index, described.lengths, tars)
     if not replaced:
         if not has_checksums(index) and os.access(root, os.W_OK):
-            return "without checksums of images (an earlier version wrote it)"
+            return "without image checksums (an earlier version wrote it)"
         return ""
-    # Hash only the first one, because hashing an entire data set would take minutes.
+    # Hash only the first tar, because hashing an entire data set would take minutes.
     first = replaced[0]
     if described.sha256[first] in (None, sha256_of(tars[first])):
-        return "stale (images are elsewhere in their shard)"
+        return "outdated (images are at other offsets in their shard)"
     message = describe_altered(tars[first])
     if len(replaced) > 1:
         message += f" ({len(replaced) - 1} more shards differ from the index)"
@@ -361,7 +362,7 @@ def _remote_index(
     cache: Cache,
     is_checked: bool,
 ) -> np.ndarray:
-    """Open the index of shards at a URL: in `home`, or else at the URL. Raises ShardError."""
+    """Open the index of shards at a URL, from `home` or from the URL. Raises ShardError."""
     if home is None:
         path = folder.fetch_index(split, cache)
         place = f"{folder}/{split}.index.npy"
@@ -378,8 +379,8 @@ def _remote_index(
         reason = f"unreadable ({error})"
     if reason:
         raise ShardError(
-            f"{place}: {reason}; make it again with `python -m data_prep.index"
-            f" {quote(str(folder))} --out ROOT`, ROOT being another folder, and give data.root=ROOT"
+            f"{place}: {reason}; rebuild it with `python -m data_prep.index {quote(str(folder))}"
+            " --out ROOT`, where ROOT is another folder, and set data.root=ROOT"
         )
     if not has_checksums(index):
         log.warning("%s: %s", place, UNCHECKED)
@@ -392,9 +393,9 @@ def _remote_index(
 def _check_labels(
     index: np.ndarray, num_classes: int, root: str, split: str, described: SplitInfo
 ) -> int:
-    """Return the number of classes: `num_classes` or, if it is 0, the largest label plus 1.
+    """Return the number of classes: `num_classes` or, if that is 0, the largest label plus 1.
 
-    Raises ShardError if a label lies outside.
+    Raises ShardError if a label is not below the number of classes.
     """
     labels = index["label"]
     num_classes = num_classes or int(labels.max()) + 1
@@ -403,10 +404,10 @@ def _check_labels(
         first = int(outside[0])
         shard = bisect.bisect_right(first_samples(described.lengths), first) - 1
         raise ShardError(
-            f"{root}/_info.json, split {split!r}: {len(outside)} labels lie outside"
-            f" [0, {num_classes}), the first is {labels[first]} (sample {first},"
+            f"{root}/_info.json, split {split!r}: {len(outside)} labels are outside [0,"
+            f" {num_classes}), the first is {labels[first]} (sample {first},"
             f" {described.filenames[shard]}); correct the shard, or the classes in _info.json; if"
-            f" both are right, {split}.index.npy is outdated: delete it, and the next start makes"
+            f" both are right, delete the outdated {split}.index.npy, and the next start rebuilds"
             " it"
         )
     return num_classes

@@ -1,12 +1,12 @@
-"""The index of a split, one row per sample: save, open, compare with the shards, or rebuild.
+"""The index of a split with one row per sample: save, open, compare with the shards, or rebuild.
 
-Rows are in (shard, position) order, so a shard's rows are a slice, and the number of each shard's
-first sample is enough to find the shard of a sample. Opening maps the file into memory. All checks
-go shard by shard, so that an index of a billion samples is never loaded at once.
+Rows are in (shard, position) order, so the rows of a shard are a slice. The first sample number of
+each shard suffices to find the shard of a sample. Opening an index maps the file into memory. All
+checks work shard by shard, so that an index of a billion samples is never loaded completely.
 
-Each row has the CRC-32C of the encoded image, which is compared when the image is read; 0 means
-unknown, in rows that were made without reading the images. Indexes of earlier versions have the
-shard's number instead (`UNCHECKED_DTYPE`) and remain readable.
+Each row contains the CRC-32C of the encoded image, which is compared when the image is read. It is
+0 (unknown) if the row was made without reading the image. Indexes of earlier versions contain the
+shard number instead (`UNCHECKED_DTYPE`) and remain readable.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ UNCHECKED_DTYPE = np.dtype(
         *[(name, INDEX_DTYPE[name]) for name in ("size", "offset", "label", "width", "height")],
     ]
 )
-"""The rows of an index that was written before images had checksums."""
+"""The rows of an index that was written before checksums were introduced."""
 NUM_READERS = 8
-"""The shards that are read at the same time to rebuild an index, because network file systems serve
+"""The number of shards that are read concurrently to rebuild an index. Network file systems serve
 several files faster than one."""
 
 
 def first_samples(lengths: Iterable[int]) -> list[int]:
-    """Return the first sample of each shard, then the number of samples."""
+    """Return the first sample of each shard, followed by the number of samples."""
     return list(itertools.accumulate(lengths, initial=0))
 
 
 def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
-    """Write an index file from the `index_rows` of each shard in order, one at a time."""
+    """Write an index file from the `index_rows` of each shard, in order, one at a time."""
     with replacing(path) as file:
         _write_header(file, 0)
         num_samples = 0
@@ -57,7 +57,8 @@ def save_index(path: Path, rows_by_shard: Iterable[np.ndarray]) -> None:
 
 
 def _write_header(file: BinaryIO, num_samples: int) -> None:
-    """Write the header of a .npy file; numpy pads it to a length that holds for any number."""
+    """Write the header of a .npy file; numpy's padding makes its length independent of the
+    number."""
     header = {
         "descr": np.lib.format.dtype_to_descr(INDEX_DTYPE),
         "fortran_order": False,
@@ -69,14 +70,14 @@ def _write_header(file: BinaryIO, num_samples: int) -> None:
 def open_index(path: Path) -> np.ndarray:
     """Memory-map an index file: (num_samples,) INDEX_DTYPE or UNCHECKED_DTYPE.
 
-    Raises OSError, and ValueError with the reason if the file is damaged or of another format.
+    Raises OSError, or ValueError with the reason if the file is damaged or has another format.
     """
     try:
         index = np.lib.format.open_memmap(path, mode="r")
     except OSError:
         raise
     except Exception as error:  # numpy parses a header as Python, which can raise anything
-        raise ValueError("cut off, or its header is damaged") from error
+        raise ValueError("truncated, or its header is damaged") from error
     is_index = index.dtype in (INDEX_DTYPE, UNCHECKED_DTYPE) and index.ndim == 1 and len(index)
     if not is_index or index.offset % np.lib.format.ARRAY_ALIGN:
         raise ValueError("of another format, or its header is damaged")
@@ -84,7 +85,7 @@ def open_index(path: Path) -> np.ndarray:
 
 
 def unmapped(index: np.ndarray) -> np.ndarray | Path:
-    """Return the picklable form of an index: its path if it is mapped from a file."""
+    """Return the picklable form of an index, which is its path if it is mapped from a file."""
     return Path(str(index.filename)) if isinstance(index, np.memmap) else index
 
 
@@ -94,26 +95,27 @@ def has_checksums(index: np.ndarray) -> bool:
 
 
 def index_mismatch(index: np.ndarray, lengths: Sequence[int], sizes: Sequence[int]) -> str:
-    """Return the reason why an index does not match its shards, "" if its rows show none.
+    """Return the reason why an index does not match its shards, or "" if its rows show none.
 
-    lengths: samples of each shard. sizes: bytes of each shard.
+    lengths: number of samples in each shard. sizes: bytes of each shard.
     """
     if len(index) != sum(lengths):
-        return "stale (other shard lengths than _info.json)"
+        return "outdated (its shard lengths differ from _info.json)"
     for rows, size in zip(_by_shard(index, lengths), sizes, strict=True):
         starts = rows["offset"]
         if (starts[1:] <= starts[:-1]).any():
-            return "stale (other shard lengths than _info.json)"
+            return "outdated (its shard lengths differ from _info.json)"
         # The second comparison finds offsets whose sum with the size overflows 64 bits.
         if (starts + rows["size"] > size).any() or (starts > size).any():
-            return "stale (images beyond the end of their shard)"
+            return "outdated (images beyond the end of their shard)"
     return ""
 
 
 def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Path]) -> list[int]:
-    """Return the shards that were replaced by tars with as many samples.
+    """Return the shards that were replaced by tars with equally many samples.
 
-    Costs one read per shard: the tar header before its last image must have the image's size.
+    The check costs one read per shard: the tar header before its last image must contain the size
+    of that image.
     """
     return [
         shard
@@ -123,7 +125,7 @@ def replaced_shards(index: np.ndarray, lengths: Sequence[int], tars: Sequence[Pa
 
 
 def index_sha256(index: np.ndarray, lengths: Sequence[int]) -> str:
-    """Return a hash of all samples' places, which is the same with and without checksums."""
+    """Return a hash of all samples' positions, which does not depend on checksums."""
     digest = hashlib.sha256()
     for shard, rows in enumerate(_by_shard(index, lengths)):
         plain = np.array(rows).view(UNCHECKED_DTYPE)
@@ -137,7 +139,7 @@ def _by_shard(index: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]
 
 
 def _size_in_header(tar: Path, offset: int) -> int:
-    """Return the size in the tar header before `offset`, -1 if the bytes are not a header."""
+    """Return the size in the tar header before `offset`, or -1 if the bytes are not a header."""
     try:
         with open(tar, "rb") as file:
             file.seek(max(0, offset - TAR_BLOCK))
@@ -146,7 +148,7 @@ def _size_in_header(tar: Path, offset: int) -> int:
         raise unreadable(tar, error) from error
 
 
-# ---- rebuilt from the tars -----------------------------------------------------------------------
+# ---- rebuild from the tars -----------------------------------------------------------------------
 
 
 def rows_of_tars(
@@ -158,18 +160,18 @@ def rows_of_tars(
 ) -> list[np.ndarray]:
     """Return the index rows of each tar.
 
-    lengths: samples that each tar must have. sha256: recorded hash of each tar, None if unknown.
-    with_checksums: read all images for their checksums, and compare each tar with its sha256;
-    otherwise read only headers.
-    Raises ShardError like `scan_tar`, and for tars that are not the recorded ones.
+    lengths: number of samples that each tar must contain. sha256: recorded hash of each tar, None
+    if unknown. with_checksums: read all images for their checksums, and compare each tar with its
+    sha256; otherwise read only headers. Raises ShardError like `scan_tar`, and for tars that differ
+    from the recorded ones.
     """
 
     def read_rows(tar: Path, length: int, expected: str | None) -> tuple[np.ndarray, str]:
         rows = index_rows(scan_tar(tar, layout, left_out(tar), with_checksums))
         if len(rows) != length:
             return rows, (
-                f"{tar}: holds {len(rows)} samples, _info.json says {length}; restore the one that"
-                " is wrong"
+                f"{tar}: holds {len(rows)} samples, but _info.json says {length}; restore the"
+                " wrong one"
             )
         is_altered = with_checksums and expected not in (None, sha256_of(tar))
         return rows, describe_altered(tar) if is_altered else ""
@@ -196,7 +198,7 @@ def rows_of_tars(
 def left_out(tar: Path) -> set[int]:
     """Return the offsets of the samples that `data_prep.index` skipped, according to the sidecar.
 
-    Without them the shard has the length in `_info.json`.
+    Without these samples, the shard has the length recorded in `_info.json`.
     """
     path = tar.with_suffix(".json")
     sidecar = read_json(path) or {}
@@ -208,9 +210,9 @@ def left_out(tar: Path) -> set[int]:
 
 
 def describe_altered(tar: Path) -> str:
-    """Return the message for a tar whose content is not the recorded one."""
+    """Return the error message for a tar whose content differs from the recorded one."""
     return (
-        f"{tar}: replaced by a file with other content, its sha256 is not the one in _info.json;"
-        " copy it again; if that is meant, move _info.json away and run `python -m data_prep.index"
-        f" {tar.parent}`"
+        f"{tar}: replaced by a file with other content (its sha256 differs from _info.json); copy"
+        " it again; if the change is intended, move _info.json away and run `python -m"
+        f" data_prep.index {tar.parent}`"
     )

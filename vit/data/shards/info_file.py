@@ -1,8 +1,8 @@
 """Read and write `_info.json`, which describes a data set, and the sidecars of its shards.
 
-A writer calls `write_sidecar` for each complete tar and `make_info` at the end. A reader calls
+A writer calls `write_sidecar` for each complete tar and finally `make_info`. A reader calls
 `read_info`, which checks all values because users may edit them, and `describe_split` for one
-split. JSON is read as a dictionary; the caller handles missing and unknown keys.
+split. JSON is read as a dictionary, and the caller handles missing and unknown keys.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ SIDECAR = TypeAdapter(_Sidecar)
 
 
 def check_types(content: Mapping[str, Any], kind: TypeAdapter[Any], path: Path | str) -> None:
-    """Raise ShardError for the first value in `content` that is not of its type in `kind`.
+    """Raise ShardError for the first value in `content` whose type does not match `kind`.
 
-    path: the file with the content, for the message.
+    path: the file that contains `content`, for the message.
     """
     try:
         kind.validate_python(content, strict=True)
@@ -100,7 +100,7 @@ def is_sidecar(content: Mapping[str, Any]) -> bool:
     return {"filename", "num_samples", "bytes", "sha256"} <= content.keys()
 
 
-# ---- written and read ----------------------------------------------------------------------------
+# ---- writing and reading -------------------------------------------------------------------------
 
 
 def write_sidecar(
@@ -122,11 +122,13 @@ def write_sidecar(
 
 
 def read_sidecar(tar: Path) -> dict[str, Any] | None:
-    """Return the sidecar of `tar`, None if it has none. Raises ShardError for any other file."""
+    """Return the sidecar of `tar`, or None. Raises ShardError if the file is not a sidecar."""
     path = tar.with_suffix(".json")
     sidecar = read_json(path)
     if sidecar is not None and not is_sidecar(sidecar):
-        raise ShardError(f"{path}: not a sidecar of ours, and its place is needed: move it away")
+        raise ShardError(
+            f"{path}: this file is not a sidecar of a shard, but has the name of one: move it away"
+        )
     check_types(sidecar or {}, SIDECAR, path)
     return sidecar
 
@@ -147,7 +149,7 @@ def make_info(
     source, options: origin of the data, recorded without a check.
     class_names: name of each label, or [] if unknown.
     """
-    # The order of keys is part of the format: equal data sets have equal bytes.
+    # The order of keys is part of the format, so that equal data sets have equal bytes.
     described = {}
     for split, names in splits.items():
         lengths = [sidecars[name]["num_samples"] for name in names]
@@ -173,12 +175,12 @@ def make_info(
 
 
 def info_sha256(info: Mapping[str, Any]) -> str:
-    """Return the hash of `_info.json` without its key `info_sha256`, which has this hash."""
+    """Return the hash of `_info.json` without its key `info_sha256`, which stores this hash."""
     return _content_sha256({key: value for key, value in info.items() if key != "info_sha256"})
 
 
 def sidecars_sha256(sidecars: Iterable[Mapping[str, Any]]) -> str:
-    """Return the hash of a split's sidecars without the place and the time of the tars."""
+    """Return the hash of a split's sidecars, except the location and time of the tars."""
     return _content_sha256(
         [
             {key: value for key, value in sidecar.items() if key not in ("mtime_ns", "shards_at")}
@@ -214,18 +216,19 @@ def read_info(root: Path | str) -> dict[str, Any]:
             f"{root}: no _info.json; if the shards are complete, run `python -m data_prep.index"
             f" {shlex.quote(str(root))}`, else repeat the command that writes them"
         )
-    # Another folder, because data_prep refuses to write shards into the folder of the images.
+    # Suggest another folder, because data_prep refuses to write shards into the folder of the
+    # images.
     command = shlex.join(
         ("python", "-m", "data_prep.imagefolder", f"{root}", "--out", f"{root}_shards")
     )
     raise ShardError(
-        f"{root}: no _info.json and no shards; if it holds folders of images, one for each class,"
-        f" `{command}` makes them"
+        f"{root}: no _info.json and no shards; if the folder contains one folder of images per"
+        f" class, make shards with `{command}`"
     )
 
 
 def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
-    """Return `info`, read from `root`. Raises ShardError if this code cannot use it."""
+    """Return `info`, which was read from `root`. Raises ShardError if it is unusable."""
     place = f"{root}/_info.json"
     if not isinstance(info.get("splits"), dict) or not info["splits"]:
         raise ShardError(
@@ -236,8 +239,8 @@ def check_info(info: dict[str, Any], root: Path | str) -> dict[str, Any]:
     version = info.get("format_version", FORMAT_VERSION)
     if version > FORMAT_VERSION:
         raise ShardError(
-            f"{place}: format_version {version}, this code reads up to {FORMAT_VERSION}; update the"
-            " code"
+            f"{place}: format_version {version}, but this code reads only up to {FORMAT_VERSION};"
+            " update the code"
         )
     return info
 
@@ -267,8 +270,8 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
         )
     if strange := [name for name in entry["filenames"] if not re.fullmatch(r"[^/]+\.tar", name)]:
         raise ShardError(
-            f"{place}: {', '.join(strange)}: expected names of tars in this very folder; restore"
-            " it from its source"
+            f"{place}: {', '.join(strange)}: expected names of tars in the same folder; restore"
+            " the file from its source"
         )
     unknown: list[Any] = [None] * len(entry["filenames"])
     shards = SplitInfo(
@@ -283,6 +286,6 @@ def describe_split(info: Mapping[str, Any], split: str, root: str) -> SplitInfo:
         raise ShardError(
             f"{place}: {len(shards.filenames)} filenames, {len(shards.lengths)} shard_lengths (sum"
             f" {sum(shards.lengths)}), {len(shards.sizes)} shard_bytes and num_samples"
-            f" {entry['num_samples']} do not fit together; restore it from its source"
+            f" {entry['num_samples']} contradict each other; restore the file from its source"
         )
     return shards

@@ -1,7 +1,7 @@
-"""Read the shards of a split in a folder, by positional reads through open descriptors.
+"""Read the shards of a split in a folder, by positional reads from open files.
 
-Temporary errors, such as an unreachable file server or a stale handle, are retried after opening
-the file again.
+After a temporary error, such as an unreachable file server or a stale handle, the file is opened
+again and the read is repeated.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vit.system.stages import Stage
 from vit.system.tar_walk import TAR_BLOCK
 
 NUM_OPENING = 16
-"""The files that are opened at the same time."""
+"""The number of files that are opened at the same time."""
 RETRYABLE_ERRNOS = {
     errno.EIO,
     errno.ESTALE,
@@ -48,17 +48,17 @@ RETRYABLE_ERRNOS = {
     errno.ECONNREFUSED,
     errno.EPIPE,
 }
-"""The errors of NFS, Lustre and FUSE while their server is unreachable, or for a stale handle."""
+"""The errors of NFS, Lustre and FUSE for an unreachable server or a stale handle."""
 
 
 class LocalTars:
-    """The shards of a split in a folder. Thread-safe; pickled without descriptors."""
+    """The shards of a split in a folder. Thread-safe; pickled without file descriptors."""
 
     cached = None
     store = None
     read_ahead_batches = 0
-    """No batches: `prefetch` right before reading suffices, because the disk works while the first
-    image is decoded."""
+    """0, because it suffices to call `prefetch` right before reading: the disk works while the
+    first image is decoded."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self.root = root
@@ -71,15 +71,15 @@ class LocalTars:
         return LocalTars, (self.root, self.filenames, self.retry)
 
     def where(self, shard: int) -> str:
-        """Return the shard's path."""
+        """Return the path of a shard."""
         return str(self.root / self.filenames[shard])
 
     def prepare(self, num_processes: int) -> None:
-        """Open all shards, so that processes that are forked later share the descriptors."""
+        """Open all shards, so that processes forked later share the descriptors."""
         self._open(range(len(self.filenames)))
 
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
-        """Request these images and their tar headers from the system, in the background."""
+        """Let the system read these images and their tar headers in the background."""
         rows = index[samples]
         shards = (np.searchsorted(firsts, samples, side="right") - 1).tolist()
         self._open(sorted(set(shards)))  # without workers, `prepare` was not called
@@ -102,7 +102,7 @@ class LocalTars:
         return data
 
     def read(self, shard: int, size: int, offset: int) -> bytes:
-        """Read as `pread` does, but do not count the bytes as bytes of samples."""
+        """Read like `pread`, but do not count the bytes as sample data."""
         fd = self._fds.get(shard)
         if fd is not None:
             try:
@@ -114,7 +114,8 @@ class LocalTars:
         return self.retry.call(self.where(shard), attempt, stages.current.beat)
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Drop these bytes from the page cache; the next `pread` reads the disk or server."""
+        """Drop these bytes from the page cache, so that the next `pread` reads from disk or
+        server."""
         with suppress(OSError, AttributeError), open(self.where(shard), "rb") as file:
             start = offset // mmap.PAGESIZE * mmap.PAGESIZE
             num_bytes = offset + size - start + mmap.PAGESIZE
@@ -125,7 +126,7 @@ class LocalTars:
         _close(self._fds)
 
     def _open(self, shards: Sequence[int]) -> None:
-        """Open the closed ones among `shards`, as far as descriptors suffice."""
+        """Open those of `shards` that are closed, up to the limit on open files."""
         missing = [shard for shard in shards if shard not in self._fds]
         missing = missing[: max(self._max_open() - len(self._fds), 0)]
         if not missing:
@@ -135,7 +136,7 @@ class LocalTars:
             with suppress(OSError):  # raised again, with its context, when the shard is read
                 self._keep(shard, os.open(self.where(shard), os.O_RDONLY))
 
-        # In threads, because each open is a round trip on a network file system.
+        # Use threads, because each open is a round trip on a network file system.
         with stages.current.within(Stage.READ), ThreadPoolExecutor(NUM_OPENING) as threads:
             list(threads.map(open_shard, missing))
 
@@ -151,16 +152,17 @@ class LocalTars:
         return data
 
     def _keep(self, shard: int, fd: int) -> None:
-        """Keep `fd` open for the next reads, or close it if too many are open."""
+        """Keep `fd` open for the next reads, or close it if too many files are open."""
         if (before := self._fds.get(shard)) is not None:
-            # Replace the file behind the old number: another thread may be reading from it.
+            # Replace the file behind the old descriptor, because another thread may be reading from
+            # it.
             os.dup2(fd, before, inheritable=False)
         elif len(self._fds) < self._max_open() and self._fds.setdefault(shard, fd) == fd:
             return
         os.close(fd)
 
     def _max_open(self) -> int:
-        """Return half of the process's descriptors; the other half is for everything else."""
+        """Return half of the process's limit on open files; the rest is left to other code."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
 
 

@@ -1,8 +1,8 @@
-"""Find the samples in the members of a tar, and the image and the label of a sample.
+"""Group the members of a tar into samples, and find the image and the label of a sample.
 
-A member's name is cut into a key and a suffix; consecutive members with one key make a sample. A
-layout has the suffix of the image and the place of the label: a text member, or a field of a JSON
-member. Random access and streaming use the same layouts.
+The name of a member consists of a key and a suffix. Consecutive members with the same key form a
+sample. A layout specifies the suffix of the image and the source of the label: a text member, or a
+field of a JSON member. Random access and streaming use the same layouts.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from vit.data.shards.info_file import SIDECAR, check_types
 from vit.system.files import ShardError, read_json
 
 MORE_IMAGES = (*IMAGE_EXTENSIONS, "bmp", "gif", "tif", "tiff", "avif")
-"""The suffixes that may be the image if a layout names them."""
+"""The suffixes that a layout may name for the image."""
 LABEL_WORDS = {"cls", "label", "class", "y"}
-"""The usual names of members and fields with a label."""
+"""The usual names of members and fields that contain a label."""
 MAX_LABEL_BYTES = 64 << 10
-"""The bytes of a member that are read in search of a label."""
+"""The maximum number of bytes of a member that are searched for a label."""
 KEY_AND_EXT = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 """The rule of webdataset (tariterators.base_plus_ext): the suffix begins at the first dot after the
 last slash."""
 DOTTED_KEY_AND_EXT = re.compile(r"((?:.*/|)[^./][^/]*)[.]([^./]+)")
 """The rule for keys with dots: the suffix begins at the last dot."""
 META = re.compile(r"__[^/]*__($|/)")
-"""The metadata of webdataset, which are not part of a sample."""
+"""The names of webdataset's metadata, which are not part of a sample."""
 INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 class InvalidSample(ValueError):
-    """A sample does not fit a layout. The message does not name the sample."""
+    """A sample does not match a layout. The message does not name the sample."""
 
 
 FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
@@ -52,12 +52,12 @@ FLAGS = Names("--image ", "--label ", "--keys-with-dots", "--classes names.txt")
 
 @dataclass(frozen=True)
 class SampleLayout:
-    """The place of image and label in a sample; the defaults are those of most tools.
+    """The location of image and label in a sample. The defaults match most tools.
 
-    image: suffix of the image, or several suffixes joined by `;`, one of which each sample has;
-        None: one of IMAGE_EXTENSIONS.
-    label: suffix of a text member, or `<suffix>:<field>` of a JSON member, with dots for nested
-        fields, or NO_LABEL.
+    image: suffix of the image, or several suffixes joined by `;`, of which each sample has one;
+    None: one of IMAGE_EXTENSIONS.
+    label: suffix of a text member, or `<suffix>:<field>` of a JSON member (with dots for nested
+    fields), or NO_LABEL.
     keys_with_dots: whether a key ends at the last dot of the name instead of the first.
     class_names: names of the classes in label order, if labels are names.
     """
@@ -76,7 +76,7 @@ class SampleLayout:
         return cls(**values, class_names=names)
 
     def options(self) -> dict[str, Any]:
-        """Return the values that differ from the default, for JSON; class names as their sha256."""
+        """Return the non-default values for JSON, with class names replaced by their sha256."""
         defaults = {field.name: field.default for field in fields(self)}
         options = {key: value for key, value in asdict(self).items() if value != defaults[key]}
         if options.pop("class_names", None):
@@ -85,17 +85,17 @@ class SampleLayout:
         return options
 
     def problems(self, names: Names) -> list[str]:
-        """Return the problems of the values, which do not depend on a sample."""
+        """Return the problems of the layout that do not depend on a sample."""
         return layout_problems(self.image, self.label, self.keys_with_dots, names)
 
     @cached_property
     def image_suffixes(self) -> tuple[str, ...]:
-        """The suffixes of images in lower case; each sample has one of them."""
+        """The lower-case suffixes of images. Each sample has exactly one of them."""
         return image_suffixes(self.image)
 
     @cached_property
     def label_suffix(self) -> str:
-        """The suffix of the member with the label, in lower case."""
+        """The lower-case suffix of the member that contains the label."""
         return self.label.partition(":")[0].lower()
 
     @cached_property
@@ -103,7 +103,7 @@ class SampleLayout:
         return {name: label for label, name in enumerate(self.class_names)}
 
     def cut(self, name: str) -> tuple[str, str] | None:
-        """Return (key, lower-case suffix) of a member, None if it is not part of a sample."""
+        """Return (key, lower-case suffix) of a member, or None if it is not part of a sample."""
         rule = DOTTED_KEY_AND_EXT if self.keys_with_dots else KEY_AND_EXT
         match = rule.fullmatch(name)
         return (match[1], match[2].lower()) if match and not META.match(name) else None
@@ -111,7 +111,7 @@ class SampleLayout:
     def find(self, suffixes: Sequence[str]) -> str:
         """Return the suffix of the image among the suffixes of a sample.
 
-        Raises InvalidSample, also if the label is missing.
+        Raises InvalidSample if image or label is missing or ambiguous.
         """
         images = [suffix for suffix in suffixes if suffix in self.image_suffixes]
         has_label = self.label == NO_LABEL or self.label_suffix in suffixes
@@ -120,7 +120,9 @@ class SampleLayout:
             return images[0]
         members = printable(f"its members: {', '.join(suffixes)}")
         if not is_unique:
-            raise InvalidSample(f"has an extension twice, or two samples have this key ({members})")
+            raise InvalidSample(
+                f"has two members with the same extension, or two samples have this key ({members})"
+            )
         problems = []
         if len(images) != 1:
             expected = f"expected one of {', '.join(self.image_suffixes)}"
@@ -131,7 +133,7 @@ class SampleLayout:
         raise InvalidSample(f"has {' and '.join(problems)}")
 
     def label_of(self, data: bytes) -> int:
-        """Return the label that a label member holds. Raises InvalidSample."""
+        """Return the label that a label member contains. Raises InvalidSample."""
         suffix, colon, field = self.label.partition(":")
         value: Any
         if colon:
@@ -153,8 +155,8 @@ class SampleLayout:
 def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> SampleLayout:
     """Return the layout that `data_prep.index` has recorded.
 
-    `data_prep.index` and the writers record it in their `_info.json`. The `_info.json` of another
-    program stays as it is; then the layout is in the sidecar of `first_tar`.
+    `data_prep.index` and the writers record the layout in their own `_info.json`. The `_info.json`
+    of another program stays unchanged, and the layout is then in the sidecar of `first_tar`.
     """
     options = info.get("options") if "source" in info else None
     if options is None and first_tar is not None and "source" not in info:
@@ -169,11 +171,11 @@ def recorded_layout(info: Mapping[str, Any], first_tar: Path | None = None) -> S
 
 
 def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> str:
-    """Return the remedy for a sample that does not fit, as the end of a sentence.
+    """Return the remedy for a sample that does not match a layout, as the end of a sentence.
 
-    members: content of the sample's members, by suffix. If there is one image and one possible
-    label, the remedy has the options that would accept them. Possible labels are members and fields
-    named in LABEL_WORDS, or else integers and class names.
+    members: content of the sample's members by suffix. If there is one image and one possible
+    label, the remedy lists the options that would accept them. Possible labels are members and
+    fields named in LABEL_WORDS, or else integers and class names.
     """
     text = ""
     values: dict[str, Any] = {}
@@ -216,9 +218,9 @@ def remedy(members: Mapping[str, bytes], layout: SampleLayout, names: Names) -> 
         if options:
             return f"{text}; try {printable(' '.join(options))}"
     return (
-        f"{text}. Mend such samples, move the shard away, or describe others by"
+        f"{text}. Repair such samples, move the shard away, or describe other layouts with"
         f" {names.image}SUFFIX, {names.label}SUFFIX or SUFFIX:FIELD (of JSON),"
-        f" {names.keys_with_dots}, and labels that are names by {names.class_names}"
+        f" {names.keys_with_dots}, and labels that are names with {names.class_names}"
     )
 
 
@@ -239,18 +241,18 @@ def _json_field(data: bytes, suffix: str, field: str) -> Any:
     try:
         content = json.loads(data)
     except ValueError as error:
-        raise InvalidSample(f"has a .{suffix} that is no JSON ({error})") from error
+        raise InvalidSample(f"has a .{suffix} that is not JSON ({error})") from error
     value = _look_up(content, field)
     if value is _ABSENT:
         fields_text = ", ".join(content) if isinstance(content, dict) else repr(content)
         raise InvalidSample(
-            f"has no field {field!r} in its .{suffix} (there: {printable(fields_text[:200])})"
+            f"has no field {field!r} in its .{suffix} (its fields: {printable(fields_text[:200])})"
         )
     return value
 
 
 def _look_up(content: Any, field: str) -> Any:
-    """Return the value at `field`; a name with dots is tried as one name, then as a path."""
+    """Return the value at `field`. A name with dots is tried as one name first, then as a path."""
     for name in (field, *(field[:at] for at, letter in enumerate(field) if letter == ".")):
         if isinstance(content, dict) and name in content:
             value = content[name]
@@ -263,9 +265,9 @@ def _look_up(content: Any, field: str) -> Any:
 
 
 def as_integer(value: Any) -> int | None:
-    """Return a label that is a number or its text, else None.
+    """Return a label that is a number or the text of one, else None.
 
-    Tables with gaps are exported with 3.0 for 3.
+    Tables with missing values are often exported with 3.0 instead of 3.
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -276,5 +278,5 @@ def as_integer(value: Any) -> int | None:
 
 
 def printable(text: str) -> str:
-    """Escape characters that a terminal would interpret; names in foreign tars may have any."""
+    """Escape characters that a terminal would interpret; names in foreign tars may contain any."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

@@ -1,8 +1,8 @@
-"""An opened split of a data set, which reads the encoded image of any sample by its number.
+"""An opened split of a data set. It reads the encoded image of any sample by its number.
 
-The index has the position of a sample's image, `tars` reads the bytes, and their checksum must
-equal that in the index. Without checksums, the size in the tar header before the image must equal
-that in the index. `vit.data.shards.data_set.open_split` checks and opens a split.
+The index contains the position of a sample's image, and `tars` reads the bytes. Their checksum must
+equal the one in the index. Without checksums, the size in the preceding tar header must equal the
+one in the index. `vit.data.shards.data_set.open_split` checks and opens a split.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ from vit.data.shards.tar import DEFAULT_LAYOUT, crc32c, member_size
 from vit.system.files import ShardError
 from vit.system.tar_walk import TAR_BLOCK, TarDamaged, walk
 
-FLIPPED = "gave others than were indexed, twice: a bit flipped on the disk or on the way"
+FLIPPED = (
+    "twice returned other bytes than the indexed ones, so a bit flipped on the disk or in transit"
+)
 log = logging.getLogger(__name__)
 
 
@@ -40,8 +42,8 @@ class Split:
     """One split of a data set, opened by `open_split`.
 
     A split may be read from any number of threads, after a fork, and after pickling (to worker
-    processes): reads are positional, descriptors and connections are not pickled, and a mapped
-    index is pickled as its path.
+    processes). Reads are positional, and file descriptors and connections are not pickled. A
+    memory-mapped index is pickled as its path.
     """
 
     def __init__(
@@ -57,10 +59,10 @@ class Split:
         layout: SampleLayout = DEFAULT_LAYOUT,
         apply_exif: bool = False,
     ):
-        """root: folder or URL. lengths: samples of each shard.
+        """root: folder or URL. lengths: number of samples in each shard.
 
-        index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or
-            an object that returns rows like one, as in `vit.data.shards.split_slice`.
+        index: (num_samples,) INDEX_DTYPE, or UNCHECKED_DTYPE of an earlier version; an array, or an
+        object with rows like an array's, as in `vit.data.shards.split_slice`.
         class_names: name of each label, [] if unknown.
         apply_exif: whether images were turned upright when the shards were written.
         """
@@ -82,9 +84,9 @@ class Split:
         return self.num_samples
 
     def __getitem__(self, i: int) -> tuple[Image.Image, int]:
-        """Return the entire image in RGB and the label, as torchvision's data sets do.
+        """Return the entire image in RGB and the label, like torchvision's data sets.
 
-        Training decodes windows of images instead (`vit.data.batches`). A negative `i` counts from
+        Training instead decodes windows of images (`vit.data.batches`). A negative `i` counts from
         the end. Raises IndexError, and ShardError like `read`.
         """
         i = range(self.num_samples)[i]
@@ -94,7 +96,7 @@ class Split:
         """Return the encoded image of sample `i` (0 <= i < num_samples) as stored.
 
         Raises ShardError with shard, key and offset if the shard is missing, truncated, replaced or
-        unreadable, or if the bytes do not match the index's checksum, even when read again.
+        unreadable. Also raises ShardError if the bytes do not match the checksum in two reads.
         """
         row = self.index[i]
         shard = self._shard_of(i)
@@ -103,14 +105,14 @@ class Split:
         checksum = int(row["crc32c"]) if self._has_checksums else 0
         data, problem = self._read_once(i, shard, offset, size, checksum)
         if problem == FLIPPED:
-            # Read again after dropping these bytes from the page cache and the block cache, which
-            # may have the damaged copy.
+            # Read again after dropping the bytes from the page cache and the block cache, which may
+            # contain the damaged copy.
             self.tars.forget(i, shard, size, offset)
             data, problem = self._read_once(i, shard, offset, size, checksum)
             if not problem:
                 log.warning(
-                    "%s: the bytes at offset %d were read wrongly once, and rightly the second"
-                    " time",
+                    "%s: the bytes at offset %d were wrong in the first read and right in the"
+                    " second",
                     self.where(i),
                     offset,
                 )
@@ -121,13 +123,13 @@ class Split:
     def _read_once(
         self, i: int, shard: int, offset: int, size: int, checksum: int
     ) -> tuple[bytes, str]:
-        """Return the bytes of a sample and their problem, "" if they are right.
+        """Return the bytes of a sample, and a description of their problem ("" if none).
 
         checksum: 0 if unknown.
         """
         try:
             if checksum:
-                # Without the header: cutting it off would copy the entire image.
+                # Without the header, because cutting it off would copy the entire image.
                 data = self.tars.pread(i, shard, size, offset)
                 if len(data) == size and crc32c(data) == checksum:
                     return data, ""
@@ -139,9 +141,9 @@ class Split:
         except OSError as error:
             return b"", f"failed: {error.strerror}"
         if len(data) < size:
-            return data, f"gave {len(data)}"
+            return data, f"returned {len(data)}"
         if member_size(header) != size:
-            return data, "found no image of this size there, the shard is not the indexed one"
+            return data, "found no image of this size, so the shard is not the indexed one"
         return data, FLIPPED if checksum else ""
 
     def _error(self, i: int, shard: int, offset: int, size: int, problem: str) -> ShardError:
@@ -152,8 +154,8 @@ class Split:
             key = "unknown"
         return ShardError(
             f"{self.where(i)}: sample {i} (key {key}): reading {size} bytes at offset {offset}"
-            f" {problem}; restore the shard and start again (`python -m data_prep.verify"
-            f" {self.root}` finds out if it is the index that is damaged: delete that)"
+            f" {problem}; restore the shard and start again (if `python -m data_prep.verify"
+            f" {self.root}` finds that the index is damaged, delete the index)"
         )
 
     def _shard_of(self, i: int) -> int:
@@ -164,32 +166,33 @@ class Split:
         return self.tars.where(self._shard_of(i))
 
     def prepare(self, num_processes: int) -> None:
-        """Open files that worker processes will inherit; call it before they start.
+        """Open files that worker processes will inherit; call this before they start.
 
-        num_processes: number of processes of this host that will read.
+        num_processes: number of reading processes on this host.
         """
         self.tars.prepare(num_processes)
 
     @property
     def versions(self) -> list[Version] | None:
-        """The server's version of each shard at a URL; None for a folder, which each host reads."""
+        """The versions of the shards on the server; None for a folder, which each host checks
+        itself."""
         cached = self.tars.cached
         return None if cached is None or cached.store is None else cached.versions
 
     @property
     def read_ahead_batches(self) -> int:
-        """The number of batches before its use that a sample should be passed to `prefetch`; 0:
-        never."""
+        """The number of batches before its use that a sample should be prefetched; 0: never."""
         return self.tars.read_ahead_batches
 
     def prefetch(self, samples: NDArray[np.int64]) -> None:
-        """Read or fetch these (n,) samples in the background, because they are needed soon."""
+        """Read or fetch these (n,) samples in the background because they are needed soon."""
         self.tars.prefetch(samples, self.index, self._firsts)
 
     def key(self, i: int) -> str:
-        """Return the key of sample `i`, from the tar headers between the previous image and this.
+        """Return the key of sample `i`, from the tar headers between the previous image and this
+        one.
 
-        There may be several headers, because a long name has an additional one (GNU, pax).
+        There may be several headers because a long name has an additional one (GNU, pax).
         """
         row = self.index[i]
         shard = self._shard_of(i)
@@ -212,30 +215,31 @@ class Split:
         except TarDamaged as error:
             reason = str(error)
         raise ShardError(
-            f"{self.where(i)}: no tar header in front of offset {offset} ({reason}); restore the"
-            f" shard, or delete {self.name}.index.npy if it was replaced"
+            f"{self.where(i)}: no tar header before offset {offset} ({reason}); restore the shard,"
+            f" or delete {self.name}.index.npy if the shard was replaced on purpose"
         )
 
     def key_in(self, name: str) -> str:
-        """Return the key in a member's name."""
+        """Return the key that is part of a member's name."""
         cut = self._layout.cut(name)
         return cut[0] if cut else name
 
     def identity(self) -> str:
-        """Return a hash of all samples' places in the shards."""
+        """Return a hash of the positions of all samples in the shards."""
         return index_sha256(self.index, self.lengths)
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """Return the sources and the numbers in them of `samples`; a split is its only source."""
+        """Return pairs (source, sample numbers in it) for `samples`. A split is its own only
+        source."""
         return [(self, samples)]
 
     @property
     def splits(self) -> list[Split]:
-        """The sources; a split is its only source."""
+        """The list of sources, which is only the split itself."""
         return [self]
 
     def close(self) -> None:
-        """Close the shards' file descriptors; the next read opens them again."""
+        """Close the file descriptors of the shards; the next read opens them again."""
         self.tars.close()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """A slice of a split, such as `train[:99%]` for training and `train[99%:]` for evaluation.
 
-The notation is that of TensorFlow Datasets and Hugging Face. Samples are counted in the order of a
-hash of their numbers, not in storage order, so a hundredth of shards that are sorted by class is
-about a hundredth of each class. Slices that meet at a percentage are disjoint and complete. A
-`SplitSlice` is used like any split; its samples are numbered from 0.
+The notation is that of TensorFlow Datasets and Hugging Face. Samples are ordered by a hash of their
+numbers, not by storage, so one percent of shards that are sorted by class contains about one
+percent of each class. Slices that meet at a percentage are disjoint and complete. A `SplitSlice` is
+used like any other split, and its samples are numbered from 0.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vit.system.files import ShardError
 from vit.system.hashing import are_ranked, fold, fold_numbers
 
 _PART = 1
-"""The constant that is hashed behind the samples' numbers. `data.fraction` hashes its seed in front
-of them, so no `subset_seed` gives the order of slices."""
+"""The constant that is hashed after the sample numbers. `data.fraction` hashes its seed before
+them, so no `subset_seed` reproduces the order of slices."""
 _PERCENT = r"\d+(?:\.\d+)?"
 _NAME = re.compile(
     rf"(?P<split>[^\[\]]+)\[(?:(?P<start>{_PERCENT})%)?:(?:(?P<stop>{_PERCENT})%)?\]"
@@ -33,9 +33,9 @@ class PartName(NamedTuple):
     split: str
     """The name of the split."""
     start: float | None
-    """The begin of the slice in per cent of the samples, from 0 to 100; None: the whole split."""
+    """The start of the slice in percent of the samples, from 0 to 100; None: the whole split."""
     stop: float
-    """The end of the slice in per cent."""
+    """The end of the slice in percent."""
 
 
 def parse_name(name: str) -> PartName:
@@ -52,13 +52,13 @@ def parse_name(name: str) -> PartName:
         if start < stop <= 100:
             return PartName(match["split"], start, stop)
     raise ShardError(
-        f"split {name!r}: expected a part as train[:99%], train[99%:] or train[10%:20%], from less"
-        " to more"
+        f"split {name!r}: expected a slice such as train[:99%], train[99%:] or train[10%:20%],"
+        " with the smaller percentage first"
     )
 
 
 def part_size(name: str, total: int) -> int:
-    """Return how many of the `total` samples of the split are in the slice `name`."""
+    """Return how many of the split's `total` samples are in the slice `name`."""
     _, start, stop = parse_name(name)
     first, end = _between(start or 0.0, stop, total)
     return end - first
@@ -69,21 +69,22 @@ def _between(start: float, stop: float, total: int) -> tuple[int, int]:
 
 
 class SplitSlice(Split):
-    """The samples of a split between two percentages; takes 1 to 8 bytes a sample per process."""
+    """The samples of a split between two percentages. Costs 1 to 8 bytes per sample and process."""
 
     def __init__(self, whole: Split, name: str):
-        """name: a name with percentages, see `parse_name`. Raises ShardError for an empty slice."""
+        """name: a name with percentages, see `parse_name`. Raises ShardError if the slice is
+        empty."""
         _, start, stop = parse_name(name)
         assert start is not None, f"{name} is a whole split"
         total = whole.num_samples
         first, end = _between(start, stop, total)
         if first == end:
-            raise ShardError(f"{whole.root} {name!r}: of {total:,} samples, that is none")
+            raise ShardError(f"{whole.root} {name!r}: this slice of {total:,} samples is empty")
         all_numbers = np.arange(total, dtype=np.min_scalar_type(total))
         keys = fold_numbers(lambda numbers: fold(numbers, _PART), all_numbers)
         self.whole = whole
         self.numbers: NDArray[np.integer] = all_numbers[are_ranked(keys, first, end)]
-        """(num_samples,) the samples' numbers in `whole`, ascending."""
+        """(num_samples,) the numbers of the samples in `whole`, ascending."""
         super().__init__(
             whole.root,
             name,
@@ -117,7 +118,7 @@ class SplitSlice(Split):
         self.whole.prefetch(self._in_whole(samples))
 
     def divided(self, samples: NDArray[np.int64]) -> list[tuple[Split, NDArray[np.int64]]]:
-        """See `Split.divided`; the source is the whole split."""
+        """See `Split.divided`; the only source is the whole split."""
         return self.whole.divided(self._in_whole(samples))
 
     def _in_whole(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -137,7 +138,8 @@ class _PartRows:
         return len(self._numbers)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the rows of a number, a slice or an array, or a copy of a column, by its name."""
+        """Return the rows for a number, a slice or an array, or a copy of the column with a
+        name."""
         if isinstance(key, str):
             return self._whole.index[key][self._numbers]
         return self._whole.index[self._numbers[key]]

@@ -1,8 +1,8 @@
 """The interfaces of the readers of shards in a folder, at a URL, or through a cache.
 
-`local_tars` reads shards in a folder. `vit.data.storage` reads all others; it is imported only if a
-process opens such shards, so this module has the names of its modules and the protocols of its
-classes.
+`local_tars` reads shards in a folder, and `vit.data.storage` reads all others. A process imports
+`vit.data.storage` only if it opens such shards. This module therefore contains the names of its
+modules and the protocols of its classes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ CACHED_TARS = "vit.data.storage.cached_tars:open_cached"
 
 
 class Version(NamedTuple):
-    """The size of a file in bytes, -1 if unknown, and a tag that differs between versions."""
+    """The size of a file in bytes (-1: unknown), and a tag that differs between versions."""
 
     size: int
     tag: str
 
     def digest(self) -> str:
-        """Return a short hash, for file names."""
+        """Return a short hash for file names."""
         return hashlib.sha256(f"{self.size} {self.tag}".encode()).hexdigest()[:12]
 
     def __str__(self) -> str:
@@ -49,7 +49,7 @@ class Store(Protocol):
         """Return `_info.json`."""
 
     def fetch_index(self, split: str, cache: Any) -> Path:
-        """Copy the index into the folder of `cache`, and return its path."""
+        """Copy the index into the folder of `cache` and return its path."""
 
     def stats(self, names: list[str]) -> list[Version | str]:
         """Return the version of each file, or the reason why it is unknown."""
@@ -62,14 +62,14 @@ class Store(Protocol):
 
 
 class Cache(Protocol):
-    """A cache of blocks of shards on a disk of this host (`vit.data.storage.block_cache`)."""
+    """A cache for blocks of shards on a disk of this host (`vit.data.storage.block_cache`)."""
 
     folder: Path
     limit_bytes: int
 
 
 class Tars(Protocol):
-    """A reader of the shards of a split. Threads, forks and pickling as for `Split`."""
+    """A reader of the shards of a split. May be forked and pickled like `Split`."""
 
     @property
     def cached(self) -> CachedTars | None:
@@ -84,7 +84,7 @@ class Tars(Protocol):
         """See `Split.read_ahead_batches`."""
 
     def where(self, shard: int) -> str:
-        """Return the shard's path or URL."""
+        """Return the path or URL of a shard."""
 
     def prepare(self, num_processes: int) -> None:
         """See `Split.prepare`."""
@@ -96,7 +96,7 @@ class Tars(Protocol):
         """Return `size` bytes at `offset` of a shard, fewer at its end."""
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
-        """Drop these bytes from all caches, so that the next `pread` reads the disk or server."""
+        """Drop these bytes from all caches, so that the next `pread` reads from disk or server."""
 
     def close(self) -> None:
         """Close all files; the next read opens them again."""
@@ -109,12 +109,12 @@ class CachedTars(Tars, Protocol):
     cache: Any
     versions: list[Version]
     block_samples: int
-    """The samples in a block of the cache."""
+    """The number of samples in a cache block."""
     stored_bytes: int
-    """The size of all shards."""
+    """The size of all shards in bytes."""
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the bytes of all blocks of these samples, and of the uncached ones."""
+        """Return the bytes of all blocks that contain these samples, and of the uncached ones."""
 
     def process_bytes(self, num_processes: int) -> int:
         """Return the memory for fetching in each of `num_processes` processes of a host."""
@@ -127,7 +127,7 @@ def open_store(url: str, retry: RetryPolicy | None) -> Store:
 
 
 def open_cache(folder: Path | str | None, limit_gib: float | None, needed_for: str) -> Cache:
-    """Return the cache in `folder`, see `BlockCache`. needed_for: root or setting, for errors."""
+    """Return the cache in `folder`, see `BlockCache`. needed_for: name for error messages."""
     cache: Cache = load(CACHE, needed_for)(folder, limit_gib)
     return cache
 
@@ -141,7 +141,7 @@ def open_cached_tars(
     cache: Cache,
     retry: RetryPolicy | None,
 ) -> CachedTars:
-    """Return the reader of the shards in `folder` through `cache`."""
+    """Return a reader of the shards in `folder` that uses `cache`."""
     opened: CachedTars = load(CACHED_TARS, str(folder))(
         folder, filenames, versions, index, firsts, cache, retry
     )

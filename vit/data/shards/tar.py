@@ -1,8 +1,8 @@
 """Scan a shard, which is a plain tar, into samples and index rows.
 
-Headers are read one after the other; consecutive members with one key make a sample. The size in
-pixels comes from the head of the image, the label from its member (`.cls`, or as in the layout).
-Images are not decoded. Samples that do not fit are listed with the reason.
+Headers are read one after another, and consecutive members with the same key form a sample. The
+size in pixels comes from the header of the image. The label comes from its member (`.cls`, or as
+the layout specifies). Images are not decoded. Invalid samples are listed with the reason.
 """
 
 from __future__ import annotations
@@ -44,11 +44,13 @@ INDEX_DTYPE = np.dtype(
     ]
 )
 crc32c: Callable[[bytes], int] = google_crc32c.value
-"""The CRC-32C (Castagnoli) of bytes: 4 to 7 microseconds per photograph; zlib's CRC-32 takes 16."""
+"""The CRC-32C (Castagnoli) of bytes. Takes 4 to 7 microseconds per photograph; zlib's CRC-32 takes
+16."""
 DEFAULT_LAYOUT = SampleLayout()
 BLANK = re.compile(r"\s")
 HEAD_BYTES = 16384
-"""The bytes that are read of an image for its size in pixels; most headers are shorter."""
+"""The number of bytes of an image that are read for its size in pixels. Most headers are
+shorter."""
 
 
 class Member(NamedTuple):
@@ -73,7 +75,7 @@ class ScannedSample(NamedTuple):
 
 
 class LeftOut(NamedTuple):
-    """A sample that does not fit. name, offset: name and offset of its first member."""
+    """A sample that does not match the layout. name, offset: those of its first member."""
 
     key: str
     name: str
@@ -84,8 +86,8 @@ class LeftOut(NamedTuple):
 class Survey(NamedTuple):
     """The content of a tar.
 
-    passed_over: counts of members that are not part of a sample, by kind; folders and webdataset's
-    metadata are not counted.
+    passed_over: number of members that are not part of a sample, by kind, except folders and
+    webdataset's metadata.
     """
 
     samples: list[ScannedSample]
@@ -96,7 +98,7 @@ class Survey(NamedTuple):
 def _members(
     read: Read, end: int, layout: SampleLayout, passed_over: Counter[str]
 ) -> Iterator[tuple[str, Member, str]]:
-    """Yield (key, member, kind) of each member of a sample, in order; reads headers only."""
+    """Yield (key, member, kind) for each member of a sample, in order. Reads only headers."""
     for name, offset, size, kind in walk(read, 0, end, needs_end=False):
         if named := layout.cut(name):
             yield named[0], Member(named[1], offset, size, name), kind
@@ -105,7 +107,7 @@ def _members(
 
 
 def _size_in_pixels(read: Read, image: Member) -> tuple[int, int]:
-    """Return (width, height), from the image's head if it suffices. Raises InvalidSample."""
+    """Return (width, height), if possible from the first bytes. Raises InvalidSample."""
     for num_bytes in (min(HEAD_BYTES, image.size), image.size):
         try:
             width, height = read_image_size(read(num_bytes, image.offset))
@@ -129,10 +131,11 @@ def scan_sample(
     layout: SampleLayout,
     with_checksum: bool = True,
 ) -> ScannedSample:
-    """Check and read a sample with the (key, member, kind) in `group`. Raises InvalidSample."""
+    """Check and read the sample whose (key, member, kind) are in `group`. Raises InvalidSample."""
     members = tuple(member for _, member, kind in group if kind == FILE)
     by_ext = {member.ext: member for member in members}
-    # Links appear only in the error: two links with one suffix do not make the files invalid.
+    # Links only appear in the error, because two links with one suffix do not make the files
+    # invalid.
     links = dict.fromkeys(
         f"{member.ext} is {kind}" for _, member, kind in group if kind not in (FILE, FOLDER)
     )
@@ -159,9 +162,9 @@ def survey_tar(
     """Read the samples of a tar, in order, without decoding an image.
 
     left_out: `LeftOut.offset` of samples to skip, because they were skipped when the shard was
-    indexed. with_checksums: read the images completely; otherwise only their heads.
-    Raises ShardError if the tar is damaged or truncated, or if no sample fits `layout`. A tar
-    without an end mark is accepted if its last sample fits.
+    indexed. with_checksums: read the images completely; otherwise only their headers. Raises
+    ShardError if the tar is damaged or truncated, or if no sample matches `layout`. A tar without
+    an end mark is accepted if its last sample is valid.
     """
     path = Path(path)
     survey = Survey([], [], Counter())
@@ -172,7 +175,7 @@ def survey_tar(
     try:
         end = os.fstat(fd).st_size
         if not end:
-            raise ShardError(f"{path}: an empty file; copy or write the shard again")
+            raise ShardError(f"{path}: the file is empty; copy or write the shard again")
         last_error = None
         first_unfit: list[tuple[str, Member, str]] = []
         members = _members(pread(fd), end, layout, survey.passed_over)
@@ -190,8 +193,8 @@ def survey_tar(
                 survey.unfit.append(LeftOut(key, first.name, first.offset, str(error)))
         if last_error is not None and any(os.pread(fd, TAR_BLOCK, max(0, end - TAR_BLOCK))):
             raise ShardError(
-                f"{path}: sample {key!r} {last_error}. The shard ends there, without an end mark."
-                " Truncated: copy or write it again"
+                f"{path}: sample {key!r} {last_error}. The shard ends with this sample and has no"
+                " end mark, so it is truncated: copy or write it again"
             )
         if survey.unfit and not survey.samples:
             contents = {
@@ -222,19 +225,19 @@ def scan_tar(
     left_out: Collection[int] = (),
     with_checksums: bool = True,
 ) -> list[ScannedSample]:
-    """Return the samples of `survey_tar`. Also raises ShardError if a sample does not fit."""
+    """Return the samples of `survey_tar`. Also raises ShardError if a sample is invalid."""
     survey = survey_tar(path, layout, left_out, with_checksums)
     if survey.unfit:
         what_to_do = _describe_grouped(Path(path), survey) or (
-            ". Mend these, or write the shard again without them; `python -m data_prep.index`"
-            " leaves them out"
+            ". Repair these samples, or write the shard again without them; `python -m"
+            " data_prep.index` skips them"
         )
         raise ShardError(f"{path}: {_describe_unfit(survey)}{what_to_do}")
     return survey.samples
 
 
 def _describe_unfit(survey: Survey) -> str:
-    """Describe the first sample that does not fit, and the number of such samples."""
+    """Return a text about the first invalid sample and the number of such samples."""
     first = survey.unfit[0]
     return (
         f"sample {first.key!r} {first.reason} ({len(survey.unfit):,} of"
@@ -243,25 +246,25 @@ def _describe_unfit(survey: Survey) -> str:
 
 
 def _describe_grouped(path: Path, survey: Survey) -> str:
-    """Return the remedy for a tar whose members are grouped by suffix; "" for any other tar."""
+    """Return the remedy for a tar whose members are grouped by suffix, "" for any other tar."""
     num_places = Counter(key for key, _ in {(left.key, left.name) for left in survey.unfit})
     keys = [left.key for left in survey.unfit if num_places[left.key] > 1]
     return (
-        f". Members of {keys[0]!r} are at several places of this tar, and those of a sample must be"
-        f" neighbours: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
+        f". Members of {keys[0]!r} are at several places of this tar, but the members of a sample"
+        f" must be adjacent: write it again with `tar --sort=name -cf {path.name} -C FOLDER .`"
         if keys
         else ""
     )
 
 
 def describe_ignored(passed_over: Counter[str]) -> str:
-    """Describe the members that are not part of a sample."""
+    """Return a text about the members that are not part of a sample."""
     kinds = ", ".join(f"{kind} ({count:,} times)" for kind, count in sorted(passed_over.items()))
-    return f"passed over, as part of no sample: {kinds}"
+    return f"ignored because they are not part of a sample: {kinds}"
 
 
 def index_rows(samples: list[ScannedSample]) -> np.ndarray:
-    """Return (num_samples,) INDEX_DTYPE rows of one tar's samples."""
+    """Return the index rows of one tar's samples, (num_samples,) INDEX_DTYPE."""
     return np.array(
         [(s.crc32c, s.image.size, s.image.offset, s.label, s.width, s.height) for s in samples],
         INDEX_DTYPE,
@@ -275,7 +278,7 @@ def write_idx(tar: Path, samples: list[ScannedSample]) -> None:
 
 
 def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
-    """Return DALI's index v1.2: a line per sample, `ext offset size name` for each member."""
+    """Return DALI's index v1.2: one line per sample with `ext offset size name` of each member."""
     lines = [f"v1.2 {len(samples)}"]
     for sample in samples:
         fields = (
@@ -287,17 +290,17 @@ def idx_lines(samples: list[ScannedSample]) -> list[bytes]:
 
 
 def idx_name(name: str) -> str:
-    """Return a member's name, or a part of it, in the form of `.idx`: printable, without blanks.
+    """Return a member's name, or a part of it, as in `.idx`: printable and without spaces.
 
-    DALI splits a line at blanks, so a blank in a name would shift the fields.
+    DALI splits lines at spaces, so a space in a name would shift the fields.
     """
     return escape_unprinted(BLANK.sub("_", name))
 
 
 def member_size(header: bytes) -> int:
-    """Return the size in bytes of the member after a tar header, -1 if it is not a header."""
+    """Return the size in bytes of the member after a tar header, or -1 if it is not a header."""
     try:
-        # Some 50 times as fast as tarfile, which matters because each image needs it.
+        # About 50 times as fast as tarfile, which matters because each image needs it.
         return int(header[124:136].rstrip(b"\0 "), 8)
     except ValueError:
         try:

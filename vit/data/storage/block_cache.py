@@ -1,19 +1,19 @@
-"""A cache of blocks on the local disk, shared by all processes of a host, within a size limit.
+"""A cache of blocks on the local disk, shared by all processes of a host, with a size limit.
 
-The first process that needs a block fetches it while other processes wait for it. A rename makes
-the complete block visible. A block ends with a checksum for each of its parts; reading a part is
-one `pread` for the data and one for the checksum. At the limit, the least recently read blocks are
+The first process that needs a block fetches it while other processes wait. A rename makes the
+complete block visible. A block ends with one checksum per part, so reading a part takes one `pread`
+for the data and one for the checksum. When the limit is reached, the least recently read blocks are
 removed.
 
-    <folder>/                 of one user, or of a group if the folder is writable by one
+    <folder>/                 of one user, or of a group if the folder is group-writable
       used_bytes              size of all blocks, updated before each is written; its lock guards it
       limit.<bytes>           locked by each process with this limit; the largest live one counts
       <data set>/<shard>.<version>.<samples>.block
-      <data set>/<...>.part   being fetched, by the process that holds its lock
+      <data set>/<...>.part   being fetched by the process that holds its lock
 
 If a process cannot get a lock in time, it fetches and uses the block without storing it. Blocks are
-not synced to the disk: after a power cut a block may contain zeros, which its checksums reveal. A
-cache that becomes read-only costs time, but does not cause an error.
+not synced to the disk. After a power failure, a block may therefore contain zeros, which its
+checksums reveal. A cache that becomes read-only costs time but does not cause an error.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ from vit.system.host import default_folder
 GIB = 1 << 30
 CHECKSUM_BYTES = 4
 USED_WIDTH = 20
-"""The digits of the number in `used_bytes`."""
+"""The number of digits in `used_bytes`."""
 DEFAULT_GIB = 50.0
-"""The default limit, if the disk has twice as much free space."""
+"""The default limit if the disk has twice as much free space."""
 TRY_AGAIN_S = 60.0
-"""The time between two attempts to write after a block could not be written."""
+"""The time to the next attempt to write after a block could not be written."""
 TOUCH_AFTER_S = 60.0
-"""The least time between two updates of a block's modification time, which is its last use."""
+"""The minimum time between two updates of a block's modification time, which records its last
+use."""
 ABANDONED_AFTER_S = 3600
-"""The age at which an unlocked `.part` is removed."""
+"""The age at which an unlocked `.part` file is removed."""
 log = logging.getLogger(__name__)
 
 
@@ -72,16 +73,17 @@ class BlockCache:
     def __init__(self, folder: str | Path | None = None, limit_gib: float | None = None):
         """folder: by default `default_folder()`.
 
-        limit_gib: by default half of the free space and the cache's size together, at most 50 GiB.
-        Raises ShardError if the folder cannot be used or the disk is too small for the limit.
+        limit_gib: by default half of the free space plus the cache's size, at most 50 GiB. Raises
+        ShardError if the folder cannot be used or the disk is too small for the limit.
         """
         self.folder = default_folder() if folder is None else Path(folder).expanduser().absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             if self.folder.stat().st_mode & stat.S_IWOTH:
                 raise ShardError(
-                    f"{self.folder}: everybody may write there, and so decide what is trained on:"
-                    f" `chmod o-w {self.folder}`, or choose another with data.cache_dir"
+                    f"{self.folder}: every user may write to this folder and could change the"
+                    f" training data: run `chmod o-w {self.folder}`, or choose another folder with"
+                    " data.cache_dir"
                 )
             os.close(open_shared(self.folder / "used_bytes", os.O_RDWR))
             available = shutil.disk_usage(self.folder).free + self._used_bytes()
@@ -97,7 +99,8 @@ class BlockCache:
             if limit_gib * GIB > available:
                 raise ShardError(
                     f"data.cache_gib={limit_gib:g}: the disk of {self.folder} has room for"
-                    f" {available / GIB:.1f}; give less, or another disk with data.cache_dir"
+                    f" {available / GIB:.1f}; set a smaller size, or choose another disk with"
+                    " data.cache_dir"
                 )
         self._refused_at_s = -TRY_AGAIN_S
         with suppress(OSError):  # without the file, other processes do not see this limit
@@ -108,11 +111,11 @@ class BlockCache:
     def read(
         self, name: str, block_bytes: int, num_parts: int, part: int, start: int, stop: int
     ) -> bytes | None:
-        """Return bytes [start, stop) of a block, which are its part number `part`.
+        """Return bytes [start, stop) of a block, which form its part number `part`.
 
-        Returns None if the block is not cached, or damaged; a damaged block is removed.
+        Returns None if the block is missing or damaged. A damaged block is removed.
         """
-        path = f"{self.folder}/{name}"  # making a pathlib.Path would take as long as the read
+        path = f"{self.folder}/{name}"  # creating a pathlib.Path would take as long as the read
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -123,27 +126,27 @@ class BlockCache:
             checksum = os.pread(fd, CHECKSUM_BYTES, block_bytes + CHECKSUM_BYTES * part)
             expected_bytes = block_bytes + CHECKSUM_BYTES * num_parts
             if status.st_size != expected_bytes or checksum != _checksum(data):
-                log.warning("%s: damaged; it is fetched again", path)
+                log.warning("%s is damaged and is fetched again", path)
                 Path(path).unlink(missing_ok=True)
                 return None
-            # `abs`, because a clock may have been ahead: such a block would count as just used for
-            # a long time.
+            # Use `abs`, because a clock may have been ahead. Such a block would otherwise look
+            # recently used for a long time.
             if abs(time.time() - status.st_mtime) > TOUCH_AFTER_S:
                 with suppress(OSError):  # a read-only cache
                     os.utime(fd)
             return data
         except OSError as error:
-            log.warning("%s: %s; it is fetched again", path, error.strerror)
+            log.warning("%s: %s; the block is fetched again", path, error.strerror)
             return None
         finally:
             os.close(fd)
 
     def holds(self, name: str) -> bool:
-        """Return whether the cache has a block of this name."""
+        """Return whether the cache contains a block with this name."""
         return os.path.exists(f"{self.folder}/{name}")
 
     def has_room(self, num_bytes: int) -> bool:
-        """Return whether a block of this size fits without removing another."""
+        """Return whether a block of this size fits without removing other blocks."""
         return self._used_bytes() + num_bytes <= self.limit_bytes
 
     def _used_bytes(self) -> int:
@@ -152,11 +155,11 @@ class BlockCache:
     # ---- storing ----
 
     def fetch(self, name: str, get: Callable[[], Fetched], may_remove: bool = True) -> bytes | None:
-        """Make sure that a block is cached, if it fits.
+        """Store a block in the cache if it fits and is not cached yet.
 
-        get: fetches the block. may_remove: whether to remove other blocks to make room.
-        Returns the bytes of the block if this call fetched it; None if it was cached, or if another
-        process fetched it during the call.
+        get: a function that fetches the block. may_remove: whether other blocks may be removed to
+        make room. Returns the bytes of the block if this call fetched it. Returns None if it was
+        cached, or if another process fetched it during the call.
         """
         path = self.folder / name
         with ExitStack() as stack:
@@ -165,7 +168,7 @@ class BlockCache:
             except OSError as error:
                 _warn_once(self.folder, error.strerror)
                 data = get().data
-                if not isinstance(error, TimeoutError):  # a timeout concerns only this block
+                if not isinstance(error, TimeoutError):  # a timeout only affects this block
                     self._refuse()
                 return data
             if part is None:
@@ -185,7 +188,7 @@ class BlockCache:
             return data
 
     def refuses(self) -> bool:
-        """Return whether writing a block failed in the last `TRY_AGAIN_S`.
+        """Return whether writing a block has failed within the last `TRY_AGAIN_S`.
 
         If so, fetching an entire block for one sample would waste time.
         """
@@ -207,7 +210,7 @@ class BlockCache:
                 if used + num_bytes > limit:
                     if not may_remove:
                         return False
-                    # Remove a little more than needed, because listing all blocks is slow.
+                    # Remove slightly more than needed, because listing all blocks is slow.
                     used = self._remove_oldest(limit - num_bytes - limit // 16)
             # The number has a constant width and is overwritten in place, so that a reader without
             # the lock never sees an empty or truncated file.
@@ -231,7 +234,7 @@ class BlockCache:
         for _, size, path in sorted(blocks):
             if left <= max(keep_bytes, 0):
                 break
-            path.unlink(missing_ok=True)  # a process that has the file open can still read it
+            path.unlink(missing_ok=True)  # processes that have the file open can still read it
             left -= size
         return left
 
@@ -252,17 +255,17 @@ class BlockCache:
     def _announce_limit(self) -> int:
         """Return a descriptor with a shared lock on `limit.<bytes>`.
 
-        The lock lives as long as this process or a process forked from it.
+        The lock is held as long as this process, or a process forked from it, is alive.
         """
         path = self.folder / f"limit.{self.limit_bytes}"
         while True:
-            # Read-only, because an open writable file would keep an administrator from remounting
-            # the disk read-only.
+            # Open read-only, because an open writable file would prevent an administrator from
+            # remounting the disk read-only.
             fd = open_shared(path, os.O_RDONLY)
             fcntl.flock(fd, fcntl.LOCK_SH)
             if is_at(fd, path):
                 return fd
-            os.close(fd)  # another process removed the file as abandoned before the lock
+            os.close(fd)  # before the lock, another process removed the file as abandoned
 
     def _largest_limit(self) -> int:
         """Return the largest limit of all processes that currently use this folder.
@@ -279,15 +282,15 @@ class BlockCache:
 
 
 def _parse_used(text: bytes) -> int | None:
-    """Return the number in `used_bytes`, None if the file is new or damaged."""
+    """Return the number in `used_bytes`, or None if the file is new or damaged."""
     return int(text) if text.strip().isdigit() else None
 
 
 def _warn_once(folder: Path, reason: str | None) -> None:
-    """Warn once per process, because a full disk refuses every block to every thread."""
+    """Warn once per process, because a full disk rejects every block of every thread."""
     if (folder, reason) not in _warned:
         _warned.add((folder, reason))
-        log.warning("%s: cannot be written (%s); blocks are used and not kept", folder, reason)
+        log.warning("%s: cannot be written (%s); blocks are used but not stored", folder, reason)
 
 
 _warned = set[tuple[Path, str | None]]()
@@ -297,7 +300,7 @@ _warned = set[tuple[Path, str | None]]()
 
 
 def with_checksum(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the pieces of a file, then their checksum."""
+    """Yield the pieces of a file, followed by their checksum."""
     checksum = 0
     for piece in pieces:
         checksum = zlib.crc32(piece, checksum)
@@ -315,5 +318,5 @@ def ends_with_checksum(path: Path) -> bool:
 
 
 def _checksum(data: bytes | memoryview) -> bytes:
-    """Return the CRC-32 as four bytes. At 5 GB/s a photograph takes 25 microseconds."""
+    """Return the CRC-32 as four bytes. At 5 GB/s, a photograph takes 25 microseconds."""
     return zlib.crc32(data).to_bytes(CHECKSUM_BYTES, "little")

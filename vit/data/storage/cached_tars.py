@@ -1,10 +1,10 @@
 """Read shards at a URL or in a mounted folder through a cache on the local disk.
 
-A block has consecutive samples of a shard, some 8 MB, so that samples that are close in the order
-of training come with one request. One process of a host fetches a block,
-`vit.data.storage.block_cache` stores it, and all processes read the samples from the cache.
-`prefetch` starts threads that fetch blocks ahead. A block whose tar headers or checksums do not
-match the index is not stored: its shard was replaced, or damaged in transit.
+A block contains consecutive samples of a shard, about 8 MB, so that samples that are close in the
+training order need only one request. One process of a host fetches a block and stores it with
+`vit.data.storage.block_cache`, and all processes read the samples from the cache. `prefetch` starts
+threads that fetch blocks ahead. A block whose tar headers or checksums do not match the index is
+not stored, because its shard was replaced or damaged in transit.
 """
 
 from __future__ import annotations
@@ -38,27 +38,28 @@ from vit.system.retry import RetryPolicy
 from vit.system.stages import Stage
 
 BLOCK_BYTES = 8 << 20
-"""The target size of a block. Smaller blocks pay the network's latency more often; larger blocks
+"""The target size of a block. Smaller blocks pay the network latency more often, and larger blocks
 delay the first batch."""
 READ_AHEAD_BATCHES = 8
 """The number of batches before its use that a block is requested. The cache must have room for
 these batches and their shuffle windows."""
 ASK_AGAIN_S = 60.0
-"""The time after a request in which a process does not check whether the block is still cached."""
+"""The time after a request during which a process does not check again whether the block is
+cached."""
 MAX_ASKED = 4096
-"""The requested blocks that a process remembers before it clears the list."""
+"""The maximum number of requested blocks that a process remembers before it clears the list."""
 BEAT_S = 1.0
 """The interval at which a process that waits for a block updates its row in `vit.system.stages`."""
 NUM_THREADS = 8
-"""The most concurrent requests of one process."""
+"""The maximum number of concurrent requests of one process."""
 NUM_THREADS_OF_HOST = 64
-"""The most concurrent requests of all loader processes of a host."""
+"""The maximum number of concurrent requests of all loader processes of a host."""
 FETCH_BYTES = 14 << 20
-"""The measured memory of a request, with its block and connection."""
+"""The measured memory of a request, including its block and connection."""
 
 
 class MountedFolder:
-    """A folder on a network file system; its blocks are cached like those of a URL."""
+    """A folder on a network file system. Its blocks are cached like those of a URL."""
 
     def __init__(self, root: Path, filenames: list[str], retry: RetryPolicy | None = None):
         self._tars = LocalTars(root.absolute(), filenames, retry)
@@ -68,7 +69,7 @@ class MountedFolder:
 
     @property
     def digest(self) -> str:
-        """A short hash of the path, for folder names."""
+        """A short hash of the path for folder names."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     def read(self, name: str, start: int, stop: int, version: Version) -> bytes:
@@ -77,12 +78,12 @@ class MountedFolder:
         data = self._tars.read(shard, stop - start, start)
         status = os.stat(self._tars.where(shard))
         if Version(status.st_size, str(status.st_mtime_ns)) != version or len(data) != stop - start:
-            raise OSError(errno.ESTALE, "it was replaced while it was in use")
+            raise OSError(errno.ESTALE, "the file was replaced while in use")
         return data
 
 
 class CacheBlock(NamedTuple):
-    """The samples [first, last) of a shard, and their bytes [start, stop)."""
+    """The samples [first, last) of a shard, stored in its bytes [start, stop)."""
 
     name: str
     shard: int
@@ -98,7 +99,7 @@ class CacheBlock(NamedTuple):
 
 
 def fetch_threads_per_process(num_processes: int) -> int:
-    """Return how many threads fetch blocks in each of `num_processes` processes of a host."""
+    """Return the number of fetching threads in each of `num_processes` processes of a host."""
     return max(min(NUM_THREADS, NUM_THREADS_OF_HOST // max(num_processes, 1)), 1)
 
 
@@ -111,16 +112,16 @@ def open_cached(
     cache: BlockCache,
     retry: RetryPolicy | None,
 ) -> CachedTars:
-    """Return a reader of shards at a URL, or in a mounted folder, through `cache`."""
+    """Return a reader for shards at a URL, or in a mounted folder, that uses `cache`."""
     place = MountedFolder(folder, filenames, retry) if isinstance(folder, Path) else folder
     return CachedTars(place, filenames, versions=versions, index=index, firsts=firsts, cache=cache)
 
 
 class CachedTars:
-    """The shards of a split behind a cache. Threads, forks and pickling as for `Split`.
+    """The shards of a split, read through a cache. May be forked and pickled like `Split`.
 
-    The bytes of a sample begin at the end of the previous image, so they include the tar header and
-    any other members in between.
+    The bytes of a sample begin at the end of the previous image. They include the tar header and
+    any other members before the image.
     """
 
     read_ahead_batches = READ_AHEAD_BATCHES
@@ -136,7 +137,7 @@ class CachedTars:
     ):
         """index: the rows, or the path of their file.
 
-        firsts: the first sample of each shard, then the number of samples.
+        firsts: the first sample of each shard, followed by the number of samples.
         """
         self.folder = folder
         self.filenames = filenames
@@ -145,8 +146,8 @@ class CachedTars:
         self.cache = cache
         self.firsts = firsts
         self.stored_bytes = sum(version.size for version in versions)
-        # A power of two, so that a block of 64 samples of the order is one or more cache blocks and
-        # never a part of two.
+        # A power of two, so that a block of 64 samples in the order equals one or more complete
+        # cache blocks.
         fitting = max(BLOCK_BYTES * len(self.index) // max(self.stored_bytes, 1), 1)
         most = DEFAULT_BLOCK_SAMPLES if len(self.index) >= PERMUTATION_BELOW else 1 << 30
         self.block_samples = min(1 << (fitting.bit_length() - 1), most)
@@ -173,19 +174,19 @@ class CachedTars:
         return None if isinstance(self.folder, MountedFolder) else self.folder
 
     def where(self, shard: int) -> str:
-        """Return the shard's URL or path."""
+        """Return the URL or path of a shard."""
         return f"{self.folder}/{self.filenames[shard]}"
 
     # ---- reading ----
 
     def pread(self, sample: int, shard: int, size: int, offset: int) -> bytes:
-        """Return `size` bytes at `offset` of a shard, in `sample`'s image or the header before it.
+        """Return `size` bytes at `offset` of a shard, in the image of `sample` or its tar header.
 
         Raises ShardError or OSError.
         """
         start = self._start(sample, shard)
         stop = self._stop(sample)
-        # More than one round only if other processes need the entire cache and remove the block
+        # More than one round is only needed if other processes fill the cache and remove the block
         # before this process has read it.
         for _ in range(3):
             block = self._block(sample, shard)
@@ -201,8 +202,8 @@ class CachedTars:
                 stages.current.count(read_bytes=len(data))
                 return data[offset - start : offset - start + size]
         raise ShardError(
-            f"{self.cache.folder}: blocks vanish as soon as they are there; give it more room with"
-            " data.cache_gib"
+            f"{self.cache.folder}: other processes remove blocks before they are read; enlarge the"
+            " cache with data.cache_gib"
         )
 
     def forget(self, sample: int, shard: int, size: int, offset: int) -> None:
@@ -211,7 +212,7 @@ class CachedTars:
             (self.cache.folder / block.name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Do nothing, because files are closed after each read."""
+        """Do nothing, because each read closes its file."""
 
     def _read_cached(self, block: CacheBlock, sample: int, start: int, stop: int) -> bytes | None:
         return self.cache.read(
@@ -243,7 +244,7 @@ class CachedTars:
     def prepare(self, num_processes: int) -> None:
         """Limit the threads of this process, one of `num_processes` processes of the host.
 
-        Each thread has a block in memory.
+        Each thread holds a block in memory.
         """
         self.most_threads = fetch_threads_per_process(num_processes)
 
@@ -254,13 +255,13 @@ class CachedTars:
     def prefetch(self, samples: NDArray[np.int64], index: Any, firsts: list[int]) -> None:
         """Fetch the blocks of these samples in the background, if the cache can store them.
 
-        index, firsts: unused. An error is raised later, when the sample is read.
+        index, firsts: unused. Errors are raised later, when the sample is read.
         """
         if self.cache.refuses():
             return
         now_s = time.monotonic()
         shards = self._shards_of(samples)
-        # One number per block; the shard is part of it, because a block never spans two shards.
+        # One number per block. It includes the shard, because a block never spans two shards.
         numbers, rows = np.unique(
             shards * (1 << 40) + samples // self.block_samples, return_index=True
         )
@@ -285,7 +286,7 @@ class CachedTars:
                 sample = block.last
 
     def wanted_bytes(self, samples: NDArray[np.int64]) -> tuple[int, int]:
-        """Return the bytes of all blocks of these samples, and of the uncached ones."""
+        """Return the bytes of all blocks that contain these samples, and of the uncached ones."""
         pairs = zip(samples.tolist(), self._shards_of(samples).tolist(), strict=True)
         blocks = {self._block(sample, shard) for sample, shard in pairs}
         missing = [block.num_bytes for block in blocks if not self.cache.holds(block.name)]
@@ -319,7 +320,7 @@ class CachedTars:
     # ---- fetching ----
 
     def get(self, block: CacheBlock) -> Fetched:
-        """Fetch a block, and check its headers and checksums, without which it is not stored."""
+        """Fetch a block and check its headers and checksums; a mismatch prevents storing it."""
         data = self.folder.read(
             self.filenames[block.shard], block.start, block.stop, self.versions[block.shard]
         )
@@ -338,7 +339,8 @@ class CachedTars:
         return Fetched(data, ends)
 
     def _reset(self) -> None:
-        """Initialize the threads' state; a forked process inherits neither threads nor locks."""
+        """Initialize the state of threads, because a forked process inherits neither threads nor
+        locks."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
         self._num_threads = 0
@@ -350,7 +352,7 @@ class CachedTars:
     def _request(self, block: CacheBlock, is_urgent: bool = False) -> Future[bytes | None]:
         """Return a future of the block's bytes, or of None if another process has fetched it.
 
-        Requests are served in order, but a block that is being read (`is_urgent`) goes first.
+        Requests are served in order, except that urgent blocks, which are being read, go first.
         """
         if self._pid != os.getpid():
             self._reset()
@@ -362,7 +364,8 @@ class CachedTars:
                 self._num_waiting.release()
                 if self._num_threads < min(self.most_threads, len(self._under_way)):
                     self._num_threads += 1
-                    # A daemon thread, so that exiting does not wait for a slow server.
+                    # A daemon thread, so that the process can exit without waiting for a slow
+                    # server.
                     threading.Thread(target=self._serve, daemon=True).start()
             if is_urgent and block.name in self._waiting:
                 self._waiting.move_to_end(block.name, last=False)
@@ -379,4 +382,4 @@ class CachedTars:
                 future.set_exception(error)
             with self._lock:
                 del self._under_way[block.name]
-            del future  # free the block's bytes before the thread waits for the next block
+            del future  # free the memory of the block before the thread waits for the next one

@@ -1,7 +1,7 @@
-"""Make and lock files of a cache folder that several processes and users share.
+"""Create and lock files in a cache folder that several processes and users share.
 
-The process that holds the lock makes a file under the name `<path>.part` and then renames it. Every
-wait for a lock has a limit, because the holder may be suspended.
+The process that holds the lock writes the file under the name `<path>.part` and then renames it.
+Every wait for a lock has a time limit, because the holder may be suspended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vit.system import stages
 from vit.system.host import process_state
 
 LOCK_WAIT_S = 120.0
-"""The longest wait for a lock whose file does not grow: as long as an attempt to fetch may take."""
+"""The longest wait for a lock whose file does not grow, equal to the time limit of a fetch."""
 WARN_AFTER_S = 10.0
 WARN_AGAIN_S = 60.0
 log = logging.getLogger(__name__)
@@ -33,9 +33,9 @@ def locked_part(
 ) -> Iterator[FileIO | None]:
     """Open and lock `<path>.part` for the one thread that makes `path`; None if `path` exists.
 
-    If the caller does not rename the part, it is removed at the end. Raises OSError only before it
-    yields; TimeoutError if another process holds the lock for `LOCK_WAIT_S` and the part does not
-    grow.
+    If the caller does not rename the part, the part is removed at the end. Raises OSError only
+    before it yields. Raises TimeoutError if another process holds the lock for `LOCK_WAIT_S` and
+    the part does not grow.
     """
     name = path.with_name(f"{path.name}.part")
     _make_folder(path.parent)
@@ -47,8 +47,8 @@ def locked_part(
                 yield None if exists(path) else file
             finally:
                 with suppress(OSError):  # the folder may have become read-only
-                    # While the lock is held, and only if the name still belongs to this file: after
-                    # a rename it may be the part of another process.
+                    # Only while the lock is held, and only if the name still refers to this file.
+                    # After a rename, the name may refer to the part of another process.
                     if is_at(file.fileno(), name):
                         name.unlink(missing_ok=True)
             return
@@ -59,8 +59,7 @@ def locked_part(
 def lock(fd: int, path: Path) -> Iterator[None]:
     """Hold the exclusive lock of `path`, whose descriptor is `fd`. Raises TimeoutError.
 
-    The lock is released explicitly, because a process that was forked during the lock keeps the
-    file open.
+    The lock is released explicitly, because a process forked while it was held keeps the file open.
     """
     try:
         _wait_for_lock(fd, path)
@@ -101,19 +100,20 @@ def _wait_for_lock(fd: int, path: Path) -> None:
 
 
 _given_up = set[Path]()
-"""The locks that timed out. The next request for one of them does not wait again."""
+"""The locks that timed out. The next request for one of them fails without waiting."""
 _waited_for = set[Path]()
 """The locks for which threads of this process are waiting."""
 
 
 def is_waited_for(path: Path) -> bool:
-    """Return whether a thread of this process waits for the lock of a block, or of the count."""
+    """Return whether a thread of this process waits for the lock of block `path` or
+    `used_bytes`."""
     names = (path.with_name(f"{path.name}.part"), path.parent.parent / "used_bytes")
     return not _waited_for.isdisjoint(names)
 
 
 def _holder(fd: int) -> str:
-    """Describe the process that holds the lock of an open file, if the system shows it."""
+    """Return a text about the process that locks an open file, if the system knows the process."""
     status = os.fstat(fd)
     inode = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError):
@@ -128,7 +128,7 @@ def _holder(fd: int) -> str:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make a folder; it is writable by the group if its parent is."""
+    """Create a folder, writable by the group if its parent is."""
     if not folder.is_dir():
         folder.mkdir(exist_ok=True, mode=0o700)
         if folder.parent.stat().st_mode & stat.S_IWGRP:
@@ -137,10 +137,10 @@ def _make_folder(folder: Path) -> None:
 
 
 def open_shared(name: str | Path, flags: int) -> int:
-    """Open a file of a cache folder and return its descriptor; make the file if necessary.
+    """Open a file in a cache folder and return its descriptor; create the file if necessary.
 
-    Raises OSError if another user may have planted the file: for a link, and for a file of a user
-    outside the folder's group.
+    Raises OSError if another user may have planted the file. This applies to links, and to files of
+    a user outside the folder's group.
     """
     path = Path(name)
     fd = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -152,14 +152,14 @@ def open_shared(name: str | Path, flags: int) -> int:
     )
     if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not is_trusted:
         os.close(fd)
-        raise OSError(errno.EPERM, f"{path.name} is a link, or of another user")
+        raise OSError(errno.EPERM, f"{path.name} is a link, or belongs to another user")
     if is_group_folder and status.st_uid == os.geteuid() and not status.st_mode & stat.S_IWGRP:
         os.fchmod(fd, 0o660)
     return fd
 
 
 def is_at(fd: int, path: Path) -> bool:
-    """Return whether `path` is the open file `fd`."""
+    """Return whether `path` refers to the open file `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), path.stat())
     except FileNotFoundError:
@@ -169,7 +169,7 @@ def is_at(fd: int, path: Path) -> bool:
 def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
     """Replace the content of an unbuffered file.
 
-    A buffered file would repeat a write that failed on a full disk when it is closed.
+    A buffered file would repeat a write that failed on a full disk when the file is closed.
     """
     file.truncate(0)
     for piece in pieces:
@@ -179,7 +179,7 @@ def write_all(file: FileIO, pieces: Iterable[bytes]) -> None:
 
 
 def remove_unless_locked(path: Path) -> bool:
-    """Remove the file of an ended process; return False if a live process holds its lock."""
+    """Remove the file of a process that has ended. Return False if a live process locks it."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

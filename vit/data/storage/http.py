@@ -1,13 +1,13 @@
-"""Read files on the web; a transfer continues where a connection broke.
+"""Read files on the web, and continue a transfer where the connection broke.
 
 A `WebFile` requests a range of bytes and returns them in pieces as they arrive. If the connection
 ends, stalls or takes too long, it requests the rest on a new connection, within the limits of
-`vit.system.retry`. The first response reveals the file's version (size, ETag); later responses must
-have the same version. A response is read exactly to the last requested byte, so that the connection
-can be reused.
+`vit.system.retry`. The first response contains the file's version (size, ETag), and later responses
+must have the same version. A response is read exactly to the last requested byte, so that the
+connection can be reused.
 
-Built on urllib3, whose responses show ranges and ETags. Thread-safe; a forked process opens new
-connections.
+The module uses urllib3, whose responses contain ranges and ETags. It is thread-safe, and a forked
+process opens new connections.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from vit.system.urls import address, login_hint
 
 PIECE_BYTES = 1 << 20
 CONNECT_S = 10.0
-"""The time limit of connecting."""
+"""The time limit for connecting."""
 SILENCE_S = 30.0
-"""The time limit of waiting for the next byte."""
+"""The time limit for waiting for the next byte."""
 ATTEMPT_S = 120.0
-"""The time limit of one request; the next request continues where it stopped."""
+"""The time limit of one request. The next request continues where it stopped."""
 SLOWEST_BYTES_PER_S = 1000
-"""The slowest valid transfer. A transfer that is slower during the retry limit has failed."""
+"""The minimum speed of a transfer. A transfer that is slower during the retry limit has failed."""
 RETRYABLE_STATUS = {408, 425, 429, *range(500, 600)} - {501, 505}
-"""The status codes of temporary errors: all of 5xx, because proxies add codes, except "not
-implemented" and "version not supported"."""
+"""The status codes of temporary errors. They include all 5xx codes, because proxies add their own,
+except "not implemented" and "version not supported"."""
 
 
 COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
@@ -45,18 +45,18 @@ COMPRESSIONS = {"gzip", "x-gzip", "deflate", "br", "zstd", "compress"}
 
 
 class Refused(ShardError):
-    """The server refuses with a `status` that a retry would not change."""
+    """The server refuses the request with a `status` that retries would not change."""
 
     status: int
 
 
 def replaced(was: Version, now: Version) -> OSError:
     """Return the error for a file whose version has changed."""
-    message = f"it was replaced at its URL while it was in use (it had {was}, now it has {now})"
+    message = f"the file was replaced at its URL while in use (before: {was}, now: {now})"
     if was.size == now.size:
         message += (
-            ", or several servers share the address and give one file different tags (ETag), which"
-            " they must not"
+            ", or several servers behind this address return different tags (ETag) for the same"
+            " file, which is an error"
         )
     return OSError(errno.ESTALE, message)
 
@@ -65,7 +65,7 @@ class WebFile(io.RawIOBase):
     """The bytes [start, stop) of a file, read once from the beginning to the end."""
 
     version: Version | None
-    """The version of the file; None before the first response, if the caller did not pass it."""
+    """The version of the file; None before the first response unless the caller passed it."""
 
     def __init__(
         self,
@@ -81,9 +81,9 @@ class WebFile(io.RawIOBase):
     ):
         """url, name: URL of a folder and name of a file in it, or URL of a file and "".
 
-        stop: None: to the end. version: version of a file in use; a different version is an error.
-        parts_only: fail if the server sends the entire file instead of the requested range.
-        while_waiting: see `RetryPolicy.call`.
+        stop: end of the range; None: end of the file. version: version of a file in use; a
+        different version is an error. parts_only: fail if the server sends the entire file instead
+        of the requested range. while_waiting: see `RetryPolicy.call`.
         """
         self.url = url
         self.name = name
@@ -98,23 +98,23 @@ class WebFile(io.RawIOBase):
         self._is_whole = False
         """Whether the response is the entire file, regardless of the requested range."""
         self._position = 0
-        """The offset in the file of the response's next byte."""
+        """The offset in the file of the next byte in the response."""
         self._end: int | None = None
-        """The offset in the file of the response's end; None if unknown."""
-        # Only the time that the reader waits for the network; the reader's own work is not limited.
+        """The offset in the file at which the response ends; None if unknown."""
+        # Measure only the time that the reader waits for the network. Its own work has no limit.
         self._waited_s = 0.0
         self._attempt_s = 0.0
-        """The value of `_waited_s` at the begin of this attempt."""
+        """The value of `_waited_s` at the start of this attempt."""
         self._mark_s = 0.0
         self._mark_at = start
-        """The values of `_waited_s` and `at` at the last check of the speed."""
+        """The values of `_waited_s` and `at` when the speed was last checked."""
 
     def readable(self) -> bool:
         """Return True, for `io.BufferedReader`."""
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read the next bytes into `buffer` and return their number; 0 at the end."""
+        """Read the next bytes into `buffer` and return their number, 0 at the end."""
         piece = self.read1(len(buffer))
         buffer[: len(piece)] = piece
         return len(piece)
@@ -127,7 +127,7 @@ class WebFile(io.RawIOBase):
         while self.at != self.stop:
             began_s = time.monotonic()
             piece = self.retry.call(self._where, lambda: self._next(most), self._while_waiting)
-            # Clipped, because a longer time means that this process was suspended.
+            # Clip the time, because a longer time means that this process was suspended.
             self._waited_s += min(time.monotonic() - began_s, CONNECT_S + SILENCE_S)
             if not piece:
                 break
@@ -148,7 +148,7 @@ class WebFile(io.RawIOBase):
         super().close()
 
     def open(self) -> Version:
-        """Return the file's version, which takes a request if it is unknown."""
+        """Return the version of the file, with a request if it is unknown."""
         if self._response is None and self.version is None:
             self.retry.call(self._where, self._request, self._while_waiting)
         assert self.version is not None
@@ -189,8 +189,8 @@ class WebFile(io.RawIOBase):
             num_bytes = self.at - self._mark_at
             if num_bytes < SLOWEST_BYTES_PER_S * elapsed_s:
                 raise ShardError(
-                    f"{self._where}: only {num_bytes} bytes came in {elapsed_s:.0f} s; check the"
-                    " network, then start again"
+                    f"{self._where}: only {num_bytes} bytes arrived in {elapsed_s:.0f} s; check"
+                    " the network, then start again"
                 )
             self._mark_s = self._waited_s
             self._mark_at = self.at
@@ -219,17 +219,17 @@ class WebFile(io.RawIOBase):
             self._response = response
 
     def _check_answer(self, response: Any, requested: str) -> int:
-        """Store the response's place in the file; return the file's size, -1 if unknown.
+        """Store the response's position in the file; return the file's size, -1 if unknown.
 
-        Raises RetryableError, or an error that is final.
+        Raises RetryableError, or a final error.
         """
         encoding = response.headers.get("Content-Encoding", "")
-        # Without `name` the file is a stream or an archive, which may be compressed.
+        # Without `name`, the file is a stream or an archive, which may be compressed.
         if self.name and encoding in COMPRESSIONS and response.status in (200, 206):
             raise ShardError(
-                f"{self._where}: the server compresses it (Content-Encoding: {encoding}), although"
-                " the request forbids that (Accept-Encoding: identity): switch compression off for"
-                " this folder"
+                f"{self._where}: the server compresses the file (Content-Encoding: {encoding}),"
+                " although the request forbids this (Accept-Encoding: identity): switch off"
+                " compression for this folder"
             )
         self._is_whole = response.status == 200
         length = response.headers.get("Content-Length", "")
@@ -242,13 +242,13 @@ class WebFile(io.RawIOBase):
             self._position = 0
             self._end = size if size >= 0 else None
             if self.parts_only and size != 0:
-                problem = "the server does not give parts of files (it ignores Range)"
+                problem = "the server does not serve parts of files (it ignores Range)"
                 if self.version is not None:
                     raise RetryableError(problem)
                 raise ShardError(
-                    f"{self._where}: {problem}, but reading single images needs it; copy the"
-                    " shards to a disk, or stream them, not exactly reproducibly, with"
-                    " data.reader: webdataset"
+                    f"{self._where}: {problem}, but reading single images needs this; copy the"
+                    " shards to a disk, or stream them with data.reader: webdataset, which is not"
+                    " exactly reproducible"
                 )
             return size
         if content_range and content_range[3] != "*":
@@ -256,7 +256,8 @@ class WebFile(io.RawIOBase):
         if response.status == 416:
             if self.at < size:
                 raise RetryableError(
-                    f"it says that the file ends before byte {self.at}, and that it has {size}"
+                    f"the server claims that the file ends before byte {self.at} but has"
+                    f" {size} bytes"
                 )
             return size
         if response.status != 206:
@@ -264,13 +265,11 @@ class WebFile(io.RawIOBase):
         if not content_range or not content_range[1] or (size < 0 and self.parts_only):
             raise ShardError(
                 f"{self._where}: the server does not report the size of the file; serve the shards"
-                " with another one"
+                " with another server"
             )
         first, last = int(content_range[1]), int(content_range[2])
         if first != self.at or last < first or (self.stop is not None and last >= self.stop):
-            raise RetryableError(
-                f"it gives bytes {first} to {last} where {requested} was asked for"
-            )
+            raise RetryableError(f"the server sends bytes {first} to {last} instead of {requested}")
         self._position = first
         self._end = last + 1
         return size
@@ -286,7 +285,7 @@ class WebFile(io.RawIOBase):
     def _refusal(self, response: Any) -> Exception:
         """Return the error for a response without the file.
 
-        For a file in use the error is temporary, because a token may just be being renewed.
+        For a file in use, the error is temporary, because a token may currently be renewed.
         """
         reason = f"the server answers {response.status} {response.reason}"
         retry_after_s = _retry_after_s(response)
@@ -312,7 +311,7 @@ class WebFile(io.RawIOBase):
 
 
 class WebFolder:
-    """The files directly at `<url>/`. Thread-safe; pickled as its URL."""
+    """The files directly below `<url>/`. Thread-safe; pickled as its URL."""
 
     def __init__(self, url: str, retry: RetryPolicy | None = None):
         self.url = url.rstrip("/")
@@ -330,7 +329,7 @@ class WebFolder:
     ) -> Version:
         """Return the version of a file. Raises FileNotFoundError.
 
-        Requests the first byte, because that reveals a server that ignores ranges.
+        Requests only the first byte, to detect servers that ignore ranges.
         """
         with WebFile(
             self.url, name, self.retry, stop=1, parts_only=parts_only, while_waiting=while_waiting

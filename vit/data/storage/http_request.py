@@ -16,10 +16,11 @@ from vit.system.retry import NUM_REFUSALS, RetryableError
 from vit.system.urls import address, credentials, on_the_web
 
 NUM_CONNECTIONS = 16
-"""The connections that a process keeps open to a server."""
+"""The number of connections to a server that a process keeps open."""
 MAX_REDIRECTS = 5
 NUM_CLOSED = 9
-"""The attempts (some 70 s) at a port that has never answered; the server may be starting."""
+"""The number of attempts (about 70 s) at a port that has never responded, because the server may
+still be starting."""
 HEADERS = {"User-Agent": "vit", "Accept-Encoding": "identity"}
 
 
@@ -32,11 +33,11 @@ def get(
     connect_s: float,
     silence_s: float,
 ) -> Any:
-    """Return the response to a GET after redirects, with its content unread.
+    """Return the response to a GET after redirects; its content is still unread.
 
-    Each server gets only its own credentials. url, name: see `address`. was_there: whether the
-    server has answered before; if so, an unknown host is an outage, not a misspelling.
-    connect_s, silence_s: time limits of connecting, and of waiting for the next byte.
+    Each server receives only its own credentials. url, name: see `address`. was_there: whether the
+    server has responded before; if so, an unknown host is treated as an outage, not as a
+    misspelling. connect_s, silence_s: time limits for connecting and for waiting for the next byte.
     Raises RetryableError or ShardError.
     """
     import urllib3  # imported here because shards on a disk do not need it
@@ -68,20 +69,20 @@ def get(
         at = urllib.parse.urljoin(at, location)
         if not on_the_web(at):
             raise ShardError(
-                f"{shown(address(url, name))}: redirected to {shown(at)}, which is no address of"
-                " the web and not followed; correct the address"
+                f"{shown(address(url, name))}: redirected to {shown(at)}, which is not a web"
+                " address and is not followed; correct the address"
             )
-        # The login in a URL is valid for its entire server, but must not reach another server.
+        # The login in a URL is valid for its entire server, but must not be sent to another server.
         login = credentials(at) or (login if _server(at) == before else {})
         at = address(at)
     raise ShardError(
-        f"{shown(address(url, name))}: redirected again and again, at last to {shown(at)}; correct"
+        f"{shown(address(url, name))}: too many redirects, the last one to {shown(at)}; correct"
         " the address"
     )
 
 
 _answered = set[tuple[str, str]]()
-"""The servers, in the form of `_server`, that have answered this process."""
+"""The servers that have responded to this process, in the form of `_server`."""
 
 
 def _server(url: str) -> tuple[str, str]:
@@ -92,28 +93,30 @@ def _server(url: str) -> tuple[str, str]:
 def _unreachable(url: str, error: Exception, was_there: bool) -> Exception:
     """Return the error for a request without a response.
 
-    If the server has never answered, the address is probably wrong, so retries end soon.
+    If the server has never responded, the address is probably wrong, so retries end soon.
     """
     inner = error.args[0] if error.args else None
     cause = error.__cause__
     if isinstance(inner, ssl.SSLCertVerificationError):
         return ShardError(
-            f"{shown(url)}: {error}; is the clock right, are the CA certificates installed?"
+            f"{shown(url)}: {error}; check the clock and the installed CA certificates"
         )
     final = None
     num_refusals = NUM_REFUSALS
     if not was_there:
         if isinstance(inner, ssl.SSLError) and inner.reason == "WRONG_VERSION_NUMBER":
-            return ShardError(f"{shown(url)}: the server speaks no TLS there; is http:// meant?")
+            return ShardError(
+                f"{shown(url)}: the server does not use TLS at this port; try http://"
+            )
         if isinstance(cause, socket.gaierror) and cause.errno == socket.EAI_NONAME:
             final = ShardError(
-                f"{shown(url)}: no host of this name is known; correct the address, or look at this"
-                " machine's network"
+                f"{shown(url)}: the host is unknown; correct the address, or check the network of"
+                " this machine"
             )
         if isinstance(cause, ConnectionRefusedError):
             num_refusals = NUM_CLOSED
             final = ShardError(
-                f"{shown(url)}: nothing answers at this port (connection refused); correct the"
+                f"{shown(url)}: no server listens at this port (connection refused); correct the"
                 " address, or start the server"
             )
     return RetryableError(
@@ -130,7 +133,8 @@ def _proxy(url: str) -> str | None:
 
 @functools.cache
 def pool(pid: int, proxy: str | None) -> Any:
-    """Return the connections of process `pid`; keyed by pid because a fork must not share them."""
+    """Return the connections of process `pid`. The key contains pid, because forks must not share
+    them."""
     import urllib3
 
     if proxy:
@@ -139,6 +143,6 @@ def pool(pid: int, proxy: str | None) -> Any:
 
 
 def reason_of(error: Exception) -> str:
-    """Return the cause of an error of urllib3, without urllib3's wrapping."""
+    """Return the cause of a urllib3 error, without the text that urllib3 adds."""
     cause = error.__cause__ if isinstance(error.__cause__, OSError) else error
     return shown(str(cause).rpartition("): ")[2])

@@ -1,9 +1,9 @@
 """Read and write object stores and all other URLs of fsspec: s3://, gs://, hf://, ftp://.
 
 Each call gets its client from fsspec, which caches clients per process. `vit.system.retry` repeats
-calls with temporary errors. Errors that a user can correct have the place, the reason and the
-remedy. Files are transferred completely or not at all; reading a range of bytes also checks the
-file's version.
+calls after temporary errors. Errors that a user can fix name the location, the reason and the
+remedy. Files are transferred completely or not at all. Reading a range of bytes also checks the
+version of the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vit.system.redact import shown
 from vit.system.retry import RetryableError, RetryPolicy, note_progress
 
 SMALLEST_PIECE = 64 << 10
-"""The least bytes per request, to which timeouts of larger requests lead."""
+"""The minimum number of bytes per request. Timeouts of larger requests reduce them to this size."""
 VERSION_TAGS = (
     "ETag",
     "md5Hash",
@@ -36,27 +36,27 @@ VERSION_TAGS = (
     "last_modified",
     "created",
 )
-"""The version fields in a file's description, by preference: tags that change only with the bytes
-come before tags that also change with permissions and labels."""
+"""The fields of a file's description that contain its version, in order of preference. Tags that
+change only with the bytes come before tags that also change with permissions and labels."""
 LOCAL_ERRORS = (*FULL, errno.EROFS)
-"""The errors of this machine's disk; the clients of stores do not use them."""
+"""The errors of this machine's disk. The clients of stores do not use these codes."""
 NO_BUCKET = "bucket does not exist"
-"""A part of S3's response to any request below a bucket that does not exist."""
+"""A part of S3's response to any request in a bucket that does not exist."""
 T = TypeVar("T")
 
 
 class Kind(NamedTuple):
-    """A kind of object store, in which an object becomes visible only when it is complete."""
+    """A kind of object store. Its objects become visible only when they are complete."""
 
     package: str
     """The package that fsspec needs."""
     credentials: str
-    """The places in which the client looks for credentials."""
+    """The locations where the client looks for credentials."""
     transfer: dict[str, Any]
-    """The options of uploads and downloads."""
+    """The options for uploads and downloads."""
 
 
-# A transfer in parts takes up to 4 x 16 MiB of memory per worker. The defaults of s3fs would take
+# A multipart transfer takes up to 4 x 16 MiB of memory per worker. The defaults of s3fs would take
 # 10 x 50 MB.
 S3 = Kind(
     "s3fs",
@@ -71,7 +71,7 @@ KINDS = {"s3": S3, "s3a": S3, "gs": GS, "gcs": GS}
 class ObjectStore:
     """The files at `<url>/`, by their names below it. Thread-safe; pickled as its URL.
 
-    All methods raise Refused if the user can correct the error, ShardError if all retries failed,
+    All methods raise Refused if the user can fix the error, ShardError if all retries failed,
     FileNotFoundError, and OSError for errors of this machine's disk.
     """
 
@@ -89,11 +89,11 @@ class ObjectStore:
         return self._call("", _list)
 
     def list_below(self) -> dict[str, Version]:
-        """Return all files below the folder, as `a/b`; "" is the URL itself, if it is a file.
+        """Return all files below the folder, such as `a/b`; "" is the URL itself, if it is a file.
 
-        Returns {} if the folder does not exist. Raises Refused for a name that, as a path, leads
-        out of the folder: the keys of a store may be any text, and callers write files of these
-        names.
+        Returns {} if the folder does not exist. Raises Refused for a name that, used as a path,
+        points outside of the folder. The keys of a store may be any text, and callers write files
+        with these names.
         """
         try:
             versions = self._call("", _list_below)
@@ -102,8 +102,8 @@ class ObjectStore:
         for name in versions:
             if name.startswith("/") or ".." in name.split("/"):
                 raise Refused(
-                    f"{self}: holds a file named {name!r}, which leads out of its folder; nothing"
-                    " of it is fetched: remove that file, or ask where it comes from"
+                    f"{self}: holds a file named {name!r}, which points outside of its folder, so"
+                    " nothing is fetched: remove this file, or find out where it comes from"
                 )
         return versions
 
@@ -114,7 +114,7 @@ class ObjectStore:
         return None
 
     def stat(self, name: str, while_waiting: Callable[[], None] | None = None) -> Version:
-        """Return the version of a file: its size, and its ETag or time of change."""
+        """Return the version of a file: its size, and its ETag or modification time."""
         return self._call(
             name, lambda fs, path: _version(fs, path, name), while_waiting=while_waiting
         )
@@ -139,12 +139,14 @@ class ObjectStore:
                     piece_bytes = max(piece_bytes // 4, SMALLEST_PIECE)
                     raise
                 if not piece:
-                    raise RetryableError(f"nothing came after {at - start} of {stop - start} bytes")
+                    raise RetryableError(
+                        f"the transfer stopped after {at - start} of {stop - start} bytes"
+                    )
                 note_progress()
                 pieces.append(piece)
                 at += len(piece)
             now = _version(fs, path, name)
-            # `version` may come from a listing, in which some stores show a different tag.
+            # `version` may come from a listing, which shows a different tag in some stores.
             if now != version and _listed_version(fs, path, name) != version:
                 pieces.clear()
                 at = start
@@ -158,7 +160,7 @@ class ObjectStore:
         return self._call(name, lambda fs, path: fs.cat_file(f"{path}/{name}", **_timeout(fs)))
 
     def try_writing(self, name: str) -> None:
-        """Make and remove an empty file. Also raises Refused if the bucket does not exist."""
+        """Create and remove an empty file. Also raises Refused if the bucket does not exist."""
 
         def probe(fs: Any, path: str) -> None:
             self._make_parent(fs, f"{path}/{name}")
@@ -167,18 +169,18 @@ class ObjectStore:
 
         try:
             self._call("", probe)
-        except FileNotFoundError as error:  # Google's response, which has only the path
+        except FileNotFoundError as error:  # Google's response, which contains only the path
             raise self._no_bucket(error) from error
 
     def upload(self, path: Path, name: str = "", in_use: bool = False) -> None:
-        """Upload a local file as `name` (default: its own name), and compare the sizes.
+        """Upload a local file as `name` (by default its own name), and compare the sizes.
 
         in_use: see `_call`.
         """
         name = name or path.name
 
         def put(fs: Any, folder: str) -> None:
-            size = path.stat().st_size  # read in each attempt, because a log may grow between them
+            size = path.stat().st_size  # read in each attempt, because a log may grow meanwhile
             self._make_parent(fs, f"{folder}/{name}")
             fs.put_file(str(path), f"{folder}/{name}", **self._transfer)
             _check_arrived(_version(fs, folder, name).size, size)
@@ -202,8 +204,8 @@ class ObjectStore:
                 except FileExistsError:
                     return False
                 except OSError as error:
-                    # s3fs handles Amazon's response. Other servers reject with a bare EINVAL, or
-                    # do not support conditional writes (ENOSYS).
+                    # s3fs handles Amazon's response. Other servers reject with a bare EINVAL, or do
+                    # not support conditional writes (ENOSYS).
                     if error.errno == errno.EINVAL and fs.exists(target, **_timeout(fs)):
                         return False
                     if error.errno != errno.ENOSYS:
@@ -218,7 +220,7 @@ class ObjectStore:
     ) -> None:
         """Copy a file to a local path, completely or not at all.
 
-        on_bytes: called with the number of bytes that have arrived so far.
+        on_bytes: a function that is called with the number of bytes received so far.
         """
 
         def get(fs: Any, folder: str) -> None:
@@ -235,8 +237,8 @@ class ObjectStore:
                 source = f"{folder}/{name}" if name else folder
                 fs.get_file(source, file.name, callback=Progress(), **self._transfer)
                 _check_arrived(os.path.getsize(file.name), version.size)
-                # The file arrives in several requests. If a running job replaced it in between, the
-                # copy would mix the weights of two steps.
+                # The file arrives in several requests. If a running job replaced it between two
+                # requests, the copy would mix the weights of two steps.
                 now = _version(fs, folder, name)
                 if now != version:
                     reason = str(replaced(version, now).strerror)
@@ -257,8 +259,9 @@ class ObjectStore:
     def remove_unfinished(self) -> None:
         """Abort incomplete uploads below the folder, because they are invisible but billed.
 
-        Only S3 keeps such parts until they are removed. One attempt, and errors are ignored:
-        listing the parts needs a rare permission, and some servers do not support it.
+        Only S3 keeps incomplete uploads until they are removed. There is a single attempt, and
+        errors are ignored, because listing the uploads needs a rare permission and some servers do
+        not support it.
         """
         if self.kind is not S3:
             return
@@ -290,7 +293,7 @@ class ObjectStore:
         in_use: bool = False,
         while_waiting: Callable[[], None] | None = None,
     ) -> T:
-        """Return the result of `action`, given fsspec's client and the folder's path.
+        """Return the result of `action`, called with fsspec's client and the folder's path.
 
         name: name of the file for messages, or "" for the folder. in_use: whether the file existed
         before; if so, even a refusal may be temporary.
@@ -315,15 +318,15 @@ class ObjectStore:
                 is_no_file = isinstance(error, FileNotFoundError) and NO_BUCKET not in str(error)
                 if not is_replaced and not is_no_file:
                     final = self._refusal(error, shown_name)
-                # A renewed token would not fix these errors, so they are final even for a file in
-                # use.
+                # These errors are final even for a file in use, because a renewed token would not
+                # fix them.
                 is_misuse = isinstance(
                     error, (ImportError, ValueError, TypeError, NotImplementedError)
                 )
                 if final is not None and (is_misuse or not in_use):
                     raise final from error
                 if fs is not None and (final is not None or not fs.async_impl):
-                    # So that the next attempt gets a client with new credentials and connections.
+                    # The next attempt must get a client with new credentials and connections.
                     fs.clear_instance_cache()
                 reason = _reason(error)
                 if not is_replaced:
@@ -333,7 +336,8 @@ class ObjectStore:
         return self.retry.call(shown_name, attempt, while_waiting)
 
     def _refusal(self, error: Exception, shown_name: str) -> Refused | None:
-        """Return the error to raise if waiting would not help, None if `error` may be temporary."""
+        """Return the error to raise if waiting would not help, or None if `error` may be
+        temporary."""
         reason = _reason(error)
         name = type(error).__name__
         if isinstance(error, FileNotFoundError):
@@ -355,8 +359,8 @@ class ObjectStore:
 
     def _no_bucket(self, error: FileNotFoundError) -> Refused:
         return Refused(
-            f"{self}: there is no such bucket ({_reason(error)}): correct the URL, or create it"
-            " first"
+            f"{self}: the bucket does not exist ({_reason(error)}): correct the URL, or create the"
+            " bucket first"
         )
 
 
@@ -375,7 +379,7 @@ def _timeout(fs: Any) -> dict[str, float]:
 
 
 def _list(fs: Any, path: str) -> dict[str, Version]:
-    fs.invalidate_cache(path)  # other processes also write to this folder
+    fs.invalidate_cache(path)  # because other processes also write to this folder
     return {
         entry["name"].rsplit("/", 1)[-1]: _version_of(entry)
         for entry in fs.ls(path, detail=True, **_timeout(fs))
@@ -397,7 +401,7 @@ def _changed_at(fs: Any, path: str) -> datetime:
 def _listed_version(fs: Any, path: str, name: str) -> Version | None:
     try:
         return _list(fs, path).get(name)
-    except (FileNotFoundError, PermissionError):  # reading may be allowed without listing
+    except (FileNotFoundError, PermissionError):  # the store may allow reading but not listing
         return None
 
 

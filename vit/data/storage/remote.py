@@ -1,8 +1,8 @@
 """Read the shards, the index and `_info.json` of a data set at a URL.
 
-`vit.data.storage.http` reads files on the web, `vit.data.storage.object_store` all others; both
-retry after temporary errors. The first response about a file has its version (size, ETag); later
-responses must have the same version.
+`vit.data.storage.http` reads files on the web, and `vit.data.storage.object_store` reads all
+others. Both retry after temporary errors. The first response about a file contains its version
+(size, ETag), and later responses must have the same version.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from vit.system.retry import RetryPolicy
 from vit.system.urls import bare, on_the_web
 
 PIECE_BYTES = 8 << 20
-"""The bytes of one request for an entire file, which may be a large index."""
+"""The number of bytes per request for an entire file, which may be a large index."""
 log = logging.getLogger(__name__)
 
 
 class RemoteFolder:
-    """The files directly at `<url>/`."""
+    """The files directly below `<url>/`."""
 
     def __init__(self, url: str, retry: RetryPolicy | None = None):
         self._server = (WebFolder if on_the_web(url) else ObjectStore)(url, retry)
@@ -49,7 +49,7 @@ class RemoteFolder:
         return hashlib.sha256(bare(self._server.url).encode()).hexdigest()[:16]
 
     def read_info(self) -> dict[str, Any]:
-        """Return `_info.json`. If it is missing, raises ShardError with the command to make it."""
+        """Return `_info.json`. If missing, raises ShardError with the command that creates it."""
         try:
             pieces = self._pieces("_info.json", self.stat("_info.json"))
         except FileNotFoundError:
@@ -59,9 +59,9 @@ class RemoteFolder:
     def fetch_index(self, split: str, cache: BlockCache) -> Path:
         """Return the path of `<split>.index.npy` in the cache's folder.
 
-        One process of a host fetches it while other processes wait. The file ends with a checksum,
-        which numpy ignores, so a file that was damaged by a power cut is fetched again. Raises
-        ShardError.
+        One process of a host fetches the file while other processes wait. The file ends with a
+        checksum, which numpy ignores, so a file that was damaged by a power failure is fetched
+        again. Raises ShardError.
         """
         name = f"{split}.index.npy"
         try:
@@ -77,16 +77,16 @@ class RemoteFolder:
                     part = stack.enter_context(locked_part(path, ends_with_checksum))
                 except TimeoutError as error:
                     log.warning(
-                        "%s: %s, and it does not grow; the index is fetched once more",
+                        "%s: %s, and does not grow; this process fetches the index itself",
                         path.parent,
                         error.strerror,
                     )
-                    # Both processes write the same bytes, so either may finish first.
+                    # Both processes write the same bytes, so either one may finish first.
                     temporary = stack.enter_context(temporary_file(path)).name
                     part = stack.enter_context(FileIO(temporary, "r+"))
                 if part is not None:
                     if path.exists():
-                        log.warning("%s: damaged; it is fetched again", path)
+                        log.warning("%s is damaged and is fetched again", path)
                     write_all(part, with_checksum(self._pieces(name, version)))
                     os.replace(part.name, path)
         except OSError as error:
@@ -100,7 +100,7 @@ class RemoteFolder:
         """Return the version of each file, or the reason why it is unknown."""
         try:
             listed = self._server.list()
-        except (FileNotFoundError, Refused):  # reading may be allowed without listing
+        except (FileNotFoundError, Refused):  # the server may allow reading but not listing
             listed = {}
         stopped = threading.Event()
 
@@ -155,6 +155,7 @@ class RemoteFolder:
         is_web = isinstance(self._server, WebFolder)
         shards = quote(f"{self}/train-{{0000..0099}}.tar" if is_web else str(self))
         return ShardError(
-            f"{self}: {problem} there; `python -m data_prep.index {shards} --out ROOT` makes the"
-            " index in a folder, and data.root=ROOT then reads the shards from this URL"
+            f"{self}: {problem} at this URL; run `python -m data_prep.index {shards} --out ROOT`"
+            " to write an index to a folder, and set data.root=ROOT to read the shards from this"
+            " URL"
         )

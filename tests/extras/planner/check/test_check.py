@@ -120,7 +120,7 @@ def test_the_check_does_not_create_a_missing_index(config, shards, tmp_path, cap
     before = everything(tmp_path)
     with pytest.raises(ValueError, match=r"FAILED \(shards\)"):
         run_here("launch/train.py", *words(config, tmp_path / "run"))
-    assert "is absent: a start makes it first" in row(capsys.readouterr().out, "shards")
+    assert "is absent: the next start must rebuild it" in row(capsys.readouterr().out, "shards")
     assert everything(tmp_path) == before
 
 

@@ -1,11 +1,11 @@
 /* The image data of a JPEG: restart segments, and the bits in them.
  *
- * Restart markers cut the image data into segments; without markers there is one segment.
+ * Restart markers divide the image data into segments. Without markers there is one segment.
  * `jpeg_unstuff` copies a segment without its stuffed zero bytes, and `jpeg_pass_marker` checks the
- * marker behind it. The copy, followed by JPEG_PADDING zero bytes, is read through `JpegBits`. What
- * the bits mean is in blocks.h.
+ * marker after it. `JpegBits` reads the copy, which is followed by JPEG_PADDING zero bytes. The
+ * meaning of the bits is defined in blocks.h.
  *
- * Needs a byte order and `__builtin_bswap64` as GCC and Clang have them.
+ * Requires the byte order macros and `__builtin_bswap64` of GCC and Clang.
  */
 #ifndef VIT_BITS_H
 #define VIT_BITS_H
@@ -13,17 +13,18 @@
 #include "jpeg.h"
 
 enum {
-    /* Zero bytes behind unstuffed data. `jpeg_bits_overrun` is checked once per block, so a damaged
-     * block can run beyond the end by its 64 symbols of at most 16 + 15 bits: 248 bytes. Up to 8
-     * more bytes are already loaded, and each load reads 8. */
+    /* The number of zero bytes after unstuffed data. `jpeg_bits_overrun` is checked once per block,
+     * so a damaged block can exceed the end by its 64 symbols of at most 16 + 15 bits: 248 bytes.
+     * Up to 8 more bytes are already loaded, and each load reads 8. */
     JPEG_PADDING = 64 * 31 / 8 + 8 + 8,
 };
 
 /* ---- segments ------------------------------------------------------------------------------- */
 
-/* Return how many segments the image data have: one per `restart_interval` MCUs, rounded up.
+/* Return the number of segments in the image data: one per `restart_interval` MCUs, rounded up.
  *
- * A header may claim any number. A file has less than `size` / 2 segments: check before allocating.
+ * A header may claim any number. Check before allocating that it is below `size` / 2, because a
+ * file cannot contain more segments.
  */
 static inline size_t jpeg_num_segments(const Jpeg *jpeg) {
     size_t mcus = (size_t)jpeg->mcus_wide * jpeg->mcus_high;
@@ -31,7 +32,7 @@ static inline size_t jpeg_num_segments(const Jpeg *jpeg) {
     return interval ? (mcus + interval - 1) / interval : 1;
 }
 
-/* Copy image data up to the next marker, with one FF for each FF 00; return the copy's end.
+/* Copy image data up to the next marker, with one FF for each FF 00; return the end of the copy.
  *
  * Afterwards *from is at the marker, or less than 2 bytes before `end`. The copy is never longer
  * than its source.
@@ -54,7 +55,7 @@ static inline uint8_t *jpeg_unstuff(const uint8_t **from, const uint8_t *end, ui
 
 /* Return whether the marker `expected` comes next, after any number of fill bytes (B.1.1.2).
  *
- * Moves *from behind that marker, or to the other marker.
+ * Moves *from past that marker, or to the other marker.
  */
 static inline int jpeg_pass_marker(const uint8_t **from, const uint8_t *end, int expected) {
     while (end - *from > 1 && (*from)[1] == 0xFF) ++*from;
@@ -65,10 +66,10 @@ static inline int jpeg_pass_marker(const uint8_t **from, const uint8_t *end, int
 
 /* ---- bits ----------------------------------------------------------------------------------- */
 
-/* A reader of unstuffed bytes, from the highest bit on.
+/* A reader of unstuffed bytes that starts at the highest bit.
  *
- * The next `count` bits are at the top of `bits`. The bits below them are either zero or the very
- * bits that the next refill brings.
+ * The next `count` bits are at the top of `bits`. The bits below them are either zero or equal the
+ * bits that the next refill loads.
  */
 typedef struct {
     uint64_t bits;
@@ -102,13 +103,13 @@ static inline ptrdiff_t jpeg_bits_left(const JpegBits *b) {
     return (b->end - b->next) * 8 + (ptrdiff_t)b->count;
 }
 
-/* Return whether more bits were used than there are; to be called after each block. */
+/* Return whether more bits were used than exist. Call this after each block. */
 static inline int jpeg_bits_overrun(const JpegBits *b) { return jpeg_bits_left(b) < 0; }
 
-/* Return whether a segment was decoded to its very end: less than a byte is left. */
+/* Return whether a segment was decoded to its end: less than a byte is left. */
 static inline int jpeg_bits_finished(const JpegBits *b) { return (uint64_t)jpeg_bits_left(b) < 8; }
 
-/* Return the value that `size` > 0 bits stand for: a leading 0 means negative (table F.1). */
+/* Return the value that `size` > 0 bits represent: a leading 0 means negative (table F.1). */
 static inline int32_t jpeg_extend(uint32_t raw, uint32_t size) {
     return (int32_t)raw - (int32_t)(((raw >> (size - 1)) ^ 1) * ((1u << size) - 1));
 }

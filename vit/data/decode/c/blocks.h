@@ -1,47 +1,48 @@
-/* Huffman decoding of blocks of coefficients, from one restart segment or from two in turn.
+/* Decode Huffman-coded blocks of coefficients, from one restart segment or from two alternately.
  *
- * A symbol is found by looking up the next bits. Until its length is known, the next one cannot be
- * looked up: this dependency chain (shift, load, shift) is the cost of entropy decoding, so nothing
- * else is in it. The value comes from one subtraction outside the chain. The block's end, a code
- * too long for the table, and damage share one test. Most symbols are short, so one look-up takes
- * two symbols where it can. Two segments are two chains: decoded in turn, the processor works on
- * both in hardly more time than one takes.
+ * The decoder finds a symbol by looking up the next bits. It cannot look up the next symbol until
+ * the length of this one is known. This dependency chain (shift, load, shift) is the cost of
+ * entropy decoding, so nothing else is in it. The value is computed by one subtraction outside the
+ * chain. The end of a block, a code that is too long for the table, and damage share one test. Most
+ * symbols are short, so one lookup returns two symbols if possible. Two segments are two chains. If
+ * they are decoded alternately, the processor needs hardly more time for both than for one.
  *
- * What is read. A block has 64 coefficients in zig-zag order. Index 0, DC, has a code for the
- * number of bits of its difference from the previous block's. The others follow as symbols
- * RRRRSSSS: RRRR zeros, then a nonzero coefficient of SSSS bits, which stand behind the code. Two
- * symbols are special: F0 is 16 zeros, 00 means that all others are zero (end of block). SSSS bits
- * that begin with a 1 are the value itself; if they begin with a 0, the value is negative: the bits
+ * The format. A block has 64 coefficients in zig-zag order. Index 0, DC, has a code for the number
+ * of bits of its difference from the previous block's DC. The others follow as symbols RRRRSSSS:
+ * RRRR zeros, then a nonzero coefficient of SSSS bits, which follow the code. Two symbols are
+ * special: F0 means 16 zeros, 00 means that all others are zero (end of block). SSSS bits that
+ * begin with a 1 are the value itself. If they begin with a 0, the value is negative: the bits
  * minus 2^SSSS - 1 (table F.1).
  *
  * One symbol (`DecodeTable.entry`, `take`). The next 11 bits are an index. A shorter code owns all
- * indices that begin with it: in their lower half a 0 follows the code, so the value is negative,
- * in the upper half it is positive. Hence the entry can hold one number, the base: code and value
- * bits, read as one number, minus the base give the value:
+ * indices that begin with it. In their lower half, a 0 follows the code, so the value is negative.
+ * In their upper half, the value is positive. An entry can therefore contain a single number, the
+ * base. The value is code and value bits, read as one number, minus the base:
  *
  *     code 01 is symbol 02 (no zeros, 2 bits):
  *         01 11 ...  reads 7, base 4 (01 00), value 3
  *     code 1100 is symbol 11 (one zero, 1 bit):
  *         1100 0 ... reads 24, base 24 + 1 (1100 0, plus 1), value -1
  *
- * together with the number of bits to drop (total: 4, and 5) and of coefficients to advance (step:
- * zeros + 1). A code of 11 bits or more, or of more than 20 bits together with its value, is not in
- * the table: its total is 0, and `take_slow` tries the lengths one by one.
+ * The entry also contains the number of bits to drop (total: 4, and 5) and of coefficients to
+ * advance (step: zeros + 1). A code of 11 bits or more, or of more than 20 bits together with its
+ * value, is not in the table. Its total is 0, and `take_slow` tries the lengths one by one.
  *
  * Two symbols (`DecodeTable.two`, `TAKE_AC`). If two symbols with their values fit in the 11 bits,
- * one entry describes both. All bits of the second are known when the table is made, so the entry
- * holds its value; of the first, which may be longer, it holds the base:
+ * one entry describes both. All bits of the second symbol are known when the table is made, so the
+ * entry contains its value. The first symbol may be longer, so the entry contains its base:
  *
  *      01  11   1100  0    10      ONE_TOTAL 4   ONE_STEP 1   ONE_BASE  4    index + 1 gets  3
  *     code val  code val  next     TWO_TOTAL 9   TWO_STEP 2   TWO_VALUE -1   index + 3 gets -1
  *     `-first-' `second-'                                                    index grows by 3
  *
- * Without a second symbol, TWO_STEP is 0 and TWO_TOTAL is the first one's total: the second "value"
- * is stored at the first one's index, and then overwritten by the first value.
+ * Without a second symbol, TWO_STEP is 0 and TWO_TOTAL is the first one's total. The second "value"
+ * is stored at the index of the first symbol, and then overwritten by the first value.
  *
- * The end of a block (`STEP_OUT`, `block_end`). `index` is that of the last coefficient, at most
- * 62, as 63 ends a block. End of block, and what is not in the table, have a step of 64, which
- * leads out of the block from anywhere. So one comparison, index + both steps >= 63, finds:
+ * The end of a block (`STEP_OUT`, `block_end`). `index` is that of the last coefficient and at most
+ * 62, because 63 ends a block. The end of a block, and codes that are not in the table, have a step
+ * of 64, which exceeds the block from any index. A single comparison, index + both steps >= 63,
+ * therefore finds:
  *
  *     the first symbol is the end of block   ONE_STEP 64, total > 0      over
  *     the second one is                      TWO_STEP 64, first inside   over
@@ -51,9 +52,9 @@
  *     the second one is beyond 63            sum > 63, first inside      damaged
  *     the first one is not in the table      ONE_STEP 64, total 0        `take_slow`, and go on
  *
- * Values are stored before the comparison: NATURAL_ORDER sends all that is beyond the block, up to
- * index 62 + 2 * 64, to a 65th coefficient that is never read. tests/native/test_tables.py checks
- * this page against the code.
+ * Values are stored before the comparison. NATURAL_ORDER maps all indices beyond the block, up to
+ * 62 + 2 * 64, to a 65th coefficient that is never read. tests/native/test_tables.py checks this
+ * comment against the code.
  *
  * Sections, figures and tables are those of ITU-T T.81.
  */
@@ -62,32 +63,32 @@
 
 #include "bits.h"
 
-/* Inlined into bodies that are compiled for several processors. */
+/* Inlined into functions that are compiled for several processors. */
 #define INLINE static inline __attribute__((always_inline))
 
 enum {
-    LOOKUP_BITS = 11,    /* looked up at once */
+    LOOKUP_BITS = 11,    /* bits per lookup */
     MAX_ENTRY_BITS = 20, /* code and value, if in the table; otherwise 16 + 15, see `take_ac` */
-    BLOCK_ROOM = 80,     /* coefficients: 64, one for all that is beyond the block; even */
+    BLOCK_ROOM = 80,     /* coefficients: 64, one for all indices beyond the block; even */
 };
 
 /* A 32-bit entry for one symbol. */
 enum {
-    ENTRY_TOTAL = 63, /* mask of bits 0-5: bits of the code and of the value behind it */
+    ENTRY_TOTAL = 63, /* mask of bits 0-5: bits of the code and of the value after it */
     ENTRY_STEP = 6,   /* bits 6-11: coefficients to advance, 1 to 16, or STEP_SLOW */
     STEP_SLOW = 63,   /* the block is over or, if the total is 0, the code is not in the table */
-    ENTRY_BASE = 12,  /* bits 12-31: what to subtract from code and value, read as one number */
+    ENTRY_BASE = 12,  /* bits 12-31: the number to subtract from code and value */
 };
 
 /* A 64-bit entry for one or two AC symbols. */
 enum {
-    TWO_TOTAL = 255, /* mask of bits 0-7: bits of both */
-    ONE_STEP = 8,    /* bits 8-15: step of the first one, or STEP_OUT */
-    TWO_VALUE = 16,  /* bits 16-31: value of the second one */
-    ONE_BASE = 32,   /* bits 32-47: as ENTRY_BASE, of the first one; values need 16 bits only */
-    ONE_TOTAL = 48,  /* bits 48-55: bits of the first one; 0: not in the table */
-    TWO_STEP = 56,   /* bits 56-63: step of the second one, or STEP_OUT; 0: no second one */
-    STEP_OUT = 64,   /* STEP_SLOW, but it leads out of the block from its first coefficient on */
+    TWO_TOTAL = 255, /* mask of bits 0-7: bits of both symbols */
+    ONE_STEP = 8,    /* bits 8-15: step of the first symbol, or STEP_OUT */
+    TWO_VALUE = 16,  /* bits 16-31: value of the second symbol */
+    ONE_BASE = 32,   /* bits 32-47: ENTRY_BASE of the first symbol; values need only 16 bits */
+    ONE_TOTAL = 48,  /* bits 48-55: bits of the first symbol; 0: not in the table */
+    TWO_STEP = 56,   /* bits 56-63: step of the second symbol, or STEP_OUT; 0: no second symbol */
+    STEP_OUT = 64,   /* like STEP_SLOW, but exceeds the block from its first coefficient on */
 };
 
 typedef struct {
@@ -103,7 +104,7 @@ INLINE uint32_t step_of(uint32_t entry) { return entry >> ENTRY_STEP & 63; }
 
 /* Fill table->two from table->entry.
  *
- * Tables are built for each image: with `if` statements in this loop, a window of 250 x 200 pixels
+ * Tables are built for each image. With `if` statements in this loop, a window of 250 x 200 pixels
  * takes 4 % longer.
  */
 INLINE void make_two(DecodeTable *table) {
@@ -129,9 +130,9 @@ INLINE void make_two(DecodeTable *table) {
     }
 }
 
-/* Build the look-up tables from code lengths and symbols, by figures C.1 and C.2.
+/* Build the lookup tables from code lengths and symbols, by figures C.1 and C.2.
  *
- * Keeps a pointer to huffman->values.
+ * The tables contain a pointer to huffman->values.
  */
 INLINE void make_decode_table(const JpegHuffman *huffman, int is_ac, DecodeTable *table) {
     const uint32_t slow = STEP_SLOW << ENTRY_STEP;
@@ -143,7 +144,7 @@ INLINE void make_decode_table(const JpegHuffman *huffman, int is_ac, DecodeTable
     for (uint32_t length = 1; length <= 16; length++) {
         table->offset[length] = (int32_t)place - (int32_t)code;
         for (int n = huffman->bits[length]; n > 0; n--, place++, code++) {
-            if (length >= LOOKUP_BITS) continue; /* one bit is left for the value's sign */
+            if (length >= LOOKUP_BITS) continue; /* one bit is left for the sign of the value */
             uint32_t symbol = huffman->values[place];
             uint32_t size = symbol & 15;
             uint32_t step = is_ac ? (symbol >> 4) + 1 : 1;
@@ -171,9 +172,9 @@ INLINE void make_decode_table(const JpegHuffman *huffman, int is_ac, DecodeTable
 
 /* ---- one symbol ----------------------------------------------------------------------------- */
 
-/* Take one symbol and its value off the bits; return its entry. The caller has refilled.
+/* Consume one symbol and its value from the bits; return its entry. The caller has refilled.
  *
- * If the entry's step is STEP_SLOW, *value is undefined.
+ * If the step of the entry is STEP_SLOW, *value is undefined.
  */
 INLINE uint32_t take(JpegBits *bits, const DecodeTable *table, int32_t *value) {
     uint32_t entry = table->entry[bits->bits >> (64 - LOOKUP_BITS)];
@@ -183,9 +184,9 @@ INLINE uint32_t take(JpegBits *bits, const DecodeTable *table, int32_t *value) {
     return entry;
 }
 
-/* Take a symbol whose step is STEP_SLOW; needs 31 bits.
+/* Consume a symbol whose step is STEP_SLOW. Needs 31 bits.
  *
- * Returns its step (1 to 16), 0 at the end of the block, -1 if the bits are not a code.
+ * Returns its step (1 to 16), 0 at the end of the block, or -1 if the bits are not a code.
  */
 static __attribute__((noinline)) int take_slow(JpegBits *bits, const DecodeTable *table,
                                                uint32_t entry, int32_t *value) {
@@ -207,7 +208,7 @@ static __attribute__((noinline)) int take_slow(JpegBits *bits, const DecodeTable
     return size || symbol == 0xF0 ? (symbol >> 4) + 1 : 0;
 }
 
-/* Copy the three numbers that change, without the end: a local copy can stay in registers. */
+/* Copy the three fields that change, but not the end, so that the copy can stay in registers. */
 INLINE JpegBits local_copy(const JpegBits *stream) {
     return (JpegBits){.bits = stream->bits, .next = stream->next, .count = stream->count};
 }
@@ -220,7 +221,7 @@ INLINE void write_back(JpegBits *stream, JpegBits bits) {
 
 /* Return the DC coefficient, given that of the component's previous block (F.2.2.1).
  *
- * Clears *good if the bits are not a code or the coefficient does not fit 16 bits.
+ * Clears *good if the bits are not a code or the coefficient does not fit in 16 bits.
  */
 INLINE int32_t take_dc(JpegBits *bits, const DecodeTable *table, int32_t previous, int *good) {
     int32_t value;
@@ -240,9 +241,9 @@ INLINE int32_t take_dc(JpegBits *bits, const DecodeTable *table, int32_t previou
 
 #define BEYOND_16 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64, 64
 
-/* From zig-zag to natural (row by row) order, figure A.6; 64 for what is beyond the block.
+/* Map zig-zag to natural (row by row) order, figure A.6. Indices beyond the block map to 64.
  *
- * Indices reach 62 + 2 * STEP_OUT at most.
+ * Indices are at most 62 + 2 * STEP_OUT.
  */
 /* clang-format off */
 static const uint8_t NATURAL_ORDER[192] = {
@@ -256,9 +257,9 @@ static const uint8_t NATURAL_ORDER[192] = {
 
 typedef enum { BLOCK_CONTINUES, BLOCK_OVER, BLOCK_DAMAGED } BlockState;
 
-/* Decide what follows when an entry brought *index to 63 or beyond.
+/* Decide how to continue after an entry that advanced *index to 63 or beyond.
  *
- * `before` are the bits in which the entry was found. Values inside the block are stored already.
+ * `before` are the bits in which the entry was found. Values inside the block are already stored.
  */
 INLINE BlockState block_end(JpegBits *bits, uint64_t before, const DecodeTable *table,
                             uint64_t entry, uint32_t *index, int16_t *coefficients) {
@@ -267,12 +268,12 @@ INLINE BlockState block_end(JpegBits *bits, uint64_t before, const DecodeTable *
     uint32_t first_total = entry >> ONE_TOTAL & ENTRY_TOTAL;
     int is_first = (first_step == STEP_OUT) & (first_total != 0);
     int is_second = (second_step == STEP_OUT) & (*index + first_step < 63);
-    /* One jump for both: which one it is cannot be predicted. */
+    /* One jump for both cases, because it is unpredictable which of them occurs. */
     if (__builtin_expect(is_first | is_second, 1)) return BLOCK_OVER;
     if (*index + first_step < 63) {
         return *index + first_step + second_step == 63 ? BLOCK_OVER : BLOCK_DAMAGED;
     }
-    if (first_step < STEP_OUT) { /* the second one's bits belong to what follows this block */
+    if (first_step < STEP_OUT) { /* the bits of the second symbol belong to the next block */
         bits->bits = before << first_total;
         bits->count += (entry & TWO_TOTAL) - first_total;
         return *index + first_step == 63 ? BLOCK_OVER : BLOCK_DAMAGED;
@@ -280,7 +281,7 @@ INLINE BlockState block_end(JpegBits *bits, uint64_t before, const DecodeTable *
     JpegBits slow = *bits; /* a copy, as in take_dc */
     int32_t value;
     int slow_step = take_slow(&slow, table, 0, &value);
-    jpeg_refill(&slow); /* another entry may follow: 31 + 31 bits would be more than the 56 */
+    jpeg_refill(&slow); /* another entry may follow: 31 + 31 bits would exceed the 56 */
     write_back(bits, slow);
     if (slow_step == 0) return BLOCK_OVER;
     if (slow_step < 0) return BLOCK_DAMAGED;
@@ -290,9 +291,9 @@ INLINE BlockState block_end(JpegBits *bits, uint64_t before, const DecodeTable *
     return *index == 63 ? BLOCK_OVER : BLOCK_CONTINUES;
 }
 
-/* Take one or two AC symbols (F.2.2.2): advance `index` and store the values, or go to `at_end`
- * with `state` at the end of the block. The second value is stored first: without a second symbol
- * it has the first one's index, and is overwritten. */
+/* Consume one or two AC symbols (F.2.2.2): advance `index` and store the values, or go to `at_end`
+ * with `state` at the end of the block. The second value is stored first. Without a second symbol,
+ * it has the index of the first value and is overwritten. */
 #define TAKE_AC(in, index, coefficients, at_end)                                               \
     {                                                                                          \
         const uint64_t before = in.bits;                                                       \
@@ -322,8 +323,8 @@ INLINE int take_ac(JpegBits *stream, const DecodeTable *table, uint32_t index,
     JpegBits bits = local_copy(stream);
     BlockState state;
     for (;;) {
-        /* 56 bits are enough for two entries (20 + 20), or for an entry and a slow symbol
-         * (20 + 31), after which `block_end` refills again. */
+        /* 56 bits suffice for two entries (20 + 20), or for an entry and a slow symbol (20 + 31),
+         * after which `block_end` refills again. */
         jpeg_refill(&bits);
         TAKE_AC(bits, index, coefficients, over)
         TAKE_AC(bits, index, coefficients, over)
@@ -333,7 +334,7 @@ over:
     return state == BLOCK_OVER;
 }
 
-/* Read the AC coefficients of two blocks of two segments, in turn; return 0 for damage. */
+/* Read the AC coefficients of two blocks of two segments alternately; return 0 for damage. */
 INLINE int take_ac_pair(JpegBits *stream_a, JpegBits *stream_b, const DecodeTable *table,
                         int16_t *coefficients_a, int16_t *coefficients_b) {
     JpegBits a = local_copy(stream_a);

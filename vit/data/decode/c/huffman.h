@@ -1,8 +1,8 @@
-/* Writing entropy-coded data: optimal Huffman tables for given symbol counts, and the bits.
+/* Write entropy-coded data: optimal Huffman tables for given symbol counts, and the bits.
  *
- * Symbol counts give a table (`make_huffman`), which is written as a DHT segment (`write_table`)
- * and expanded for encoding (`make_encode_table`). `put` appends symbols and their values to a
- * segment, and `stuff` adds the zero byte behind each FF.
+ * `make_huffman` builds a table from symbol counts. `write_table` writes the table as a DHT
+ * segment, and `make_encode_table` expands it for encoding. `put` appends symbols and their values
+ * to a segment, and `stuff` inserts a zero byte after each FF.
  *
  * Sections, figures and tables are those of ITU-T T.81.
  */
@@ -27,7 +27,7 @@ static inline void insert(uint64_t *nodes, int *num_nodes, uint64_t node) {
     nodes[place] = node;
 }
 
-/* Add one bit to the codes of all symbols of a chain; return the last one. */
+/* Add one bit to the codes of all symbols in a chain; return the last symbol. */
 static inline uint16_t lengthen_chain(uint16_t symbol, const uint16_t *next, uint16_t *lengths) {
     while (next[symbol] != symbol) {
         lengths[symbol]++;
@@ -39,8 +39,8 @@ static inline uint16_t lengthen_chain(uint16_t symbol, const uint16_t *next, uin
 
 /* Set the code length of each symbol by Huffman's method, without a limit; 0 if it never occurs.
  *
- * Of equal counts the higher symbol is joined first, as in libjpeg's `jpeg_gen_optimal_table`
- * (jchuff.c): any order is as good, but this one gives the same bytes as jpegtran.
+ * Of equal counts, the higher symbol is joined first, like in libjpeg's `jpeg_gen_optimal_table`
+ * (jchuff.c). Any order is equally good, but this one produces the same bytes as jpegtran.
  */
 static inline void code_lengths(const uint32_t counts[256], uint16_t lengths[NUM_NODES]) {
     uint64_t nodes[NUM_NODES]; /* count << 16 | NO_SYMBOL - symbol: the smallest is joined next */
@@ -67,11 +67,11 @@ static inline void code_lengths(const uint32_t counts[256], uint16_t lengths[NUM
     }
 }
 
-/* Shorten all codes to at most 16 bits by figure K.3; bits: the number of codes of each length. */
+/* Shorten all codes to at most 16 bits by figure K.3. bits: the number of codes of each length. */
 static inline void limit_lengths(uint16_t bits[NUM_NODES]) {
     for (int length = NUM_NODES - 1; length > 16; length--) {
         while (bits[length]) {
-            /* Two codes that differ in their last bit: one loses it, the other takes a place next
+            /* Two codes differ only in their last bit. One loses this bit, and the other moves next
              * to a shorter code, which grows by one bit. */
             int shorter = length - 2;
             while (!bits[shorter]) shorter--;
@@ -83,7 +83,7 @@ static inline void limit_lengths(uint16_t bits[NUM_NODES]) {
     }
 }
 
-/* Fill *table for symbols that occur `counts` times, at least one of them (annex K.2). */
+/* Fill *table for symbols that occur `counts` times. At least one must occur (annex K.2). */
 static inline void make_huffman(const uint32_t counts[256], JpegHuffman *table) {
     uint16_t lengths[NUM_NODES];
     uint16_t bits[NUM_NODES] = {0};
@@ -107,9 +107,9 @@ static inline void make_huffman(const uint32_t counts[256], JpegHuffman *table) 
     table->defined = 1;
 }
 
-/* Write a complete DHT segment, at most MAX_TABLE_BYTES; return its end.
+/* Write a complete DHT segment of at most MAX_TABLE_BYTES; return its end.
  *
- * number: bits 0-3 the table's index, bit 4 set for AC.
+ * number: bits 0-3 are the index of the table, bit 4 is set for AC.
  */
 static inline uint8_t *write_table(const JpegHuffman *table, uint8_t number, uint8_t *to) {
     uint32_t count = 0;
@@ -147,7 +147,8 @@ static inline void make_encode_table(const JpegHuffman *huffman, EncodeTable *ta
 
 /* A writer of a segment without stuffing.
  *
- * The last `count` bits of `bits` are not written yet: fewer than 8 between two calls of `put`.
+ * The last `count` bits of `bits` are not written yet; these are fewer than 8 between two calls of
+ * `put`.
  */
 typedef struct {
     uint64_t bits;
@@ -172,7 +173,7 @@ static inline void put(BitWriter *writer, const EncodeTable *table, uint32_t sym
     writer->count &= 7;
 }
 
-/* Copy a segment with a 00 behind each FF; return the copy's end. */
+/* Copy a segment with a 00 after each FF; return the end of the copy. */
 static inline uint8_t *stuff(const uint8_t *from, const uint8_t *end, uint8_t *to) {
     while (from < end) {
         const uint8_t *ff = memchr(from, 0xFF, (size_t)(end - from));

@@ -1,11 +1,11 @@
 /* The headers of a baseline JPEG, up to the first byte of image data.
  *
- * `jpeg_parse` fills a `Jpeg` from the file's bytes: frame, sampling, quantisation and Huffman
- * tables, restart interval. The image data behind the headers are read with bits.h.
+ * `jpeg_parse` fills a `Jpeg` from the bytes of the file: frame, sampling, quantization and Huffman
+ * tables, restart interval. The image data after the headers are read with bits.h.
  *
  * The bytes may come from anywhere and may claim anything. No function reads or writes outside the
- * memory it is given. Damage gives a status, never a guess: where libjpeg would decode with a
- * warning the status is JPEG_DAMAGED, and the caller leaves the file to libjpeg.
+ * memory that it was given. Damage results in a status, never in a guess. Where libjpeg would
+ * decode with a warning, the status is JPEG_DAMAGED, and the caller passes the file to libjpeg.
  *
  * Sections ("B.2.3") and tables are those of ITU-T T.81, the JPEG standard.
  */
@@ -26,15 +26,15 @@ enum {
 typedef struct {
     uint8_t bits[17];    /* number of codes of each length; [0] is unused */
     uint8_t values[256]; /* symbols, by ascending code */
-    uint8_t defined;     /* read from the file, and consistent */
+    uint8_t defined;     /* the table was read from the file and is consistent */
 } JpegHuffman;
 
 typedef struct {
     uint8_t id;
     uint8_t h, v;   /* sampling factors; 1, 1 for a single component, whose MCU is one block */
-    uint8_t quant;  /* index of its quantisation table */
+    uint8_t quant;  /* index of its quantization table */
     uint8_t dc, ac; /* indices of its Huffman tables */
-    uint32_t blocks_wide, blocks_high; /* that hold image; MCUs at the edges may have more */
+    uint32_t blocks_wide, blocks_high; /* with image content; MCUs at the edges may have more */
 } JpegComponent;
 
 typedef struct {
@@ -59,7 +59,7 @@ static inline uint32_t jpeg_be16(const uint8_t *p) { return (uint32_t)p[0] << 8 
 
 static inline uint32_t jpeg_ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
-/* Read the quantisation tables of a DQT segment (B.2.4.1). */
+/* Read the quantization tables of a DQT segment (B.2.4.1). */
 static inline Status jpeg_parse_dqt(Jpeg *jpeg, const uint8_t *p, const uint8_t *end) {
     while (p < end) {
         int is_16_bit = *p >> 4;
@@ -77,8 +77,8 @@ static inline Status jpeg_parse_dqt(Jpeg *jpeg, const uint8_t *p, const uint8_t 
 
 /* Read the Huffman tables of a DHT segment (B.2.4.2).
  *
- * An inconsistent table is left undefined, which is an error only if the scan uses it: as in
- * libjpeg.
+ * An inconsistent table stays undefined. As in libjpeg, this is an error only if the scan uses the
+ * table.
  */
 static inline Status jpeg_parse_dht(Jpeg *jpeg, const uint8_t *p, const uint8_t *end) {
     while (p < end) {
@@ -115,7 +115,7 @@ static inline Status jpeg_parse_sof(Jpeg *jpeg, const uint8_t *p, const uint8_t 
     if (p[5] != 1 && p[5] != 3) return JPEG_COMPONENTS;
     jpeg->height = jpeg_be16(p + 1);
     jpeg->width = jpeg_be16(p + 3);
-    /* Height 0 is legal with a DNL marker after the scan; libjpeg refuses it too. */
+    /* Height 0 is legal with a DNL marker after the scan, but libjpeg rejects it too. */
     if (!jpeg->width || !jpeg->height) return JPEG_DAMAGED;
     if (jpeg->width > JPEG_MAX_SIDE || jpeg->height > JPEG_MAX_SIDE) return JPEG_DAMAGED;
     jpeg->num_components = p[5];
@@ -151,7 +151,7 @@ static inline Status jpeg_parse_sof(Jpeg *jpeg, const uint8_t *p, const uint8_t 
     return JPEG_OK;
 }
 
-/* Read the scan header: which tables each component uses (B.2.3). */
+/* Read the scan header: the tables that each component uses (B.2.3). */
 static inline Status jpeg_parse_sos(Jpeg *jpeg, const uint8_t *p, const uint8_t *end) {
     if (!jpeg->num_components || end - p < 1 || end - p != 4 + 2 * p[0]) return JPEG_DAMAGED;
     if (p[0] != jpeg->num_components) return JPEG_SCANS;
@@ -171,7 +171,7 @@ static inline Status jpeg_parse_sos(Jpeg *jpeg, const uint8_t *p, const uint8_t 
     return is_sequential ? JPEG_OK : JPEG_DAMAGED;
 }
 
-/* Guess whether three components are RGB, as libjpeg's `default_decompress_parms` (jdapimin.c). */
+/* Guess whether three components are RGB, like `default_decompress_parms` of jdapimin.c. */
 static inline int jpeg_guess_rgb(const Jpeg *jpeg, int jfif, int adobe_transform) {
     if (jpeg->num_components != 3 || jfif) return 0;
     if (adobe_transform >= 0) return adobe_transform == 0;
@@ -179,7 +179,7 @@ static inline int jpeg_guess_rgb(const Jpeg *jpeg, int jfif, int adobe_transform
     return components[0].id == 'R' && components[1].id == 'G' && components[2].id == 'B';
 }
 
-/* Fill *jpeg from the headers of `data`, which must outlive it. */
+/* Fill *jpeg from the headers of `data`. `data` must outlive *jpeg. */
 static inline Status jpeg_parse(const uint8_t *data, size_t size, Jpeg *jpeg) {
     memset(jpeg, 0, sizeof *jpeg);
     jpeg->data = data;
@@ -232,7 +232,7 @@ static inline Status jpeg_parse(const uint8_t *data, size_t size, Jpeg *jpeg) {
             status = jpeg_parse_sos(jpeg, p, end);
             jpeg->sos_offset = marker_at;
             jpeg->scan_offset = at + length;
-            /* No colour space has such a number; libjpeg warns and takes it for YCbCr. */
+            /* No color space has such a number; libjpeg warns and assumes YCbCr. */
             if (jpeg->num_components == 3 && !jfif && adobe_transform > 1) return JPEG_DAMAGED;
             jpeg->is_rgb = jpeg_guess_rgb(jpeg, jfif, adobe_transform);
             return status;
@@ -246,7 +246,7 @@ static inline Status jpeg_parse(const uint8_t *data, size_t size, Jpeg *jpeg) {
             break;
         case 0xFE: /* COM */
             break;
-        default: /* APPn may hold anything; RSTn, EOI, SOI, DNL, DHP, EXP must not be here */
+        default: /* APPn may contain anything; RSTn, EOI, SOI, DNL, DHP, EXP must not occur here */
             if (marker < 0xE0 || marker > 0xEF) return JPEG_DAMAGED;
         }
         if (status != JPEG_OK) return status;

@@ -1,17 +1,19 @@
-/* Coefficients to pixels, bit for bit as libjpeg-turbo: inverse DCT, upsampling, colour conversion.
+/* Convert coefficients to pixels by inverse DCT, upsampling and color conversion.
  *
- * A block of 64 quantised coefficients becomes 8 x 8 samples of one component; two blocks at a
- * time, as one AVX2 register holds a row of both. When a window's samples are complete, each of its
- * rows is made from one luma row and the chroma rows around it: chroma is upsampled to the luma's
- * width, then three rows of samples become one row of RGB.
+ * The result equals libjpeg-turbo's bit for bit. A block of 64 quantized coefficients becomes 8 x 8
+ * samples of one component. Two blocks are transformed together, because one AVX2 register contains
+ * a row of both. When the samples of a window are complete, each of its rows is made from one luma
+ * row and the adjacent chroma rows. Chroma is upsampled to the width of luma. Then three rows of
+ * samples become one row of RGB.
  *
- * Each kernel exists twice: in plain C for every processor, here, and in AVX2, in pixels_avx2.h.
- * Both give the same bytes for any input. So does libjpeg-turbo on x86, even where coefficients are
- * so large (only in damaged files) that its 16-bit arithmetic wraps or saturates.
+ * Each kernel exists twice: in this file in plain C for every processor, and in pixels_avx2.h in
+ * AVX2. Both produce the same bytes for any input. libjpeg-turbo on x86 also produces these bytes,
+ * even if coefficients are so large (only in damaged files) that its 16-bit arithmetic wraps or
+ * saturates.
  *
  * Sources: C. Loeffler, A. Ligtenberg, G. Moschytz, "Practical fast 1-D DCT algorithms with 11
  * multiplications", 1989, in the fixed-point form of libjpeg-turbo (src/jidctint.c,
- * simd/x86_64/jidctint-sse2.asm); triangle filter and its rounding: src/jdsample.c; colours: ITU-T
+ * simd/x86_64/jidctint-sse2.asm); triangle filter and its rounding: src/jdsample.c; colors: ITU-T
  * T.871 (JFIF), section 7, in the 16-bit fixed point of src/jdcolor.c.
  */
 #ifndef VIT_PIXELS_H
@@ -20,8 +22,8 @@
 #include "bits.h"
 
 enum {
-    COPY_SLACK = 64, /* bytes that `copy_segment` may write behind the copy */
-    ROW_PAD = 32,    /* bytes that a kernel may read before and behind its input, or write behind */
+    COPY_SLACK = 64, /* bytes that `copy_segment` may write after the copy */
+    ROW_PAD = 32,    /* bytes that a kernel may read around its input, or write after its output */
 };
 
 typedef struct {
@@ -31,25 +33,25 @@ typedef struct {
     ptrdiff_t stride;            /* bytes from one row of samples to the next */
 } Block;
 
-/* One implementation of the work on many bytes. The upsampling kernels have libjpeg's names; `near`
- * and `far` are the nearer and the farther of two chroma rows. */
+/* One implementation of the kernels. The upsampling kernels have libjpeg's names. `near` and `far`
+ * are the nearer and the farther of two chroma rows. */
 typedef struct {
     void (*idct_pair)(const Block *a, const Block *b);
-    /* Twice as wide: 2 * n samples from samples -1 to n of one row. */
+    /* Doubles the width: 2 * n samples from samples -1 to n of one row. */
     void (*upsample_h2v1)(const uint8_t *near, uint8_t *out, int n);
-    /* The same, between two rows. */
+    /* Doubles the width, and interpolates between two rows. */
     void (*upsample_h2v2)(const uint8_t *near, const uint8_t *far, uint8_t *out, int n);
-    /* As wide, between two rows; bias 1 for the upper of two output rows, 2 for the lower. */
+    /* Interpolates between two rows; bias 1 for the upper of two output rows, 2 for the lower. */
     void (*upsample_h1v2)(const uint8_t *near, const uint8_t *far, uint8_t *out, int n, int bias);
     void (*ycc_to_rgb)(const uint8_t *y, const uint8_t *cb, const uint8_t *cr, uint8_t *rgb, int n);
-    /* As `jpeg_unstuff`, but may also write COPY_SLACK bytes behind the copy. */
+    /* Like `jpeg_unstuff`, but may also write COPY_SLACK bytes after the copy. */
     uint8_t *(*copy_segment)(const uint8_t **from, const uint8_t *end, uint8_t *to);
 } Kernels;
 
 /* ---- inverse DCT ---------------------------------------------------------------------------- */
 
-/* Cosines in 13-bit fixed point, with the names of jidctint.c. All sums below fit 32 bits for any
- * 16-bit input. */
+/* Cosines in 13-bit fixed point, with the names of jidctint.c. For any 16-bit input, all sums below
+ * fit in 32 bits. */
 enum {
     FIX_0_298631336 = 2446,
     FIX_0_390180644 = 3196,
@@ -98,7 +100,7 @@ static inline uint8_t clamp8(int32_t x) {
     return (uint8_t)(x > 255 ? 255 : x);
 }
 
-/* 4 lines at once, in vectors that nearly every processor has. */
+/* Four lines in a vector that nearly every processor supports. */
 typedef int32_t Lines __attribute__((vector_size(16)));
 
 #define WRAP_16(x) (((x) << 16) >> 16)
@@ -106,7 +108,7 @@ typedef int32_t Lines __attribute__((vector_size(16)));
 #define SATURATE_16(x) \
     WHERE((x) > 32767, (Lines){} + 32767, WHERE((x) < -32768, (Lines){} - 32768, (x)))
 
-/* One pass of the transform, in place: x[position in the line]. */
+/* Apply one pass of the transform in place: x[position in the line]. */
 static inline void idct_lines(Lines x[8], int shift) {
     Lines even0 = WRAP_16(x[0] + x[4]) << COSINE_BITS;
     Lines even1 = WRAP_16(x[0] - x[4]) << COSINE_BITS;
@@ -138,7 +140,7 @@ static inline void idct_lines(Lines x[8], int shift) {
     }
 }
 
-/* One pass over 8 lines: from [position][line] to [line][position]. */
+/* Apply one pass to 8 lines: from [position][line] to [line][position]. */
 static inline void idct_pass(const int32_t in[8][8], int32_t out[8][8], int shift) {
     for (int half = 0; half < 8; half += 4) {
         Lines x[8];
@@ -160,7 +162,7 @@ static void idct_block_c(const Block *block) {
     for (int i = 8; i < 64; i++) below_first |= block->coefficients[i];
     idct_pass(columns, rows, PASS1_SHIFT);
     if (!below_first) {
-        /* libjpeg-turbo's short cut: unlike the pass, it wraps where the pass saturates. */
+        /* libjpeg-turbo's shortcut: unlike the pass, it wraps where the pass saturates. */
         for (int i = 0; i < 64; i++) {
             rows[i / 8][i % 8] = (int16_t)(columns[0][i / 8] * (1 << PASS1_BITS));
         }
@@ -203,7 +205,7 @@ static void upsample_h1v2_c(const uint8_t *near, const uint8_t *far, uint8_t *ou
     for (int i = 0; i < n; i++) out[i] = (uint8_t)((3 * near[i] + far[i] + bias) >> 2);
 }
 
-/* ---- colours -------------------------------------------------------------------------------- */
+/* ---- colors --------------------------------------------------------------------------------- */
 
 /* JFIF's factors in 16-bit fixed point. With C' = C - 128:
  * R = Y + 1.402 Cr', G = Y - 0.34414 Cb' - 0.71414 Cr', B = Y + 1.772 Cb'. */
@@ -226,7 +228,7 @@ static void ycc_to_rgb_c(const uint8_t *y, const uint8_t *cb, const uint8_t *cr,
     }
 }
 
-/* Three planes that are R, G and B, or three times the same grey one. */
+/* Interleave three planes: R, G and B, or three times the same gray plane. */
 static void interleave_c(const uint8_t *r, const uint8_t *g, const uint8_t *b, uint8_t *rgb,
                          int n) {
     for (int i = 0; i < n; i++) {

@@ -1,4 +1,4 @@
-/* The kernels of pixels.h in AVX2: the same bytes, 16 or 32 samples at a time. */
+/* The kernels of pixels.h in AVX2. They produce the same bytes, 16 or 32 samples at a time. */
 #ifndef VIT_PIXELS_AVX2_H
 #define VIT_PIXELS_AVX2_H
 
@@ -18,14 +18,14 @@
 
 typedef __m256i V;
 
-/* Two 16-bit factors, for madd: x0 * p + x1 * q. */
+/* Two 16-bit factors for madd: x0 * p + x1 * q. */
 #define PAIR(p, q) _mm256_set1_epi32((int)((uint32_t)(uint16_t)(p) | (uint32_t)(uint16_t)(q) << 16))
 
 /* ---- inverse DCT ---------------------------------------------------------------------------- */
 
-/* One pass for both blocks; x[r] has position r of 8 lines of block a (low half) and b (high half).
+/* Apply one pass to both blocks; x[r] has position r of 8 lines of block a (low half) and b (high).
  *
- * HALF_PASS works on 32-bit numbers, so on the low or the high 4 lines of each block.
+ * HALF_PASS works on 32-bit numbers, so it processes the low or the high 4 lines of each block.
  */
 AVX2_INLINE void idct_lines_avx2(V x[8], const int shift) {
     V out_lo[8];
@@ -120,7 +120,7 @@ AVX2 static void idct_pair_avx2(const Block *a, const Block *b) {
         if (i) below_first = _mm256_or_si256(below_first, row);
         x[i] = _mm256_mullo_epi16(row, load_both(a->quantisation + 8 * i, b->quantisation + 8 * i));
     }
-    /* All ones in the half of a block that has nothing below its first row. */
+    /* All ones in the half of a block that is zero below its first row. */
     V empty = _mm256_cmpeq_epi64(below_first, zero);
     empty = _mm256_and_si256(empty, _mm256_shuffle_epi32(empty, 0x4E));
     V first = _mm256_slli_epi16(x[0], PASS1_BITS);
@@ -128,7 +128,7 @@ AVX2 static void idct_pair_avx2(const Block *a, const Block *b) {
     for (int i = 0; i < 8; i++) x[i] = _mm256_blendv_epi8(x[i], first, empty);
     transpose_avx2(x);
     idct_lines_avx2(x, PASS2_SHIFT);
-    /* Now x[j] is column j. Narrow to bytes first: transposing bytes takes half the shuffles. */
+    /* Now x[j] is column j. Narrow first, because transposing bytes needs half the shuffles. */
     V c04 = _mm256_packs_epi16(x[0], x[4]);
     V c15 = _mm256_packs_epi16(x[1], x[5]);
     V c26 = _mm256_packs_epi16(x[2], x[6]);
@@ -160,7 +160,7 @@ AVX2 static inline V load_16(const uint8_t *p) {
 
 AVX2 static inline V triple(V x) { return _mm256_add_epi16(x, _mm256_slli_epi16(x, 1)); }
 
-/* Store even and odd samples, 16-bit numbers below 256, in turn. */
+/* Store even and odd samples, 16-bit numbers below 256, alternately. */
 AVX2 static inline void store_interleaved(uint8_t *out, V even, V odd) {
     _mm256_storeu_si256((V *)out, _mm256_or_si256(even, _mm256_slli_epi16(odd, 8)));
 }
@@ -203,7 +203,7 @@ AVX2 static void upsample_h1v2_avx2(const uint8_t *near, const uint8_t *far, uin
     }
 }
 
-/* ---- colours -------------------------------------------------------------------------------- */
+/* ---- colors --------------------------------------------------------------------------------- */
 
 /* Return x * factor / 65536, rounded as (x * factor + HALF) >> 16; |x| <= 128. */
 AVX2 static inline V scaled(V x, int factor) {
@@ -217,7 +217,7 @@ typedef struct {
 
 /* Convert 16 pixels to 16-bit numbers that are not yet clamped.
  *
- * The integer parts of the factors are added separately, so that the remainders fit 16 bits.
+ * The integer parts of the factors are added separately, so that the remainders fit in 16 bits.
  */
 AVX2 static inline Rgb colours(V y, V cb, V cr) {
     cb = _mm256_sub_epi16(cb, _mm256_set1_epi16(128));
@@ -233,9 +233,9 @@ AVX2 static inline Rgb colours(V y, V cb, V cr) {
     return (Rgb){r, _mm256_add_epi16(y, _mm256_sub_epi16(g, cr)), b};
 }
 
-/* The index for `_mm256_shuffle_epi8` that makes byte i of 16 interleaved bytes, which are bytes
- * `start` to `start` + 15 of a row: pixel (start + i) / 3 if it is of this plane (0, 1, 2: R, G,
- * B), otherwise 0x80, which gives zero. */
+/* The index with which `_mm256_shuffle_epi8` makes byte i of 16 interleaved bytes. These are bytes
+ * `start` to `start` + 15 of a row. The index is pixel (start + i) / 3 if the byte is of this plane
+ * (0, 1, 2: R, G, B), otherwise 0x80, which produces zero. */
 #define TURN(plane, start, i) \
     (((start) + (i)) % 3 == (plane) ? (char)(((start) + (i)) / 3) : (char)0x80)
 #define TURNS_4(plane, s, i) \
@@ -264,7 +264,7 @@ AVX2 static inline void ycc_to_rgb_32(const uint8_t *y, const uint8_t *cb, const
                                       uint8_t *rgb) {
     Rgb low = colours(load_16(y), load_16(cb), load_16(cr));
     Rgb high = colours(load_16(y + 16), load_16(cb + 16), load_16(cr + 16));
-    /* packus works in halves: its result has pixels 0-7, 16-23, 8-15, 24-31 */
+    /* packus works on halves: its result has pixels 0-7, 16-23, 8-15, 24-31 */
     V r = _mm256_permute4x64_epi64(_mm256_packus_epi16(low.r, high.r), 0xD8);
     V g = _mm256_permute4x64_epi64(_mm256_packus_epi16(low.g, high.g), 0xD8);
     V b = _mm256_permute4x64_epi64(_mm256_packus_epi16(low.b, high.b), 0xD8);
@@ -276,7 +276,7 @@ AVX2 static void ycc_to_rgb_avx2(const uint8_t *y, const uint8_t *cb, const uint
     int i = 0;
     for (; i + 32 <= n; i += 32) ycc_to_rgb_32(y + i, cb + i, cr + i, rgb + 3 * i);
     if (i == n) return;
-    uint8_t last[96]; /* the row may be the caller's last one: never write behind it */
+    uint8_t last[96]; /* the row may be the caller's last one, so never write beyond it */
     ycc_to_rgb_32(y + i, cb + i, cr + i, last);
     memcpy(rgb + 3 * i, last, 3 * (size_t)(n - i));
 }

@@ -1,8 +1,8 @@
-/* The image data of a baseline JPEG as tokens: one for each Huffman code together with its value.
+/* The image data of a baseline JPEG as tokens. A token is a Huffman code together with its value.
  *
- * `read_scan` decodes all segments into a `Scan`: tokens and DC coefficients of each block in the
- * order of the file, and the counts of symbols from which new Huffman tables are made. DC
- * differences are those of the markers to be written, which are at other MCUs than those read.
+ * `read_scan` decodes all segments into a `Scan`. It contains tokens and DC coefficients of each
+ * block in the order of the file, and the symbol counts from which new Huffman tables are made. DC
+ * differences restart at the markers to be written, not at those that were read.
  */
 #ifndef VIT_SCAN_H
 #define VIT_SCAN_H
@@ -13,7 +13,7 @@
 
 enum { MAX_TABLES = 2 /* one for luma, or all of RGB; one for chroma */ };
 
-/* Return the table of a component in the output: as libjpeg, chroma has the second one. */
+/* Return the table of a component in the output; as in libjpeg, chroma has the second one. */
 static inline int table_of(const Jpeg *jpeg, int component) {
     return component > 0 && !jpeg->is_rgb;
 }
@@ -24,7 +24,7 @@ static inline int num_tables(const Jpeg *jpeg) {
 
 /* ---- tokens --------------------------------------------------------------------------------- */
 
-/* A Huffman code and what follows it: bits 0-7 the symbol, bits 16-31 the value. */
+/* A Huffman code and its value: bits 0-7 are the symbol, bits 16-31 the value. */
 typedef uint32_t Token;
 
 enum {
@@ -54,14 +54,14 @@ typedef struct {
     TokenBlock *blocks;
     size_t num_tokens, num_blocks;
     size_t capacity; /* of `tokens`; half of it is that of `blocks` */
-    /* Counts of symbols. The last AC table counts those of blocks that will not be written. */
+    /* The symbol counts. The last AC table counts the symbols of blocks that are not written. */
     uint32_t dc_counts[MAX_TABLES][256];
     uint32_t ac_counts[MAX_TABLES + 1][256];
 } Scan;
 
-/* Make room for another MCU; return 0 if there is no memory.
+/* Make room for another MCU; return 0 if there is not enough memory.
  *
- * The memory grows with the image data that were read, not with what the headers claim.
+ * The memory grows with the image data that were read, not with the claims of the headers.
  */
 static inline int grow(Scan *scan) {
     const size_t mcu_tokens = JPEG_MAX_MCU_BLOCKS * 65; /* `read_ac` may use one more than 64 */
@@ -79,8 +79,8 @@ static inline int grow(Scan *scan) {
 
 /* Read the AC coefficients of a block as tokens and count their symbols.
  *
- * Of the ways to write a block the shortest is kept: no zero runs before the end of block. Returns
- * the number of tokens, -1 for damage.
+ * Zero runs before the end of the block are dropped, because this gives the shortest code. Returns
+ * the number of tokens, or -1 for damage.
  */
 static inline int read_ac(JpegBits *stream, const DecodeTable *table, Token *tokens,
                           uint32_t *counts) {
@@ -124,12 +124,12 @@ over:
 
 /* ---- segments ------------------------------------------------------------------------------- */
 
-/* The position in a file's image data, and the look-up tables to read them. */
+/* The position in a file's image data, and the lookup tables to read them. */
 typedef struct {
     const Jpeg *jpeg;
     const uint8_t *from;      /* the next segment */
     size_t number;            /* of the next segment */
-    size_t num_segments;      /* in all */
+    size_t num_segments;      /* in total */
     DecodeTable dc[4], ac[4]; /* those in use */
 } Reader;
 
@@ -150,15 +150,15 @@ static void open_reader(Reader *reader, const Jpeg *jpeg) {
     }
 }
 
-/* Return the bytes that `next_segment` needs for `count` segments, whatever their lengths. */
+/* Return the number of bytes that `next_segment` needs for `count` segments of any lengths. */
 static size_t segment_bytes(const Jpeg *jpeg, size_t count) {
     return jpeg->size - jpeg->scan_offset + count * JPEG_PADDING;
 }
 
-/* Copy the next segment to `to`, padded, and start `bits` there.
+/* Copy the next segment to `to`, padded, and start `bits` at the copy.
  *
- * Returns where the next segment can be copied to, or NULL if the marker between them is missing.
- * What comes after the last segment is left to `check_end`.
+ * Returns the address to which the next segment can be copied, or NULL if the marker between them
+ * is missing. `check_end` checks the bytes after the last segment.
  */
 static uint8_t *next_segment(Reader *reader, uint8_t *to, JpegBits *bits) {
     const uint8_t *end = reader->jpeg->data + reader->jpeg->size;
@@ -171,10 +171,10 @@ static uint8_t *next_segment(Reader *reader, uint8_t *to, JpegBits *bits) {
     return to_end + JPEG_PADDING;
 }
 
-/* Check that the end-of-image marker follows the last segment, and nothing else.
+/* Check that the end-of-image marker, and nothing else, follows the last segment.
  *
- * Files with more bytes are refused: they may be further scans, or further images that the headers
- * point to by byte offset.
+ * Files with more bytes are rejected, because these bytes may be further scans, or further images
+ * to which the headers point by byte offset.
  */
 static Status check_end(Reader *reader) {
     const uint8_t *end = reader->jpeg->data + reader->jpeg->size;
@@ -189,13 +189,13 @@ static Status check_end(Reader *reader) {
 
 /* ---- reading -------------------------------------------------------------------------------- */
 
-/* Append an MCU to the scan; clears *good for damage.
+/* Append an MCU to the scan. Clears *good for damage.
  *
  * read_dc, written_dc: DC coefficients of the components' last blocks, in the segment being read
  * and in the one to be written.
  *
  * Blocks outside the image, in the MCUs at its right and bottom edge, are replaced by the shortest
- * possible ones, as jpegtran does: the previous block's DC coefficient, all others zero.
+ * possible ones, as in jpegtran: the previous block's DC coefficient, and zeros.
  */
 static inline void read_mcu(const Reader *reader, uint32_t row, uint32_t column, JpegBits *bits,
                             int32_t *read_dc, int32_t *written_dc, Scan *scan, int *good) {
@@ -230,7 +230,7 @@ static inline void read_mcu(const Reader *reader, uint32_t row, uint32_t column,
     }
 }
 
-/* Read all image data into *scan, whose interval is set; `unstuffed` has room for one segment. */
+/* Read all image data into *scan, whose interval is set. `unstuffed` has room for one segment. */
 static Status read_scan(Reader *reader, uint8_t *unstuffed, Scan *scan) {
     const Jpeg *jpeg = reader->jpeg;
     uint32_t read_interval = jpeg->restart_interval ? jpeg->restart_interval : UINT32_MAX;

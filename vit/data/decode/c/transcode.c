@@ -1,15 +1,15 @@
-/* Lossless transcoding of a baseline JPEG: the same coefficients, with restart markers.
+/* Transcode a baseline JPEG without loss: the same coefficients, with restart markers.
  *
- * 1. The image data are read as tokens, one for each Huffman code with its value, and counted
- *    (`read_scan`, scan.h).
- * 2. The counts give optimal Huffman tables (annex K.2 of T.81; huffman.h), with which the tokens
- *    are written again, with a restart marker every few MCUs (`write_segments`). Headers are copied
- *    except for Huffman tables, restart interval and start of scan.
- * 3. The result is decoded, and all its coefficients are compared (`verify`). A result that differs
- *    is never returned.
+ * 1. `read_scan` (scan.h) reads and counts the image data as tokens. A token is a Huffman code with
+ *    its value.
+ * 2. The counts determine optimal Huffman tables (annex K.2 of T.81; huffman.h).
+ *    `write_segments` writes the tokens again with these tables and a restart marker every few
+ *    MCUs. Headers are copied except for Huffman tables, restart interval and start of scan.
+ * 3. `verify` decodes the result and compares all coefficients. A result that differs is never
+ *    returned.
  *
- * From the first Huffman table on, the result has the bytes that `jpegtran -optimize -restart` of
- * libjpeg-turbo writes.
+ * From the first Huffman table on, the result equals the bytes that libjpeg-turbo's
+ * `jpegtran -optimize -restart` writes.
  */
 #include <stdlib.h>
 
@@ -18,18 +18,18 @@
 #include "scan.h"
 
 enum {
-    /* Segments in a row of MCUs. Gives tiles of some 64 pixels, of which a crop reads 55 % of an
-     * image; with four segments it would be 62 %. */
+    /* Segments in a row of MCUs. With tiles of about 64 pixels, a crop reads 55 % of an image; with
+     * four segments it would be 62 %. */
     WANTED_SEGMENTS = 8,
-    MIN_INTERVAL = 2, /* MCUs, as each segment costs some 4 bytes */
-    MAX_AC_BITS = 10, /* of a value; larger ones are not of an 8-bit image, and jpegtran refuses */
+    MIN_INTERVAL = 2, /* MCUs, because each segment costs about 4 bytes */
+    MAX_AC_BITS = 10, /* of a value; 8-bit images have no larger ones, and jpegtran rejects them */
     MAX_DC_BITS = 11,
 };
 
 /* Return the MCUs between two markers: a divisor of `mcus_wide`, so that all rows are cut alike.
  *
- * The largest divisor that gives WANTED_SEGMENTS; otherwise the smallest one; otherwise the entire
- * row.
+ * It is the largest divisor that gives WANTED_SEGMENTS, or else the smallest divisor, or else the
+ * entire row.
  */
 static uint32_t choose_interval(uint32_t mcus_wide) {
     uint32_t smallest = 0;
@@ -47,7 +47,7 @@ static uint32_t choose_interval(uint32_t mcus_wide) {
 
 /* Copy the headers up to the start of scan, except Huffman tables and restart interval.
  *
- * Returns the copy's end.
+ * Returns the end of the copy.
  */
 static uint8_t *copy_headers(const Jpeg *jpeg, uint8_t *to) {
     memcpy(to, jpeg->data, 2);
@@ -65,7 +65,7 @@ static uint8_t *copy_headers(const Jpeg *jpeg, uint8_t *to) {
     return to;
 }
 
-/* Write the other headers: tables, restart interval, start of scan; return their end. */
+/* Write the other headers: tables, restart interval, start of scan. Return their end. */
 static uint8_t *write_headers(const Jpeg *jpeg, uint32_t interval, const JpegHuffman *dc,
                               const JpegHuffman *ac, uint8_t *to) {
     for (int k = 0; k < num_tables(jpeg); k++) {
@@ -88,7 +88,7 @@ static uint8_t *write_headers(const Jpeg *jpeg, uint32_t interval, const JpegHuf
     return to + 3;
 }
 
-/* Write all segments and the end-of-image marker; return their end.
+/* Write all segments and the end-of-image marker. Return their end.
  *
  * unstuffed: room for one segment and 8 bytes.
  */
@@ -124,7 +124,7 @@ static uint8_t *write_segments(const Jpeg *jpeg, const Scan *scan, const EncodeT
     return to;
 }
 
-/* Return the maximum size of the image data when written; 0 if values are not of an 8-bit image. */
+/* Return the maximum size of the written image data; 0 if values exceed those of 8-bit images. */
 static size_t max_scan_bytes(const Jpeg *jpeg, const Scan *scan, const EncodeTable *dc,
                              const EncodeTable *ac) {
     uint64_t bits = 0;
@@ -139,13 +139,13 @@ static size_t max_scan_bytes(const Jpeg *jpeg, const Scan *scan, const EncodeTab
         }
     }
     uint64_t num_segments = (uint64_t)jpeg->mcus_high * (jpeg->mcus_wide / scan->interval);
-    /* Stuffing at most doubles a segment; its last byte is filled up, and a marker follows. */
+    /* Stuffing at most doubles a segment. Its last byte is filled, and a marker follows. */
     return (size_t)(2 * (bits / 8 + 1) + 4 * num_segments);
 }
 
 /* Write the JPEG with the blocks of `scan` into `out`, which has `capacity` bytes.
  *
- * JPEG_MEMORY with *size above `capacity`: as much is needed.
+ * If the result is JPEG_MEMORY and *size exceeds `capacity`, *size is the required capacity.
  */
 static Status write_jpeg(const Jpeg *jpeg, const Scan *scan, uint8_t *out, size_t capacity,
                          size_t *size) {
@@ -200,9 +200,9 @@ static inline uint32_t num_mcu_blocks(const Jpeg *jpeg) {
     return n;
 }
 
-/* Return whether the image data have exactly the blocks of `scan`.
+/* Return whether the image data consist of exactly the blocks of `scan`.
  *
- * Decodes two segments in turn, see blocks.h; `unstuffed` has room for both.
+ * Decodes two segments alternately, see blocks.h. `unstuffed` has room for both.
  */
 static int has_blocks(Reader *reader, const Scan *scan, uint8_t *unstuffed) {
     const Jpeg *jpeg = reader->jpeg;
@@ -261,7 +261,7 @@ static int has_blocks(Reader *reader, const Scan *scan, uint8_t *unstuffed) {
     return !differ && check_end(reader) == JPEG_OK;
 }
 
-/* Return whether all that makes coefficients an image is the same in both headers. */
+/* Return whether both headers agree in everything that affects the pixels. */
 static int same_image(const Jpeg *a, const Jpeg *b) {
     if (a->width != b->width || a->height != b->height) return 0;
     if (a->num_components != b->num_components || a->is_rgb != b->is_rgb) return 0;
@@ -302,8 +302,8 @@ static Status read_jpeg(Reader *reader, const Jpeg *jpeg, Scan *scan) {
 
 /* Transcode the JPEG of `size` bytes into `out`, which has `capacity` bytes; return a Status.
  *
- * JPEG_OK: the result has *out_size bytes. JPEG_MEMORY with *out_size above `capacity`: as many are
- * needed. After any other status `out` is undefined.
+ * After JPEG_OK, the result has *out_size bytes. After JPEG_MEMORY with *out_size above `capacity`,
+ * *out_size is the required capacity. After any other status, `out` is undefined.
  */
 int vit_jpeg_transcode(const uint8_t *data, size_t size, uint8_t *out, size_t capacity,
                        size_t *out_size) {
@@ -311,7 +311,7 @@ int vit_jpeg_transcode(const uint8_t *data, size_t size, uint8_t *out, size_t ca
     *out_size = 0;
     Status status = jpeg_parse(data, size, &jpeg);
     if (status != JPEG_OK) return status;
-    Reader *reader = malloc(sizeof *reader); /* some 200 kB: too much for the stack of a thread */
+    Reader *reader = malloc(sizeof *reader); /* about 200 kB: too much for the stack of a thread */
     if (!reader) return JPEG_MEMORY;
     Scan scan = {.interval = choose_interval(jpeg.mcus_wide)};
     status = read_jpeg(reader, &jpeg, &scan);

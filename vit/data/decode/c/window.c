@@ -1,26 +1,26 @@
-/* Decoding a window of a JPEG, at the cost of the window.
+/* Decode a window of a JPEG, at a cost in proportion to the window.
  *
- * 1. The headers and the window determine which blocks of which component are needed
- *    (`plan_window`, window_plan.h).
+ * 1. The headers and the window determine the needed blocks of each component (`plan_window`,
+ *    window_plan.h).
  * 2. The needed segments are copied without their stuffed bytes (`copy_segments`).
- * 3. Each needed segment is decoded up to its last needed block; needed blocks become samples, of
- *    the others only the DC coefficient is tracked (`decode_mcus`).
+ * 3. Each needed segment is decoded up to its last needed block. Needed blocks become samples; of
+ *    other blocks, only the DC coefficient is tracked (`decode_mcus`).
  * 4. Each row of the window is assembled from samples (`make_pixels`).
  *
- * Without restart markers there is one segment, read from its start to the window's last row. With
- * a marker at a divisor of a row of MCUs, what is left and right of the window, above and below it,
- * is not decoded, and the segments of two rows are decoded in turn.
+ * Without restart markers, there is one segment, which is read from its start to the last row of
+ * the window. If the marker interval divides a row of MCUs, segments beside, above and below the
+ * window are not decoded, and the segments of two rows are decoded alternately.
  *
- * The pixels are those of libjpeg-turbo with its default settings; otherwise a status is returned.
- * Damage in what is decoded is a status, even where libjpeg would only warn; damage elsewhere may
- * go unnoticed. Nothing outside the caller's buffers is accessed, whatever the bytes are.
+ * The pixels equal those of libjpeg-turbo with its default settings; otherwise a status is
+ * returned. Damage in decoded data results in a status, even if libjpeg would only warn. Damage
+ * elsewhere may go unnoticed. Nothing outside the caller's buffers is accessed, for any input.
  */
 #include "pixels_avx2.h"
 #include "window_plan.h"
 
 /* ---- codes to samples ----------------------------------------------------------------------- */
 
-/* Build the look-up tables that the components use. */
+/* Build the lookup tables that the components use. */
 INLINE void make_tables(Window *w) {
     uint32_t made = 0;
     for (int c = 0; c < w->jpeg.num_components; c++) {
@@ -37,10 +37,10 @@ INLINE void make_tables(Window *w) {
     }
 }
 
-/* Copy the needed segments, without stuffed bytes.
+/* Copy the needed segments without stuffed bytes.
  *
- * All markers are checked, up to the end of the image: otherwise whether a truncated file is valid
- * would depend on the window, and on whether this library is available.
+ * All markers up to the end of the image are checked. Otherwise the validity of a truncated file
+ * would depend on the window, and on the availability of this library.
  */
 INLINE Status copy_segments(Window *w, const Kernels *kernels) {
     const Jpeg *jpeg = &w->jpeg;
@@ -50,7 +50,7 @@ INLINE Status copy_segments(Window *w, const Kernels *kernels) {
     size_t num_segments = jpeg_num_segments(jpeg);
     for (size_t s = 0; s < num_segments; s++) {
         uint8_t *to_end = kernels->copy_segment(&from, end, to);
-        int marker = s + 1 < num_segments ? 0xD0 + (s & 7) : 0xD9; /* RSTn in turn, EOI: B.2.1 */
+        int marker = s + 1 < num_segments ? 0xD0 + (s & 7) : 0xD9; /* next RSTn, or EOI: B.2.1 */
         if (!jpeg_pass_marker(&from, end, marker)) return JPEG_DAMAGED;
         if (s < w->first_segment || s >= w->end_segment) continue; /* the next one overwrites it */
         int needed = needed_until(w, segment_end(w, (uint32_t)s)) > s * w->interval;
@@ -62,7 +62,7 @@ INLINE Status copy_segments(Window *w, const Kernels *kernels) {
     return JPEG_OK;
 }
 
-/* The position in a segment: its bits, and each component's last DC coefficient. */
+/* The position in a segment: its bits, and the last DC coefficient of each component. */
 typedef struct {
     JpegBits bits;
     int32_t dc[3];
@@ -81,7 +81,7 @@ INLINE void flush_pair(BlockPair *pair, const Kernels *kernels) {
     typedef int64_t Zeros __attribute__((vector_size(32), may_alias));
     kernels->idct_pair(&pair->blocks[0], &pair->blocks[1]);
     Zeros *coefficients = (Zeros *)pair->coefficients;
-    /* A loop, as GCC makes a slow `rep stos` of memset here. */
+    /* A loop, because GCC would compile memset to a slow `rep stos`. */
     for (int i = 0; i < BLOCK_ROOM / 8; i++) coefficients[i] = (Zeros){0};
     pair->count = 0;
 }
@@ -90,7 +90,7 @@ INLINE int is_needed(const Plane *plane, uint32_t x, uint32_t y) {
     return x - plane->left < plane->wide && y - plane->top < plane->high; /* wraps below 0 */
 }
 
-/* Return the block at (x, y) of a component; its samples are discarded if they are not needed. */
+/* Return the block at (x, y) of a component. Its samples are discarded if they are not needed. */
 INLINE Block block_at(const Plane *plane, uint32_t x, uint32_t y, const int16_t *coefficients,
                       uint8_t *discard) {
     if (!is_needed(plane, x, y)) return (Block){coefficients, plane->quantisation, discard, 8};
@@ -101,7 +101,7 @@ INLINE Block block_at(const Plane *plane, uint32_t x, uint32_t y, const int16_t 
 
 /* Decode the MCUs `column` to `stop` - 1 of row `row` from `a`, and those of the next row from `b`.
  *
- * b: NULL for one row only.
+ * b: NULL to decode only one row.
  */
 INLINE Status decode_mcus(Window *w, const Kernels *kernels, BlockPair *pair, Stream *a, Stream *b,
                           uint32_t row, uint32_t column, uint32_t stop) {
@@ -160,7 +160,7 @@ INLINE Stream open_segment(const Window *w, uint32_t segment) {
     return (Stream){jpeg_bits(s->bytes, s->size), {0, 0, 0}};
 }
 
-/* Decode two rows of MCUs at a time, where each row is cut into the same segments. */
+/* Decode two rows of MCUs at a time, if each row is cut into the same segments. */
 INLINE Status decode_row_pairs(Window *w, const Kernels *kernels, BlockPair *pair) {
     uint32_t row_segments = w->jpeg.mcus_wide / w->interval;
     for (uint32_t row = w->top; row < w->bottom; row += 2) {
@@ -187,7 +187,7 @@ INLINE Status decode_row_pairs(Window *w, const Kernels *kernels, BlockPair *pai
     return JPEG_OK;
 }
 
-/* Decode segments of any length one after the other. */
+/* Decode segments of any length, one after another. */
 INLINE Status decode_segments(Window *w, const Kernels *kernels, BlockPair *pair) {
     uint32_t wide = w->jpeg.mcus_wide;
     for (uint32_t s = w->first_segment; s < w->end_segment; s++) {
@@ -212,7 +212,7 @@ INLINE Status decode_segments(Window *w, const Kernels *kernels, BlockPair *pair
 
 /* ---- samples to pixels ---------------------------------------------------------------------- */
 
-/* Repeat the samples at the image's left and right edge, where upsampling reads beyond it. */
+/* Repeat the samples at the image's left and right edge, because upsampling reads beyond it. */
 static void extend_edges(const Plane *plane) {
     if (plane->stretch_x != 2) return;
     ptrdiff_t end = (ptrdiff_t)plane->width - (ptrdiff_t)plane->left * 8;
@@ -230,7 +230,7 @@ INLINE const uint8_t *sample_at(const Plane *plane, uint32_t x, uint32_t y) {
 
 /* Return `n` samples for the pixels from (x, y) on: in the plane itself, or upsampled into `line`.
  *
- * The filter is chosen as in `jinit_upsampler` of jdsample.c.
+ * The filter is selected as in `jinit_upsampler` of jdsample.c.
  */
 INLINE const uint8_t *sample_row(const Plane *plane, const Kernels *kernels, uint32_t x, uint32_t y,
                                  uint32_t n, uint8_t *line) {
@@ -289,7 +289,7 @@ INLINE void make_pixels(Window *w, const Kernels *kernels, int channels, uint8_t
 
 /* ---- the window ----------------------------------------------------------------------------- */
 
-/* Decode a planned window; compiled once for each implementation of the kernels. */
+/* Decode a planned window. Compiled once for each implementation of the kernels. */
 INLINE Status decode(Window *w, const Kernels *kernels, int channels, uint8_t *pixels,
                      ptrdiff_t row_bytes) {
     BlockPair pair = {0};
@@ -336,16 +336,16 @@ static Status open_window(Window *w, const uint8_t *data, size_t size, uint32_t 
     if ((uint64_t)w->jpeg.width * w->jpeg.height > MAX_PIXELS) return WINDOW_IMAGE;
     status = plan_window(w, channels);
     if (status != JPEG_OK) return status;
-    /* Headers may claim any number of segments: check before allocating memory for them. */
+    /* Headers may claim any number of segments, so check it before allocating memory for them. */
     return w->end_segment > size / 2 ? JPEG_DAMAGED : JPEG_OK;
 }
 
 /* Decode the window at (x, y) of a JPEG into `pixels`; return a Status.
  *
- * pixels: `height` rows of `width` times 1 (grey) or 3 (RGB) bytes, `row_bytes` apart; undefined
+ * pixels: `height` rows of `width` times 1 (gray) or 3 (RGB) bytes, `row_bytes` apart; undefined
  *     after any status but JPEG_OK.
  * image_width, image_height: the size that the image must have; 0: any.
- * portable: do not use instructions that only some processors have.
+ * portable: do not use instructions that only some processors support.
  */
 int vit_decode_window(const uint8_t *data, size_t size, uint32_t image_width, uint32_t image_height,
                       uint32_t x, uint32_t y, uint32_t width, uint32_t height, int channels,
@@ -382,10 +382,10 @@ int vit_decode_window(const uint8_t *data, size_t size, uint32_t image_width, ui
     return status;
 }
 
-/* ---- which library this is: checked by vit/data/decode/native.py before any other call ------ */
+/* ---- the version of this library: vit/data/decode/native.py checks it before any other call -- */
 
-/* Return the version of the interface, `ABI` in native.py. Increase both whenever a function of
- * this library takes or returns something else. */
+/* Return the version of the interface, `ABI` in native.py. Increase both if the arguments or
+ * results of any function in this library change. */
 int vit_native_abi(void) { return 1; }
 
 #ifndef VIT_NATIVE_SOURCES /* a hash of the C files, defined by setup.py */

@@ -1,9 +1,9 @@
-/* What of a JPEG a window needs: blocks of each component, MCUs, segments, and the memory for them.
+/* Plan the decoding of a window: needed blocks of each component, MCUs, segments, and memory.
  *
- * `plan_window` goes from the window's pixels to samples (chroma needs one more around the window
- * where it is interpolated), from samples to blocks, from blocks to a rectangle of MCUs, and from
- * these to the restart segments that contain them. `needed_until` then gives, for each segment,
- * where decoding can stop.
+ * `plan_window` converts the window's pixels to samples. Interpolated chroma needs one more sample
+ * around the window. Samples are then converted to blocks, blocks to a rectangle of MCUs, and MCUs
+ * to the restart segments that contain them. `needed_until` returns where decoding a segment can
+ * stop.
  */
 #ifndef VIT_WINDOW_PLAN_H
 #define VIT_WINDOW_PLAN_H
@@ -15,7 +15,7 @@
 
 #define MAX_PIXELS 178956970 /* as in vit/data/decode/jpeg_header.py */
 
-/* What the window needs of a component. */
+/* The part of a component that the window needs. */
 typedef struct {
     uint32_t left, top, wide, high; /* blocks that become samples; 0 wide: not needed */
     uint32_t width, height;         /* samples of the entire component */
@@ -53,7 +53,7 @@ typedef struct {
 
 INLINE uint32_t at_most(uint32_t a, uint32_t b) { return a < b ? a : b; }
 
-/* Return the blocks that hold the samples for the pixels first to last, along one axis.
+/* Return the blocks that contain the samples for the pixels first to last, along one axis.
  *
  * margin: samples around them that interpolation reads; size: samples in the component.
  */
@@ -91,7 +91,7 @@ static void plan_plane(Window *w, int c) {
     }
 }
 
-/* Fill what follows from the headers and the window's position and size. */
+/* Fill the fields that depend on the headers and on the window's position and size. */
 static Status plan_window(Window *w, int channels) {
     const Jpeg *jpeg = &w->jpeg;
     if (!w->width || !w->height) return WINDOW_OUTSIDE;
@@ -103,7 +103,7 @@ static Status plan_window(Window *w, int channels) {
     for (int c = 0; c < jpeg->num_components; c++) {
         const JpegComponent *component = jpeg->components + c;
         if (jpeg->h_max % component->h || jpeg->v_max % component->v) return WINDOW_SAMPLING;
-        /* The first component is never upsampled: there are `lines` for chroma only. */
+        /* The first component is never upsampled, because only chroma has `lines`. */
         int is_full = component->h == jpeg->h_max && component->v == jpeg->v_max;
         if (c == 0 && !is_full) return WINDOW_SAMPLING;
         for (uint32_t k = 0; k < (uint32_t)component->h * component->v; k++) {
@@ -119,7 +119,7 @@ static Status plan_window(Window *w, int channels) {
     return JPEG_OK;
 }
 
-/* Return the MCU after the last needed one before `end`; 0 if there is none. */
+/* Return the MCU after the last needed one before `end`, or 0 if none is needed. */
 static uint32_t needed_until(const Window *w, uint32_t end) {
     uint32_t wide = w->jpeg.mcus_wide;
     uint32_t row = (end - 1) / wide;
@@ -140,18 +140,18 @@ static uint32_t segment_end(const Window *w, uint32_t segment) {
     return (uint32_t)(end < num_mcus ? end : num_mcus);
 }
 
-/* Return the bytes of a component's samples.
+/* Return the number of bytes for the samples of a component.
  *
- * Two rows more than there are, of at least 40 bytes each, provide ROW_PAD before the first row and
- * behind the last one.
+ * Two additional rows, of at least 40 bytes each, provide ROW_PAD before the first row and after
+ * the last one.
  */
 INLINE size_t plane_bytes(const Plane *plane) {
     return (size_t)plane->stride * (plane->high * 8 + 2);
 }
 
-/* Allocate, in one piece, all that depends on the window's and the file's size; NULL if it fails.
+/* Allocate one piece of memory for all data whose size depends on the window or the file.
  *
- * The caller frees what is returned.
+ * Returns the memory, which the caller must free, or NULL.
  */
 static uint8_t *allocate(Window *w) {
     size_t count = w->end_segment - w->first_segment;
