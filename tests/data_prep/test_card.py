@@ -198,7 +198,7 @@ def test_the_same_again(root, capsys):
     for name in before:
         (root / name).unlink()
     assert main([str(root)]) == 0
-    assert capsys.readouterr().out == f"look at {root}/contact_sheet.png and dataset.md\n"
+    assert capsys.readouterr().out == f"card written: see {root}/contact_sheet.png and dataset.md\n"
     assert {name: (root / name).read_bytes() for name in before} == before
 
 
