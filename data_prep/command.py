@@ -209,7 +209,7 @@ def command_line(
     doc: str | None,
     groups: Mapping[str, Flags],
     command: Callable[[argparse.Namespace], None],
-    remedy: str = "the same command continues",
+    remedy: str = "run the same command again to continue",
 ) -> Main:
     """Return the `main` function of `data_prep.<name>`.
 
@@ -324,7 +324,7 @@ def _summary(plan: WritePlan) -> str:
 def run(
     command: Callable[[argparse.Namespace], None],
     args: argparse.Namespace,
-    remedy: str = "the same command continues",
+    remedy: str = "run the same command again to continue",
 ) -> int:
     """Run a command and return its exit status: 0, or 2 after a one-line error for the user.
 

@@ -85,7 +85,7 @@ def unpacked(tmp_path_factory) -> dict[str, str]:
 def test_an_archive_gives_the_shards_of_its_folder(pack, name, prefix, unpacked, tmp_path, capsys):
     archive = pack(tmp_path / name, {**SPLIT, **OTHERS}, prefix)
     assert prepare(archive, tmp_path / "out") == unpacked
-    assert "read in place, without unpacking" in capsys.readouterr().out
+    assert "in place, without unpacking" in capsys.readouterr().out
     assert open_split(tmp_path / "out", "train").class_names == ["pizza", "steak", "sushi"]
     assert open_split(tmp_path / "out", "val").num_samples == 6, "the archive's own test folder"
     left = {path.name for path in tmp_path.iterdir()}

@@ -190,7 +190,7 @@ WRONG = {
     ),
     "foreign image": (
         lambda fake, folder: _tree_with(fake, folder, f"train/{fake.wnids[0]}/cat.jpg"),
-        r"train: 1 images are not named as ImageNet's of their class: cat\.jpg",
+        r"train: 1 images have file names that do not match their class in ImageNet: cat\.jpg",
     ),
     "two layouts": (
         lambda fake, folder: [
@@ -202,7 +202,7 @@ WRONG = {
     "no labels of val": (
         _flat_val_without_labels,
         (
-            r"(?s)val is a flat .* any one of these does: ILSVRC2012_devkit_t12\.tar\.gz"
+            r"(?s)val is a flat .* add one of these files: ILSVRC2012_devkit_t12\.tar\.gz"
             r" .*LOC_val_solution\.csv"
         ),
     ),
@@ -219,7 +219,7 @@ WRONG = {
     "inner tar cut off": (_cut_inner_tar, r"n\d+\.tar: cut off"),
     "image in a wrong tar": (
         _image_in_a_wrong_tar,
-        r"2 images are not named .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
+        r"2 images have file names that .*: n\d+_1\.JPEG \(in n\d+\), cat\.jpg",
     ),
     "compressed tar": (
         lambda fake, folder: [write_devkit(fake, folder / "train_images_0.tar.gz")],
@@ -244,7 +244,7 @@ WRONG = {
                 line for line in text.splitlines() if "val_00000003," not in line
             )
         ),
-        r"val: 1 images have no class in the file of labels: ILSVRC2012_val_00000003\.JPEG",
+        r"val: 1 images have no class in the label file: ILSVRC2012_val_00000003\.JPEG",
     ),
     "table with an unknown class": (
         _other_table(lambda text: text.replace(WNIDS[2], "n99999999")),
@@ -319,7 +319,7 @@ def test_what_is_wrong_is_one_clear_error(tmp_path, fake, wrong):
 def test_source_and_out_must_differ(tmp_path, fake, capsys):
     folder = as_official(fake, tmp_path)[0]
     assert main([str(folder), "--out", f"{folder}/../downloads"]) == 2
-    assert "is SOURCE and --out" in capsys.readouterr().err
+    assert "SOURCE and --out are the same folder" in capsys.readouterr().err
     (folder / "_info.json").write_text("{}")
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
     assert "holds finished shards" in capsys.readouterr().err

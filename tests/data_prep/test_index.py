@@ -166,15 +166,15 @@ def test_shards_and_keys_that_are_there_twice_are_noted(tmp_path, capsys):
     shutil.copy(root / "train-0000.tar", root / "train-0001.tar")
     assert main([str(root), "--workers", "1"]) == 0
     equal = "train-0000.tar, train-0001.tar, val-0000.tar"
-    assert f"note: {equal} have the same bytes: move all but one away" in capsys.readouterr().out
+    assert f"note: {equal} have the same bytes: move _info.json and" in capsys.readouterr().out
     (root / "_info.json").unlink()
     (root / "train-0001.tar").unlink()
     (root / "val-0000.tar").unlink()
     shard_with(root, [("s9.jpg", jpeg(3)), ("s9.cls", b"0")], "train-0001.tar")
     assert main([str(root), "--workers", "1"]) == 0
     assert (
-        f"note: 3 keys of train are there more than once: `python -m data_prep.verify {root}`"
-        " names them" in capsys.readouterr().out
+        f"note: 3 keys of train occur more than once: `python -m data_prep.verify {root}`"
+        " lists them" in capsys.readouterr().out
     )
 
 
@@ -240,7 +240,7 @@ def test_a_sample_that_does_not_fit_is_left_out_and_listed(kind, tmp_path, capsy
     assert main([str(tar.parent), "--workers", "1"]) == 0
     told = capsys.readouterr().out
     assert (
-        f"left out: 1 sample that does not fit, listed in {tar.parent}/quarantine.jsonl; the first:"
+        f"skipped 1 invalid sample, listed in {tar.parent}/quarantine.jsonl; the first:"
         " train-0000.tar: sample 'bad' " in told
     )
     assert [
@@ -266,9 +266,9 @@ def test_more_than_may_be_left_out_is_an_error(tmp_path, capsys):
     tar = shard_with(tmp_path / "root", BAD["empty image"])
     assert main([str(tar.parent), "--workers", "1", "--max-unreadable", "0"]) == 2
     error = capsys.readouterr().err
-    assert "1 of 4 samples do not fit, more than the 0 that --max-unreadable 0" in error
+    assert "1 of 4 samples are invalid, more than the 0 that --max-unreadable 0" in error
     assert (
-        "have them left out (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
+        "skip them (--max-unreadable 0.25):\n  train-0000.tar: sample 'bad' has an image"
         " of 0 bytes, 'bad.jpg'" in error
     )
     assert not (tar.parent / "_info.json").exists()

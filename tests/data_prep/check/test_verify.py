@@ -35,7 +35,7 @@ def test_a_sound_data_set_passes(root, capsys):
         ("shards", 7, 1),
         ("samples recorded", num_train, num_val),
         ("images checked", num_train, num_val),
-        ("changed or remarked", "(0 +1|1 +0)"),
+        ("changed or noted", "(0 +1|1 +0)"),
         ("quarantined", 1, 0),
     ):
         assert re.search(r"\s+".join(map(str, row)), told), row
@@ -52,8 +52,8 @@ def test_a_quick_check_says_what_it_left_out(root, capsys):
     ]
     assert sum(decoded) in range(10, 18)
     assert f"Checked:\n  {sum(decoded)} images\n" in told
-    assert "NOT checked, leave out --quick" in told
-    assert "right, as far as checked" in told
+    assert "NOT checked (run without --quick)" in told
+    assert "no problems in the checked part" in told
 
 
 def test_the_command_ends_with_its_status_and_writes_plain_lines(root):
@@ -118,7 +118,7 @@ def test_a_data_set_on_the_web(web, root, capsys):
 
 def test_a_quick_look_at_the_web_reads_ranges_of_shards_only(web, capsys):
     assert main([f"{web.url}/set", "--workers", "1", "--quick", "--sample", "8"]) == 0
-    assert "right, as far as checked" in capsys.readouterr().out
+    assert "no problems in the checked part" in capsys.readouterr().out
     asked = [
         asked for method, path, asked in web.requests if method == "GET" and path.endswith(".tar")
     ]

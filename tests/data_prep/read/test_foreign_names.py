@@ -165,7 +165,7 @@ def test_a_few_samples_that_do_not_fit_are_named(tmp_path, capsys):
     assert f"{of_two}. Mend " in str(caught.value)
     assert index(root, "--max-unreadable 0") == 2
     assert (
-        "2 of 9 samples do not fit, more than the 0 that --max-unreadable 0"
+        "2 of 9 samples are invalid, more than the 0 that --max-unreadable 0"
         in capsys.readouterr().err
     )
 
@@ -182,7 +182,7 @@ def test_labels_from_1_and_the_last_lines(tmp_path, capsys):
     assert (
         capsys.readouterr().out
         == f"train: 6 samples in 1 shards\nvalidation: 6 samples in 1 shards\n{root}: indexed, 4"
-        " classes\nnote: labels are 1 to 3; models get an output for classes without images, too: 0"
+        " classes\nnote: labels are 1 to 3; models also get an output for classes without images: 0"
         f"\ntrain on it with 'data.root={root}' data.val_split=validation; check it"
         f" with: python -m data_prep.verify '{root}'\n"
     )
