@@ -1,11 +1,11 @@
-"""Show any batch of a run again: the same images, crops and mixing, with their losses.
+"""Reproduce any batch of a run: the same images, crops and mixing, with their losses.
 
     python launch/replay.py runs/demo --step 1200                      a picture and a table
     python launch/replay.py runs/vit_b16 --step 81234 --rank 3 --images 48 --sheet batch.png
     python launch/replay.py runs/demo --step 1200 --csv batch.csv      every row of the batch
     python launch/replay.py runs/demo --step 1200 data.root=/elsewhere/digits
 
-Steps are counted from 1: step 1200 is the update after which the record has step 1200. Only the
+Steps are counted from 1, and step 1200 is the update that metrics.jsonl logs as step 1200. Only the
 unchanged data are needed, and the run is not changed. Exit status: 0 done, 2 a mistake to correct.
 """
 
@@ -31,7 +31,7 @@ TABLE_ROWS = 12
 
 
 def main() -> World:
-    """Run the command line above; return the joined world."""
+    """Run the command line and return the joined process group."""
     args = read_command_line()
     run_dir = local_copy(args.run or newest_run("RUN", METRICS_FILE))
     world = process_group.join_world(args.device, "--device ")
@@ -48,7 +48,7 @@ def main() -> World:
 
 
 def table(replay: Replay) -> list[str]:
-    """Return the first rows as lines of a table."""
+    """Return the first rows as table lines."""
     num_rows = len(replay.rows)
     height, width = replay.image_size
     lines = [
@@ -84,7 +84,7 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
 
 
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
-    """Parse the flags, and the settings as `overrides`. Raises ValueError for mistakes."""
+    """Parse the command line; settings go to `overrides`. Raises ValueError for mistakes."""
     parser = Parser("python launch/replay.py", __doc__, setting_for)
     add_run_words(parser)
     parser.add_argument("--step", type=int, required=True, metavar="N", help="step, starting at 1")
@@ -100,12 +100,12 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         metavar="FILE.png",
         help="picture to write (default: RUN/report/step_<N>.png, unless --csv is set)",
     )
-    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="a line for each row")
+    parser.add_argument("--csv", type=Path, metavar="FILE.csv", help="file with one line per row")
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="cpu",
-        help="for the augmentation (default: cpu)",
+        help="device for the augmentation (default: cpu)",
     )
     args = parser.parse_intermixed_args(arguments)
     args.run, args.overrides = run_and_settings(args.words)

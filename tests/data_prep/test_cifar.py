@@ -230,7 +230,7 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     with pytest.raises(
         PrepError,
         match=(
-            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more; that is not a CIFAR"
+            r"has 'data_batch_1.bin' of 1,099,511,627,776 bytes and 0 more, but a CIFAR"
             r" archive"
         ),
     ):

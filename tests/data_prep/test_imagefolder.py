@@ -147,7 +147,7 @@ def test_links_are_followed_but_not_in_circles(tmp_path):
     }
     (tmp_path / "elsewhere/deep/round").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(
-        PrepError, match=r"b/more/deep/round: a link back to a folder above it; remove the link"
+        PrepError, match=r"b/more/deep/round: this link leads to a parent folder: remove the link"
     ):
         listed(tmp_path / "flat", 0)
     (tmp_path / "flat/b/more").unlink()
@@ -186,7 +186,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
     assert (done.returncode, done.stderr) == (
         2,
         (
-            f"error: {locked}: cannot be listed (Permission denied); correct that, or move it"
+            f"error: {locked}: cannot be listed (Permission denied): fix the permissions, or move"
             " elsewhere\n"
         ),
     )

@@ -158,7 +158,7 @@ def test_downloaded_continued_verified_and_kept(web, unpacked, tmp_path, capsys)
     assert ranges == ["bytes=1000-", f"bytes=3000-{len(whole) - 1}"]
     said = capsys.readouterr().err
     assert "not compared with any checksum" in said
-    (found,) = re.findall(r"--sha256 (\w{64}) compares it the next time", said)
+    (found,) = re.findall(r"--sha256 (\w{64}) to verify it", said)
     assert found == hashlib.sha256(whole).hexdigest()
     words = ("--download", url, "--sha256", found)
     assert prepare(folder, tmp_path / "again", *words) == unpacked

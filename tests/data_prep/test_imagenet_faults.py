@@ -180,7 +180,7 @@ WRONG = {
     "classes not WNIDs": (
         lambda fake, folder: _tree_with(fake, folder, "train/tench/1.JPEG"),
         (
-            r"in/train: 1 class folders are not named by WordNet ids \(as n01440764\): tench;"
+            r"in/train: 1 class folders are not named by WordNet ID \(n01440764\): tench;"
             r" .*data_prep.imagefolder"
         ),
     ),
@@ -197,7 +197,7 @@ WRONG = {
             *as_torchvision(fake, folder),
             write_train_tar(fake, folder / "t.tar"),
         ],
-        r"train is there 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
+        r"train occurs 2 times: .*in/train \(12 class folders\).*t\.tar \(a tar of tars",
     ),
     "no labels of val": (
         _flat_val_without_labels,
@@ -252,7 +252,7 @@ WRONG = {
     ),
     "table without WNIDs": (
         _other_table(lambda text: text.replace(WNIDS[2], "tench")),
-        r"line \d+: expected a WordNet id and a box",
+        r"line \d+: expected a WordNet ID and a box",
     ),
     "table with other columns": (
         _other_table(lambda text: text.replace("ImageId", "id")),
@@ -269,7 +269,7 @@ WRONG = {
     ),
     "labels that differ": (
         _labels_that_differ,
-        r"they differ on \d+ images; leave out the file that is wrong",
+        r"\d+ images differ: give only the correct label file",
     ),
     "folders by the kit's ids": (
         _folders_by_another_rule,
@@ -285,12 +285,12 @@ WRONG = {
     ),
     "kit with other ids": (
         _kit(lambda files: files | {TRUTH: b"1\n2\n13\n"}),
-        r"line 3 is '13'; expected an ILSVRC2012_ID of one",
+        r"line 3 is '13'; expected the ILSVRC2012_ID of one",
     ),
     "kit with a group's id": (_kit(lambda files: files | {TRUTH: b"14\n"}), r"line 1 is '14'"),
     "parquets numbered otherwise": (
         _parquets_numbered_otherwise,
-        "labels are not in the order of the WordNet ids",
+        "labels are not in the order of the WordNet IDs",
     ),
     "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet"),
     "parquet of something else": (

@@ -188,9 +188,9 @@ def test_a_script_without_a_guard_is_told_why_its_workers_end(foreign, tmp_path)
         ends.append((done.returncode, done.stderr.strip()))
     assert ends[0][0] == 1
     assert ends[0][1].endswith(
-        "a worker process was killed (out of memory?), or ended at its start, as where a script"
-        ' calls this outside of `if __name__ == "__main__":`; run the same command again, it'
-        " continues, perhaps with fewer --workers"
+        "a worker process was killed (out of memory?), or ended at its start, because a script"
+        ' calls this function outside `if __name__ == "__main__":`; run the same command again'
+        " to continue, perhaps with fewer --workers"
     )
     assert ends[1][0] == 0
 
@@ -310,7 +310,7 @@ def test_a_label_that_would_make_more_classes_than_samples_is_refused(tmp_path, 
     tar = shard_with(tmp_path / "root", [("far.jpg", jpeg(1)), ("far.cls", b"999999999")])
     assert main([str(tar.parent), "--workers", "1"]) == 2
     assert (
-        "a label 999,999,999 (in train-0000.tar) would make 1,000,000,000 classes of 4 samples"
+        "label 999,999,999 (in train-0000.tar) would require 1,000,000,000 classes for 4 samples"
         in capsys.readouterr().err
     )
     (tmp_path / "names.txt").write_text("".join(f"class{n}\n" for n in range(100)))
@@ -341,7 +341,7 @@ def test_split_from_the_command_line(foreign, capsys):
     (foreign / "imagenet1k-validation-0000.tar").unlink()
     assert main([str(foreign), "--workers", "1"]) == 2
     assert (
-        "no split in the name of 00000.tar, 00001.tar, 00002.tar; if they are all of one split"
+        "no split in the names 00000.tar, 00001.tar, 00002.tar: use --split train if all"
         in capsys.readouterr().err
     )
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 0
@@ -354,7 +354,7 @@ def test_split_from_the_command_line(foreign, capsys):
 def test_split_against_the_names(foreign, capsys):
     assert main([str(foreign), "--workers", "1", "--split", "train"]) == 2
     assert (
-        "--split train, but another split is in the name of imagenet1k-validation-0000.tar"
+        "--split train, but these names contain another split: imagenet1k-validation-0000.tar"
         in capsys.readouterr().err
     )
 
@@ -387,7 +387,7 @@ def test_shards_without_labels(tmp_path, capsys):
             lambda root: [tar.unlink() for tar in root.glob("*.tar")],
             "no .tar files; expected <split>-00000.tar",
         ),
-        (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the name of 0001.tar"),
+        (lambda root: (root / "0001.tar").write_bytes(b"x"), "no split in the names 0001.tar"),
         (
             lambda root: (root / "imagenet1k-train-0000.tar").write_bytes(b"x" * 600),
             "imagenet1k-train-0000.tar: not a tar",

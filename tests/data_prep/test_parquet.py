@@ -208,13 +208,13 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "no label": (
         {"train": _without("label")},
         (),
-        "its columns are image, and none that is known as it is meant; say which: --label-column",
+        "its columns are image, and no name is a usual one: choose one with --label-column",
     ),
     "no image": ({"train": _without("image")}, (), "say which: --image-column"),
     "two labels": (
         {"train": [{**row, "label": 1, "class": 2} for row in rows(6)]},
         (),
-        "one of label, class is meant; say which: --label-column",
+        "label, class are possible: choose one with --label-column",
     ),
     "another column": ({"train": rows(6)}, ("--label-column", "lable"), "--label-column lable: "),
     "a column that is no image": (

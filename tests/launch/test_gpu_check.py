@@ -32,7 +32,7 @@ def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_pat
     assert "thread(s)), torch " in lines[0]
     assert lines[1].startswith("pass  the loader's slots: ")
     assert lines[2].startswith("  -   no step waits for the GPU: ")
-    assert lines[-1].startswith("1 promises kept, 0 not, in ")
+    assert lines[-1].startswith("1 guarantees hold, 0 do not, in ")
     [path] = tmp_path.glob("*.json")
     assert "-gpu-" not in path.name, "the planner reads files with gpu in their names"
     document = json.loads(path.read_text())

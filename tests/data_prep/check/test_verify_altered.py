@@ -111,7 +111,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         lambda root: edit_json(root / "_info.json", lambda info: info.update(catalogue="0" * 64)),
         (
             "train: 7 shards, the first is train-00000.tar: source, options or catalogue in"
-            " _info.json are not those"
+            " _info.json differ from the recorded plan"
         ),
         True,
     ),
@@ -127,7 +127,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "listed": (
         lambda root: edit_json(root / "_info.json", lambda info: info["listed"].update(val=9)),
-        "_info.json: listed is 9 for val, shards and quarantine have 3",
+        "_info.json: lists 9 images for val, but shards and quarantine have 3",
         True,
     ),
     "a sidecar's plan": (
@@ -160,13 +160,17 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "the card": (
         lambda root: edit(root / "dataset.md", lambda data: data.__setitem__(5, data[5] ^ 1)),
-        "dataset.md: absent or altered",
+        "dataset.md: card missing or altered",
         True,
     ),
-    "no card": (lambda root: (root / "dataset.md").unlink(), "dataset.md: absent or altered", True),
+    "no card": (
+        lambda root: (root / "dataset.md").unlink(),
+        "dataset.md: card missing or altered",
+        True,
+    ),
     "no contact sheet": (
         lambda root: (root / "contact_sheet.png").unlink(),
-        "dataset.md: absent or altered, or its contact_sheet.png is",
+        "dataset.md: card missing or altered",
         True,
     ),
 }
@@ -291,7 +295,7 @@ def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
         ),
         (
             lambda rows: rows["crc32c"].__setitem__(slice(None), 0),
-            r"3 rows of val-00000.tar, .*: crc32c 0, the tar says ",
+            r"3 rows of val-00000.tar, .*: crc32c is 0, but the tar gives ",
         ),
     ],
     ids=["one flipped bit", "all unknown"],

@@ -95,7 +95,7 @@ def test_what_cannot_be_taken_is_reported(members, flags, told, tmp_path):
         (
             "--classes names.txt",
             (
-                "labels up to 7 (in train-0.tar), but 5 class names, which are those of labels 0 to"
+                "labels up to 7 (in train-0.tar), but only 5 class names, for labels 0 to"
                 " 4: name all"
             ),
         ),
@@ -200,10 +200,10 @@ def test_class_names(text, tmp_path):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("a\n\nb", "expected one class name a line, and no JSON"),
+        ("a\n\nb", "expected one class name per line, not JSON"),
         ("a\nb\na", "'a' occurs twice"),
-        ("0\n2\n1", "class 1 is called '2', and a label 2 could mean either"),
-        ("", "expected one class name a line"),
+        ("0\n2\n1", "class 1 is named '2', so a label 2 would be ambiguous"),
+        ("", "expected one class name per line"),
         ('[\n  "a",\n  "b"\n]', "and no JSON"),
     ],
 )

@@ -33,7 +33,7 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
     for n in range(5):
         (flat / "ape" / f"{n}.jpg").write_bytes(b"broken")
     assert main([str(flat), "--out", str(out), "--workers", "1", "--num-shards", "4"]) == 0
-    assert "left out: 5 unreadable images" in capsys.readouterr().out
+    assert "skipped: 5 unreadable images" in capsys.readouterr().out
     for n in (5, 6):
         (flat / "zebra" / f"{n}.jpg").write_bytes(b"broken")
     out = tmp_path / "other"
@@ -60,7 +60,7 @@ def test_a_few_broken_images_are_left_out_and_the_share_that_passes_is_reported(
         )
         == 0
     )
-    assert "left out: 7 unreadable images" in capsys.readouterr().out
+    assert "skipped: 7 unreadable images" in capsys.readouterr().out
 
 
 def test_what_is_not_read_or_asks_to_be_turned_is_reported(tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_a_bad_part_is_one_line(prepare, tmp_path):
     assert failed.returncode == 2
     assert (
         failed.stderr
-        == "error: --shards 9-99: there are shards 0 to 14 (train has 12; val has 3)\n"
+        == "error: --shards 9-99: expected shards between 0 and 14 (train has 12; val has 3)\n"
     )
     assert not (tmp_path / "root").exists()
 
