@@ -2,11 +2,11 @@
 # Write shards with a job array, one part per task:
 #   sbatch --array=0-7 slurm/prep.sh imagefolder SOURCE --out ROOT [arguments of that command]
 #
-# Submit in the checkout. The first argument names the module of data_prep. The task that finds all
-# shards complete writes `_info.json`. After a failure submit the same line again: complete shards
+# Submit in the checkout. The first argument names a module of data_prep. The task that finds all
+# shards complete writes `_info.json`. After a failure, submit the same line again: complete shards
 # are reused. Single tasks: PARTS=8 sbatch --array=3 slurm/prep.sh ...
 #
-# ---- lines 1 and 2 to edit (remove one # of the first); line 3 is at the top of slurm/common.sh
+# ---- lines 1 and 2 to edit (remove one # from line 1); line 3 is at the top of slurm/common.sh
 ##SBATCH --partition=cpu --account=ACCOUNT
 #SBATCH --nodes=1 --cpus-per-task=16 --time=04:00:00
 #
