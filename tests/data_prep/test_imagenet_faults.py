@@ -231,11 +231,11 @@ WRONG = {
     "foreign tar": (_foreign_tar, r"foreign\.tar: begins with 'readme\.txt'; expected ImageNet's"),
     "foreign train tar": (
         _foreign_train_tar,
-        r"holds 'readme\.txt'; expected tars named by WordNet ids",
+        r"contains 'readme\.txt'; expected tars named by WordNet ID",
     ),
     "train tar with a file without a suffix": (
         _train_tar_with_a_readme,
-        r"holds 'README'; expected tars named by WordNet ids",
+        r"contains 'README'; expected tars named by WordNet ID",
     ),
     "hostile tar": (_hostile_inner_tar, r"member '\.\./\.\./etc/passwd' leads out of the archive"),
     "table without an image": (
@@ -265,7 +265,7 @@ WRONG = {
                 + f"ILSVRC2012_val_00000001,{WNIDS[0]} 1\nILSVRC2012_val_00000001,{WNIDS[1]} 1\n"
             )
         ),
-        r"line \d+: 'ILSVRC2012_val_00000001' is n\d+ here and n\d+ above",
+        r"line \d+: 'ILSVRC2012_val_00000001' is n\d+, but n\d+ in an earlier line",
     ),
     "labels that differ": (
         _labels_that_differ,
@@ -322,7 +322,7 @@ def test_source_and_out_must_differ(tmp_path, fake, capsys):
     assert "SOURCE and --out are the same folder" in capsys.readouterr().err
     (folder / "_info.json").write_text("{}")
     assert main([str(folder), "--out", str(tmp_path / "out")]) == 2
-    assert "holds finished shards" in capsys.readouterr().err
+    assert "contains finished shards" in capsys.readouterr().err
 
 
 def test_a_listed_parquet_that_is_missing(tmp_path, fake):

@@ -83,7 +83,7 @@ def test_info_of_others_is_kept(foreign, capsys):
     theirs["splits"]["train"]["shard_lengths"] = [3, 5]
     (foreign / "_info.json").write_text(json.dumps(theirs))
     assert main([str(foreign), "--workers", "1"]) == 2
-    assert "imagenet1k-train-0000.tar has 4 samples that fit" in capsys.readouterr().err
+    assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
 def test_an_info_of_others_does_not_lead_out_of_its_folder(foreign, capsys):
@@ -227,7 +227,7 @@ BAD: dict[str, list[tuple[str, bytes | None]]] = {
 def shard_with(
     root: Path, bad: list[tuple[str, bytes | None]], name: str = "train-0000.tar"
 ) -> Path:
-    """Three samples that fit around one that does not."""
+    """Three valid samples around an invalid one."""
     root.mkdir(exist_ok=True)
     good = [[(f"s{n}.jpg", jpeg(n)), (f"s{n}.cls", b"%d" % (n % 2))] for n in range(3)]
     write_members(root / name, [*good[0], *good[1], *bad, *good[2]])
@@ -328,7 +328,7 @@ def test_a_shard_copied_with_its_time_is_hashed_again(tmp_path, capsys):
     tar.write_bytes(corrected[:at] + bytes([corrected[at] ^ 1]) + corrected[at + 1 :])
     os.utime(tar, (2, 2))
     assert main([str(tar.parent), "--workers", "1"]) == 2
-    assert "train-0000.tar has 3 samples that fit" in capsys.readouterr().err
+    assert "train-0000.tar has 3 valid samples" in capsys.readouterr().err
     (tar.parent / "_info.json").unlink()
     assert main([str(tar.parent), "--workers", "1"]) == 0
     info = json.loads((tar.parent / "_info.json").read_text())

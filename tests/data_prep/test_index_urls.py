@@ -127,7 +127,7 @@ def test_shards_on_the_web_with_an_info(foreign, web, tmp_path, capsys):
     theirs["splits"]["train"]["shard_lengths"] = [3, 5]
     web.files["/shards/_info.json"] = json.dumps(theirs).encode()
     assert main([f"{web.url}/shards", "--out", str(tmp_path / "other"), "--workers", "1"]) == 2
-    assert "imagenet1k-train-0000.tar has 4 samples that fit" in capsys.readouterr().err
+    assert "imagenet1k-train-0000.tar has 4 valid samples" in capsys.readouterr().err
 
 
 def test_killed_and_continued(foreign, web, tmp_path):
@@ -180,7 +180,7 @@ def test_a_shard_that_was_replaced_on_the_web(foreign, web, tmp_path, capsys):
     web.requests.clear()
     assert main(arguments) == 2
     assert fetched(web) == ["imagenet1k-train-0001.tar"]
-    assert "imagenet1k-train-0001.tar has 4 samples that fit" in capsys.readouterr().err
+    assert "imagenet1k-train-0001.tar has 4 valid samples" in capsys.readouterr().err
     (out / "_info.json").unlink()
     assert main(arguments) == 0
     described = json.loads((out / "_info.json").read_text())["splits"]["train"]

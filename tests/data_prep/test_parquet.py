@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
         (),
         "its columns are image, and no name is a usual one: choose one with --label-column",
     ),
-    "no image": ({"train": _without("image")}, (), "say which: --image-column"),
+    "no image": ({"train": _without("image")}, (), "choose one with --image-column"),
     "two labels": (
         {"train": [{**row, "label": 1, "class": 2} for row in rows(6)]},
         (),

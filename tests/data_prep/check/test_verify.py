@@ -39,7 +39,7 @@ def test_a_sound_data_set_passes(root, capsys):
         ("quarantined", 1, 0),
     ):
         assert re.search(r"\s+".join(map(str, row)), told), row
-    assert re.search(rf"{root}: right, \d+\.\d s\n$", told)
+    assert re.search(rf"{root}: no problems, \d+\.\d s\n$", told)
     assert digests(root) == before
     assert verify(root, "--strict") == 0
 
@@ -104,7 +104,7 @@ def test_a_data_set_on_the_web(web, root, capsys):
     url = f"{web.url}/set"
     assert main([url, "--workers", "2"]) == 0
     assert "every byte of 8 of 8 shards against its sha256" in (told := capsys.readouterr().out)
-    assert f"{url}: right" in told
+    assert f"{url}: no problems" in told
     tar = bytearray(web.files["/set/train-00002.tar"])
     tar[1200] ^= 1
     web.files["/set/train-00002.tar"] = bytes(tar)
@@ -150,7 +150,7 @@ def test_a_data_set_in_a_store(root, capsys):
             output.publish(path)
         assert main([str(output), "--workers", "1"]) == 0
         assert main([str(output), "--workers", "1", "--quick"]) == 0
-        assert capsys.readouterr().out.count(f"{output}: right") == 2
+        assert capsys.readouterr().out.count(f"{output}: no problems") == 2
 
 
 # ---- what cannot be checked ----------------------------------------------------------------------

@@ -89,7 +89,7 @@ def edit_plan(root: Path) -> None:
 
 
 BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
-    "class names swapped": (swap_classes_only, "_info.json: altered: its content", True),
+    "class names swapped": (swap_classes_only, "_info.json: altered: the content", True),
     "class names swapped, info's hash brought up to date": (
         lambda root: edit_json(root / "_info.json", swap_classes),
         "_info.json: class names, keys or labels are not those that the data set was made of",
@@ -121,7 +121,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
         ),
         (
             "val: 1 shard, the first is val-00000.tar: source, options or catalogue in _info.json"
-            " are not those"
+            " differ from the recorded plan"
         ),
         True,
     ),
@@ -149,7 +149,7 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     ),
     "bytes behind the index": (
         lambda root: edit(root / "val.index.npy", lambda data: data.extend(b"12345")),
-        "val.index.npy: 5 bytes behind its last row",
+        "val.index.npy: 5 bytes after its last row",
         True,
     ),
     "a hidden tar": (lambda root: hide(root, ".more.tar"), ".more.tar: not in _info.json", True),

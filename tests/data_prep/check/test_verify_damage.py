@@ -317,7 +317,7 @@ def test_leftovers_are_notes(root, capsys):
         (root / name).write_text("{}")
     assert verify(root) == 0
     told = capsys.readouterr().out
-    assert ".train-00001.tar.host.1.tmp: left over" in told
-    assert "_writing.json: left over" in told
-    assert "right, 2 notes" in told
+    assert ".train-00001.tar.host.1.tmp: temporary file" in told
+    assert "_writing.json: temporary file" in told
+    assert "no problems, 2 notes" in told
     assert verify(root, "--strict") == 1

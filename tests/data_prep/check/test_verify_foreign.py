@@ -121,7 +121,7 @@ def test_equal_images_are_counted_and_named(tmp_path, capsys):
         " under two labels\n"
         "      train-000.tar b (class 0) = val-000.tar v0 (class 0)\n"
         "      train-000.tar c (class 0) = train-001.tar e (class 1)\n",
-        "right, 1 note",
+        "no problems, 1 note",
     ):
         assert text in told
     assert verify(root, "--strict") == 1

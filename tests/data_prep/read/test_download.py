@@ -181,9 +181,9 @@ def test_another_md5(web, path):
         download(f"{web.url}/data/a.bin", path, MD5)
     found = hashlib.md5(b"<html>please log in</html>").hexdigest()
     assert str(caught.value).startswith(
-        f"{web.url}/data/a.bin: md5 {found} (26 bytes), expected {MD5}: "
+        f"{web.url}/data/a.bin: md5 is {found} (26 bytes), expected {MD5}: "
     )
-    assert f"put it at {path}" in str(caught.value)
+    assert f"save it as {path}" in str(caught.value)
     assert list(path.parent.iterdir()) == []
 
 

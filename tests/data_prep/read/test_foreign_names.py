@@ -204,7 +204,7 @@ def test_class_names(text, tmp_path):
         ("a\nb\na", "'a' occurs twice"),
         ("0\n2\n1", "class 1 is named '2', so a label 2 would be ambiguous"),
         ("", "expected one class name per line"),
-        ('[\n  "a",\n  "b"\n]', "and no JSON"),
+        ('[\n  "a",\n  "b"\n]', "not JSON"),
     ],
 )
 def test_class_names_that_are_none(text, told, tmp_path):

@@ -298,7 +298,7 @@ def test_ranges_include_both_ends():
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        ("8-10", r"shards 0 to 9 \(train has 8; val has 2\)"),
+        ("8-10", r"shards between 0 and 9 \(train has 8; val has 2\)"),
         ("5-3", "expected A-B"),
         ("3/3", "or I/N"),
         ("0/0", "or I/N"),
