@@ -302,15 +302,15 @@ def read_command_line(arguments: Sequence[str] | None = None) -> argparse.Namesp
         parser.error(f"{named}: a checkpoint is listed twice: remove one")
     foreign = [word for word in args.overrides if not word.startswith("eval.")]
     if foreign and not args.finetune:
-        parser.error(f"{' '.join(foreign)}: without --finetune only eval.* can be set: omit it")
+        parser.error(f"{' '.join(foreign)}: only eval.* settings are allowed without --finetune")
     if problems := model_flag_problems(args):
         parser.error("; ".join(problems))
     if args.finetune and args.select_classes:
-        parser.error("--select-classes: with --finetune pass init.select_classes=true instead")
+        parser.error("--select-classes: with --finetune, use init.select_classes=true instead")
     args.probes = _read_probes(args, parser)
     if args.finetune and not args.checkpoints:
         parser.error(
-            "--finetune needs --checkpoint, because the newest run may be a fine-tuned one"
+            "--finetune requires --checkpoint, because the newest run may be a fine-tuned one"
         )
     return args
 
@@ -322,11 +322,11 @@ def _read_probes(args: argparse.Namespace, parser: Parser) -> Asked | None:
         flag for flag, is_on in ((KNN_FLAG, args.knn), (LINEAR_FLAG, args.linear_probe)) if is_on
     ]
     if flags and args.finetune:
-        problems.append(f"{' and '.join(flags)}: after --finetune run eval.py on the new run")
+        problems.append(f"{' and '.join(flags)}: run eval.py on the fine-tuned run instead")
     if args.k is not None and not args.knn:
-        problems.append(f"--k {args.k} belongs to {KNN_FLAG}: pass that flag")
+        problems.append(f"--k {args.k} requires {KNN_FLAG}: pass both")
     if args.l2 is not None and not args.linear_probe:
-        problems.append(f"--l2 {args.l2:g} belongs to {LINEAR_FLAG}: pass that flag")
+        problems.append(f"--l2 {args.l2:g} requires {LINEAR_FLAG}: pass both")
     if args.l2 is not None and not 0 < args.l2 < float("inf"):
         problems.append(f"--l2 {args.l2:g}: expected a number above 0, such as 1e-4")
     counts = (args.k or str(DEFAULT_K)).split(",")

@@ -66,7 +66,7 @@ def main() -> None:
         chosen = [part for part in all_parts if not args.only or part.name in args.only]
         if unknown := set(args.only) - {part.name for part in all_parts}:
             raise ValueError(
-                f"--only {' '.join(sorted(unknown))}: expected parts out of"
+                f"--only {' '.join(sorted(unknown))}: expected a selection of"
                 f" {', '.join(part.name for part in all_parts)}"
             )
         print(f"{devices['name']}, torch {torch.__version__}", flush=True)

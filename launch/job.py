@@ -147,7 +147,7 @@ def judge(
     after: the newest checkpoint at start and end, "" without one, or None if the store is
     unreachable.
     """
-    checkpoint = "the store does not answer" if after is None else after or "no checkpoint"
+    checkpoint = "the store is unreachable" if after is None else after or "no checkpoint"
     if outcome == "finished":
         return FINISHED, "finished"
     if outcome == "stopped":
@@ -161,7 +161,7 @@ def judge(
     if after != before:
         return AGAIN, f"failed, but advanced from {before or 'the start'} to {checkpoint}"
     if outcome == "mistake":
-        return MISTAKE, "a mistake, see the first error above"
+        return MISTAKE, "a user mistake: see the first error above"
     if signal_name:
         return AGAIN, f"ended by {signal_name} before the first save ({checkpoint})"
     return ACCIDENT, f"failed without a newer checkpoint ({checkpoint})"
@@ -173,7 +173,7 @@ def judge_check(launcher_status: int, signal_name: str) -> tuple[int, str]:
         return FINISHED, "checked, and nothing was started"
     if signal_name:
         return AGAIN, f"the check was ended by {signal_name}"
-    return MISTAKE, "the check failed, see its table"
+    return MISTAKE, "the check failed: see the table above"
 
 
 def newest_checkpoint(run_dir: str, may_refuse: bool = False) -> str | None:

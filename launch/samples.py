@@ -57,16 +57,16 @@ def main() -> World:
             )
     print(
         f"{int((curves.num_seen > 0).sum()):,} images, {len(curves.epochs)} epoch(s):"
-        f" {int(curves.late_wrong.sum()):,} wrong to the end,"
-        f" {int(curves.never_learnt.sum()):,} never learnt,"
+        f" {int(curves.late_wrong.sum()):,} wrong until the end,"
+        f" {int(curves.never_learnt.sum()):,} never learned,"
         f" {int((curves.times_forgotten > 0).sum()):,} forgotten,"
-        f" {sum(len(same) - 1 for same in duplicates.groups):,} double,"
-        f" {len(duplicates.also_evaluated):,} also evaluated on"
+        f" {sum(len(same) - 1 for same in duplicates.groups):,} duplicates,"
+        f" {len(duplicates.also_evaluated):,} also in the evaluation data"
     )
     if near is not None:
         print(
-            f"nearly the same (cosine {args.near:g} or more): {len(near.pairs):,} pairs of training"
-            f" images, {len(near.also_evaluated):,} evaluation images"
+            f"nearly identical (cosine {args.near:g} or more): {len(near.pairs):,} pairs of"
+            f" training images, {len(near.also_evaluated):,} evaluation images"
         )
     print(write_samples_page(source, curves, duplicates, near, args.images))
     print(write_table(source, curves, duplicates, near, run_dir / TABLE_FILE))
@@ -111,7 +111,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     if not 1 <= args.images <= 1000:
         raise ValueError(f"--images {args.images}: expected a number from 1 to 1000")
     if (args.exclude is None) != (args.worst is None) or (args.worst or 1) < 1:
-        raise ValueError("--exclude FILE and --worst N belong together: pass both")
+        raise ValueError("--exclude FILE requires --worst N, and vice versa: pass both")
     return args
 
 

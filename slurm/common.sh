@@ -134,7 +134,7 @@ if os.environ["SLURM_NODEID"] == "0":
         try:
             listener.accept()
         except TimeoutError:
-            sys.exit(f"{node}: heard of {count} of {others} other nodes in {2 * seconds} s")
+            sys.exit(f"{node}: only {count} of {others} other nodes connected within {2 * seconds} s")
 else:
     deadline = time.monotonic() + seconds
     while True:

@@ -23,4 +23,4 @@ activate_python
 find_nodes
 prepare_torchrun
 "${torchrun[@]}" launch/eval.py "$@" </dev/null \
-  || fail "failed with status $?; the first error above says why"
+  || fail "failed with status $?: see the first error above"

@@ -22,8 +22,8 @@ source slurm/common.sh
 
 source=${1:-}
 [[ -f data_prep/$source.py ]] \
-  || fail "'$source': no such module of data_prep;" \
-    "the first argument names one, such as imagefolder"
+  || fail "'$source' is not a module of data_prep:" \
+    "give a module such as imagefolder as the first argument"
 shift
 part=()
 if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
@@ -32,7 +32,7 @@ if [[ -n ${SLURM_ARRAY_TASK_ID:-} ]]; then
     (( SLURM_ARRAY_TASK_MIN == 0 && SLURM_ARRAY_TASK_MAX == SLURM_ARRAY_TASK_COUNT - 1 )) \
       || fail "an array of $SLURM_ARRAY_TASK_COUNT tasks," \
         "$SLURM_ARRAY_TASK_MIN to $SLURM_ARRAY_TASK_MAX: submit --array=0-N again (whole shards" \
-        "are kept), or say how many parts there are: PARTS=8 sbatch --array=3 slurm/prep.sh ..."
+        "are kept), or set the number of parts: PARTS=8 sbatch --array=3 slurm/prep.sh ..."
     PARTS=$SLURM_ARRAY_TASK_COUNT
   fi
   part=(--shards "$SLURM_ARRAY_TASK_ID/$PARTS")

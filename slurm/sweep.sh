@@ -25,20 +25,20 @@ fi
 source slurm/common.sh
 
 task=${SLURM_ARRAY_TASK_ID:-}
-[[ -n $task ]] || fail "not an array: sbatch --array=0-4 slurm/sweep.sh ..."
+[[ -n $task ]] || fail "not an array job: use sbatch --array=0-4 slurm/sweep.sh ..."
 for word in "$@"; do
   case $word in
     run.dir=*) folder=${word#run.dir=} ;;
   esac
 done
-[[ -n ${folder:-} ]] || fail "no run.dir=FOLDER, in which each task has a folder of its own"
+[[ -n ${folder:-} ]] || fail "run.dir=FOLDER is missing: give a folder for the run folders of all tasks"
 settings=("train.seed=$task")
 if [[ -n ${SWEEP:-} ]]; then
-  [[ -f $SWEEP ]] || fail "SWEEP=$SWEEP: there is no such file"
+  [[ -f $SWEEP ]] || fail "SWEEP=$SWEEP: no such file"
   mapfile -t lines < <(tr -d '\r' <"$SWEEP" | grep -v '^[[:space:]]*\(#\|$\)')
-  (( ${#lines[@]} )) || fail "SWEEP=$SWEEP: there are no settings in it"
+  (( ${#lines[@]} )) || fail "SWEEP=$SWEEP: the file has no settings"
   (( task < ${#lines[@]} )) \
-    || fail "task $task, and $SWEEP has ${#lines[@]} lines: --array=0-$(( ${#lines[@]} - 1 ))"
+    || fail "task $task: $SWEEP has ${#lines[@]} lines: use --array=0-$(( ${#lines[@]} - 1 ))"
   split_words settings "${lines[task]}" || fail "$SWEEP: a quote is not closed: ${lines[task]}"
 fi
 export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(basename "$folder")}
@@ -48,7 +48,7 @@ export WANDB_RUN_GROUP=${WANDB_RUN_GROUP:-$(basename "$folder")}
 print_table() {
   local if_finished=(--when-finished "$SLURM_ARRAY_TASK_COUNT")
   if [[ $folder == *://* ]]; then
-    say "no table: $folder is no folder"
+    say "no table: $folder is not a local folder"
     return
   fi
   activate_python

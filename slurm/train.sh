@@ -77,7 +77,7 @@ if [[ -n ${STAGE:-} && " $* " != *" --check "* ]]; then
   run_step "${on_each[@]}" python -m vit.data.warm "$@"
   [[ $ended == no ]] || fail
   [[ $status == 0 ]] \
-    || say "note: not all shards were staged, see above; training reads the rest as it goes"
+    || say "note: not all shards were staged, see above; training fetches the rest when needed"
 fi
 
 # Print the identity of the trainer's `stopped_early`. `ls` first makes another node's new file
@@ -96,15 +96,15 @@ while true; do
   marker_before=$(marker)
   checkpoint_before=$(checkpoint)
   say "training in $run, from $checkpoint_before"
-  [[ $warned == no ]] || say "note: the signal came before training began;" \
-    "a longer --time gives it more than a few steps"
+  [[ $warned == no ]] || say "note: the signal came before training began:" \
+    "use a longer --time to train more than a few steps"
   run_step "${torchrun[@]}" launch/train.py "$@"
   marker_now=$(marker)
   if [[ $status == 0 || $ended == yes || $(checkpoint) == "$checkpoint_before" ]] || stopped_early
   then
     break
   fi
-  say "failed with status $status, but came from $checkpoint_before to $(checkpoint):" \
+  say "failed with status $status, but advanced from $checkpoint_before to $(checkpoint):" \
     "starting again from there"
   # HyperPod replaces nodes within a job.
   SLURM_JOB_NODELIST=$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%N)
@@ -122,18 +122,18 @@ if ! stopped_early; then
   elif [[ $ended == yes ]]; then
     say "ended by SIGTERM before the trainer could save; its last checkpoint: $(checkpoint)"
   else
-    say "failed with status $status and without a new checkpoint; not queued again." \
-      "The first error above says why"
+    say "failed with status $status without a new checkpoint, not queued again:" \
+      "see the first error above"
   fi
 elif [[ $ended == yes ]]; then
   say "stopped and saved: $(<"$run/stopped_early")." \
-    "Not queued again by this script, as the job itself was asked to end"
+    "Not queued again by this script, because the job itself was asked to end"
 else
   say "stopped and saved: $(<"$run/stopped_early"). Queueing job $SLURM_JOB_ID again"
   status=0
   trap 'ended=yes; exit 0' TERM  # Slurm's signal to a job that it requeues
   scontrol requeue "$SLURM_JOB_ID" \
-    || fail "Slurm does not queue the job again: submit the same command again, it goes on"
+    || fail "Slurm did not requeue the job: submit the same command again to resume"
   sleep 600 &
   wait $!
 fi

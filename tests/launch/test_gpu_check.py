@@ -21,7 +21,9 @@ def test_prints_one_line_without_a_gpu():
 def test_rejects_an_unknown_part():
     done = run("launch/gpu_check.py", "--device", "cpu", "--small", "--only", "slots", "wait")
     assert done.returncode == 2
-    assert "error: --only wait: expected parts out of slots, equality, waits, graphs" in done.stderr
+    assert (
+        "error: --only wait: expected a selection of slots, equality, waits, graphs" in done.stderr
+    )
 
 
 def test_prints_a_line_for_each_part_and_does_not_name_files_after_a_gpu(tmp_path):
