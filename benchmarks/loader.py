@@ -393,7 +393,7 @@ def main() -> None:
     for workers in args.workers:
         kinds = {"train": f"Training: random-resized crop and flip, {workers or 'no'} workers"}
         kinds |= (
-            {} if workers else {"eval": "Evaluation: resize to 256 and centre crop, no workers"}
+            {} if workers else {"eval": "Evaluation: resize to 256 and center crop, no workers"}
         )
         names = [
             name for name in installed if not (workers and CONTESTANTS[name].only_without_workers)
