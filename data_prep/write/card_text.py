@@ -163,9 +163,9 @@ def card_text(card: Card) -> str:
         _splits(card),
         "## Sizes",
         *_sizes(card),
-        "## Colours",
+        "## Colors",
         *_colours(card),
-        "## Converted or left out",
+        "## Converted or skipped images",
         *_conversions(card),
         "## Source",
         *_source(card),
@@ -211,7 +211,7 @@ def _splits(card: Card) -> str:
         )
         for split, index in card.indexes.items()
     ]
-    head = ("split", "images", "of each class", "shards", "MB of images", "left out")
+    head = ("split", "images", "per class", "shards", "MB of images", "skipped")
     return markdown_table(head, rows)
 
 
@@ -233,7 +233,7 @@ def _sizes(card: Card) -> list[str]:
     )
     more = f", and {len(pairs) - len(most):,} others" if len(pairs) > len(most) else ""
     return [
-        "Of all splits together, in pixels and bytes:",
+        "Over all splits, in pixels and bytes:",
         markdown_table(("", *QUANTILES), rows),
         f"Most frequent (width x height): {common}{more}.",
         "Shorter sides:",
@@ -269,8 +269,8 @@ def _colours(card: Card) -> list[str]:
         for name, values in (("mean", mean), ("std", std))
     ]
     return [
-        f"Over {number} images of `{split}`, each with the same weight, decoded in full; red, green"
-        " and blue from 0 to 1:",
+        f"Computed over {number} images of `{split}` with equal weight, decoded in full. Red,"
+        " green and blue range from 0 to 1:",
         markdown_table(("", "red", "green", "blue"), table_rows),
     ]
 
@@ -293,24 +293,24 @@ def colour_statistics(card: Card, split: str, rows: Sequence[int]) -> tuple[np.n
 
 def _conversions(card: Card) -> list[str]:
     if "catalogue" not in card.info:
-        return ["Not known: these shards were made elsewhere and indexed."]
+        return ["Unknown, because another program wrote these shards."]
     lines = ["No image was converted."]
     if changed := card.info.get("changed"):
         rows = [(reason, f"{count:,}") for reason, count in sorted(changed.items())]
         lines = [
-            "What the writer changed or remarked; all other images have the bytes of their source.",
+            "Changes and notes of the writer. All other images have the bytes of their source.",
             markdown_table(("", "images"), rows),
             *_restart_markers(changed),
         ]
     if turned := card.info.get(ASKS_TO_BE_TURNED):
         lines.append(f"{exif_summary(turned, card.num_images)}.")
     if not card.quarantined:
-        return [*lines, "No image was left out."]
+        return [*lines, "No image was skipped."]
     reasons = Counter((entry["split"], entry["reason"]) for entry in card.quarantined)
     listed = [(*key, f"{count:,}") for key, count in reasons.most_common(MOST_REASONS)]
     lines += [
-        f"{len(card.quarantined):,} images cannot be read and were left out;"
-        " [quarantine.jsonl](quarantine.jsonl) names them.",
+        f"{len(card.quarantined):,} images cannot be read and were skipped."
+        " [quarantine.jsonl](quarantine.jsonl) lists them.",
         markdown_table(("split", "reason", "images"), listed, 2),
     ]
     if len(reasons) > MOST_REASONS:
@@ -330,20 +330,20 @@ def _restart_markers(changed: Mapping[str, int]) -> list[str]:
     if not marked and not unchanged:
         return []
     line = (
-        f"{marked:,} images got restart markers and better Huffman tables: other bytes, the same"
-        " pixels in every decoder."
+        f"{marked:,} images got restart markers and better Huffman tables, with other bytes but the"
+        " same pixels in every decoder."
     )
     if unchanged:
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in unchanged.most_common())
-        line += f" {unchanged.total():,} stayed as they were: {reasons}."
+        line += f" {unchanged.total():,} were not changed: {reasons}."
     return [line]
 
 
 def _source(card: Card) -> list[str]:
     if "source" in card.info:
-        lines = [f"Made by `python -m data_prep.{card.info['source']}`."]
+        lines = [f"Created by `python -m data_prep.{card.info['source']}`."]
     else:
-        lines = ["Not known."]
+        lines = ["Unknown."]
     if notes := card.info.get("origin"):
         lines.append("\n".join(f"- {escaped(line)}" for line in notes))
     if options := card.info.get("options"):

@@ -159,7 +159,7 @@ def test_colours_are_those_of_the_pixels(made):
     ]
     mean = np.mean([image.mean(0) for image in pixels], 0)
     std = np.sqrt(np.mean([((image - mean) ** 2).mean(0) for image in pixels], 0))
-    rows = table((made / "dataset.md").read_text(), "Colours")
+    rows = table((made / "dataset.md").read_text(), "Colors")
     assert [[float(cell) for cell in row[1:]] for row in rows] == [
         [pytest.approx(x, abs=6e-4) for x in found] for found in (mean, std)
     ]

@@ -145,13 +145,15 @@ BESIDE: list[tuple[Callable[[Path], object], list[str]]] = [
             root / "val.index.npy",
             lambda rows: rows["label"].__setitem__(0, (rows["label"][0] + 1) % 3),
         ),
-        [r"val.index.npy: 1 row of val-00000.tar, the first is row 0 \(key \w+\): label "],
+        [r"val.index.npy: 1 row of val-00000.tar differ, the first is row 0 \(key \w+\): label "],
     ),
     (
         lambda root: edit_rows(
             root / "train.index.npy", lambda rows: rows["width"].__setitem__(slice(0, 2), 99)
         ),
-        ["train.index.npy: 2 rows of train-00000.tar, .*: width is 99, but the tar gives 32"],
+        [
+            "train.index.npy: 2 rows of train-00000.tar differ, .*: width is 99, but the tar gives 32"
+        ],
     ),
     (
         lambda root: (root / "quarantine.jsonl").write_text('{"split": "val", "key": "x"}\n[1]\n'),
