@@ -271,8 +271,8 @@ def compare_rows(
         yield Finding(
             "indexes",
             shard.index_name,
-            f"{counted(int(differs.sum()), 'row')} of {shard.name} differ, the first is row"
-            f" {shard.first + places[row]} (key {samples[row].key}): {field}"
+            f"wrong values in {counted(int(differs.sum()), 'row')} of {shard.name}, the first in"
+            f" row {shard.first + places[row]} (key {samples[row].key}): {field}"
             f" is {recorded[field][row]}, but the tar gives {expected[field][row]};"
             f" {shard.rebuild(shard.index_name)}",
         )

@@ -291,11 +291,11 @@ def test_every_flipped_bit_next_to_the_tars_is_noticed(root):
     [
         (
             lambda rows: rows["crc32c"].__setitem__(1, rows["crc32c"][1] ^ 4),
-            r"1 row of val-00000.tar differ, the first is row 1 .*: crc32c ",
+            r"wrong values in 1 row of val-00000.tar, the first in row 1 .*: crc32c ",
         ),
         (
             lambda rows: rows["crc32c"].__setitem__(slice(None), 0),
-            r"3 rows of val-00000.tar differ, .*: crc32c is 0, but the tar gives ",
+            r"3 rows of val-00000.tar, .*: crc32c is 0, but the tar gives ",
         ),
     ],
     ids=["one flipped bit", "all unknown"],
