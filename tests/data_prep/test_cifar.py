@@ -236,7 +236,7 @@ def test_hostile_and_damaged_archives(small, tmp_path):
     ):
         cifar.source(tmp_path / "bomb.tar")
     many = pack(tmp_path / "many.tar", {f"{number}.txt": b"" for number in range(101)}, mode="w")
-    with pytest.raises(PrepError, match="that is not a CIFAR archive"):
+    with pytest.raises(PrepError, match="but a CIFAR archive does not"):
         cifar.source(many)
 
 

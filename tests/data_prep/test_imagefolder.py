@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_listed_is_named(tmp_path):
         2,
         (
             f"error: {locked}: cannot be listed (Permission denied): fix the permissions, or move"
-            " elsewhere\n"
+            " the folder elsewhere\n"
         ),
     )
 

@@ -176,7 +176,7 @@ WRONG = {
         lambda fake, folder: [folder],
         r"an empty folder; expected ImageNet's archives",
     ),
-    "other folders": (lambda fake, folder: [_other_folder(folder)], "holds cat, dog"),
+    "other folders": (lambda fake, folder: [_other_folder(folder)], "contains cat, dog"),
     "classes not WNIDs": (
         lambda fake, folder: _tree_with(fake, folder, "train/tench/1.JPEG"),
         (

@@ -394,7 +394,7 @@ def test_shards_without_labels(tmp_path, capsys):
         ),
         (
             lambda root: (root / "_writing.json").write_text('{"source": "x"}'),
-            "a writer has not finished here",
+            "a writer has not finished this data set",
         ),
         (
             lambda root: (root / "imagenet1k-train-0002.json").write_text("[]"),

@@ -156,11 +156,11 @@ def test_again_keeps_what_is_complete_and_mends_the_rest(written, small, tmp_pat
     ("num_train", "options", "settings", "difference"),
     [
         (23, {}, {"seed": 1}, "seed was 0, now 1"),
-        (23, {}, {"num_shards": 5}, "num_shards is"),
+        (23, {}, {"num_shards": 5}, "num_shards was"),
         (23, {"quality": 9}, {}, "quality was null, now 9"),
         (23, {}, {"with_json": True}, "with_json was null, now true"),
         (23, {}, {"policy": ImagePolicy(resize_short_side=8)}, "resize_short_side was null, now 8"),
-        (22, {}, {}, "catalogue is"),
+        (22, {}, {}, "catalogue was"),
     ],
 )
 def test_other_contents_are_refused(written, tmp_path, num_train, options, settings, difference):
@@ -179,7 +179,10 @@ def test_parts_in_any_order_are_the_whole_and_a_repeated_part_changes_nothing(
 ):
     root = tmp_path / "root"
     for part, missing in (
-        ("3-4", "3 of 5 are still missing (train-00000.tar, train-00001.tar, train-00002.tar)"),
+        (
+            "3-4",
+            "3 of 5 shards are still missing (train-00000.tar, train-00001.tar, train-00002.tar)",
+        ),
         ("0-0", "2 of 5"),
     ):
         write(small, root, replace(FOUR, part=part))
@@ -348,7 +351,7 @@ def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
         with pytest.raises(PrepError, match=f"{what} is .* Nothing was changed"):
             write(source, root, settings)
     other = source_of(tmp_path / "other", small_splits(22))
-    with pytest.raises(PrepError, match=r"catalogue is .* Nothing was changed"):
+    with pytest.raises(PrepError, match=r"catalogue was .* Nothing was changed"):
         write(replace(other, inputs=[tmp_path / "other" / "images.bin"]), root, FOUR)
     assert sorted(path.name for path in root.iterdir()) == before
 
