@@ -348,7 +348,7 @@ def test_a_refused_command_leaves_the_work_of_another(small, tmp_path):
         (replace(FOUR, num_shards=5), "num_shards"),
         (replace(FOUR, seed=3), "seed"),
     ):
-        with pytest.raises(PrepError, match=f"{what} is .* Nothing was changed"):
+        with pytest.raises(PrepError, match=f"{what} was .* Nothing was changed"):
             write(source, root, settings)
     other = source_of(tmp_path / "other", small_splits(22))
     with pytest.raises(PrepError, match=r"catalogue was .* Nothing was changed"):
