@@ -95,8 +95,8 @@ def main() -> None:
                     runs_by_ranks.setdefault(ranks, {}).setdefault(name, []).append(training)
     report = {
         "machine": about,
-        "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images a"
-        f" step in leaves of {LEAF_ROWS}.",
+        "data": f"{' '.join([*SMALL, *args.overrides])} over configs/demo.yaml, {batch} images per"
+        f" step in micro-batches of {LEAF_ROWS}.",
         "rounds": args.rounds,
         "load": load,
         "runs": {

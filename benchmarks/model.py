@@ -260,10 +260,16 @@ def overview(results: list[Result]) -> list[list[str]]:
 def parse_args() -> argparse.Namespace:
     parser = create_parser(__doc__ or "", "model")
     parser.add_argument("--model", default="vit_s16", metavar="NAME", help="default: %(default)s")
-    parser.add_argument("--depth", type=int, metavar="N", help="blocks; default: the model's")
-    parser.add_argument("--image-size", type=int, default=224, metavar="PIXELS", help="default 224")
+    parser.add_argument(
+        "--depth", type=int, metavar="N", help="number of blocks (default: the model's)"
+    )
+    parser.add_argument(
+        "--image-size", type=int, default=224, metavar="PIXELS", help="(default: 224)"
+    )
     parser.add_argument("--batch-size", type=int, default=8, metavar="N", help="default: 8")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="per turn; default: 4")
+    parser.add_argument(
+        "--steps", type=int, default=4, metavar="N", help="steps per turn (default: 4)"
+    )
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     for name, choices in (
         ("modes", ("eager", "compiled")),
@@ -300,8 +306,8 @@ def main() -> None:
     packages = ["torch", *(package for peer, (package, _) in PEERS.items() if peer in contestants)]
     depth = "" if args.depth is None else f" with {args.depth} block{'s' * (args.depth > 1)}"
     data = (
-        f"{args.model}{depth} at {args.image_size} px, {args.batch_size} images a step,"
-        f" {args.steps} steps a turn."
+        f"{args.model}{depth} at {args.image_size} px, {args.batch_size} images per step,"
+        f" {args.steps} steps per turn."
     )
     report = {
         "machine": machine(Path.cwd(), packages),

@@ -191,7 +191,7 @@ def _source(args: argparse.Namespace) -> Source:
         kind = KINDS[args.classes]
         download_if_asked(args, {kind.archive: kind.md5}, URL)
     elif args.download or args.url:
-        raise PrepError("--download needs --classes 10 or --classes 100")
+        raise PrepError("--download requires --classes 10 or --classes 100")
     return source(args.source, args.classes)
 
 

@@ -40,9 +40,7 @@ def main() -> None:
     """Run the command line."""
     args = read_command_line()
     if args.price is not None and not 0 <= args.price < float("inf"):
-        raise ValueError(
-            f"--price {args.price}: expected the cost of one GPU for an hour, as in 3.5"
-        )
+        raise ValueError(f"--price {args.price}: expected the hourly cost of one GPU, such as 3.5")
     num_gpus, gpu = parse_gpus(args.gpus)
     config = load_config(args.config, args.overrides)
     # The status line is shown only in a terminal, and disappears at the end.
@@ -72,7 +70,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
         help=f"number and name of the GPUs: {', '.join(gpu.name for gpu in GPUS)}",
     )
     parser.add_argument(
-        "--price", type=float, metavar="P", help="cost of one GPU for an hour, in any currency"
+        "--price", type=float, metavar="P", help="hourly cost of one GPU in any currency"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -185,7 +183,9 @@ def _image_sizes(forecast: Forecast) -> str:
     for stage in forecast.stages:
         height, width = stage.image_size
         rates = [each / forecast.num_gpus for each in forecast.images_per_s_at(stage.train_flops)]
-        parts.append(f"{height}x{width} until step {stage.stop:,} ({_range(rates)} images/s a GPU)")
+        parts.append(
+            f"{height}x{width} until step {stage.stop:,} ({_range(rates)} images/s per GPU)"
+        )
     return f"{', '.join(parts)}; memory for the largest size, mean speed of the run"
 
 

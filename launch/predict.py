@@ -156,7 +156,7 @@ def read_names(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"--classes {path}: cannot be read ({error}): pass a text file with a name on each line"
+            f"--classes {path}: cannot be read ({error}): pass a text file with one name per line"
         ) from None
 
 
@@ -216,7 +216,7 @@ def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     problems = [f"--top {args.top}: expected a positive number"] if args.top < 1 else []
     problems += model_flag_problems(args)
     if args.attention and not args.sheet:
-        problems.append("--attention is drawn on the sheet: pass --sheet FILE")
+        problems.append("--attention requires a sheet: pass --sheet FILE")
     if args.sheet:
         try:
             picture_format(args.sheet)

@@ -58,7 +58,7 @@ def table(replay: Replay) -> list[str]:
     if replay.is_passed_over:
         lines.append("skipped: the run was rewound, and did not train on this batch")
     elif not replay.has_losses:
-        lines.append("the losses of this epoch were not saved (log.sample_losses)")
+        lines.append("no losses were saved for this epoch (log.sample_losses)")
     shown = [row for piece in replay.pieces(TABLE_ROWS) for row in piece.rows]
     cells = [("row", "key", "class", "loss", "augmentation"), *map(_cells, shown)]
     widths = [max(len(row[column]) for row in cells) for column in range(4)]
@@ -66,7 +66,7 @@ def table(replay: Replay) -> list[str]:
         padded = [text.ljust(width) for text, width in zip(row[:4], widths, strict=True)]
         lines.append("  ".join([*padded, row[4]]).rstrip())
     if num_rows > len(shown):
-        lines.append(f"... and {num_rows - len(shown):,} more: --csv FILE writes them all")
+        lines.append(f"... and {num_rows - len(shown):,} more: use --csv FILE to write all rows")
     return lines
 
 
@@ -78,7 +78,7 @@ def _cells(row: ReplayedRow) -> tuple[str, str, str, str, str]:
         share = 1 - row.own_share
         done.append(f"{row.mixed_by} {share:.2f} of row {row.partner_row} ({row.partner_key})")
     if not row.weight:
-        done.append("not readable, ignored")
+        done.append("unreadable, ignored")
     loss = "-" if row.loss is None else f"{row.loss:.3f}"
     return str(row.row), row.key, row.class_name, loss, ", ".join(done)
 

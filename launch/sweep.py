@@ -137,7 +137,7 @@ def _number(value: float | None, digits: int) -> str:
 def read_command_line(arguments: Sequence[str] | None = None) -> Namespace:
     """Parse the command line. Raises ValueError for mistakes."""
     parser = Parser("python launch/sweep.py", __doc__)
-    parser.add_argument("folder", metavar="FOLDER", help="a folder of run folders")
+    parser.add_argument("folder", metavar="FOLDER", help="folder that contains the run folders")
     parser.add_argument(
         "--when-finished",
         type=int,

@@ -40,9 +40,7 @@ def main() -> World | None:
     args = read_command_line()
     config, origins = load_with_origins(args.config, args.overrides)
     for key in set(args.allow_change) - set(all_keys()):
-        raise ValueError(
-            f"--allow-change {key}: there is no such setting{nearest(key, all_keys())}"
-        )
+        raise ValueError(f"--allow-change {key}: no such setting{nearest(key, all_keys())}")
     if args.print_config:
         if config.eval.reference is not None:
             # Report a wrong name before the run starts.

@@ -102,7 +102,9 @@ def _config_of(args: Namespace) -> tuple[Config, int]:
     elif Path(source).exists():
         loaded = read_weights(source)
         if loaded.config is None:
-            raise ValueError(f"{source}: weights of another program: pass the model's name instead")
+            raise ValueError(
+                f"{source}: these weights are from another program: pass the model's name instead"
+            )
         config = config_io.from_dict(loaded.config, source)
         settings.setdefault("model.num_classes", loaded.num_classes)
         config = config_io.with_settings(config, settings)
@@ -191,7 +193,7 @@ def confusion(args: Namespace, world: World) -> None:
     """Draw the confusion matrix of the newest evaluation of a run."""
     run_dir = Path(args.runs[0]) if args.runs else _newest()
     if not run_dir.is_dir():
-        raise ValueError(f"{run_dir}: not a run folder: confusion shows the evaluation of a run")
+        raise ValueError(f"{run_dir}: not a run folder: `confusion` requires a run's evaluation")
     source = ReportSource(run_dir, world.device)
     out = args.out or Path(f"confusion_{run_dir.name}.png")
     print(plot_confusion(source.confusion, source.class_names, out))
@@ -213,14 +215,14 @@ def compared(args: Namespace, world: World) -> None:
 COMMANDS = {
     "shapes": Command(shapes, "shapes at each stage, as text", takes_name=True),
     "summary": Command(summary, "layers, parameters, GFLOP and memory, as text", takes_name=True),
-    "patches": Command(patches, "an image cut into patches", 1),
+    "patches": Command(patches, "images cut into patches", 1),
     "filters": Command(filters, "principal components of the patch embedding"),
     "attention": Command(attention, "attention maps of each layer and head, and rollout", 4),
     "positions": Command(positions, "similarity of position embeddings"),
     "distance": Command(distance, "mean attention distance by depth and head", 128),
     "tokens": Command(tokens, "patch features as colors", 12),
     "confusion": Command(confusion, "confusion matrix of a run's newest evaluation"),
-    "compare": Command(compared, "two runs on the same samples", 500),
+    "compare": Command(compared, "comparison of two runs on the same samples", 500),
 }
 
 
@@ -333,8 +335,10 @@ def _read_augment(arguments: Sequence[str]) -> Namespace:
 
 
 def _read_curves(arguments: Sequence[str]) -> Namespace:
-    parser = Parser("python launch/visualize.py curves", "Loss and accuracy over the epochs.")
-    parser.add_argument("runs", nargs="*", type=Path, metavar="RUN", help="(default: the newest)")
+    parser = Parser("python launch/visualize.py curves", "Draw loss and accuracy over the epochs.")
+    parser.add_argument(
+        "runs", nargs="*", type=Path, metavar="RUN", help="run folders (default: the newest run)"
+    )
     description = "epochs to average training curves over (default: 1 or less; 0: none)"
     parser.add_argument("--smooth", type=float, metavar="EPOCHS", help=description)
     _add_out(parser, "curves_<runs>")
@@ -390,8 +394,8 @@ def _read_flags(name: str, arguments: Sequence[str]) -> Namespace:
             parser.add_argument(
                 "--image", nargs="+", metavar="FILE", help="files, folders or tars instead"
             )
-        parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's)")
-        parser.add_argument("--split", help="(default: the run's data.val_split)")
+        parser.add_argument("--data", metavar="ROOT", help="shards (default: the run's data.root)")
+        parser.add_argument("--split", help="split (default: the run's data.val_split)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     args = parser.parse_intermixed_args(arguments)
     args.runs = [args.runs] if isinstance(args.runs, str) else args.runs

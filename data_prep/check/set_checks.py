@@ -246,7 +246,7 @@ def check_catalogue(data: DataSet) -> Iterator[Finding]:
         yield Finding(
             "labels",
             "_info.json",
-            "class names, keys or labels are not those that the data set was made of: their hash is"
+            "class names, keys or labels have changed since the data set was written: their hash is"
             f" {sha256[:12]}..., but {str(data.info['catalogue'])[:12]}... is recorded; restore"
             " the altered files, or write the data set again",
         )

@@ -174,7 +174,9 @@ def _check_tar(shard: Shard, tar: Path) -> Checked:
         samples = scan_tar(tar, shard.layout, skipped)
     except ShardError as error:
         text = str(error).removeprefix(f"{tar}: ")
-        findings.append(Finding("tars", shard.name, f"{text}; its images were not checked"))
+        findings.append(
+            Finding("tars", shard.name, f"{text}; the images in this shard were not checked")
+        )
         return Checked(findings, hashed=hashed)
     records = [*_check_idx(shard, samples), *_check_index(shard, samples, shard.sha256 == sha256)]
     seen = np.empty(len(samples), SEEN_DTYPE)
@@ -260,8 +262,8 @@ def compare_rows(
         if len(altered):
             keys = ", ".join(samples[row].key for row in altered[:MOST_LINES])
             remedy = WRITE_AGAIN if numbers is None else UNCLEAR_WHEN_QUICK
-            images = counted(len(altered), "image has", "images have")
-            text = f"{images} not the bytes that were indexed: {keys}; {remedy}"
+            images = counted(len(altered), "image differs", "images differ")
+            text = f"{images} from the indexed bytes: {keys}; {remedy}"
             yield Finding("tars", shard.name, text)
     places = np.arange(len(recorded)) if numbers is None else np.array(numbers, np.int64)
     for field, differs in wrong.items():
@@ -404,5 +406,5 @@ def _sample_around(
             group.append((named[0], Member(named[1], begins, size, name), kind))
     key = next((key for key, member, _ in group if member.offset == offset), None)
     if key is None:
-        raise TarDamaged("no header in front of it")
+        raise TarDamaged("no tar header before the image")
     return scan_sample(read, key, [member for member in group if member[0] == key], shard.layout)

@@ -82,4 +82,4 @@ def choose_column(
         hint = did_you_mean(name, columns)
         raise PrepError(f"{flag} {name}: {place} has no such column{hint}; it has {listed}")
     choice = f"{', '.join(possible)} are possible" if possible else "no name is a usual one"
-    raise PrepError(f"{place}: its columns are {listed}, and {choice}: choose one with {flag}")
+    raise PrepError(f"{place}: the columns are {listed}, and {choice}: choose one with {flag}")

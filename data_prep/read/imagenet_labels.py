@@ -42,7 +42,7 @@ class ValLabels:
 
 def _text(content: bytes, place: str) -> str:
     if kind := describe_content(content):
-        raise PrepError(f"{place}: is {kind}; download it again")
+        raise PrepError(f"{place}: this file is {kind}; download it again")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,7 +124,7 @@ def _labels_in_table(content: bytes, place: str) -> dict[str, str]:
         columns = rows.fieldnames or ()
         if not {"ImageId", "PredictionString"} <= set(columns):
             raise PrepError(
-                f"{place}: its columns are {', '.join(columns) or 'none'}; expected"
+                f"{place}: the columns are {', '.join(columns) or 'none'}; expected"
                 " ImageId,PredictionString"
             )
         for row in rows:

@@ -277,7 +277,7 @@ def test_download_from_a_mirror(small, tmp_path, capsys, monkeypatch):
     ]
     with WebServer({"/kriz/cifar-100-binary.tar.gz": archive}) as server:
         assert cifar.main([*command, "--url", f"{server.url}/kriz"]) == 2
-        assert "--download needs --classes 10 or --classes 100" in capsys.readouterr().err
+        assert "--download requires --classes 10 or --classes 100" in capsys.readouterr().err
         assert cifar.main([*command, "--url", f"{server.url}/kriz", "--classes", "100"]) == 2
         assert "expected 03b5dce01913d631647c71ecec9e9cb8" in capsys.readouterr().err
         kind = cifar.KINDS[100]._replace(md5=hashlib.md5(archive).hexdigest())

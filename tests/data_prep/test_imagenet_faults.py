@@ -295,7 +295,7 @@ WRONG = {
     "parquet cut off": (_cut_parquet, r"train-00001-of-00003\.parquet: not a complete parquet"),
     "parquet of something else": (
         _parquet_of_something_else,
-        r"its columns are text, label; expected image",
+        r"the columns are text, label; expected image",
     ),
 }
 

@@ -208,7 +208,7 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "no label": (
         {"train": _without("label")},
         (),
-        "its columns are image, and no name is a usual one: choose one with --label-column",
+        "the columns are image, and no name is a usual one: choose one with --label-column",
     ),
     "no image": ({"train": _without("image")}, (), "choose one with --image-column"),
     "two labels": (
@@ -225,7 +225,7 @@ WRONG: dict[str, tuple[dict[str, list[dict]], tuple[str, ...], str]] = {
     "other columns in another file": (
         {"train": rows(6), "test": _without("label")},
         (),
-        "test.parquet: its columns are image; expected image, with bytes and path, and label",
+        "test.parquet: the columns are image; expected image, with bytes and path, and label",
     ),
     "no train": ({"test": rows(6)}, (), "no training files: add train-*.parquet"),
     "an unclear split": (

@@ -92,19 +92,19 @@ BY_HAND: dict[str, tuple[Callable[[Path], object], str, bool]] = {
     "class names swapped": (swap_classes_only, "_info.json: altered: the content", True),
     "class names swapped, info's hash brought up to date": (
         lambda root: edit_json(root / "_info.json", swap_classes),
-        "_info.json: class names, keys or labels are not those that the data set was made of",
+        "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
     "a class name misspelt": (
         lambda root: edit_json(
             root / "_info.json", lambda info: info["class_names"].__setitem__(0, "aple")
         ),
-        "_info.json: class names, keys or labels are not those that the data set was made of",
+        "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
     "a label changed": (
         change_a_label,
-        "_info.json: class names, keys or labels are not those that the data set was made of",
+        "_info.json: class names, keys or labels have changed since the data set was written",
         False,
     ),
     "catalogue": (

@@ -89,7 +89,7 @@ TARS: list[tuple[Callable[[Path], object], list[str]]] = [
         lambda root: overwrite_image(root / "train-00005.tar", 1),
         [
             "train-00005.tar: altered or replaced",
-            r"train-00005.tar: 1 image has not the bytes that were indexed: plum_plum1;",
+            r"train-00005.tar: 1 image differs from the indexed bytes: plum_plum1;",
             "train-00005.tar: .*: cannot be decoded",
         ],
     ),
@@ -103,7 +103,7 @@ TARS: list[tuple[Callable[[Path], object], list[str]]] = [
         ),
         [
             "train-00006.tar: altered or replaced: its sha256",
-            r"train-00006.tar: 1 image has not the bytes that were indexed: \w+;",
+            r"train-00006.tar: 1 image differs from the indexed bytes: \w+;",
         ],
     ),
 ]
