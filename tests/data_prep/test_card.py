@@ -220,7 +220,7 @@ def test_shards_of_others(tmp_path):
     write_card(root)
     text = (root / "dataset.md").read_text()
     assert "130 images of 130 classes" in text
-    assert "made elsewhere and indexed" in text
+    assert "another program wrote these shards" in text
     assert table(text, "Classes")[129] == ["129", "class 129", "1"]
     with Image.open(root / "contact_sheet.png") as sheet:
         assert sheet.size == (
